@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_multigpu.communication.compression import CompressedAllReduce, Piece, make_compressor
+from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece, make_compressor
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.compression.owner_summed import DEFAULT_SEGMENT_ELEMENTS
 from lightning_multigpu.communication.compression.powersgd import PowerSGD, add_product, first_factor, orthonormalise
@@ -57,11 +57,11 @@ SIZES_MB = (1, 4, 25)
 TABLES = ("coding", "exchange", "step")
 
 
-def pieces_of(numel: int) -> tuple[Piece, ...]:
+def pieces_of(numel: int) -> tuple[GradientPiece, ...]:
     """Matrices of 1024 columns, of at most 1 M elements each."""
     full, rest = divmod(numel, 1 << 20)
     rows = [1024] * full + ([rest // 1024] if rest else [])
-    return tuple(Piece(f"{numel}.{index}", (count, 1024)) for index, count in enumerate(rows))
+    return tuple(GradientPiece(f"{numel}.{index}", (count, 1024)) for index, count in enumerate(rows))
 
 
 def median_ms(function: Callable[[], Any], rounds: int, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -116,7 +116,7 @@ def exchange_times(
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Medians in ms of an all-reduce, by setting, in order of the sizes; and bytes without compression over bytes with
     it, by setting, at the largest. The settings take turns."""
-    reducers: dict[str, Callable[[Tensor, tuple[Piece, ...]], Any]] = {}
+    reducers: dict[str, Callable[[Tensor, tuple[GradientPiece, ...]], Any]] = {}
     reducers["gloo"] = lambda tensor, _: dist.all_reduce(tensor, group=group)
     ring = RingAllReduce(group)
     reducers["ring"] = lambda tensor, _: ring(tensor, average=True)
@@ -155,7 +155,7 @@ class Hook:
 
     def __call__(self, state: object, bucket: Any) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        pieces = tuple(Piece(self.names[p], tuple(p.shape)) for p in bucket.parameters())
+        pieces = tuple(GradientPiece(self.names[p], tuple(p.shape)) for p in bucket.parameters())
         self.jobs.put((bucket.buffer(), pieces, future))
         return future
 

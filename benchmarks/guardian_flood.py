@@ -85,6 +85,22 @@ class Times(L.Callback):
             (self.directory / "times").write_text(json.dumps(self.ended_s))
 
 
+def windows_of(number: int, rate: float) -> tuple[int, int]:
+    """How many windows there are with strangers at the job, and how many connections are made in each.
+
+    Args:
+        number: of connections in all of these windows.
+        rate: connections a second.
+    """
+    in_window = round(rate * WINDOW_S)
+    if not number > in_window > 0:
+        sys.exit(
+            f"{number} connections to a job that trains, at --rate {rate:g}: quartiles take two windows of "
+            f"{WINDOW_S:g} s; give --rate 0.2 or more, and --connections for more than {max(1, in_window)} at that time"
+        )
+    return -(-number // in_window), in_window
+
+
 def fit(directory: Path, **options: Any) -> None:
     """Trains until there is a file "stop" in the directory, with the options of a Trainer."""
     torch.set_num_threads(1)
@@ -241,8 +257,8 @@ def flood(directory: Path, number: int, rate: float) -> int:
         idle = _idle_listener(stack)
         idles = [_unix(idle, user) for user in users for _ in addresses]
         windows: list[tuple[bool, float, float]] = []
-        in_window = max(1, round(rate * WINDOW_S))
-        for _ in range(-(-(number - number // 5) // in_window)):
+        num_windows, in_window = windows_of(number - number // 5, rate)
+        for _ in range(num_windows):
             for is_flood in (False, True):
                 since_s = time.time()
                 strangers.come(in_window, connects if is_flood else idles, counted=is_flood)
@@ -292,6 +308,7 @@ def main() -> None:
     if given.train:
         train(given.train)
         return
+    windows_of(given.connections - given.connections // 5, given.rate)
     print(f"{time.strftime('%Y-%m-%d')}: python -m benchmarks.guardian_flood {' '.join(sys.argv[1:])}".rstrip())
     print(
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}, "

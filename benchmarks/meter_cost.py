@@ -10,14 +10,13 @@ of a collective costs, by which the guardian of the host sees what a rank waits 
 from __future__ import annotations
 
 import mmap
-import os
-import platform
 import statistics
 import time
 
 import torch
 from torch import nn
 
+from benchmarks.heading import heading
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
 
@@ -73,8 +72,7 @@ def training_seconds_per_step() -> list[float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
-          f"Python {platform.python_version()}, torch {torch.__version__}")  # fmt: skip
+    print(heading())
     rows = {
         "meter": meter_seconds_per_step(noted=False),
         "meter, noted": meter_seconds_per_step(noted=True),

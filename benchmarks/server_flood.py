@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.guardian_flood import WINDOW_S, Strangers, compare, fit
+from benchmarks.guardian_flood import Strangers, compare, fit, windows_of
 from benchmarks.guardian_fuzz import resident_kb
 from benchmarks.heading import heading
 from lightning_multigpu import ParameterServerStrategy
@@ -71,8 +71,8 @@ def flood(directory: Path, mode: str, number: int, rate: float) -> int:
         strangers = Strangers(rate, os.urandom(_NOISE_BYTES))
         before_kb = resident_kb(server.pid)
         windows: list[tuple[bool, float, float]] = []
-        in_window = max(1, round(rate * WINDOW_S))
-        for _ in range(-(-number // in_window)):
+        num_windows, in_window = windows_of(number, rate)
+        for _ in range(num_windows):
             for is_flood, at in ports.items():
                 since_s = time.time()
                 connect = lambda at=at: socket.create_connection(("127.0.0.1", at), 10)  # noqa: E731
@@ -108,6 +108,7 @@ def main() -> None:
     if given.train:
         train(Path(given.train[0]), *given.train[1:])
         return
+    windows_of(given.connections, given.rate)
     print(f"# python -m benchmarks.server_flood {' '.join(sys.argv[1:])}".rstrip())
     print(heading(), flush=True)
     failed = 0

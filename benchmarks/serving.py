@@ -5,9 +5,9 @@
 Two workers push gradients that they have already, and pull weights; the model is the MLP of 6.3 M parameters of
 ``bench strategies``, with SGD. For S bytes of gradients and N workers, an update serves N pushes and N pulls
 (synchronous) or one of each (asynchronous), in buckets of 4 MiB, through memory or over loopback. "alone" copies as
-many bytes in and out, averages and steps the optimizer, in a process that does nothing else; "sockets" receives and
-sends the bytes instead, over loopback, in one thread, from and to a process that does nothing else. The ways take
-turns.
+many bytes in and out, from and to memory of S bytes a worker, averages and steps the optimizer, in a process that does
+nothing else; "sockets" receives and sends the bytes instead, over loopback, in one thread, from and to a process that
+does nothing else. The ways take turns.
 """
 
 from __future__ import annotations
@@ -126,16 +126,17 @@ class Alone:
         flat = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
         self._weights = flat.split(_BUCKET_BYTES // 4)
         self._gradients = [torch.randn_like(flat).split(_BUCKET_BYTES // 4) for _ in range(self._together)]
-        self._far = torch.randn(_BUCKET_BYTES // 4)
+        self._far = [torch.randn_like(flat).split(_BUCKET_BYTES // 4) for _ in range(_WORKERS)]
         self._incoming = _connected(_send_always) if over_sockets else None
         self._outgoing = _connected(_receive_always) if over_sockets else None
 
     def step(self) -> None:
         """As many updates as the server makes in a step of each worker."""
-        for _ in range(self._updates):
-            for bucket, *gradients in zip(self._weights, *self._gradients, strict=True):
-                for gradient in gradients:
-                    self._take(gradient)
+        for update in range(self._updates):
+            workers = self._far if self._updates == 1 else self._far[update : update + 1]
+            for number, (bucket, *gradients) in enumerate(zip(self._weights, *self._gradients, strict=True)):
+                for gradient, far in zip(gradients, workers, strict=True):
+                    self._take(gradient, far[number])
                 total, *others = gradients
                 for other in others:
                     total += other
@@ -145,18 +146,18 @@ class Alone:
                 weights.grad = total
                 self._optimizer.param_groups[0]["params"] = [weights]
                 self._optimizer.step()
-                for _ in gradients:
-                    self._give(bucket)
+                for far in workers:
+                    self._give(bucket, far[number])
 
-    def _take(self, gradient: Tensor) -> None:
+    def _take(self, gradient: Tensor, far: Tensor) -> None:
         if self._incoming is None:
-            gradient.copy_(self._far[: len(gradient)])
+            gradient.copy_(far)
         else:
             _receive_all(self._incoming, [bytes_of(gradient)])
 
-    def _give(self, weights: Tensor) -> None:
+    def _give(self, weights: Tensor, far: Tensor) -> None:
         if self._outgoing is None:
-            self._far[: len(weights)].copy_(weights)
+            far.copy_(weights)
         else:
             _send_all(self._outgoing, [bytes_of(weights)])
 

@@ -162,7 +162,7 @@ def parse_options() -> argparse.Namespace:
     add("--max-epochs", type=int, default=15, help="default: %(default)s")
     add("--batch-size", type=int, default=32, help="images in each process's batch; default: %(default)s")
     add("--resume", metavar="RUN", help="go on from the newest checkpoint of an earlier run: runs/digits/version_0")
-    add("--seed", type=int, default=0, help="of weights and shuffling; default: %(default)s")
+    add("--seed", type=int, default=0, help="the seed of weights and shuffling; default: %(default)s")
     return parser.parse_args()
 
 

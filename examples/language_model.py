@@ -232,7 +232,7 @@ def parse_options() -> argparse.Namespace:
         metavar="RUN",
         help="go on from the newest checkpoint of an earlier run: runs/language_model/version_0",
     )
-    add("--seed", type=int, default=0, help="of weights and shuffling; default: %(default)s")
+    add("--seed", type=int, default=0, help="the seed of weights and shuffling; default: %(default)s")
     return parser.parse_args()
 
 

@@ -28,8 +28,8 @@ class Regime:
         model: how the model travels.
         bytes_per_step: bytes that travel per optimizer step, as a formula in S (bytes of the gradients, equal to the
             bytes of the model), N (ranks), n (nodes), K (servers), P (devices of a pipeline), v (stages of each
-            device), M (micro-batches), A (bytes of a batch's activations at a cut between stages), and d, p and t
-            (sizes of a mesh along data, pipeline and tensor).
+            device), M (micro-batches), A (bytes of a batch's activations between two stages or blocks), and d, p and t
+            (ranks of the mesh of ``hybrid`` along its data, pipeline and tensor axes).
         synchronous: True if the strategy computes what one device computes at the same global batch.
     """
 

@@ -89,15 +89,15 @@ class CommunicationMonitor(Monitor):
 
     - `communication/all_reduce_ms` (ms): time in gradient all-reduces, hidden or not; over the steps that had one.
     - `communication/total_ms` (ms): time in which a transfer of any kind was under way, hidden or not.
-    - `communication/exposed_ms` (ms): the part of it that compute did not hide: the main thread (on a GPU: the compute
-      stream) waited.
+    - `communication/exposed_ms` (ms): the part of `total_ms` that computation did not hide: the main thread (on a GPU:
+      the compute stream) waited.
     - `communication/sent_bytes` (bytes): payload that a rank sent per optimizer step, of any kind.
-    - `communication/memory_bytes` (bytes): the part of it that went through memory shared with ranks or servers of the
-      same host.
+    - `communication/memory_bytes` (bytes): the part of `sent_bytes` that went through memory shared with ranks or
+      servers of the same host.
     - `communication/algbw_gb_per_sec` (1e9 bytes/s): algorithm bandwidth of the gradient all-reduces, bytes over
       `all_reduce_ms`.
     - `communication/busbw_gb_per_sec` (1e9 bytes/s): bus bandwidth, `algbw_gb_per_sec` times 2(n-1)/n for the n ranks
-      of the data axis: comparable with the wire's speed whatever n is.
+      of the data axis: comparable with the speed of the link for every n.
     - `parameter_server/push_ms` (ms): time in which gradients were on their way to the host or to servers; over the
       steps that had such a push.
     - `parameter_server/pull_ms` (ms): time from the request of a step to the arrival of all new weights.
@@ -105,8 +105,8 @@ class CommunicationMonitor(Monitor):
       other ranks; mean since the last log, on the server where it is longest. Where it is a large part of `pull_ms`,
       the server's processor is the bottleneck: use more servers, or larger batches.
     - `parameter_server/bytes_in/0` and `parameter_server/bytes_out/0` (bytes): received and sent by server 0 since the
-      last log, from and to all ranks, through memory or a network; `/1` for server 1, and so on. On rank 0 alone, as it
-      is the one that asks.
+      last log, from and to all ranks, through memory or a network; `/1` for server 1, and so on. Only rank 0 has them,
+      because it asks the servers.
     - `parameter_server/staleness_median`, `parameter_server/staleness_p95` and `parameter_server/staleness_max`
       (updates), under `async_ps`: staleness of the updates of all ranks since the last log. Staleness is the number of
       updates that other ranks made between a rank's pull of the weights and its update.

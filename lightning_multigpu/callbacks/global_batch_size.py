@@ -16,7 +16,7 @@ from lightning_multigpu.engine.data_parallel.agreement import full_batch_size
 
 
 class GlobalBatchSize(Callback):
-    """Sets the batch size of each rank's loader, so that all ranks together take so many samples an optimizer step.
+    """Sets the batch size of each rank's loader, so that all ranks together train on this many samples in each step.
 
     ``batch_size`` of a loader is per rank under ``ring_ddp``, and per pipeline under a pipeline. With this callback the
     same configuration trains with the same global batch under any strategy, also Lightning's own, and on any number of
@@ -31,8 +31,8 @@ class GlobalBatchSize(Callback):
         global_batch_size: samples of an optimizer step; a multiple of data ranks times ``accumulate_grad_batches``.
 
     Raises:
-        ValueError: it is below 1; or, before any rank starts under a strategy of this pack, else in ``setup``: the
-            ranks cannot share it.
+        ValueError: ``global_batch_size`` is below 1; or the ranks cannot share it (raised before any rank starts under
+            a strategy of this pack, else in ``setup``).
     """
 
     def __init__(self, global_batch_size: int) -> None:

@@ -126,7 +126,7 @@ class NvmlProbe:
             nvml.nvmlShutdown()
 
 
-class HostMemory(NamedTuple):
+class MainMemory(NamedTuple):
     """Main memory in use by all processes, and its limit, in bytes.
 
     ``place`` is "host", or "container" where the control group of this process has a lower limit.
@@ -137,10 +137,10 @@ class HostMemory(NamedTuple):
     limit_bytes: int
 
 
-def host_memory(proc: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
+def host_memory(proc: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> MainMemory:
     """The memory of the host, or of a container with a lower limit; files that the kernel can drop are not in use."""
     memory = psutil.virtual_memory()
-    found = HostMemory("host", memory.total - memory.available, memory.total)
+    found = MainMemory("host", memory.total - memory.available, memory.total)
     try:
         lines = [line.split(":", 2) for line in proc.read_text().splitlines()]
     except OSError:
@@ -157,7 +157,7 @@ def host_memory(proc: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sy
                     if limit_bytes < found.limit_bytes:
                         counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                         used_bytes = int((folder / used).read_text()) - int(counts[files])
-                        found = HostMemory("container", used_bytes, limit_bytes)
+                        found = MainMemory("container", used_bytes, limit_bytes)
                 except (OSError, ValueError, KeyError):  # there is none, or "max"
                     continue
     return found

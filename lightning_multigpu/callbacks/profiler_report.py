@@ -49,20 +49,21 @@ _PASSES = {"forward": "forward", "backward": "backward", "weight": "backward"}
 class ProfilerReport(SilentMonitors):
     """Profiles a window of optimizer steps on all ranks, and says which parts of a step take its time.
 
-    At the end of training rank 0 prints for each rank how a step was spent (see
+    At the end of training rank 0 prints the phases of a step for each rank (see
     :mod:`lightning_multigpu.planning.step_phases`), and the diagnosis: each reason for long steps with its evidence,
-    its remedy, and the step time that is predicted with it, the largest saving first. A saving below 5 % of a step is
-    not named. The same is written to ``report.html``, a page of its own with pictures, to ``profile.json`` (see
+    its remedy, and the predicted step time with that remedy, the largest saving first. A saving below 5 % of a step is
+    not shown. The same is written to ``report.html``, a page with pictures, to ``profile.json`` (see
     :mod:`lightning_multigpu.report.profile_document`), and as a timeline of all ranks to ``profile_trace.json``, for
     https://ui.perfetto.dev or ``chrome://tracing``; all in ``trainer.log_dir``, else ``trainer.default_root_dir``.
 
-    The window is counted in optimizer steps: ``wait`` steps pass, ``warmup`` steps are recorded but not counted,
-    ``active`` steps are. Steps with a validation or the end of an epoch in them are left out, and others take their
-    place. One further step counts where the program reads values of tensors; with ``activations`` another one counts
-    what autograd keeps for backward; with ``operators``, and on GPUs, another one records its operators by torch's
-    profiler. Where the ranks of a host have more threads than cores, three more are run with fewer threads, which
-    changes results by rounding alone. Throughput, utilization and memory in use are those of the whole run, from the
-    Trainer's :class:`ThroughputMonitor` and :class:`DeviceUtilizationMonitor`, or silent ones where it has none.
+    The window is counted in optimizer steps: first ``wait`` steps, then ``warmup`` steps that are recorded but not
+    counted, then ``active`` steps that are counted. Steps with a validation or the end of an epoch in them are
+    replaced by later ones. In one further step, reads of tensors' values are counted; with ``activations``, the
+    activations that autograd keeps for backward are counted in another one; with ``operators``, and on GPUs, torch's
+    profiler records the operators of another one. If the ranks of a host have more threads than cores, three more
+    steps run with fewer threads, which changes results by rounding alone. Throughput, utilization and memory in use
+    are those of the whole run, from the Trainer's :class:`ThroughputMonitor` and :class:`DeviceUtilizationMonitor`, or
+    from silent ones.
 
     With ``Trainer(profiler="pytorch")`` the operators are those of the training steps that this profiler records, and
     none are recorded beside it. Its steps take longer: keep its schedule apart from the window.
@@ -79,10 +80,10 @@ class ProfilerReport(SilentMonitors):
         operators: whether one step is recorded by torch's profiler, whose first start takes seconds. None: on GPUs,
             where it tells whether the host runs ahead of its GPU.
         activations: whether the activations that autograd keeps for backward are counted in one step. Saved-tensor
-            hooks do it: ``torch.func.grad`` and the like raise an error under them, and compiled layers may be compiled
-            once more.
-        link_gbit: speed of the link between hosts in Gbit/s (10^9 bits), if it is known: transfers are then shown as
-            shares of it.
+            hooks count them: ``torch.func.grad`` and related functions raise an error under such hooks, and compiled
+            layers may be compiled once more.
+        link_gbit: speed of the link between hosts in Gbit/s (10^9 bits), if it is known: transfers are then also shown
+            as shares of that speed.
         print_report: whether rank 0 prints the report.
         write_files: whether rank 0 writes the files.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import socket
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -44,24 +44,25 @@ class RunReport(SilentMonitors):
     an earlier fit wrote; ``fast_dev_run`` prints the table only, like Lightning writes no logs then.
 
     The report has the bytes of parameters, gradients and optimizer states that each rank holds, unless servers hold the
-    states. Under a pipeline it also has how each rank spent a step, against theory. The schedule is drawn into
+    states. Under a pipeline it also compares how each rank spent a step with theory, and draws the schedule to
     ``pipeline_schedule.svg`` beside the file: in theory above, as measured below. A file of that name is removed when a
     report without a schedule is written there.
 
     It needs no other callback. Figures come from the monitors among the trainer's callbacks (so give options such as
-    ``tokens_fn`` to a :class:`ThroughputMonitor` of your own), and from silent ones of its own for the rest.
+    ``tokens_fn`` to a :class:`ThroughputMonitor` of your own). For monitors that the trainer lacks, the report has
+    silent ones of its own.
 
     Args:
         print_table: whether rank 0 prints the table; without colours and lines when the output is no terminal.
         write_file: whether rank 0 writes the file.
         count_activations: whether the activations that autograd keeps for backward are counted in one step of a
-            pipeline; pass False where the step calls ``torch.func.grad`` and the like, which raise an error then.
+            pipeline; pass False if the step calls ``torch.func.grad`` or related functions, which raise an error then.
         compare_with_one_device: say at the end how many samples the run has trained against one device in the same
             time. One device is measured before the first step: rank 0 trains a copy of the model for a few steps on the
             first batch, on a CPU with the intra-op threads of all ranks of its host, while the other ranks wait. The
-            run itself is not changed. It takes memory for the copy, and up to 6 steps, or 10 s and two steps. A
-            ``training_step`` that calls ``torch.distributed`` itself would wait for the other ranks: leave it off then.
-        picture_format: of the picture of a pipeline's schedule; "png" and "pdf" need the extra ``plot``.
+            run itself is not changed. It takes memory for the copy, and up to 6 steps, or 10 s and two steps. Leave it
+            off if ``training_step`` itself calls ``torch.distributed``: it would wait for the other ranks.
+        picture_format: format of the picture of a pipeline's schedule; "png" and "pdf" need the extra ``plot``.
 
     Raises:
         ValueError: ``picture_format`` is unknown, or matplotlib is not installed for it.
@@ -134,6 +135,8 @@ class RunReport(SilentMonitors):
         if self._one_device is not None:
             self._one_device.batch_ends(trainer)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._memory is None or trainer.is_last_batch:
+            self._memory = memory_of(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -143,7 +146,14 @@ class RunReport(SilentMonitors):
             counted = trainer.strategy.server_statistics()
             self._servers = None if counted is None else counted.section()
             self._split_plan = trainer.strategy.split_plan()
-        self._memory = memory_of(trainer) if self._stages is None else None
+        self._memory = self._memory_at_end(trainer) if self._stages is None else None
+
+    def _memory_at_end(self, trainer: Trainer) -> StageMemory | None:
+        """The memory of this rank now; with the gradients of an earlier batch if Lightning has freed them."""
+        held = memory_of(trainer)
+        if held is None or held.gradients_bytes or self._memory is None:
+            return held
+        return replace(held, gradients_bytes=self._memory.gradients_bytes)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

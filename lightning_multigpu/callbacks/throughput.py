@@ -41,26 +41,26 @@ class _Work:
 class ThroughputMonitor(Monitor):
     """Samples, batches, tokens and floating-point operations per second, and the time per optimizer step.
 
-    Right for batches of any size and for accumulation, and under meshes: only ranks with a batch of their own
-    (``strategy.owns_batch``) count, so nothing is multiplied by the size of the world. Time of validation, of
-    checkpoints written at its end, and between epochs is not charged. On a GPU steps are timed by events; the device
-    is waited for once an interval, not once a step.
+    The figures are right for batches of any size, with accumulation, and for models that are split over ranks: only
+    ranks with a batch of their own (``strategy.owns_batch``) count. The time of validation, of checkpoints written at
+    its end, and between epochs does not count. On a GPU events time the steps, and the host waits for the device once
+    an interval, not once a step.
 
     Keys, with how the ranks' values become the run's:
 
     - `throughput/samples_per_sec` (sum): samples of an optimizer step's batches over the step's wall time.
-    - `throughput/batches_per_sec` (sum): likewise batches, a rank's batch counting as one.
-    - `throughput/tokens_per_sec` (sum): likewise tokens; absent where their number is not known.
-    - `throughput/flops_per_sec` (sum): likewise floating-point operations that the whole model needs for the samples.
+    - `throughput/batches_per_sec` (sum): batches in the same way; a rank's batch counts as one.
+    - `throughput/tokens_per_sec` (sum): tokens in the same way; absent if their number is not known.
+    - `throughput/flops_per_sec` (sum): floating-point operations that the whole model needs for the samples.
     - `throughput/mfu` (share of 1, mean): model FLOPs utilization, `flops_per_sec` over the peak of all devices that
-      work on the rank's batch; absent where either is not known.
+      work on the rank's batch; absent if either is not known.
     - `throughput/step_ms` (ms, mean): wall time per optimizer step, loading of its batches included, without the time
       from the start of a validation, or the end of an epoch, to the start of the next training batch.
 
     Args:
-        batch_size_fn: samples in a batch; by default the first dimension of the first tensor found in it.
-        tokens_fn: tokens in a batch, or the name of a key or attribute of the batch that says so. It should not read
-            a tensor on a GPU, which would wait for the device at every batch.
+        batch_size_fn: returns the samples in a batch; by default the first dimension of the batch's first tensor.
+        tokens_fn: returns the tokens in a batch; or the name of a key or attribute of the batch with their number. It
+            should not read a tensor on a GPU, which would wait for the device at every batch.
         flops_per_sample: floating-point operations, forward and backward, that the whole model needs for one sample,
             or a function from a batch to those of the batch. By default the module's attribute ``flops_per_batch``,
             if it has one (see ``lightning.fabric.utilities.throughput.measure_flops``).

@@ -53,16 +53,16 @@ import psutil
 from lightning_multigpu.bench.collectives import implementations as table_of_implementations
 from lightning_multigpu.bench.collectives.implementations import Implementation
 from lightning_multigpu.bench.collectives.operations import BY_NAME, Operation
-from lightning_multigpu.bench.collectives.plot import check_plot, draw
+from lightning_multigpu.bench.collectives.plot import draw
 from lightning_multigpu.bench.jobs.placement import Placement, placement
 from lightning_multigpu.bench.sizes import geometric_sizes, size_bytes, size_text
-from lightning_multigpu.commands.bench_options import add_common_options, check_directory, started, write_json
+from lightning_multigpu.commands.bench_options import add_common_options, check_outputs, started, write_json
 from lightning_multigpu.commands.option_parser import OptionParser, names_of, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 
 if TYPE_CHECKING:
-    from lightning_multigpu.bench.collectives.collective_run import Plan, Result
-    from lightning_multigpu.bench.jobs.host_agents import Hosts
+    from lightning_multigpu.bench.collectives.collective_run import CollectivePlan, CollectiveResult
+    from lightning_multigpu.bench.jobs.host_agents import HostAgents
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 _TENSORS_A_RANK = 2  # one goes in, one comes out
@@ -90,14 +90,14 @@ def run(name: str, arguments: Sequence[str]) -> int:
         return (_support if options.support else _table)(hosts, head, plan, options)
 
 
-def _table(hosts: Hosts, head: dict[str, Any], plan: Plan, options: argparse.Namespace) -> int:
+def _table(hosts: HostAgents, head: dict[str, Any], plan: CollectivePlan, options: argparse.Namespace) -> int:
     from lightning_multigpu.bench.collectives.collective_run import measure
     from lightning_multigpu.bench.collectives.collective_table import CollectivesTable, document
 
     world_size = hosts.placement.world_size
     table = CollectivesTable(world_size=world_size, dtype=plan.dtype, link_gbit=options.link_gbit)
     print("\n".join(table.head()), flush=True)
-    results: list[Result] = []
+    results: list[CollectiveResult] = []
     for result in measure(hosts, plan):
         results.append(result)
         print(table.row(result), flush=True)
@@ -116,7 +116,7 @@ def _table(hosts: Hosts, head: dict[str, Any], plan: Plan, options: argparse.Nam
     return int(any(result.wrong for result in results))
 
 
-def _support(hosts: Hosts, head: dict[str, Any], plan: Plan, options: argparse.Namespace) -> int:
+def _support(hosts: HostAgents, head: dict[str, Any], plan: CollectivePlan, options: argparse.Namespace) -> int:
     from lightning_multigpu.bench.collectives import support
     from lightning_multigpu.bench.collectives.collective_table import document
 
@@ -146,13 +146,15 @@ def _implementations(options: argparse.Namespace) -> list[Implementation]:
     return [rows[name] for name in names] or [row for row in rows.values() if row.is_for(options.device)]
 
 
-def _plan(options: argparse.Namespace, operations: list[Operation], implementations: list[Implementation]) -> Plan:
+def _plan(
+    options: argparse.Namespace, operations: list[Operation], implementations: list[Implementation]
+) -> CollectivePlan:
     sizes = geometric_sizes(options.min_size, options.max_size, options.step_factor)
     import torch
 
-    from lightning_multigpu.bench.collectives.collective_run import Plan
+    from lightning_multigpu.bench.collectives.collective_run import CollectivePlan
 
-    return Plan(
+    return CollectivePlan(
         operations=operations,
         implementations=implementations,
         sizes=sizes,
@@ -169,10 +171,7 @@ def _check(options: argparse.Namespace, place: Placement) -> None:
         raise UsageError("--devices=1: a collective needs 2 ranks or more; pass --devices=2")
     if options.support and options.plot is not None:
         raise UsageError("--plot draws times, and --support takes none; leave one of them out")
-    check_directory("json", options.json)
-    check_directory("plot", options.plot)
-    if options.plot is not None:
-        check_plot(options.plot)
+    check_outputs(options)
     if options.device == "cuda":
         import torch
 
@@ -180,7 +179,7 @@ def _check(options: argparse.Namespace, place: Placement) -> None:
             raise UsageError("--device=cuda: this machine has no GPU; pass --device=cpu")
 
 
-def _check_memory(options: argparse.Namespace, plan: Plan, place: Placement) -> None:
+def _check_memory(options: argparse.Namespace, plan: CollectivePlan, place: Placement) -> None:
     if options.device == "cpu" and not options.support:
         jobs = len(plan.implementations) * place.devices
         needed, free = _TENSORS_A_RANK * plan.sizes[-1] * jobs, psutil.virtual_memory().available

@@ -10,12 +10,13 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_multigpu.bench.collectives.plot import check_plot
 from lightning_multigpu.bench.jobs.placement import DEFAULT_DEVICES, Placement
-from lightning_multigpu.commands.option_parser import OptionParser, number
+from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number
 from lightning_multigpu.commands.usage import UsageError
 
 if TYPE_CHECKING:
-    from lightning_multigpu.bench.jobs.host_agents import Hosts
+    from lightning_multigpu.bench.jobs.host_agents import HostAgents
 
 _OWN = ("json", "plot", "verbose")  # options that hosts may be given differently
 
@@ -46,16 +47,22 @@ def add_common_options(parser: OptionParser, *, timed: str, timeout_s: float) ->
     add("--json", type=Path, metavar="PATH", help="write the results there too")
 
 
-def check_directory(option: str, path: Path | None) -> None:
-    """Raises UsageError where the directory of a file to be written does not exist."""
-    if path is not None and not path.parent.is_dir():
-        raise UsageError(f"--{option}={path}: there is no directory {path.parent}; make it first")
+def check_outputs(options: argparse.Namespace) -> None:
+    """Checks that the files of ``--json`` and ``--plot`` can be written.
+
+    Raises:
+        UsageError: a directory does not exist.
+        ValueError: no picture can be drawn into that file.
+    """
+    check_directories(options, "json", "plot")
+    if options.plot is not None:
+        check_plot(options.plot)
 
 
 @contextmanager
 def started(
     place: Placement, options: argparse.Namespace, command: Sequence[str]
-) -> Iterator[tuple[Hosts, dict[str, Any]]]:
+) -> Iterator[tuple[HostAgents, dict[str, Any]]]:
     """The hosts of a bench and the header of its results; only the first agent prints until the bench has ended.
 
     Args:
@@ -66,11 +73,11 @@ def started(
     Raises:
         UsageError: hosts have been started with different options.
     """
-    from lightning_multigpu.bench.jobs.host_agents import Hosts
+    from lightning_multigpu.bench.jobs.host_agents import HostAgents
     from lightning_multigpu.bench.machine import header, header_lines
 
     with ExitStack() as stack:
-        hosts = stack.enter_context(Hosts(place, threads=options.threads, verbose=options.verbose))
+        hosts = stack.enter_context(HostAgents(place, threads=options.threads, verbose=options.verbose))
         try:
             hosts.check_settings({f"--{n}": str(value) for n, value in vars(options).items() if n not in _OWN})
         except ValueError as error:

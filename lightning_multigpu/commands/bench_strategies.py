@@ -41,7 +41,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -49,9 +48,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_multigpu.bench.collectives.plot import check_plot
 from lightning_multigpu.bench.jobs.placement import placement
-from lightning_multigpu.commands.bench_options import add_common_options, check_directory, started, write_json
+from lightning_multigpu.commands.bench_options import add_common_options, check_outputs, started, write_json
 from lightning_multigpu.commands.classes import ClassNotFoundError, find_class
 from lightning_multigpu.commands.given import load
 from lightning_multigpu.commands.option_parser import OptionParser, number
@@ -59,9 +57,10 @@ from lightning_multigpu.commands.spelling import check_class, check_strategy
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningDataModule, LightningModule
+    from lightning.pytorch import LightningModule
 
-    from lightning_multigpu.bench.strategies.strategy_run import Plan
+    from lightning_multigpu.bench.strategies.models import Subject
+    from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan
 
 T = TypeVar("T")
 
@@ -102,14 +101,14 @@ def run(name: str, arguments: Sequence[str]) -> int:
     settings = {
         "model": subject.name,
         "parameters": max(result.parameters for result in results),
-        "batch_size": plan.batch_size,
+        "batch_size": subject.batch_size,
         "baseline": baseline,
         "repetitions": plan.repetitions,
         "steps": plan.steps,
         "warm_up": plan.warm_up,
         "timeout_s": plan.timeout_s,
     }
-    batch = plan.batch_size or "of its own loader"
+    batch = subject.batch_size or "of its own loader"
     print(
         f"# {settings['model']}: {settings['parameters']:,} parameters, batch {batch} a rank; "
         f"{plan.repetitions} x {plan.steps} steps after {plan.warm_up} each; medians on the slowest rank\n"
@@ -125,25 +124,6 @@ def run(name: str, arguments: Sequence[str]) -> int:
         draw(results, options.plot)
         print(f"# drawn into {options.plot}", flush=True)
     return status
-
-
-@dataclass(frozen=True)
-class _Subject:
-    """What is trained.
-
-    Args:
-        name: of the model, for people.
-        model: makes it.
-        data: makes its data module; None where it brings its data.
-        precision: of the Trainer.
-        default_batch_size: for ``example_batch``; None where a loader decides.
-    """
-
-    name: str
-    model: Callable[[], LightningModule]
-    data: Callable[[], LightningDataModule] | None = None
-    precision: Any = None
-    default_batch_size: int | None = None
 
 
 def _check_names(options: argparse.Namespace) -> None:
@@ -165,24 +145,36 @@ def _check_names(options: argparse.Namespace) -> None:
             raise UsageError(f"--{option}={path}: {error}") from error
 
 
-def _subject(options: argparse.Namespace) -> _Subject:
-    if options.config is not None:
-        return _of_config(options.config)
+def _subject(options: argparse.Namespace) -> Subject:
+    from lightning_multigpu.bench.strategies.models import Subject, brings_batch
+
+    of = _of_options if options.config is None else _of_config
+    name, model, data, precision, example = of(options)
+    batch_size = 0
+    if data is None and brings_batch(example):
+        batch_size = options.batch_size or int(getattr(example, "default_batch_size", 64))
+    elif options.batch_size is not None:
+        raise UsageError(f"--batch-size={options.batch_size}: {name} has a loader of its own, which decides that")
+    return Subject(name, model, batch_size, data, precision)
+
+
+def _of_options(options: argparse.Namespace) -> tuple[str, type[LightningModule], Any, Any, Any]:
+    """The arguments of a :class:`.Subject` but the batch, and the model as an example."""
     from lightning.pytorch import LightningDataModule
 
-    from lightning_multigpu.bench.strategies.models import brings_batch, made
+    from lightning_multigpu.bench.strategies.models import made
 
     name = options.model or "mlp"
     data = None if options.data is None else partial(made, LightningDataModule, options.data)
     if data is not None:
         _try("--data", options.data, data)
     model = _model(name, brings_data=data is not None)
-    default = int(getattr(model, "default_batch_size", 64)) if data is None and brings_batch(model) else None
-    return _Subject(name, model, data, default_batch_size=default)
+    return name, model, data, None, model
 
 
-def _of_config(path: str) -> _Subject:
-    """Model, data and precision of a configuration file of ``fit``."""
+def _of_config(options: argparse.Namespace) -> tuple[str, Callable[[], LightningModule], Any, Any, Any]:
+    """The same from a configuration file of ``fit``."""
+    path = options.config
     settings = load(path)
     if "model" not in settings:
         raise UsageError(f"--config={path}: it has no 'model'")
@@ -194,14 +186,13 @@ def _of_config(path: str) -> _Subject:
 
     model = partial(made, LightningModule, settings["model"])
     data = partial(made, LightningDataModule, settings["data"]) if settings.get("data") is not None else None
-    instance = _try("--config", f"{path}: model", model)
+    example = _try("--config", f"{path}: model", model)
+    name = type(example).__name__
     if data is not None:
         _try("--config", f"{path}: data", data)
-    elif not brings_batch(instance) and not brings_loader(type(instance)):
-        raise UsageError(f"--config={path}: it has no 'data', and {type(instance).__name__} brings none")
-    default = int(getattr(instance, "default_batch_size", 64)) if data is None and brings_batch(instance) else None
-    precision = (settings.get("trainer") or {}).get("precision")
-    return _Subject(type(instance).__name__, model, data, precision, default)
+    elif not brings_batch(example) and not brings_loader(type(example)):
+        raise UsageError(f"--config={path}: it has no 'data', and {name} brings none")
+    return name, model, data, (settings.get("trainer") or {}).get("precision"), example
 
 
 def _try(option: str, what: str, make: Callable[[], T]) -> T:
@@ -211,30 +202,19 @@ def _try(option: str, what: str, make: Callable[[], T]) -> T:
         raise UsageError(f"{option}={what} cannot be made: {type(error).__name__}: {error}") from error
 
 
-def _plan(options: argparse.Namespace, subject: _Subject) -> Plan:
+def _plan(options: argparse.Namespace, subject: Subject) -> StrategyPlan:
     from lightning_multigpu.bench.strategies.contenders import contenders
-    from lightning_multigpu.bench.strategies.strategy_run import Plan
+    from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan
 
-    return Plan(
+    return StrategyPlan(
         contenders=contenders(options.strategies),
-        model=subject.model,
-        data=subject.data,
-        precision=subject.precision,
-        batch_size=_batch_size(options.batch_size, subject),
+        subject=subject,
         device_type=options.device,
         repetitions=options.repetitions,
         steps=options.steps,
         warm_up=options.warm_up,
         timeout_s=options.timeout,
     )
-
-
-def _batch_size(given: int | None, subject: _Subject) -> int:
-    if subject.default_batch_size is None:
-        if given is not None:
-            raise UsageError(f"--batch-size={given}: {subject.name} has a loader of its own, which decides that")
-        return 0
-    return given or subject.default_batch_size
 
 
 def _model(name: str, *, brings_data: bool) -> type[LightningModule]:
@@ -262,10 +242,7 @@ def _baseline(options: argparse.Namespace) -> str:
 
 
 def _check(options: argparse.Namespace, devices: int) -> None:
-    check_directory("json", options.json)
-    check_directory("plot", options.plot)
-    if options.plot is not None:
-        check_plot(options.plot)
+    check_outputs(options)
     if options.device == "cuda":
         import torch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from typing_extensions import override
@@ -41,6 +42,22 @@ class OptionParser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             raise UsageError(f"{name!r} is no option here. {did_you_mean(name, self._option_string_actions)}".rstrip())
         return options
+
+
+def check_directories(options: argparse.Namespace, *names: str) -> None:
+    """Checks that the directories of files that are to be written exist.
+
+    Args:
+        options: the parsed options.
+        names: those whose values are paths of such files, or None.
+
+    Raises:
+        UsageError: a directory does not exist.
+    """
+    for name in names:
+        path: Path | None = getattr(options, name)
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(f"--{name}={path}: there is no directory {path.parent}; make it first")
 
 
 def names_of(name: str, given: Sequence[str], known: Collection[str]) -> list[str]:

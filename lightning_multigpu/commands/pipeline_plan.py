@@ -46,7 +46,7 @@ from pathlib import Path
 from rich.console import Console
 
 from lightning_multigpu.commands.first_look import first_look
-from lightning_multigpu.commands.option_parser import OptionParser, names_of, number
+from lightning_multigpu.commands.option_parser import OptionParser, check_directories, names_of, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.planning.pipeline_prediction import PipelinePlans
 from lightning_multigpu.planning.schedule_order import SCHEDULES
@@ -77,10 +77,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     options, rest = _parser(name).parse_known_args(arguments)
     if options.schedules is not None:
         options.schedules = names_of("schedules", options.schedules, SCHEDULES)
-    for option in ("json", "picture"):
-        path: Path | None = getattr(options, option)
-        if path is not None and not path.parent.is_dir():
-            raise UsageError(f"--{option}={path}: there is no directory {path.parent}; make it first")
+    check_directories(options, "json", "picture")
     if options.picture is not None:
         try:
             check_picture(options.picture, "--picture")

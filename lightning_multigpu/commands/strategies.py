@@ -28,6 +28,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -48,6 +49,9 @@ SYMBOLS = {
     "v": "stages of each device",
     "M": "micro-batches of a batch",
     "A": "bytes of a batch's activations between two stages or blocks",
+    "d": "pipelines of hybrid",
+    "p": "stages of a pipeline of hybrid",
+    "t": "ranks of a tensor group of hybrid",
 }
 
 
@@ -74,17 +78,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
 def as_json(regimes: Sequence[Regime]) -> dict[str, Any]:
     """The object that ``--json`` prints; its keys are in the module's docstring."""
     strategies = [
-        {
-            "name": regime.name,
-            "class": regime.class_path,
-            "options": dict(regime.options),
-            "summary": regime.summary,
-            "compute": regime.compute,
-            "gradients": regime.gradients,
-            "model": regime.model,
-            "bytes_per_step": regime.bytes_per_step,
-            "synchronous": regime.synchronous,
-        }
+        {"class" if name == "class_path" else name: value for name, value in asdict(regime).items()}
         for regime in regimes
     ]
     return {"schema_version": SCHEMA_VERSION, "symbols": SYMBOLS, "strategies": strategies}

@@ -30,8 +30,8 @@ from importlib import import_module
 from pathlib import Path
 
 from lightning_multigpu.commands.first_look import first_look
-from lightning_multigpu.commands.option_parser import OptionParser
-from lightning_multigpu.commands.usage import PROGRAM, UsageError
+from lightning_multigpu.commands.option_parser import OptionParser, check_directories
+from lightning_multigpu.commands.usage import PROGRAM
 
 _DESCRIPTION = f"""\
 Show how tensor_split would split a module, without training:
@@ -55,8 +55,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     parser = OptionParser(f"{PROGRAM} {name}", _DESCRIPTION)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the plan there too")
     options, rest = parser.parse_known_args(arguments)
-    if options.json is not None and not options.json.parent.is_dir():
-        raise UsageError(f"--json={options.json}: there is no directory {options.json.parent}; make it first")
+    check_directories(options, "json")
     first_look("fit", rest, also=["json"])
     import_module("lightning_multigpu.commands.split_cli").SplitCLI(rest, options.json)
     return 0

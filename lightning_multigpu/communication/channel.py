@@ -22,12 +22,14 @@ import contextlib
 import hmac
 import json
 import os
+import select
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 _NONCE_BYTES = _PROOF_BYTES = 32
@@ -236,8 +238,17 @@ def _is_accepted(sock: socket.socket, secret: bytes) -> bool:
     return hmac.compare_digest(answer, _proof(secret, "listening", theirs, ours))
 
 
+@dataclass(frozen=True)
+class _Stranger:
+    sock: socket.socket
+    meeting: Iterator[None]
+    until_s: float
+
+
 class Listener:
-    """Accepts the members of a job at an address, in its own threads.
+    """Accepts the members of a job at an address.
+
+    One thread meets all strangers.
 
     Args:
         host: the only address to listen at.
@@ -253,10 +264,12 @@ class Listener:
         self._secret, self._welcome = secret, welcome
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        self._strangers: deque[socket.socket] = deque()
-        self._changing = threading.Lock()
+        self._socket.setblocking(False)
+        self._strangers: dict[int, _Stranger] = {}  # by descriptor, the oldest first
+        self._poll = select.poll()
         self._is_closed = False
-        threading.Thread(target=self._accept, name="listener", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="listener", daemon=True)
+        self._thread.start()
 
     @property
     def port(self) -> int:
@@ -267,51 +280,71 @@ class Listener:
         """Accepts no further connections, and closes those of strangers; members stay."""
         self._is_closed = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join()
+
+    def _run(self) -> None:
+        self._poll.register(self._socket, select.POLLIN)
+        while not self._is_closed:
+            oldest = next(iter(self._strangers.values()), None)
+            left_ms = None if oldest is None else 1e3 * (oldest.until_s - time.monotonic())
+            if left_ms is not None and left_ms <= 0:
+                self._drop_oldest()
+                continue
+            for descriptor, _ in self._poll.poll(left_ms):
+                if descriptor == self._socket.fileno():
+                    self._accept()
+                elif descriptor in self._strangers:
+                    self._go_on(descriptor)
+        while self._strangers:
+            self._drop_oldest()
         self._socket.close()
-        with self._changing:
-            strangers = list(self._strangers)
-        for sock in strangers:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
 
     def _accept(self) -> None:
-        while not self._is_closed:
-            try:
-                sock, _ = self._socket.accept()
-            except OSError:
-                if not self._is_closed:
-                    time.sleep(0.02)  # no descriptor is left, or the other end has disconnected
-                continue
-            with self._changing:
-                self._strangers.append(sock)
-                oldest = self._strangers.popleft() if len(self._strangers) > _MAX_STRANGERS else None
-            if oldest is not None:
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
-            try:
-                threading.Thread(target=self._meet, args=(sock,), name="member", daemon=True).start()
-            except RuntimeError:  # no thread is left
-                sock.close()
-
-    def _meet(self, sock: socket.socket) -> None:
         try:
-            sock.settimeout(_PATIENCE_S)
-            ours = os.urandom(_NONCE_BYTES)
-            sock.sendall(ours)
-            hello = _take(sock, _HELLO_BYTES)
-            theirs, proof = hello[:_NONCE_BYTES], hello[_NONCE_BYTES:]
-            if not hmac.compare_digest(proof, _proof(self._secret, "connecting", ours, theirs)):
-                sock.sendall(_REFUSAL)
-                raise ConnectionError("it does not know the secret")
-            sock.sendall(_proof(self._secret, "listening", ours, theirs))
+            sock, _ = self._socket.accept()
         except OSError:
-            sock.close()
+            if not self._is_closed:
+                time.sleep(0.02)  # no descriptor is left, or the other end has disconnected
             return
-        finally:
-            with self._changing, contextlib.suppress(ValueError):
-                self._strangers.remove(sock)
-        self._welcome(Channel(sock))
+        if len(self._strangers) == _MAX_STRANGERS:
+            self._drop_oldest()
+        sock.setblocking(False)
+        self._poll.register(sock, select.POLLIN)
+        self._strangers[sock.fileno()] = _Stranger(sock, self._meet(sock), time.monotonic() + _PATIENCE_S)
+        self._go_on(sock.fileno())
+
+    def _go_on(self, descriptor: int) -> None:
+        try:
+            next(self._strangers[descriptor].meeting)
+        except StopIteration:  # it is a member
+            self._forget(descriptor)
+        except (OSError, RuntimeError):  # or no thread is left
+            self._forget(descriptor).close()
+
+    def _meet(self, sock: socket.socket) -> Iterator[None]:
+        """Exchanges proofs; yields where the stranger has to send first."""
+        ours, hello = os.urandom(_NONCE_BYTES), b""
+        sock.send(ours)
+        while len(hello) < _HELLO_BYTES:
+            yield
+            part = sock.recv(_HELLO_BYTES - len(hello))
+            if not part:
+                raise ConnectionError("it has closed the connection")
+            hello += part
+        theirs, proof = hello[:_NONCE_BYTES], hello[_NONCE_BYTES:]
+        if not hmac.compare_digest(proof, _proof(self._secret, "connecting", ours, theirs)):
+            sock.send(_REFUSAL)
+            raise ConnectionError("it does not know the secret")
+        sock.send(_proof(self._secret, "listening", ours, theirs))
+        threading.Thread(target=self._welcome, args=(Channel(sock),), name="member", daemon=True).start()
+
+    def _drop_oldest(self) -> None:
+        self._forget(next(iter(self._strangers))).close()
+
+    def _forget(self, descriptor: int) -> socket.socket:
+        self._poll.unregister(descriptor)
+        return self._strangers.pop(descriptor).sock
 
 
 def _proof(secret: bytes, role: str, asked: bytes, asking: bytes) -> bytes:

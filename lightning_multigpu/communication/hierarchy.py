@@ -27,7 +27,7 @@ from torch import Tensor
 from lightning_multigpu.communication.compression import (
     CompressedAllReduce,
     Compressor,
-    Piece,
+    GradientPiece,
     Pieces,
     cut,
     whole_bounds,
@@ -55,7 +55,9 @@ class Pending(Protocol):
         """Waits for the others; returns the tensor, reduced."""
 
 
-class _Done(NamedTuple):
+class Done(NamedTuple):
+    """A tensor that is reduced."""
+
     tensor: Tensor
 
     def finish(self) -> Tensor:
@@ -103,7 +105,7 @@ class HierarchicalAllReduce:
         between = CompressedAllReduce(self.between.group, compressor)
         return HierarchicalAllReduce(self.inside, between, inside_group=self._inside_group)
 
-    def sent_bytes(self, tensor: Tensor, pieces: Sequence[Piece] = ()) -> SentBytes:
+    def sent_bytes(self, tensor: Tensor, pieces: Sequence[GradientPiece] = ()) -> SentBytes:
         """Bytes that this rank sends when ``tensor`` is reduced."""
         if self.between is None:
             return SentBytes(0, 0 if self.inside is None else self.inside.sent_bytes(tensor))
@@ -115,7 +117,7 @@ class HierarchicalAllReduce:
         memory = flat.nbytes  # its values of the others' shards, and the sums of its own shard
         return SentBytes(self._sent_between(flat[start:end], cut(pieces, start, end)), memory)
 
-    def __call__(self, tensor: Tensor, pieces: Sequence[Piece] = (), *, average: bool = False) -> Tensor:
+    def __call__(self, tensor: Tensor, pieces: Sequence[GradientPiece] = (), *, average: bool = False) -> Tensor:
         """Reduces ``tensor`` in place and returns it.
 
         Args:
@@ -143,7 +145,7 @@ class HierarchicalAllReduce:
         self.inside.all_gather(flat, bounds=bounds)
         return tensor
 
-    def begin(self, tensor: Tensor, pieces: Sequence[Piece] = (), *, average: bool = False) -> Pending:
+    def begin(self, tensor: Tensor, pieces: Sequence[GradientPiece] = (), *, average: bool = False) -> Pending:
         """As a call, but may return while this rank's parts are still being sent; ``finish()`` does the rest.
 
         So one tensor is sent while the next is encoded, and the network is never idle between two tensors. A rank must
@@ -155,7 +157,7 @@ class HierarchicalAllReduce:
             return self.between.begin(tensor, average=average)
         # Within a host all ranks take each step together, so nothing can begin early.
         self(tensor, pieces, average=average)
-        return _Done(tensor)
+        return Done(tensor)
 
     def move(self, tensor: Tensor, key: int) -> bool:
         """Moves a tensor that is reduced in every step into shared memory, where it is reduced without copies.
@@ -250,7 +252,7 @@ class HierarchicalAllReduce:
         if self.inside is not None:
             self.inside.abort()
 
-    def _bounds(self, flat: Tensor, pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+    def _bounds(self, flat: Tensor, pieces: Sequence[GradientPiece]) -> list[tuple[int, int]]:
         """The shards of this host's ranks; for a compressor of matrices they contain whole matrices."""
         assert self.inside is not None
         if self.compressed is not None and isinstance(self.compressed.compressor, PowerSGD):
@@ -269,7 +271,7 @@ class HierarchicalAllReduce:
         }
         self._parts[pieces] = own
 
-    def _reduce_between(self, shard: Tensor, pieces: Sequence[Piece], average: bool) -> None:
+    def _reduce_between(self, shard: Tensor, pieces: Sequence[GradientPiece], average: bool) -> None:
         if shard.numel() == 0 or self.between is None:
             return
         if isinstance(self.between, CompressedAllReduce) and pieces:
@@ -277,7 +279,7 @@ class HierarchicalAllReduce:
         else:
             self._ring(shard, average=average)
 
-    def _sent_between(self, shard: Tensor, pieces: Sequence[Piece]) -> int:
+    def _sent_between(self, shard: Tensor, pieces: Sequence[GradientPiece]) -> int:
         if isinstance(self.between, CompressedAllReduce) and pieces:
             return self.between.sent_bytes(shard, pieces)
         return self._ring.sent_bytes(shard)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -53,16 +52,6 @@ class PointToPointGroup:
             **described,
         )
 
-    def waiting(self, operation: str, size_bytes: int) -> AbstractContextManager[None]:
-        """Meters a transfer that this rank waits for within the block."""
-        return self._meter.blocking(
-            operation,
-            group=self._name,
-            group_size=self.num_ranks,
-            size_bytes=size_bytes,
-            on_stream=self._on_stream,
-        )
-
     def send_object(self, obj: Any, position: int) -> None:
         """Sends a picklable object; returns at once."""
         payload = bytearray(pickle.dumps(obj))
@@ -84,17 +73,16 @@ class PointToPointGroup:
     def send(self, tensor: Tensor, position: int) -> None:
         """Sends a tensor of any device; returns at once."""
         staged = tensor.detach().to(self.device).contiguous()
-        transfer = self.begin("send", staged.nbytes)
-        work = dist.isend(staged, self.ranks[position], group=self.process_group)
+        with self.begin("send", staged.nbytes):
+            work = dist.isend(staged, self.ranks[position], group=self.process_group)
         assert work is not None
-        transfer.finish()
         self._pending = [(w, t) for w, t in self._pending if not w.is_completed()]
         self._pending.append((work, staged))
 
     def receive(self, tensor: Tensor, position: int) -> Tensor:
         """Waits for the next tensor that the rank at ``position`` sends, and fills ``tensor``, on any device."""
         staged = tensor if tensor.device == self.device else tensor.to(self.device)
-        with self.waiting("recv", staged.nbytes):
+        with self.begin("recv", staged.nbytes, blocking=True):
             dist.recv(staged, self.ranks[position], group=self.process_group)
         if staged is not tensor:
             tensor.copy_(staged)
@@ -104,7 +92,7 @@ class PointToPointGroup:
         """Waits until everything has been sent."""
         pending, self._pending = self._pending, []
         if pending:
-            with self.waiting("send", 0):  # the bytes are counted already
+            with self.begin("send", 0, blocking=True):  # the bytes are counted already
                 for work, _ in pending:
                     work.wait()
 
@@ -112,6 +100,6 @@ class PointToPointGroup:
         """Whether all ranks have the same number; a collective."""
         mine = torch.tensor([number], device=self.device)
         numbers = [torch.empty_like(mine) for _ in self.ranks]
-        with self.waiting("all_gather", 8 * len(numbers)):
+        with self.begin("all_gather", 8 * len(numbers), blocking=True):
             dist.all_gather(numbers, mine, group=self.process_group)
         return len({int(value) for value in numbers}) == 1

@@ -21,7 +21,7 @@ import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from lightning_multigpu.emulation import quantities
@@ -192,9 +192,7 @@ class EmulatedHosts:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._take_down()
 
     def __getitem__(self, node_rank: int) -> Host:

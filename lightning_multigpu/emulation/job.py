@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import IO
 
 from lightning_multigpu.emulation.emulated_hosts import EmulatedHosts, Host
@@ -82,9 +81,7 @@ class HostsJob:
     def __enter__(self) -> HostsJob:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._kill()
 
     def _start(self, host: Host, command: Sequence[str], variables: Mapping[str, str]) -> None:

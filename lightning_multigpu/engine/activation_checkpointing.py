@@ -8,6 +8,7 @@ one more forward pass (T. Chen et al., 2016, "Training deep nets with sublinear 
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
@@ -22,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.hugging_face import caching_models, without_cache
-from lightning_multigpu.engine.recomputation import runs_in_checkpoint
 
 Choice = bool | Sequence[str | type]
 """All or no layers; or classes, names of classes ("Block") and names of layers ("blocks.3")."""
@@ -53,6 +54,14 @@ def check_choice(choice: object) -> None:
         )
     if not all(isinstance(entry, str | type) for entry in choice):
         raise ValueError(f"{given}: pass classes, names of classes, or names of layers only")
+
+
+def runs_in_checkpoint() -> bool:
+    """Whether the caller runs within ``torch.utils.checkpoint``."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def layers_in(module: Module) -> dict[str, Module]:

@@ -62,7 +62,7 @@ class Difference(NamedTuple):
     norm: float
 
 
-class Finding(NamedTuple):
+class GradientFinding(NamedTuple):
     """A verdict, and the differences behind it, the largest first.
 
     Attributes:
@@ -133,7 +133,7 @@ class GradientCheck:
         self._loss_reduction = loss_reduction
         self._rtol = rtol
 
-    def find(self, batch: Any, num_parts: int) -> Finding | None:
+    def find(self, batch: Any, num_parts: int) -> GradientFinding | None:
         """Checks two neighbouring parts of ``num_parts`` parts of a batch: those with the largest weights.
 
         None if a rank's batch has too few samples, or only samples of weight 0.
@@ -144,13 +144,13 @@ class GradientCheck:
         with moved_weights(self._parameters), without_gradients(self._parameters.values()):
             return self._find(batch, *pair)
 
-    def _find(self, batch: Any, first: list[int], second: list[int]) -> Finding:
+    def _find(self, batch: Any, first: list[int], second: list[int]) -> GradientFinding:
         a, b, both = (samples_of(batch, samples) for samples in (first, second, first + second))
         weights = weights_of([a, b], self._loss_reduction)
         union = self._gradients([[both]], [[1.0]])
         apart = self._gradients([[a, b]], [weights])
         differences = self._differences(union, apart)
-        finding = Finding(Verdict.COUPLED, differences or (), (len(first), len(second)), self._rtol)
+        finding = GradientFinding(Verdict.COUPLED, differences or (), (len(first), len(second)), self._rtol)
         if not differences:
             return finding._replace(verdict=Verdict.UNCLEAR if differences is None else Verdict.EQUAL)
         if self._differences(union, self._gradients([[a], [b]], [[weight] for weight in weights])) == []:
@@ -159,7 +159,7 @@ class GradientCheck:
             return finding
         return self._find_interaction(batch, first, second)
 
-    def _find_interaction(self, batch: Any, first: list[int], second: list[int]) -> Finding:
+    def _find_interaction(self, batch: Any, first: list[int], second: list[int]) -> GradientFinding:
         """Finds couplings in a step that draws random numbers: compares parts that draw the same numbers.
 
         With w the weight of a part, w(a+b) g(a+b) is a sum of one function of a and one of b, unless they are coupled.
@@ -173,7 +173,7 @@ class GradientCheck:
             for start in (0, 2)
         )
         differences = self._differences(mixed, alike)
-        finding = Finding(Verdict.COUPLED, differences or (), (size, size), self._rtol)
+        finding = GradientFinding(Verdict.COUPLED, differences or (), (size, size), self._rtol)
         return finding if differences else finding._replace(verdict=Verdict.EQUAL)
 
     def _gradients(self, runs: Sequence[Sequence[Any]], weights: Sequence[Sequence[float]], again: bool = False) -> Any:

@@ -48,10 +48,10 @@ def at(*, rank: int, step: int = 0, where: Where = "training") -> Spot:
 
 @dataclass(frozen=True)
 class Spot:
-    """A rank, a step and a place without a fault yet; made by :func:`at`.
+    """A rank, a step and a place at which a fault can be planted; made by :func:`at`.
 
-    Every method returns a callback for ``Trainer(callbacks=[...])``. The fault strikes the process that ``where``
-    names: the rank, or with ``"data"`` a worker of its DataLoader.
+    Every method returns a callback for ``Trainer(callbacks=[...])``. The fault happens in the rank, or with ``"data"``
+    in a worker of its DataLoader.
     """
 
     rank: int
@@ -59,11 +59,11 @@ class Spot:
     where: Where
 
     def kill(self) -> PlantedFault:
-        """The process dies at once (SIGKILL), as if it had used up the memory."""
+        """The process is killed at once (SIGKILL), as the kernel does when memory runs out."""
         return self._signal(signal.SIGKILL)
 
     def stop(self) -> PlantedFault:
-        """The process stands still with all its threads and keeps its connections (SIGSTOP)."""
+        """The process stops with all its threads and keeps its connections (SIGSTOP)."""
         return self._signal(signal.SIGSTOP)
 
     def interrupt(self) -> PlantedFault:

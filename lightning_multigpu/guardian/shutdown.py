@@ -34,6 +34,7 @@ class Shutdown:
 
     Attributes:
         waits: the collectives in which ranks waited at the failure, one line for each rank.
+        announcer: the rank that will print the failure in this host's terminal, unless it is killed first.
     """
 
     def __init__(self, failure: Failure, since_s: float, timeout_s: float) -> None:
@@ -42,22 +43,14 @@ class Shutdown:
         self._kill_at_s = since_s + OWN_TIME * timeout_s
         self._own_time_s = OWN_TIME * timeout_s
         self._killed: list[WatchedRank] = []
-        self._announced: WatchedRank | None = None
+        self.announcer: WatchedRank | None = None
         self.waits: list[str] = []
         self._wants_file = failure.what not in (WAS_INTERRUPTED, WAS_TERMINATED)
-
-    def waited(self, lines: list[str]) -> None:
-        """Adds lines about the collectives in which ranks waited at the failure."""
-        self.waits += lines
 
     def hurry(self, now_s: float) -> None:
         """Leaves ranks only the time to receive the message: the user has ended the job, and needs no file."""
         self._kill_at_s = min(self._kill_at_s, now_s + _HURRY_S)
         self._wants_file = False
-
-    def announce(self, rank: WatchedRank) -> None:
-        """Notes that ``rank`` will print the failure in this host's terminal, unless it is killed first."""
-        self._announced = rank
 
     def is_late(self, now_s: float) -> bool:
         """True once the time in which ranks may end themselves is over."""
@@ -89,7 +82,7 @@ class Shutdown:
         if path is not None and self._wants_file:
             text = _heading(ranks) + self._text(self.failure.traceback)
             done_within(_WRITE_LIMIT_S, lambda: _write_file(path, text))
-        if self._announced is not None and self._announced not in self._killed:
+        if self.announcer is not None and self.announcer not in self._killed:
             return
         if sys.stderr is None:
             return

@@ -251,7 +251,7 @@ class Watchdog:
             return
         failed = self._ranks.get(failure.rank)
         if failed is not None and failure.step is None:
-            failure = failure._replace(step=self._step(failed))
+            failure = failure._replace(step=read_steps(self._pages, failed.slot))
         if failed is not None and failed.can_be_lost and failure.what != WAS_INTERRUPTED:  # Ctrl-C ends the job
             self._lose(failed, failure)
             return
@@ -260,7 +260,7 @@ class Watchdog:
             last_waits(self._ranks, self._pages, self._hang_watch.signals, failed=failure.rank, now_s=self._now_s)
         )
         self._shutdown = Shutdown(failure, since_s, self._timeout_s)
-        self._shutdown.waited(waits)
+        self._shutdown.waits += waits
         self._hosts.send_failure(failure, since_s)
         self._hosts.send("waited", lines=waits)
         for connection, rank in self._connections.items():
@@ -283,11 +283,7 @@ class Watchdog:
             self._hangs.handle(host, message)
         elif message["kind"] == "waited" and self._shutdown is not None and host not in self._have_told_waits:
             self._have_told_waits.add(host)
-            self._shutdown.waited(in_message(message["lines"]))
-
-    def _step(self, rank: WatchedRank) -> int:
-        """The steps that the rank has completed, from the shared memory."""
-        return read_steps(self._pages, rank.slot)
+            self._shutdown.waits += in_message(message["lines"])
 
     # Connections
 
@@ -406,7 +402,7 @@ class Watchdog:
             self._fail(Failure.from_message(message.get("failure")), self._now_s)
             connection.send("seen", waited=[] if self._shutdown is None else in_message(self._shutdown.waits))
         elif kind == "announced" and self._shutdown is not None:
-            self._shutdown.announce(rank)
+            self._shutdown.announcer = rank
         elif kind == "stacks":
             number, main_thread = int(message["number"]), int(message["main_thread"])
             if not 0 < number <= signal.SIGRTMAX:

@@ -20,7 +20,7 @@ _BF16 = 0.5
 
 
 @dataclass(frozen=True)
-class Wait:
+class SharedWait:
     """The wait for transfers that all ranks have.
 
     Attributes:
@@ -38,7 +38,7 @@ class Wait:
 
 def communication_remedies(
     ranks: Sequence[RankFigures],
-    wait: Wait,
+    wait: SharedWait,
     strategy: StrategyOptions,
     num_servers: int,
     num_nodes: int,
@@ -78,7 +78,7 @@ def communication_remedies(
     return remedies | _another_strategy(ranks, wait)
 
 
-def _another_strategy(ranks: Sequence[RankFigures], wait: Wait) -> dict[str, float]:
+def _another_strategy(ranks: Sequence[RankFigures], wait: SharedWait) -> dict[str, float]:
     """Gradients of the whole model once a step in place of the activations of each batch, where layers are split."""
     least = wait.of
     if not wait.part("activations") or least.memory is None or not least.activations_rate:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-from lightning_multigpu.planning.communication_remedies import Wait, communication_remedies
+from lightning_multigpu.planning.communication_remedies import SharedWait, communication_remedies
 from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipeline_figures import PipelineFigures
 from lightning_multigpu.planning.rank_figures import RankFigures, Shard, ThreadTrial
@@ -167,7 +167,7 @@ def _communication(
     ranks: Sequence[RankFigures], strategy: StrategyOptions, num_servers: int, num_nodes: int, *, own_pace: bool
 ) -> list[Finding]:
     least = min(ranks, key=lambda rank: rank.of("communication"))  # the others also wait for slower ranks
-    wait = Wait(_exposed_s(ranks), least)
+    wait = SharedWait(_exposed_s(ranks), least)
     if not wait.seconds:
         return []
     step_s = max(rank.step_s for rank in ranks)

@@ -62,7 +62,7 @@ class PlannedMemory(HeldBytes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class PipelinePlan:
     """The predicted run of a pipeline.
 
     Attributes:
@@ -86,7 +86,7 @@ class Plan:
     memory: tuple[PlannedMemory, ...]
     one_device_s: float
     tensor_parallel_size: int = 1
-    rounds: tuple[Plan, ...] = ()
+    rounds: tuple[PipelinePlan, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -122,7 +122,7 @@ class Plan:
         steps = [one.step_s for one in self.rounds] or [self.step_s]
         return (max(steps) - min(steps)) / median(steps)
 
-    def is_slower_than(self, other: Plan) -> bool:
+    def is_slower_than(self, other: PipelinePlan) -> bool:
         """Whether its step is longer in every round; the plans of a round were measured under the same load."""
         return all(mine.step_s > its.step_s for mine, its in zip(self.rounds, other.rounds, strict=True))
 
@@ -159,14 +159,14 @@ class PipelinePlans:
     split: str = ""
     one_device_s: float = 0.0
     waiting: float = 0.0
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[PipelinePlan] = field(default_factory=list)
 
     @property
-    def fastest(self) -> Plan:
+    def fastest(self) -> PipelinePlan:
         return min(self.plans, key=lambda plan: plan.step_s)
 
     @property
-    def alike(self) -> list[Plan]:
+    def alike(self) -> list[PipelinePlan]:
         """The plans that may be as fast as the fastest: in at least one round they were."""
         fastest = self.fastest
         return [plan for plan in self.plans if plan is not fastest and not plan.is_slower_than(fastest)]
@@ -188,23 +188,23 @@ def plan(
     held: Sequence[HeldBytes],
     one_device_s: float,
     tensor_parallel_size: int = 1,
-    rounds: Sequence[Plan] = (),
-) -> Plan:
+    rounds: Sequence[PipelinePlan] = (),
+) -> PipelinePlan:
     """Predicts a step.
 
     Args:
         schedule: the schedule of ``costs``.
         costs: the layers' costs for the micro-batches of this plan.
         bounds: the layers ``[start, stop)`` of each stage.
-        module, description: as in :class:`Plan`.
+        module, description: as in :class:`PipelinePlan`.
         parameter_bytes: bytes of each layer's parameters.
         held: bytes that each rank holds, by position.
         one_device_s: seconds of the same batch on one device.
         tensor_parallel_size: ranks that split each layer; the ranks of a stage are neighbours.
-        rounds: as in :class:`Plan`.
+        rounds: as in :class:`PipelinePlan`.
     """
     forward_s, backward_s, cuts_s = costs.pass_times(bounds)
-    return Plan(
+    return PipelinePlan(
         module=module,
         description=description,
         schedule=schedule,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 Kind = Literal["forward", "backward", "weight"]
@@ -52,7 +53,10 @@ def executed_schedule(schedule: str, num_ranks: int, num_micro_batches: int) -> 
     return "1f1b" if schedule == "1f1b" and num_micro_batches >= num_ranks else "gpipe"
 
 
-def schedule_orders(schedule: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> list[list[Work]]:
+@cache
+def schedule_orders(
+    schedule: str, num_ranks: int, stages_per_rank: int, num_micro_batches: int
+) -> Sequence[Sequence[Work]]:
     """The passes of each rank, in order.
 
     Args:

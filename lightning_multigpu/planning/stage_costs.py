@@ -14,7 +14,7 @@ from typing import Literal
 
 from lightning_multigpu.planning.balance import Bounds, cheapest_bounds, layers_text
 from lightning_multigpu.planning.numbers import ms, size
-from lightning_multigpu.planning.schedule_order import Work, in_flight, schedule_orders, step_time
+from lightning_multigpu.planning.schedule_order import in_flight, schedule_orders, step_time
 
 MeasuredBalance = Literal["time", "memory"]
 
@@ -91,7 +91,7 @@ class StageCosts:
         self.num_micro_batches = num_micro_batches
         self.parts = tuple(parts)
         self._link = link
-        self.orders: list[list[Work]] = schedule_orders(schedule, num_ranks, stages_per_rank, num_micro_batches)
+        self.orders = schedule_orders(schedule, num_ranks, stages_per_rank, num_micro_batches)
         self._in_flight = {stage: count for order in self.orders for stage, count in in_flight(order).items()}
         layers = self.parts[1:-1]
         self._forward = [0.0, *accumulate(part.forward_s for part in layers)]

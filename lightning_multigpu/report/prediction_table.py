@@ -11,7 +11,7 @@ from rich.table import Table
 
 from lightning_multigpu.planning.balance import layers_text
 from lightning_multigpu.planning.numbers import number, size
-from lightning_multigpu.planning.pipeline_prediction import PipelinePlans, Plan
+from lightning_multigpu.planning.pipeline_prediction import PipelinePlan, PipelinePlans
 from lightning_multigpu.report import schedule_picture
 from lightning_multigpu.report.schedule_picture import Panel
 
@@ -108,7 +108,7 @@ def _table(plans: PipelinePlans) -> Table:
     return table
 
 
-def _stages(plan: Plan) -> str:
+def _stages(plan: PipelinePlan) -> str:
     lines = [f"{_name(plan)}, for one micro-batch:"]
     for index, stage in enumerate(plan.stages):
         lines.append(
@@ -144,11 +144,11 @@ def _choice(plans: PipelinePlans) -> str:
     return f"fastest: {_name(plans.fastest)}; {rounds} cannot tell it from {alike}{busy}"
 
 
-def _name(plan: Plan) -> str:
+def _name(plan: PipelinePlan) -> str:
     return f"{plan.schedule}, M = {plan.num_micro_batches}"
 
 
-def _plan_json(plan: Plan) -> dict[str, Any]:
+def _plan_json(plan: PipelinePlan) -> dict[str, Any]:
     return {
         "module": plan.module,
         "schedule": plan.schedule,

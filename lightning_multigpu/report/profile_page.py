@@ -56,10 +56,11 @@ def page(profile: Mapping[str, Any]) -> str:
     """The whole page: diagnosis, phases of each rank, the timeline of a step, and what else was measured."""
     name = f"Profile of {profile['strategy']['name']}"
     ranks = profile["ranks"]
+    versions = ", ".join(f"{name} {version}" for name, version in profile["versions"].items())
     title = (
         f"<h1>{escape(name)}</h1>",
         f"<p>{len(ranks)} rank{'s' * (len(ranks) > 1)}, {len(ranks[0]['steps'])} optimizer steps, "
-        f"{ms(profile['step_s'])} a step (median of the slowest rank). {escape(_versions(profile))}</p>",
+        f"{ms(profile['step_s'])} a step (median of the slowest rank). {escape(versions)}</p>",
     )
     sections = (_diagnosis, _phases, _timeline, _schedule, _transfers, _memory, _over_time, _staleness, _operators)
     return _html(name, [*title, *(line for section in sections for line in section(profile))])
@@ -261,7 +262,3 @@ def _operators(profile: Mapping[str, Any]) -> Iterator[str]:
         rows = [[name, f"{round(calls, 1):g}", ms(cpu_s), ms(gpu_s)] for name, calls, cpu_s, gpu_s in operators]
         header = ["operator", "calls", "on the CPU", "on the GPU"]
         yield table(header[:columns], [row[:columns] for row in rows])
-
-
-def _versions(profile: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in profile["versions"].items())

@@ -85,14 +85,10 @@ def picture(panels: Sequence[Panel], suffix: str) -> bytes:
     """The contents of a file with that suffix: what :func:`draw` draws, ".png" and ".pdf" by matplotlib."""
     if suffix == ".svg":
         return draw(panels).encode()
-    matplotlib = importlib.import_module("matplotlib")
-    matplotlib.use("agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
     heights = [1 + len(panel.labels) for panel in panels]
-    figure, axes = pyplot.subplots(
-        len(panels), figsize=(12, 0.6 + 0.45 * sum(heights)), height_ratios=heights, squeeze=False, sharex=True,
-        layout="constrained",
-    )  # fmt: skip
+    size = (12, 0.6 + 0.45 * sum(heights))
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(panels), height_ratios=heights, squeeze=False, sharex=True)
     for (axis,), panel in zip(axes, panels, strict=True):
         start_s, end_s = span(panel.timelines)
         for row, timeline in enumerate(panel.timelines):
@@ -106,14 +102,12 @@ def picture(panels: Sequence[Panel], suffix: str) -> bytes:
         axis.invert_yaxis()
         axis.set_title(panel.title, loc="left", fontsize=10)
     kinds = [kind for kind in _COLOURS if any(i.kind == kind for p in panels for line in p.timelines for i in line)]
-    colours = [pyplot.Rectangle((0, 0), 1, 1, color=_COLOURS[kind]) for kind in kinds]
+    patch = importlib.import_module("matplotlib.patches").Patch
+    colours = [patch(color=_COLOURS[kind]) for kind in kinds]
     figure.legend(colours, kinds, ncols=len(kinds), loc="outside lower center")
     axes[-1][0].set_xlabel("ms; white: idle")
     contents = io.BytesIO()
-    try:
-        figure.savefig(contents, format=suffix.removeprefix("."), dpi=120)
-    finally:
-        pyplot.close(figure)
+    figure.savefig(contents, format=suffix.removeprefix("."), dpi=120)
     return contents.getvalue()
 
 

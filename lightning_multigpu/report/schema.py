@@ -46,15 +46,15 @@ an optimizer step on the batches of one data rank, measured before the first ste
 CPUs only), and ``run_step_ms`` the median of the run, on the slowest rank; loading of data is in neither. ``reason``
 says why there is no figure.
 
-``memory`` has what each rank held at the end of training, by the keys of MEMORY below but ``activations_bytes``.
-Buffers in which gradients travel count as gradients. Optimizer states that are
-offloaded to the host do not count. It is absent where servers have the states.
+``memory`` has the memory of each rank at the end of training, by the keys of MEMORY below but ``activations_bytes``.
+Buffers in which gradients travel count as gradients. Optimizer states that are offloaded to the host do not count. It
+is absent if servers have the states.
 
 ``parameter_servers`` counts from the start of the servers to the end of training: the bytes of each server from and to
-all ranks, and ``queue_ms``, the time that what a rank sends in a step waited at the server, which was busy with other
-ranks, on average. ``workers`` is empty but under ``async_ps``: the updates of each rank, with their staleness, the
-number of updates that others made between the rank's pull of the weights and its update. A rank that was lost is in
-``workers`` and not in ``ranks``.
+all ranks, and ``queue_ms``, the mean time for which a rank's requests in a step waited at the server, because it was
+busy with other ranks. ``workers`` is empty except under ``async_ps``: it has the number of updates of each rank, and
+their staleness, the number of updates that other ranks made between the rank's pull of the weights and its update. A
+rank that was lost is in ``workers`` and not in ``ranks``.
 
 A KEY is ``group/figure_unit`` with the groups ``throughput``, ``communication``, ``parameter_server`` and ``device``. A
 figure that has no meaning in a run is absent; numbers are finite. In ``aggregate`` each statistic is the sum, maximum
@@ -65,23 +65,24 @@ kernel tuning (over the first if there is no other), for ``device/`` keys over a
 over total time. ``p95`` is the value that 95 % of the steps stay below, so for rates it is the fast end. Above 65,536
 steps median and ``p95`` rest on evenly spread steps.
 
-The pipelines side by side, and the ranks of each by position, tell of one step: that of median wall time among the
-newest nine (on GPUs, of which one in 16 is timed) with all micro-batches in one run. ``wall_s`` is from the first pass
-of any rank of the pipeline to the last, and ``bubble`` 1 - busy / wall, where forward, backward and weight passes are
-busy; ``theoretical_bubble`` is that of equal stages, whose messages take no time, see
+``pipelines`` has the pipelines side by side, each with its ranks by position. Its figures are those of one step: the
+step with the median wall time among the newest nine steps that ran all micro-batches together (on GPUs one step in 16
+is timed). ``wall_s`` is from the first pass of any rank of the pipeline to the last, and ``bubble`` 1 - busy / wall,
+where forward, backward and weight passes are busy; ``theoretical_bubble`` is that of equal stages, whose messages take
+no time, see
 :func:`lightning_multigpu.planning.timeline.theoretical`. PASSES are ``forward_passes``, ``backward_passes`` and
 ``weight_passes``; TIMES ``forward_s``, ``backward_s``, ``weight_s``, ``send_s``, ``receive_s`` and ``idle_s``, which
-together are ``wall_s``, ``bubble`` and ``theoretical_bubble``. STEP, PASSES and TIMES are absent where no such step was
+together are ``wall_s``, ``bubble`` and ``theoretical_bubble``. STEP, PASSES and TIMES are absent if no such step was
 timed, in a fit of fewer than three batches of a shape for example. MEMORY is ``parameters_bytes``, ``gradients_bytes``
-and ``optimizer_bytes`` that the rank held, ``activations_bytes`` that autograd kept for backward at most at a time, in
-the first such step, without parameters and buffers, each piece of memory once, and on GPUs ``device_peak_bytes``, the
-most that torch had allocated; what was not measured is absent. ``predicted_parameters_bytes``,
-``predicted_gradients_bytes`` and ``predicted_optimizer_bytes`` are what the rank should hold by the split and the
-optimizers' classes, as ``pipeline plan`` predicts; reports of earlier versions of this package lack them.
+and ``optimizer_bytes`` that the rank held; ``activations_bytes``, the most that autograd kept for backward at a time in
+the first such step, without parameters and buffers, each piece of memory once; and on GPUs ``device_peak_bytes``, the
+most that torch had allocated. Keys of figures that were not measured are absent. ``predicted_parameters_bytes``,
+``predicted_gradients_bytes`` and ``predicted_optimizer_bytes`` are the predictions of ``pipeline plan`` for the rank,
+by the split and the optimizers' classes; reports of earlier versions of this package lack them.
 """
 
 SCHEMA_VERSION = 2
 
 
 class ReportError(ValueError):
-    """A document is no report, or has a version that is not known."""
+    """A document is no report, or has an unknown version."""

@@ -1,4 +1,4 @@
-"""The base of all strategies: options, start and end of a run, data, checkpoints, failures and the meter."""
+"""The base of strategies that start ranks: options, start and end of a run, data, checkpoints and failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import IS_INTERACTIVE, asked_precision, is_compiled
+from lightning_multigpu._lightning_internals import IS_INTERACTIVE, is_compiled
 from lightning_multigpu.communication.digest import compared
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
@@ -29,9 +29,6 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice, Kept, Recomputation, check_choice
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
 from lightning_multigpu.engine.data_parallel.replicas import check_replicas
-from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong
-from lightning_multigpu.engine.training_memory import measured_bytes
-from lightning_multigpu.planning.timeline import HeldBytes
 from lightning_multigpu.runtime.batch_feed import BatchFeed, complete_resumed_epoch
 from lightning_multigpu.runtime.failure_watch import FailureWatch
 from lightning_multigpu.runtime.joining import Joining, check_model, table_of
@@ -44,8 +41,7 @@ from lightning_multigpu.runtime.spawn_launcher import SpawnLauncher
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.global_batch import global_batch_text
 from lightning_multigpu.strategies.mesh import MeshStrategy
-from lightning_multigpu.strategies.observed import ObservedStrategy
-from lightning_multigpu.strategies.whole_checkpoints import WholeCheckpoints
+from lightning_multigpu.strategies.pack import PackStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -57,8 +53,8 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 _ON_ALL_RANKS = "Unfreeze, freeze and add layers on all ranks before the same batch"
 
 
-class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
-    """Base class of every strategy of this pack.
+class MultiGPUStrategy(PackStrategy, MeshStrategy):
+    """Base class of the strategies that start ranks.
 
     It starts and ends a run, distributes the batches, saves and loads checkpoints, and ends all ranks when one fails.
     Subclasses decide how gradients and layers travel.
@@ -71,7 +67,7 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
         checkpoint_io: the plugin that reads and writes checkpoints; usually left to the Trainer.
         precision_plugin: the plugin behind the Trainer's ``precision``; usually left to the Trainer.
         process_group_backend: "nccl", "gloo" or another back end of torch; by default NCCL on GPUs and Gloo on CPUs.
-        timeout: longest time that a collective may wait, by default 30 minutes.
+        timeout: the longest time that a collective may wait, by default 30 minutes.
         start_method: how this host's processes start: "popen" runs the script again; "spawn", "fork" and
             "forkserver" start them from the running interpreter.
         uneven_inputs: what happens when one data rank runs out of batches: "stop" ends the epoch for all ranks;
@@ -80,8 +76,8 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
             weighted by their samples, so that uneven batches average as on one device), "sum", or, for a mean over
             something else, a function from the batch to its weight (its number of tokens, for example).
         failure_timeout_s: seconds in which all other ranks have to end after one has failed, 1 or more, on several
-            hosts 5 or more; later they are killed. A rank that is stopped for half of this time while others wait for
-            it counts as failed, and so does a host that is silent for that long.
+            hosts 5 or more; after that they are killed. A rank that is stopped for half of this time while others wait
+            for it counts as failed, and so does a host that sends nothing for half of this time.
         hang_report_s: seconds that a rank may wait in a collective before a report names the ranks that have entered
             it, the ranks that have not, and where those are; 1 or more. The report ends no rank. None or 0: no report.
         join_timeout_s: seconds after its start in which a rank has to join the others, 1 or more. It is longer than
@@ -192,8 +188,7 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
 
     @override
     def model_to_device(self) -> None:
-        assert self.lightning_module is not None
-        self.lightning_module.to(self.root_device)
+        self._module.to(self.root_device)
 
     @property
     @override
@@ -212,8 +207,6 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
     @override
     def _configure_launcher(self) -> None:
         run = self.run_context
-        if asked_precision() in ("16", "16-mixed") and self.precision_plugin.precision == "bf16-mixed":
-            option_checks.check_precision("16-mixed", run.device_type, explicit=False)
         option_checks.check_run(
             run,
             precision=str(self.precision_plugin.precision),
@@ -278,20 +271,13 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if self._world is not None:
-            assert self.lightning_module is not None
-            check_model(self.lightning_module, self._world)
+            check_model(self._module, self._world)
         directory = str(trainer.log_dir or trainer.default_root_dir)  # a collective
         client = self.failure_watch.client
         if client is not None and "://" not in directory:  # the guardian writes a failure's file to a local disk only
             client.report_to(directory, node_rank=self.node_rank if self.num_nodes > 1 else None)
         super().setup(trainer)
         self._set_recomputation(trainer)
-
-    @override
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
-        assert self.lightning_module is not None
-        check_belong(self.lightning_module, self.optimizers)
 
     @override
     def teardown(self) -> None:
@@ -310,10 +296,9 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
 
         In training a resumed run goes on in the middle of an epoch; elsewhere no sample is repeated.
         """
-        assert self.lightning_module is not None
         distributed = self.feed.distribute(
             dataloader,
-            self.lightning_module.trainer,
+            self._module.trainer,
             rank=self.data_parallel_rank,
             num_replicas=self.data_parallel_size,
             meter=self.meter,
@@ -327,8 +312,7 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        assert self.lightning_module is not None
-        self.feed.start_batch(self.lightning_module.trainer, self.data_parallel_rank)
+        self.feed.start_batch(self._module.trainer, self.data_parallel_rank)
 
     # Checkpoints
 
@@ -388,14 +372,12 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
         self._stage_starts()
 
     def _tell_global_batch(self) -> None:
-        assert self.lightning_module is not None
-        trainer, ranks_a_batch = self.lightning_module.trainer, self._model_parallel_size
+        trainer, ranks_a_batch = self._module.trainer, self._model_parallel_size
         sizes = self.gather_objects(full_batch_size(trainer.train_dataloader))
         rank_zero_info(global_batch_text(sizes[::ranks_a_batch], ranks_a_batch, trainer))
 
     def _stage_starts(self, *, training: bool = False) -> None:
-        assert self.lightning_module is not None
-        self.signals.stage_starts(self.lightning_module.trainer, training=training)
+        self.signals.stage_starts(self._module.trainer, training=training)
 
     @override
     def on_train_end(self) -> None:
@@ -404,10 +386,10 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
             self._check_replicas()
         self.signals.training_ends(self.gather_objects)
 
-    @override
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        self.meter.discard()
+    def _loss_scaler_scale(self) -> float:
+        """The factor of losses and gradients under 16-mixed, else 1."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
 
     def on_optimizer_step_end(self) -> None:
         """For communication after an optimizer step, as a part of that step; for subclasses."""
@@ -420,9 +402,8 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
     def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
         """Groups of ranks, each with the parameters that its ranks share, by name."""
         assert self._data is not None
-        assert self.lightning_module is not None
-        ignored = set(getattr(self.lightning_module, "_ddp_params_and_buffers_to_ignore", ()))
-        named = self.lightning_module.named_parameters()
+        ignored = set(getattr(self._module, "_ddp_params_and_buffers_to_ignore", ()))
+        named = self._module.named_parameters()
         return [(self._data, [(name, value) for name, value in named if name not in ignored and self.holds(value)])]
 
     def _check_replicas(self) -> None:
@@ -468,8 +449,7 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
         if recomputation is None:
             yield
             return
-        assert self.lightning_module is not None
-        with recomputation.installed(self.lightning_module):
+        with recomputation.installed(self._module):
             yield
         if (problem := recomputation.without_effect()) is not None:
             rank_zero_warn(problem)
@@ -478,11 +458,6 @@ class MultiGPUStrategy(ObservedStrategy, WholeCheckpoints, MeshStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.recomputing():
             return super().training_step(*args, **kwargs)
-
-    @override
-    def held_bytes(self) -> HeldBytes | None:
-        assert self.lightning_module is not None
-        return measured_bytes(self.lightning_module.parameters(), self.optimizers)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -19,13 +19,12 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import asked_precision, attributes_of_lightning, is_compiled, tell_device
+from lightning_multigpu._lightning_internals import attributes_of_lightning, is_compiled, tell_device
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import StepTraffic
 from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice
 from lightning_multigpu.engine.batch_size import leading_size, tensors_in
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction, full_batch_size, is_stateful
-from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong
 from lightning_multigpu.engine.micro_batches import (
     Wording,
     num_micro_batches_of,
@@ -34,21 +33,18 @@ from lightning_multigpu.engine.micro_batches import (
     weights_of,
 )
 from lightning_multigpu.engine.one_process.continued_loader import ContinuedLoader
-from lightning_multigpu.engine.one_process.gathering import gathered
+from lightning_multigpu.engine.one_process.gathering import gathered, on_device
 from lightning_multigpu.engine.one_process.joint_loss import JointLoss
 from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
-from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.planning.numbers import ms
-from lightning_multigpu.planning.timeline import HeldBytes
 from lightning_multigpu.runtime.batch_feed import batches_to_skip, complete_resumed_epoch
 from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.global_batch import global_batch_text
-from lightning_multigpu.strategies.observed import ObservedStrategy
+from lightning_multigpu.strategies.pack import PackStrategy
 from lightning_multigpu.strategies.replica_metrics import ReplicaMetrics
 from lightning_multigpu.strategies.step_logs import Record, StepLogs, combined
-from lightning_multigpu.strategies.whole_checkpoints import WholeCheckpoints
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -59,7 +55,7 @@ DEVICES = "devices"
 """The meter's group for traffic between the devices of this process."""
 
 
-class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrategy):
+class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
     """Data parallel training in one process: each device computes a part of each batch, with a replica of the model.
 
     It is ``dp`` as in PyTorch Lightning 1.9, on torch's data parallel functions (``torch.nn.parallel``). No process
@@ -144,7 +140,6 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
     @override
     def _configure_launcher(self) -> None:
         """Checks the settings of the Trainer; there is nothing to launch."""
-        device_type = self.root_device.type
         if self.num_nodes > 1:
             raise ValueError(
                 f"num_nodes={self.num_nodes}: dp is one process, and drives the devices of one machine; pass "
@@ -161,29 +156,19 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
                 "sync_batchnorm=True: under dp BatchNorm keeps the statistics of the first replica's samples; pass "
                 "sync_batchnorm=False, or use strategy='ring_ddp' on GPUs"
             )
-        option_checks.check_devices(
-            self.devices,
-            cpu_count=option_checks.available_cpu_count(),
-            gpu_count=torch.cuda.device_count() if device_type == "cuda" else 0,
-        )
-        precision = str(self.precision_plugin.precision)
-        if asked_precision() in ("16", "16-mixed") and precision == "bf16-mixed":
-            option_checks.check_precision("16-mixed", device_type, explicit=False)
-        bf16 = device_type != "cuda" or bool(torch.cuda.is_bf16_supported(including_emulation=False))
-        option_checks.check_precision(precision, device_type, bf16_supported=bf16)
+        option_checks.check_machine(self.devices, precision=str(self.precision_plugin.precision))
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         self.check_before_launch(trainer)
-        if is_compiled(self.lightning_module):
+        if is_compiled(self._module):
             raise ValueError(
                 "the module is compiled, for the tensors of one device; pass the module without torch.compile, or use "
                 "devices=1 without strategy='dp'"
             )
-        if trainer.state.fn == TrainerFn.FITTING and not self.lightning_module.automatic_optimization:
+        if trainer.state.fn == TrainerFn.FITTING and not self._module.automatic_optimization:
             raise ValueError(
                 "automatic_optimization=False: under dp each replica runs training_step on a part of the batch, and "
                 "would step the optimizers by itself; use automatic optimization, or strategy='ring_ddp'"
@@ -192,25 +177,16 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        assert self.lightning_module is not None
         self._metrics = ReplicaMetrics(self.devices)
-        self._replicas = ModuleReplicas(self.lightning_module, self.devices, self._metrics.substitute)
+        self._replicas = ModuleReplicas(self._module, self.devices, self._metrics.substitute)
         self._threads = ReplicaThreads(self.devices)
         self._recomputation = None
         if self._activation_checkpointing and trainer.state.fn == TrainerFn.FITTING:
             several = len(self.devices) > 1
-            self._recomputation = Recomputation(
-                self.lightning_module, self._activation_checkpointing, in_threads=several
-            )
+            self._recomputation = Recomputation(self._module, self._activation_checkpointing, in_threads=several)
         if self.root_device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             self._intra_op_threads = torch.get_num_threads()
             torch.set_num_threads(max(1, self._intra_op_threads // len(self.devices)))
-
-    @override
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
-        assert self.lightning_module is not None
-        check_belong(self.lightning_module, self.optimizers)
 
     @override
     def teardown(self) -> None:
@@ -227,8 +203,7 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         """In training, wraps the loader so that a resumed run goes on in the middle of an epoch."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         if not trainer.training or is_stateful(dataloader):
             return dataloader
         return ContinuedLoader(dataloader, lambda: batches_to_skip(trainer))
@@ -278,8 +253,7 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
             loss           <--- gather -----  4/7 loss0  +  3/7 loss1        logs, metrics and outputs likewise
             gradients      <--- reduce -----  backward      backward         each in its own thread: see JointLoss
         """
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         assert self._threads is not None
         parts = self._scattered(batch)
         if len(parts) == 1:
@@ -359,11 +333,10 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
         loss_weights: Sequence[float],
     ) -> None:
         """Logs the replicas' logs on the module, each name once."""
-        assert self.lightning_module is not None
-        here = [[replace(each, value=_to(each.value, self.root_device)) for each in part] for part in records]
-        StepLogs(self.lightning_module).replay(combined(here, sizes, losses, loss_weights), hook)
+        here = [[replace(each, value=on_device(each.value, self.root_device)) for each in part] for part in records]
+        StepLogs(self._module).replay(combined(here, sizes, losses, loss_weights), hook)
 
-    def _travelling(self, operation: str, size_bytes: int, *, copies: float) -> AbstractContextManager[None]:
+    def _travelling(self, operation: str, size_bytes: int, *, copies: float) -> AbstractContextManager[object]:
         """Meters the transfer within the block, which sends ``copies`` times its bytes between the devices."""
         sent = round(size_bytes * copies)
         on_gpus = self.root_device.type == "cuda"
@@ -392,25 +365,13 @@ class DataParallelStrategy(ObservedStrategy, WholeCheckpoints, SingleDeviceStrat
     # Training
 
     @override
-    def held_bytes(self) -> HeldBytes | None:
-        """Bytes on the first device; other devices hold none between two steps."""
-        assert self.lightning_module is not None
-        return measured_bytes(self.lightning_module.parameters(), self.optimizers)
-
-    @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         complete_resumed_epoch(trainer)
         text = global_batch_text([full_batch_size(trainer.train_dataloader)], 1, trainer)
         rank_zero_info(f"{text}; dp cuts each batch into parts for {len(self.devices)} devices")
         self._first_step = self.meter.steps_ended + 1  # the first step of a fit is slower
-        self.meter.discard()
-
-    @override
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
         self.meter.discard()
 
     @override
@@ -466,7 +427,3 @@ def _without_loss(outputs: Sequence[Any], losses: Sequence[Any]) -> Any:
             "where a part of a batch is to be left out"
         )
     return outputs[0]  # None skips the batch; Lightning refuses anything else
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value

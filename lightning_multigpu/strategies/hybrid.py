@@ -9,10 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -21,9 +19,8 @@ from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.compression import Compressor
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.engine.data_parallel.gradient_transport import AUTO, GradientTransport, compressor_of
+from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport, compressor_of
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
-from lightning_multigpu.engine.micro_batches import checksum_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.planning.timeline import StageRecord
@@ -32,6 +29,7 @@ from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOpti
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy, StagedStrategy
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
+from lightning_multigpu.strategies.same_batches import builds_layers_later, same_batch
 from lightning_multigpu.strategies.split_layers import (
     Plan,
     SequenceSplit,
@@ -138,7 +136,6 @@ class HybridStrategy(StagedStrategy):
     @property
     @override
     def options(self) -> dict[str, Any]:
-        compressor = self._transport.compressor
         of_pipeline = vars(self.pipeline_options)
         of_tensor = {n: plan_text(value) if n == "plan" else value for n, value in self._tensor_given.items()}
         return {
@@ -146,9 +143,7 @@ class HybridStrategy(StagedStrategy):
             **dict(zip(_SIZES, self._asked, strict=True)),
             "pipeline": self._pipeline_given or None,
             "tensor": of_tensor or None,
-            "compression": compressor if compressor in (None, AUTO) else repr(compressor),
-            "compress_inside_hosts": self._transport.compress_inside_hosts,
-            "shared_memory": self._transport.shared_memory,
+            **self._transport.options,
         }
 
     @property
@@ -233,16 +228,15 @@ class HybridStrategy(StagedStrategy):
         if self.tensor_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
             check_uncompiled(module)  # a pipeline gives other advice
         super().check_before_launch(trainer)
-        if not (is_overridden("configure_model", module) or is_overridden("setup", module)):  # which build layers
+        if not builds_layers_later(module):
             check_patterns(self._plan, module)
 
     @override
     def _data_reducer(self) -> GradientReducer:
-        assert self.lightning_module is not None
         assert self.groups is not None
         assert self._data is not None
         reducer, _ = self._transport.open(
-            self.lightning_module,
+            self._module,
             self.groups,
             self.meter,
             self._data,
@@ -287,18 +281,13 @@ class HybridStrategy(StagedStrategy):
         batch = super().batch_to_device(batch, device, dataloader_idx)
         if self._axis is None or self.failure_watch.failed:
             return batch
-        peers, mine = self._axis.peers, checksum_of(batch)
-        if len(set(peers.gather_tensor(torch.tensor([mine])).flatten().tolist())) == 1:
-            return batch
-        batch = peers.broadcast_object(batch, peers.first_rank)
-        return move_data_to_device(batch, device or self.root_device)
+        return same_batch(batch, self._axis.peers, device or self.root_device)
 
     @override
     def on_optimizer_step_end(self) -> None:
         super().on_optimizer_step_end()
         if self._compressed is not None:
-            scaler = getattr(self.precision_plugin, "scaler", None)
-            self._compressed.end_step(1.0 if scaler is None else float(scaler.get_scale()))
+            self._compressed.end_step(self._loss_scaler_scale())
 
     @override
     def on_train_end(self) -> None:
@@ -334,21 +323,22 @@ class HybridStrategy(StagedStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state, axis = super().lightning_module_state_dict(), self._gathering_axis
-        return state if axis is None else axis.whole_state_dict(state)
+        return state if axis is None else axis.layers.whole_state_dict(state)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._axis is not None:
-            checkpoint = {**checkpoint, "state_dict": self._axis.own_state_dict(checkpoint["state_dict"])}
+            checkpoint = {**checkpoint, "state_dict": self._axis.layers.own_state_dict(checkpoint["state_dict"])}
         super().load_model_state_dict(checkpoint, strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state, axis = super().optimizer_state(optimizer), self._gathering_axis
-        return state if axis is None else axis.whole_optimizer_state(plain_optimizer(optimizer), state)
+        return state if axis is None else axis.layers.whole_optimizer_state(plain_optimizer(optimizer), state)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         if self._axis is not None:
-            self._axis.cut_states(self.optimizers)
+            for optimizer in self.optimizers:
+                self._axis.layers.cut_state(optimizer)

@@ -51,7 +51,7 @@ class MeshStrategy(ParallelStrategy, ABC):
     def __init__(self, *, process_group_backend: str | None, timeout: timedelta, **options: Any) -> None:
         super().__init__(**options)
         self.groups: ProcessGroups | None = None
-        self._num_nodes = 1
+        self.num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout: timedelta | None = timeout
         self._world: MeteredGroup | None = None
@@ -72,14 +72,6 @@ class MeshStrategy(ParallelStrategy, ABC):
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
 
     @property
     def num_processes(self) -> int:
@@ -109,6 +101,12 @@ class MeshStrategy(ParallelStrategy, ABC):
     def tensor_parallel_rank(self) -> int:
         """The index of this rank's part of each split layer."""
         return self.global_rank % self.tensor_parallel_size
+
+    @property
+    def _data_group(self) -> dist.ProcessGroup:
+        """The ranks that differ in the data axis only; the main thread uses it, as it does the world's."""
+        assert self._data is not None
+        return self._data.group
 
     @property
     def _model_parallel_size(self) -> int:
@@ -201,9 +199,10 @@ class MeshStrategy(ParallelStrategy, ABC):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Tensors of every data rank (or of ``group``), stacked: shape (ranks, *tensor.shape).
 
-        With ``sync_grads`` the gradient of a rank's tensor is the sum of the gradients of all ranks' results.
+        The world means the data axis too: ``LightningModule.all_gather`` passes it by default. With ``sync_grads`` the
+        gradient of a rank's tensor is the sum of the gradients of all ranks' results.
         """
-        metered = self._metered_group(group)
+        metered = self._metered_group(None if group is dist.group.WORLD else group)
         return tensor if metered is None else metered.all_gather(tensor, sync_grads=sync_grads)
 
     @override

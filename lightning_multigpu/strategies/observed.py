@@ -107,7 +107,7 @@ class ObservedStrategy:
         """Bytes of the parameters, gradients and optimizer states that this rank holds at present, as measured.
 
         Buffers in which gradients travel count as gradients. Optimizer states in the host's memory, or on servers, do
-        not count.
+        not count. Of several devices that one rank drives only the first holds bytes between two steps.
         """
         return None
 

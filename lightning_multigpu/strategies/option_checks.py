@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_multigpu._lightning_internals import asked_precision
 from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu.runtime.run_context import RunContext
 
@@ -225,17 +226,31 @@ def check_run(run: RunContext, *, precision: str, sync_batchnorm: bool, may_ask_
         sync_batchnorm: SyncBatchNorm is asked for.
         may_ask_gpu: whether this rank's GPU may be asked for bfloat16 units; if not, they are assumed.
     """
-    on_gpus = run.device_type == "cuda"
-    check_devices(run.devices, cpu_count=available_cpu_count(), gpu_count=torch.cuda.device_count() if on_gpus else 0)
+    check_machine(run.devices, precision=precision, local_rank=run.local_rank if may_ask_gpu else None)
     check_backend(run.backend, run.device_type)
     check_silence(run.failure_timeout_s, run.num_nodes)
     check_descriptors(run.world_size, run.device_type)
     check_sync_batchnorm(sync_batchnorm, run.device_type)
+
+
+def check_machine(devices: Sequence[torch.device], *, precision: str, local_rank: int | None = 0) -> None:
+    """Checks that this machine has the devices, and that they compute in the Trainer's precision.
+
+    Args:
+        devices: the devices of this host.
+        precision: Lightning's name of the precision.
+        local_rank: the index of the GPU that is asked for bfloat16 units; None: they are assumed.
+    """
+    on_gpus = any(device.type == "cuda" for device in devices)
+    check_devices(devices, cpu_count=available_cpu_count(), gpu_count=torch.cuda.device_count() if on_gpus else 0)
+    device_type = devices[0].type
+    if precision == "bf16-mixed" and asked_precision() in ("16", "16-mixed"):
+        check_precision("16-mixed", device_type, explicit=False)
     bf16_supported = True
-    if on_gpus and may_ask_gpu and precision.startswith("bf16"):
-        with torch.cuda.device(run.device):
+    if on_gpus and local_rank is not None and precision.startswith("bf16"):
+        with torch.cuda.device(devices[local_rank]):
             bf16_supported = bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    check_precision(precision, run.device_type, bf16_supported=bf16_supported)
+    check_precision(precision, device_type, bf16_supported=bf16_supported)
 
 
 def check_pipeline(run: RunContext, num_stages: int, *, sync_batchnorm: bool, fewest_stages: int = 2) -> None:

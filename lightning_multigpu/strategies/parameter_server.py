@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _NOTICED_IMBALANCE = 1.05
+_BUCKET_CAP_MB = {True: 4.0, False: 1.0}  # on one host; on a network, where pulls wait for the first bucket
 _STARTED_S = 10.0  # servers of the strategy listen before any worker looks for them
 
 Served = HostOptimizer | RemoteOptimizer
@@ -341,7 +342,8 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             job's current weights, and uses the job's ``max_staleness`` and the like.
         compression: push float32 gradients as "fp16", "bf16", "int8" or "topk", the last two with error feedback, as
             under ring_ddp; pulled weights are not compressed.
-        bucket_cap_mb: size of a bucket of gradients, in MiB; a bucket is pushed, updated and pulled at once.
+        bucket_cap_mb: size of a bucket of gradients, in MiB; a bucket is pushed, updated and pulled at once. None for 4
+            on one host with ``servers="auto"``, else 1: on a network, the first pull begins when a bucket is pushed.
         options: options of :class:`OptimizerServerStrategy` and
             :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
@@ -364,7 +366,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         replicas: int = 0,
         joins: bool = False,
         compression: str | Mapping[str, Any] | None = None,
-        bucket_cap_mb: float = 4.0,
+        bucket_cap_mb: float | None = None,
         **options: Any,
     ) -> None:
         option_checks.check_choice("mode", mode, ("sync", "async"))
@@ -406,7 +408,8 @@ class ParameterServerStrategy(OptimizerServerStrategy):
                 f"num_servers={num_servers!r} is for servers that the strategy starts, and servers={servers!r} names "
                 f"{len(self._addresses) // (1 + replicas)}: leave one of the two out"
             )
-        option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
+        if bucket_cap_mb is not None:
+            option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
         super().__init__(**options)
         self._mode, self._max_staleness = mode, max_staleness
         self._is_asynchronous = mode == "async" and max_staleness != 0
@@ -563,15 +566,20 @@ class ParameterServerStrategy(OptimizerServerStrategy):
                 "address of the network on all hosts, or name servers, such as servers=['10.0.0.5:7000']"
             )
 
+    @property
+    def _bucket_bytes(self) -> int:
+        """The same on all ranks, also on those that are on a host of their own and join later."""
+        is_on_one_host = self._addresses is None and self.num_nodes == 1
+        return round((self._bucket_cap_mb or _BUCKET_CAP_MB[is_on_one_host]) * 2**20)
+
     @override
     def _serve(self, optimizer: Optimizer) -> Served:
         assert self._connections is not None
-        bucket_bytes = round(self._bucket_cap_mb * 2**20)
         served = RemoteOptimizer(
             optimizer,
             self._connections,
             split=self._split,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=self._bucket_bytes,
             compressor=self._compressor,
         )
         for name, why in self._connections.unshared.items():

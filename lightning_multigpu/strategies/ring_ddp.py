@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -20,20 +19,19 @@ from lightning_multigpu.communication.compression import Compressor
 from lightning_multigpu.communication.compression.compressors import TopK
 from lightning_multigpu.communication.compression.powersgd import PowerSGD
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
-from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.tensors import alike, apply_flat
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
 from lightning_multigpu.engine.data_parallel.gradient_transport import AUTO, GradientTransport, compressor_of, pieces_of
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
-from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, check_belong
+from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters
 from lightning_multigpu.engine.gradient_check import GradientCheck, Verdict
 from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.step_state import seed_of, set_random_state
 from lightning_multigpu.planning.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.dry_run import gradient_rtol, unlogged_loss, without_trace
+from lightning_multigpu.strategies.pack import CHECKPOINT_KEY
 from lightning_multigpu.strategies.scaled_rate import ScaledRateStrategy
-from lightning_multigpu.strategies.whole_checkpoints import CHECKPOINT_KEY
 
 _NCCL_ALGORITHM = "NCCL_ALGO"
 
@@ -148,6 +146,7 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
             ddp_comm_wrapper=ddp_comm_wrapper,
             model_averaging_period=model_averaging_period,
             adascale=adascale,
+            broadcast_buffers=broadcast_buffers,
             **options,
         )
         self._transport = GradientTransport(
@@ -179,10 +178,6 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
         self._nccl_algorithm = nccl_algorithm
         self._check_loss = check_loss
         self._is_checked = False
-        self._broadcast_buffers = broadcast_buffers
-        self._buffers_due = True
-        self._buffers: MeteredGroup | None = None
-        self._bookkeeping: dist.ProcessGroup | None = None
         self._reducer: GradientReducer | None = None
         self._trained: TrainedParameters | None = None
         self._compressed: HierarchicalAllReduce | None = None
@@ -192,18 +187,13 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
     @property
     @override
     def options(self) -> dict[str, Any]:
-        transport = self._transport
-        compressor = transport.compressor
         ddp = {name: value for name, value in self._ddp_options.items() if name != "forward_sync_buffers"}
         return {
             **super().options,
-            "bucket_cap_mb": transport.bucket_cap_mb,
+            "bucket_cap_mb": self._transport.bucket_cap_mb,
             **ddp,
-            "broadcast_buffers": self._broadcast_buffers,
             "average_every": self._average_every,
-            "compression": compressor if compressor in (None, AUTO) else repr(compressor),
-            "compress_inside_hosts": transport.compress_inside_hosts,
-            "shared_memory": transport.shared_memory,
+            **self._transport.options,
             "nccl_algorithm": self._nccl_algorithm,
             "check_loss": self._check_loss,
         }
@@ -215,12 +205,10 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
-        assert self.lightning_module is not None
         assert self.groups is not None
-        self._bookkeeping = self.groups.mesh.get_group("data")  # used by the main thread, as the world's group is
-        self._buffers = self.metered(self._bookkeeping, "data")
+        self._buffers = self.metered(self._data_group, "data")
         self._reducer, bucket_cap_mb = self._transport.open(
-            self.lightning_module,
+            self._module,
             self.groups,
             self.meter,
             self._buffers,
@@ -229,26 +217,24 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
             info=rank_zero_info,
             warn=rank_zero_warn,
         )
-        all_reduce = self._reducer.all_reduce
-        self._compressed = None if all_reduce is None or all_reduce.compressed is None else all_reduce
+        self._compressed = self._reducer.all_reduce if self._reducer.compresses else None
         if self._average_every > 1:
             self._averager = ModelAverager(self._average_every, self._reducer.average)
         return self._wrap(model, bucket_cap_mb)
 
     def _wrap(self, model: Module, bucket_cap_mb: float | None, **options: Any) -> DistributedDataParallel:
         assert self._reducer is not None
-        assert self.lightning_module is not None
-        self._trained = TrainedParameters(self.lightning_module)
+        self._trained = TrainedParameters(self._module)
         self._pl_static_graph_delay_done = False
         wrapped = DistributedDataParallel(
             model,
             device_ids=self.determine_ddp_device_ids(),
-            process_group=self._bookkeeping,
+            process_group=self._data_group,
             bucket_cap_mb=bucket_cap_mb,
             **self._ddp_options,
             **options,
         )
-        self._reducer.attach(wrapped, pieces_of(self.lightning_module))
+        self._reducer.attach(wrapped, pieces_of(self._module))
         return wrapped
 
     @override
@@ -301,21 +287,17 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
         """
         assert self._reducer is not None
         assert self._trained is not None
-        assert self._buffers is not None
-        assert self.lightning_module is not None
         assert self.model is not None
-        self._compare_changes(self._trained.differences(), "do not train the same parameters")
-        check_belong(self.lightning_module, self.optimizers)
-        self._buffers.broadcast_tensors([p.detach() for p in self._trained.added()], src=self._buffers.first_rank)
+        self._share_changes(self._trained)
         model: Module = self.model
         if isinstance(model, DistributedDataParallel):
             model = model.module
             del self.model.reducer, self.model.logger  # with them go its buckets
             self._reducer.detach()
-        is_trained = any(parameter.requires_grad for parameter in self.lightning_module.parameters())
+        is_trained = any(parameter.requires_grad for parameter in self._module.parameters())
         if is_trained:
             bucket_cap_mb = self._transport.bucket_cap_mb_of(
-                self.lightning_module,
+                self._module,
                 self._reducer,
                 self.root_device,
                 rank_zero_info,
@@ -323,7 +305,7 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
             )
             self.model = self._wrap(model, bucket_cap_mb, init_sync=False)
         else:
-            self.model, self._trained = model, TrainedParameters(self.lightning_module)
+            self.model, self._trained = model, TrainedParameters(self._module)
 
     def _check_averaged(self, is_complete: bool) -> None:
         """Checks that this step averages every gradient; averages those of parameters unfrozen within it."""
@@ -370,8 +352,7 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
         return self._model_averager is not None or (self._averager is not None and self._averager.steps_alone > 0)
 
     def _check_gradients(self, batch: Any, *others: Any) -> None:
-        module, plugin, scale = self.lightning_module, self.precision_plugin, self._loss_scaler_scale()
-        assert module is not None
+        module, plugin, scale = self._module, self.precision_plugin, self._loss_scaler_scale()
         assert self._world is not None
         if not module.automatic_optimization:
             rank_zero_warn("check_loss=True has no effect in manual optimization, where only the step knows its losses")
@@ -426,8 +407,7 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self._compressed is not None and "optimizer_states" in checkpoint and not self.failure_watch.failed:
-            assert self.lightning_module is not None
-            shapes = {name: tuple(parameter.shape) for name, parameter in self.lightning_module.named_parameters()}
+            shapes = {name: tuple(parameter.shape) for name, parameter in self._module.named_parameters()}
             checkpoint[CHECKPOINT_KEY] = {"compression": self._compressed.state_dict(shapes)}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -461,17 +441,8 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
     def _average_model(self) -> None:
         if self._averager is None or self.failure_watch.failed:
             return  # a failed run saves this rank's own weights
-        assert self.lightning_module is not None
-        if self._averager.average(self.lightning_module.parameters(), self.optimizers):
+        if self._averager.average(self._module.parameters(), self.optimizers):
             self._synchronise_buffers()
-
-    def _synchronise_buffers(self) -> None:
-        if self._buffers is None or not self._broadcast_buffers or self._buffers.size == 1:
-            return
-        assert self.lightning_module is not None
-        ignored = set(getattr(self.lightning_module, "_ddp_params_and_buffers_to_ignore", ()))
-        buffers = [buffer for name, buffer in self.lightning_module.named_buffers() if name not in ignored]
-        self._buffers.broadcast_tensors(buffers, src=self._buffers.first_rank)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -483,18 +454,9 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
         self._measure_gain(accumulates=accumulates)
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        if "Expected to have finished reduction in the prior iteration" in str(exception):
-            exception.add_note(
-                "Some parameters did not take part in the loss that training_step returned. If that is intended, use "
-                "RingDDPStrategy(find_unused_parameters=True)."
-            )
-
-    @override
     def teardown(self) -> None:
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
-        self._averager = self._buffers = self._compressed = self._trained = None
-        self._buffers_due = True
+        self._averager = self._compressed = self._trained = None
         super().teardown()

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.optim import LBFGS
 from typing_extensions import override
 
+from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.adascale import AdaScale
 from lightning_multigpu.engine.data_parallel.agreement import Share
+from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, check_belong
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
-from lightning_multigpu.strategies.whole_checkpoints import CHECKPOINT_KEY
+from lightning_multigpu.strategies.pack import CHECKPOINT_KEY
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -28,6 +30,7 @@ class ScaledRateStrategy(MultiGPUStrategy):
 
     Args:
         adascale: True, or a mapping with ``smoothing``; see :class:`.AdaScale`.
+        broadcast_buffers: give every rank the buffers of rank 0 in :meth:`_synchronise_buffers`.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Attributes:
@@ -37,7 +40,9 @@ class ScaledRateStrategy(MultiGPUStrategy):
         ValueError: an option is out of its range; before any process starts, AdaScale cannot be used in the run.
     """
 
-    def __init__(self, *, adascale: bool | Mapping[str, Any] = False, **options: Any) -> None:
+    def __init__(
+        self, *, adascale: bool | Mapping[str, Any] = False, broadcast_buffers: bool = True, **options: Any
+    ) -> None:
         if not isinstance(adascale, bool | Mapping):
             raise ValueError(
                 f"adascale={adascale!r} is neither a bool nor a mapping; pass True, or {{'smoothing': 0.9}}"
@@ -52,11 +57,34 @@ class ScaledRateStrategy(MultiGPUStrategy):
         self._smoothing = smoothing
         self._scaled_rate: AdaScale | None = None
         self.scale_invariant_steps = 0.0
+        self._broadcast_buffers = broadcast_buffers
+        self._buffers_due = True
+        self._buffers: MeteredGroup | None = None
 
     @property
     @override
     def options(self) -> dict[str, Any]:
-        return {**super().options, "adascale": self._adascale}
+        return {**super().options, "adascale": self._adascale, "broadcast_buffers": self._broadcast_buffers}
+
+    def _synchronise_buffers(self) -> None:
+        if self._buffers is None or not self._broadcast_buffers or self._buffers.size == 1:
+            return
+        ignored = set(getattr(self._module, "_ddp_params_and_buffers_to_ignore", ()))
+        buffers = [buffer for name, buffer in self._module.named_buffers() if name not in ignored]
+        self._buffers.broadcast_tensors(buffers, src=self._buffers.first_rank)
+
+    def _share_changes(self, trained: TrainedParameters) -> None:
+        """Checks that hooks have frozen, unfrozen and added the same parameters on all ranks; a collective.
+
+        All ranks get the first rank's values of parameters that are trained from now on.
+
+        Raises:
+            RuntimeError: on all ranks, if they differ.
+        """
+        assert self._buffers is not None
+        self._compare_changes(trained.differences(), "do not train the same parameters")
+        check_belong(self._module, self.optimizers)
+        self._buffers.broadcast_tensors([p.detach() for p in trained.added()], src=self._buffers.first_rank)
 
     def _counts_gradient(self, parameter: Tensor) -> bool:
         """Whether this rank adds the averaged gradient to the norm; one rank does for each parameter."""
@@ -88,11 +116,10 @@ class ScaledRateStrategy(MultiGPUStrategy):
         self._scaled_rate = None
         if self._adascale is False or not self.optimizers:
             return
-        assert self.groups is not None
         (optimizer,) = self.optimizers  # automatic optimization has one
         if isinstance(optimizer, LBFGS):
             raise ValueError(f"adascale={self._adascale!r}: LBFGS evaluates the loss several times a step; use SGD")
-        group = self.metered(self.groups.mesh.get_group("data"), "adascale")
+        group = self.metered(self._data_group, "adascale")
         self._scaled_rate = AdaScale(
             optimizer,
             lambda sums: group.all_reduce(sums, "sum"),
@@ -114,24 +141,18 @@ class ScaledRateStrategy(MultiGPUStrategy):
             return
         self._scaled_rate.end_backward()
         if not accumulates:
-            assert self.lightning_module is not None
-            accumulate = self.lightning_module.trainer.accumulate_grad_batches
+            accumulate = self._module.trainer.accumulate_grad_batches
             self._scaled_rate.measure(accumulate=accumulate, loss_scale=self._loss_scaler_scale())
-
-    def _loss_scaler_scale(self) -> float:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        return 1.0 if scaler is None else float(scaler.get_scale())
 
     @override
     def on_optimizer_step_end(self) -> None:
         super().on_optimizer_step_end()
         if self._scaled_rate is None:
             return
-        assert self.lightning_module is not None
         self.scale_invariant_steps = self._scaled_rate.steps
-        if not self.lightning_module.trainer.barebones:
-            self.lightning_module.log("adascale/gain", self._scaled_rate.gain, batch_size=1)
-            self.lightning_module.log("adascale/steps", self._scaled_rate.steps, batch_size=1)
+        if not self._module.trainer.barebones:
+            self._module.log("adascale/gain", self._scaled_rate.gain, batch_size=1)
+            self._module.log("adascale/steps", self._scaled_rate.steps, batch_size=1)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -154,4 +175,5 @@ class ScaledRateStrategy(MultiGPUStrategy):
     def teardown(self) -> None:
         if self._scaled_rate is not None:
             self._scaled_rate.close()  # a checkpoint may be saved after the fit
+        self._buffers, self._buffers_due = None, True
         super().teardown()

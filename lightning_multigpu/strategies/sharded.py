@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.point_to_point import PointToPointGroup
-from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, check_belong
+from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters
 from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.planning.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
@@ -45,23 +45,23 @@ ShortDtype = Literal["fp16", "bf16"]
 class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
     """Data parallel training whose gradients and optimizer states are sharded over the ranks, by FairScale.
 
-    Each rank computes the gradients of its share of the batch. Every parameter belongs to one rank: gradients travel to
-    it while backward still computes, it keeps the optimizer's state, updates the parameter, and sends the new value to
-    all. A rank so holds all parameters, and about 1/N of the gradients and of the optimizer's states. Weights are those
-    of one device at the same global batch. Your optimizers, of any class, stay as they are; those that need all
-    parameters at once (LBFGS) are refused.
+    Each rank computes the gradients of its share of the batch. Every parameter belongs to one rank, its owner: the
+    gradients travel to the owner while backward still computes. The owner keeps the optimizer's state, updates the
+    parameter, and sends the new value to all ranks. So a rank holds all parameters, and about 1/N of the gradients and
+    of the optimizer's states. Weights are those of one device at the same global batch. Your optimizers, of any class,
+    stay as they are; those that need all parameters at once (LBFGS) are refused.
 
     After backward ``parameter.grad`` is None on the ranks that do not own the parameter. In manual optimization, and if
     hooks of the module or of your callbacks may read gradients (``on_after_backward``, ``on_before_optimizer_step``,
     ``configure_gradient_clipping``, ``optimizer_step``), every rank gets all gradients: this takes the memory of all
-    gradients, and S more bytes of traffic.
+    gradients, and as many bytes of traffic again.
 
     Args:
-        bucket_cap_mb: size in MiB of the buffer, one for each rank, in which small gradients travel to it together. All
-            ranks keep these buffers. 0 sends each gradient alone. By default 1, and 0 for models with parameters of
-            several dtypes and with ``reduce_dtype``.
-        find_unused_parameters: the losses of a step may depend on different parameters on each rank, or on some only.
-            Gradients then travel after backward, not during it. By default True in manual optimization only.
+        bucket_cap_mb: size in MiB of the buffers in which small gradients travel together. All ranks keep a buffer for
+            each owner. 0 sends each gradient alone. By default 1, and 0 for models with parameters of several dtypes
+            and with ``reduce_dtype``.
+        find_unused_parameters: allow losses that depend on different parameters on each rank, or on some parameters
+            only. Gradients then travel after backward, not during it. By default True in manual optimization only.
         broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
             step and before validation.
         reduce_dtype: "fp16" or "bf16" to send gradients in, with half of the bytes of float32; excludes buckets.
@@ -117,23 +117,20 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
                 f"reduce_dtype={reduce_dtype!r} and bucket_cap_mb={bucket_cap_mb:g}: buckets hold gradients in the "
                 "dtype of their parameters; leave one of the two out"
             )
-        super().__init__(adascale=adascale, **options)
+        super().__init__(adascale=adascale, broadcast_buffers=broadcast_buffers, **options)
         self._bucket_cap_mb = bucket_cap_mb
         self._find_unused = find_unused_parameters
-        self._broadcast_buffers = broadcast_buffers
         self._reduce_dtype = reduce_dtype
         self._broadcast_dtype = broadcast_dtype
         self._offload = offload_optimizer
         self._gather_at_end = gather_at_end
         # During a run:
         self._group: MeteredGroup | None = None
-        self._buffers: MeteredGroup | None = None
         self._sharded: dict[Optimizer, ShardedOptimizer] = {}
         self._gradients: ShardedGradients | None = None
         self._trained: TrainedParameters | None = None
         self._remote: RemoteValues | None = None
         self._missed: list[Parameter] = []
-        self._buffers_due = True
         self._rounded = False  # whether parameters of other ranks are
         self._in_parts: list[Optimizer] = []  # of an earlier run, with this rank's states
         self._undo = ExitStack()
@@ -145,7 +142,6 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
             **super().options,
             "bucket_cap_mb": self._bucket_cap_mb,
             "find_unused_parameters": self._find_unused,
-            "broadcast_buffers": self._broadcast_buffers,
             "reduce_dtype": self._reduce_dtype,
             "broadcast_dtype": self._broadcast_dtype,
             "offload_optimizer": self._offload,
@@ -184,13 +180,11 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
 
     @override
     def _setup_model(self, model: Module) -> Module:
-        assert self.lightning_module is not None
-        assert self.groups is not None
-        self._group = self.metered(self.groups.mesh.get_group("data"), "shards")
-        self._buffers = self.metered(self._group.group, "data")
+        self._group = self.metered(self._data_group, "shards")
+        self._buffers = self.metered(self._data_group, "data")
         if self._layer_sync is not None:
             model = self._layer_sync.apply(model)
-        values = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
+        values = [*self._module.parameters(), *self._module.buffers()]
         self._buffers.broadcast_tensors([value.detach() for value in values], src=self._buffers.first_rank)
         return model
 
@@ -242,8 +236,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         from lightning_multigpu.engine.sharded.sharded_gradients import ShardedGradients
 
         assert self._group is not None
-        assert self.lightning_module is not None
-        module = self.lightning_module
+        module = self._module
         if self._gradients is not None:
             self._gradients.close()
         self._trained = TrainedParameters(module)
@@ -282,10 +275,10 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         self._undo.close()
         if self._gradients is not None:
             self._gradients.close()
-        self._group = self._buffers = self._gradients = self._trained = self._remote = None
+        self._group = self._gradients = self._trained = self._remote = None
         self._sharded = {}
         self._missed.clear()
-        self._buffers_due, self._rounded = True, False
+        self._rounded = False
         super().teardown()
         if self.is_global_zero:
             for optimizer, state in states:  # a checkpoint may be saved after the fit
@@ -301,25 +294,20 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
 
     def _wrap_again(self) -> None:
         """Wraps the module again after hooks have frozen, unfrozen or added parameters; a collective."""
-        assert self._group is not None
         assert self._trained is not None
-        assert self.lightning_module is not None
-        self._compare_changes(self._trained.differences(), "do not train the same parameters")
-        check_belong(self.lightning_module, self.optimizers)
-        self._group.broadcast_tensors([p.detach() for p in self._trained.added()], src=self._group.first_rank)
+        self._share_changes(self._trained)
         for sharded in self._sharded.values():
             sharded.refresh()
         self._wrap()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
         if self._buffers_due:
             self._synchronise_buffers()
         if self._gradients is None:
             return super().training_step(*args, **kwargs)
         self._buffers_due = not self._gradients.accumulates
-        module = self.lightning_module
+        module = self._module
         with self.recomputing(), self.precision_plugin.train_step_context():
             return self._forward_redirection(self._gradients, module, "training_step", *args, **kwargs)
 
@@ -410,12 +398,6 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         if held is None or self._gradients is None:
             return held
         return replace(held, gradients_bytes=held.gradients_bytes + self._gradients.spare_bytes)
-
-    def _synchronise_buffers(self) -> None:
-        if self._buffers is None or not self._broadcast_buffers or self._buffers.size == 1:
-            return
-        assert self.lightning_module is not None
-        self._buffers.broadcast_tensors([*self.lightning_module.buffers()], src=self._buffers.first_rank)
 
     # Checkpoints
 

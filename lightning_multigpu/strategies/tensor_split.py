@@ -10,24 +10,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy
 import torch
-import torch.distributed as dist
-from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
-from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import averaged_copy, collect_rng_states, plain_optimizer, set_rng_states
+from lightning_multigpu._lightning_internals import averaged_copy, plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.activation_checkpointing import Kept
-from lightning_multigpu.engine.micro_batches import checksum_of, cloned
+from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.split_logits import SplitLogits
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
@@ -37,6 +32,14 @@ from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.dry_run import trial_precisions, unlogged_loss, without_trace
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
+from lightning_multigpu.strategies.same_batches import (
+    are_equal,
+    builds_layers_later,
+    gather_metrics_by,
+    same_batch,
+    share_random_states,
+    write_no_predictions,
+)
 from lightning_multigpu.strategies.split_gradients import SplitGradients
 from lightning_multigpu.strategies.split_layers import (
     Plan,
@@ -172,28 +175,21 @@ class TensorSplitStrategy(RingDDPStrategy):
                 f"{type(module).__name__} optimizes manually: the strategy tries the split on "
                 "training_step, which has to return its loss; use strategy='ring_ddp'"
             )
-        if not (is_overridden("configure_model", module) or is_overridden("setup", module)):  # which build layers
+        if not builds_layers_later(module):
             check_patterns(self._plan, module)
             check_uncompiled(module)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        assert self.lightning_module is not None
-        assert self.groups is not None
-        data_group = self.groups.mesh.get_group("data")
-        for metric in self.lightning_module.modules():
-            if isinstance(metric, Metric) and metric.dist_sync_fn is None:
-                # Ranks of a tensor group have the same batches.
-                metric.dist_sync_fn = lambda tensor, group=None: gather_all_tensors(tensor, data_group)
-                self._undo.callback(setattr, metric, "dist_sync_fn", None)
+        data_group = self._data_group
+        gather_metrics_by(lambda tensor, group: gather_all_tensors(tensor, data_group), self._module, self._undo)
 
     @override
     def model_to_device(self) -> None:
         super().model_to_device()
-        assert self.lightning_module is not None
         assert self._world is not None
-        module = self.lightning_module
+        module = self._module
         self._world.broadcast_tensors([*module.parameters(), *module.buffers()], src=0)
         group = self.new_group("tensor")
         self._peers = self.metered(group, "tensor")
@@ -205,7 +201,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._undo.callback(self._layers.close)
         self._gradients = SplitGradients(self.precision_plugin, self._tensor, module)
         self._undo.callback(self._gradients.end)
-        self._share_random_states()
+        self._share_random_states(self._peers)
 
     @override
     def _setup_model(self, model: Module) -> Any:
@@ -222,31 +218,20 @@ class TensorSplitStrategy(RingDDPStrategy):
     def _kept_states(self) -> Sequence[Kept]:
         return () if self._tensor is None else (self._tensor.random.kept, self._tensor.sequence_random.kept)
 
-    def _share_random_states(self) -> None:
+    def _share_random_states(self, peers: MeteredGroup) -> None:
         """Gives every rank of a tensor group the random states of its first rank."""
-        assert self._peers is not None
-        device = self.root_device
-        on_gpu = device.type == "cuda"
-        mine = (collect_rng_states(include_cuda=False), torch.cuda.get_rng_state(device) if on_gpu else None)
-        states, gpu_state = self._peers.broadcast_object(mine, self._peers.first_rank)
-        set_rng_states(states)
-        if gpu_state is not None:
-            torch.cuda.set_rng_state(gpu_state, device)
+        share_random_states(self.root_device, lambda mine: peers.broadcast_object(mine, peers.first_rank))
 
     def _agree_on_random_states(self) -> None:
         """Gives every rank of a tensor group the random states of its first one, where a hook has made them differ.
 
         A step may decide by a random number what it runs, and ranks that run other layers wait for each other forever.
         """
-        if not self._agree_on(lambda: _checksum_of_random_states(self.root_device)):
-            self._share_random_states()
-
-    def _agree_on(self, checksum: Callable[[], int]) -> bool:
-        """Whether the ranks of a tensor group have the same checksum; after a failure nobody is asked."""
-        peers = self._metered_group(None if self._peers is None else self._peers.group)
-        if self._peers is None or peers is None:
-            return True
-        return len(set(self._peers.gather_tensor(torch.tensor([checksum()])).flatten().tolist())) == 1
+        peers = self._peers
+        if peers is None or self.failure_watch.failed:
+            return
+        if not are_equal(_checksum_of_random_states(self.root_device), peers):
+            self._share_random_states(peers)
 
     @override
     def teardown(self) -> None:
@@ -262,8 +247,7 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     def _decide(self, *args: Any) -> None:
         """Splits the module, on the first training batch; a collective of the world."""
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         assert self._layers is not None
         batch, *others = args
 
@@ -328,18 +312,14 @@ class TensorSplitStrategy(RingDDPStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves the batch to the device; if it differs in a tensor group, all ranks get the first one's."""
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        if self._agree_on(lambda: checksum_of(batch)):
+        if self._peers is None or self.failure_watch.failed:
             return batch
-        assert self._peers is not None
-        batch = self._peers.broadcast_object(batch, self._peers.first_rank)
-        # Without the module's hooks, which have seen the other batch.
-        return move_data_to_device(batch, device or self.root_device)
+        return same_batch(batch, self._peers, device or self.root_device)
 
     @override
     def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
         assert self._peers is not None
-        assert self.lightning_module is not None
-        whole = [(name, p) for name, p in self.lightning_module.named_parameters() if split_of(p) is None]
+        whole = [(name, p) for name, p in self._module.named_parameters() if split_of(p) is None]
         return [*super()._held_in_common(), (self._peers, whole)]
 
     # Evaluation
@@ -388,23 +368,8 @@ class TensorSplitStrategy(RingDDPStrategy):
     @override
     def on_predict_start(self) -> None:
         super().on_predict_start()
-        assert self.lightning_module is not None
-        if self.global_rank % self.tensor_parallel_size == 0:
-            return
-        callbacks: list[Any] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
-        for writer in callbacks:  # each prediction is written once
-            if isinstance(writer, BasePredictionWriter):
-                for method in ("write_on_batch_end", "write_on_epoch_end"):
-                    setattr(writer, method, _write_nothing)
-                    self._undo.callback(delattr, writer, method)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """One tensor of every tensor group (or of ``group``), stacked: shape (data ranks, *tensor.shape).
-
-        The world also means the data axis: ``LightningModule.all_gather`` passes it by default.
-        """
-        return super().all_gather(tensor, None if group is dist.group.WORLD else group, sync_grads)
+        if self.tensor_parallel_rank > 0:  # each prediction is written once
+            write_no_predictions(self._module.trainer, self._undo)
 
     # Checkpoints
 
@@ -427,8 +392,7 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._is_split:
-            assert self._layers is not None
+        if self._layers is not None:
             checkpoint = {**checkpoint, "state_dict": self._layers.own_state_dict(checkpoint["state_dict"])}
         super().load_model_state_dict(checkpoint, strict=strict)
 
@@ -444,8 +408,7 @@ class TensorSplitStrategy(RingDDPStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if self._is_split:
-            assert self._layers is not None
+        if self._layers is not None:
             for optimizer in self.optimizers:
                 self._layers.cut_state(optimizer)
 
@@ -459,7 +422,3 @@ def _checksum_of_random_states(device: torch.device) -> int:
     if device.type == "cuda":
         checksum = zlib.crc32(torch.cuda.get_rng_state(device).numpy().data, checksum)
     return checksum
-
-
-def _write_nothing(*args: Any) -> None:
-    """Replaces the methods of a prediction writer on all ranks but the first of a tensor group."""

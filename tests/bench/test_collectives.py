@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_multigpu.bench.collectives import implementations
-from lightning_multigpu.bench.collectives.collective_run import Result
+from lightning_multigpu.bench.collectives.collective_run import CollectiveResult
 from lightning_multigpu.bench.collectives.collective_table import CollectivesTable
 from lightning_multigpu.bench.collectives.operations import BY_NAME, OPERATIONS
 from lightning_multigpu.bench.spread import Spread
@@ -150,7 +150,7 @@ def test_support_counts_a_wrong_result_as_none(tmp_path: Path, planted: None) ->
 
 class TestTable:
     TABLE = CollectivesTable(world_size=4, dtype=torch.bfloat16, link_gbit=400)
-    ROW = Result(
+    ROW = CollectiveResult(
         operation=BY_NAME["all_reduce"],
         implementation="ring",
         size_bytes=28 * 10**6,
@@ -173,6 +173,6 @@ class TestTable:
         assert head.index("implementation") == row.index("ring")
 
     def test_summary_takes_the_fastest_size(self) -> None:
-        slower = Result(**{**vars(self.ROW), "size_bytes": 10})
-        failed = Result(**{**vars(self.ROW), "seconds": None, "status": "failed", "reason": "why"})
+        slower = CollectiveResult(**{**vars(self.ROW), "size_bytes": 10})
+        failed = CollectiveResult(**{**vars(self.ROW), "seconds": None, "status": "failed", "reason": "why"})
         assert self.TABLE.summary([slower, self.ROW, failed]) == self.TABLE.summary([self.ROW])

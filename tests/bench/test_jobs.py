@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_multigpu.bench.jobs.host_agents import Hosts, JobError, _cause, free_port
-from lightning_multigpu.bench.jobs.local_ranks import Failure
+from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, _cause, free_port
+from lightning_multigpu.bench.jobs.local_ranks import RankFailure
 from lightning_multigpu.bench.jobs.placement import Placement, placement
 from tests.bench.conftest import ranks
 from tests.bench.planted import obey
@@ -25,10 +25,10 @@ TIMEOUT_S = 60.0
 class TestOneHost:
     @pytest.fixture
     def hosts(self) -> Any:
-        with Hosts(placement(2, environment={}), threads=3) as found:
+        with HostAgents(placement(2, environment={}), threads=3) as found:
             yield found
 
-    def test_answers_come_in_rank_order(self, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_answers_come_in_rank_order(self, hosts: HostAgents, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WORLD_SIZE", "17")  # of a launcher: not the ranks' concern
         job = hosts.start("job", obey, "settings")
         for _ in range(2):
@@ -48,7 +48,7 @@ class TestOneHost:
             ("hang", "late", "no answer within 2 s"),
         ],
     )
-    def test_a_failure_ends_the_job_and_is_told(self, hosts: Hosts, word: str, kind: str, reason: str) -> None:
+    def test_a_failure_ends_the_job_and_is_told(self, hosts: HostAgents, word: str, kind: str, reason: str) -> None:
         job = hosts.start("job", obey, None)
         job.ask(("answer", None), TIMEOUT_S)
         with pytest.raises(JobError) as raised:
@@ -60,7 +60,7 @@ class TestOneHost:
         assert len(again.ask(("answer", None), TIMEOUT_S)) == 2
 
     def test_what_is_not_ended_is_killed(self) -> None:
-        with Hosts(placement(2, environment={}), threads=1) as hosts:
+        with HostAgents(placement(2, environment={}), threads=1) as hosts:
             hosts.start("job", obey, None).ask(("answer", None), TIMEOUT_S)
             assert len(ranks()) == 2
         assert not ranks()
@@ -72,7 +72,7 @@ class TestTwoHosts:
         assert not ranks()
 
     @staticmethod
-    def _run(hosts: Hosts) -> None:
+    def _run(hosts: HostAgents) -> None:
         hosts.check_settings({"--devices": "2"})
         job = hosts.start("job", obey, None)
         assert [answer[1:3] for answer in job.ask(("answer", None), TIMEOUT_S)] == [[0, 0], [1, 1], [2, 0], [3, 1]]
@@ -82,7 +82,7 @@ class TestTwoHosts:
         assert len(hosts.start("job", obey, None).ask(("answer", None), TIMEOUT_S)) == 4
 
     def test_hosts_that_were_started_with_different_options_are_told(self) -> None:
-        def check(hosts: Hosts) -> None:
+        def check(hosts: HostAgents) -> None:
             agent = hosts.placement.agent
             with pytest.raises(ValueError, match=f"--steps={agent} here, {1 - agent} on host {1 - agent}; run the"):
                 hosts.check_settings({"--devices": "2", "--steps": str(agent)})
@@ -97,7 +97,7 @@ class TestTwoHosts:
             def __reduce__(self) -> Any:
                 return target.touch, ()
 
-        with Hosts(placement(1, environment={}), threads=1) as hosts:
+        with HostAgents(placement(1, environment={}), threads=1) as hosts:
             hosts._store.set("0/0", base64.b64encode(pickle.dumps(Touch())))
             silent = patch.object(hosts, "_store", wraps=hosts._store, set=lambda *_: None)
             with silent, pytest.raises(ValueError, match="Expecting value"):
@@ -106,9 +106,9 @@ class TestTwoHosts:
 
     def test_of_several_failures_the_one_that_explains_the_others_is_told(self) -> None:
         """The ranks of one host have died; those of the others have waited for them, or lost their connections."""
-        late = Failure("late", (0, 1), True, "no answer within 3 s")
-        died = Failure("died", (2,), False, "rank 2: its process was ended by SIGKILL")
-        raised = Failure("raised", (4, 5), True, "rank 4: RuntimeError: connection closed")
+        late = RankFailure("late", (0, 1), True, "no answer within 3 s")
+        died = RankFailure("died", (2,), False, "rank 2: its process was ended by SIGKILL")
+        raised = RankFailure("raised", (4, 5), True, "rank 4: RuntimeError: connection closed")
         assert _cause([late, raised, died], 3) == died
         assert _cause([late, raised], 3) == replace(raised, all_ranks=False)
         both = _cause([raised, raised], 2)
@@ -120,11 +120,11 @@ def _place(node_rank: int, port: int) -> Placement:
     return placement(2, 2, environment)
 
 
-def on_both_hosts(bench: Callable[[Hosts], None]) -> None:
+def on_both_hosts(bench: Callable[[HostAgents], None]) -> None:
     """Runs a bench on two agents, each in a thread; raises what it raises."""
 
     def run(place: Placement) -> None:
-        with Hosts(place, threads=1) as hosts:
+        with HostAgents(place, threads=1) as hosts:
             bench(hosts)
 
     port = free_port()

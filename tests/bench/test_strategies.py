@@ -17,7 +17,7 @@ from lightning_multigpu.bench.spread import Spread
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, contender, contenders
 from lightning_multigpu.bench.strategies.models import MODELS, check_model, repeated
 from lightning_multigpu.bench.strategies.strategy_rank import Taken, TakesTurns, Turn
-from lightning_multigpu.bench.strategies.strategy_run import Result
+from lightning_multigpu.bench.strategies.strategy_run import StrategyResult
 from lightning_multigpu.bench.strategies.strategy_table import StrategiesTable
 from lightning_multigpu.cli import main
 from lightning_multigpu.communication.metering.meter import Meter
@@ -265,15 +265,15 @@ class TestModels:
 
 class TestTable:
     ROWS = (
-        Result(label=NO_COMMUNICATION, step_s=Spread(0.050, 0.04, 0.06, 0.03, 0.07, 6)),
-        Result(label="ddp", step_s=Spread(0.090, 0.08, 0.10, 0.07, 0.2, 6)),
-        Result(
+        StrategyResult(label=NO_COMMUNICATION, step_s=Spread(0.050, 0.04, 0.06, 0.03, 0.07, 6)),
+        StrategyResult(label="ddp", step_s=Spread(0.090, 0.08, 0.10, 0.07, 0.2, 6)),
+        StrategyResult(
             label="ring_ddp",
             step_s=Spread(0.060, 0.05, 0.07, 0.04, 0.1, 6),
             metered={"total_ms": 12.0, "hidden_ms": 9.0, "exposed_ms": 3.0, "sent_bytes": 25.2e6},
             samples_per_s=6400 / 3,
         ),
-        Result(label="fsdp", status="failed", reason="why"),
+        StrategyResult(label="fsdp", status="failed", reason="why"),
     )
 
     def test_ratios_are_to_the_baseline_and_costs_to_silence(self) -> None:
@@ -293,5 +293,5 @@ class TestTable:
 
     def test_no_ratio_to_a_baseline_that_failed_or_costs_nothing(self) -> None:
         assert StrategiesTable(self.ROWS, "fsdp").as_json()[2]["ratio"] is None
-        free = (self.ROWS[0], Result(label="ddp", step_s=self.ROWS[0].step_s), self.ROWS[2])
+        free = (self.ROWS[0], StrategyResult(label="ddp", step_s=self.ROWS[0].step_s), self.ROWS[2])
         assert StrategiesTable(free, "ddp").as_json()[2]["communication_cost_ratio"] is None

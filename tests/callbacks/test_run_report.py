@@ -68,6 +68,18 @@ def test_alone_it_is_enough(tmp_path: Path, clock: HandClock, capsys: pytest.Cap
     assert str(report.path) in printed
 
 
+@pytest.mark.parametrize("options", [{"max_epochs": 2}, {"max_steps": 3, "val_check_interval": 1}])
+def test_gradients_count_though_lightning_frees_them_before_a_validation(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Ranks held 0 bytes of gradients in the report of any fit that ended with a validation."""
+    report = RunReport()
+    trainer(tmp_path, callbacks=[report], **options).fit(Regression(), batches(8), batches(2))
+    assert report.report is not None
+    [memory] = report.report["memory"]
+    assert memory["gradients_bytes"] == memory["parameters_bytes"] > 0
+
+
 def test_alone_it_neither_logs_nor_leaves_callbacks(tmp_path: Path) -> None:
     fit = trainer(tmp_path, callbacks=[RunReport()], log_every_n_steps=1)
     before = list(fit.callbacks)  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_multigpu.bench.collectives import implementations
-from lightning_multigpu.bench.jobs.host_agents import Hosts
+from lightning_multigpu.bench.jobs.host_agents import HostAgents
 from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.bench.machine import header, header_lines, without_places
 from lightning_multigpu.bench.strategies.models import MODELS
@@ -25,7 +25,7 @@ def _starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **options: Any) -> None:
         raise AssertionError("a process was about to be started")
 
-    monkeypatch.setattr(Hosts, "__init__", refuse)
+    monkeypatch.setattr(HostAgents, "__init__", refuse)
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,10 @@ def test_table_has_every_cell_in_full(capsys: pytest.CaptureFixture[str], monkey
 def test_table_explains_the_letters_in_use_and_no_others() -> None:
     """It explained servers and the number of ranks, which no formula of its rows named."""
     explained = str(as_table(REGIMES).caption)
-    for letter in "SNKnPvMA":
+    for letter in "SNKnPvMAdpt":
         assert f"{letter}: " in explained
     explained = str(as_table([regime for regime in REGIMES if regime.name in ("ring_ddp", "gpipe")]).caption)
-    for letter in "NKv":
+    for letter in "NKvdpt":
         assert f"{letter}: " not in explained
 
 

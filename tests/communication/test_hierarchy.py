@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.compression import CompressedAllReduce, Piece, make_compressor
+from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece, make_compressor
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
@@ -22,7 +22,12 @@ SETTINGS: dict[str, Any] = {
     "powersgd": {"name": "powersgd", "rank": 2, "start_step": 0},
     "topk": {"name": "topk", "ratio": 0.1},
 }
-PIECES = (Piece("wide", (16, 40)), Piece("bias", (16,)), Piece("tall", (50, 12)), Piece("number", ()))
+PIECES = (
+    GradientPiece("wide", (16, 40)),
+    GradientPiece("bias", (16,)),
+    GradientPiece("tall", (50, 12)),
+    GradientPiece("number", ()),
+)
 SHAPES = {piece.name: piece.shape for piece in PIECES}
 NUMEL = sum(piece.numel for piece in PIECES)
 HOSTS = [[0, 1], [2, 3]]

@@ -15,6 +15,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.main_store import MainStore, hold_port, kept_by_torchrun
 from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError, conflict
+from tests.world import free_port
 
 LONG_S = 60.0  # nobody waits so long unless something is broken
 
@@ -213,11 +214,6 @@ def main_store(
         **options,
     }
     return MainStore(address, port, rank=rank, **values)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return port_of(sock)
 
 
 class TestMainStore:

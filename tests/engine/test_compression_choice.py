@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_multigpu.communication.compression import Piece
+from lightning_multigpu.communication.compression import GradientPiece
 from lightning_multigpu.engine.data_parallel.compression_choice import (
     Bucket,
     buckets,
@@ -72,7 +72,7 @@ class TestBuckets:
         """Its own assignment of the gradients in the order in which backward makes them."""
         for dtypes in ([FLOAT], [FLOAT, BFLOAT]):
             parameters = {
-                torch.empty(shape, dtype=dtypes[i % len(dtypes)]): Piece(str(i), shape)
+                torch.empty(shape, dtype=dtypes[i % len(dtypes)]): GradientPiece(str(i), shape)
                 for i, shape in enumerate(SHAPES)
             }
             backward = list(reversed(parameters))
@@ -83,15 +83,15 @@ class TestBuckets:
             assert sorted(found) == sorted(expected)
 
     def test_hold_every_parameter_once(self) -> None:
-        parameters = {torch.empty(shape): Piece(str(i), shape) for i, shape in enumerate(SHAPES)}
+        parameters = {torch.empty(shape): GradientPiece(str(i), shape) for i, shape in enumerate(SHAPES)}
         found = buckets(parameters, 5000)
         assert [piece.name for bucket in found for piece in bucket.pieces] == list("6543210")
         assert sum(bucket.num_bytes for bucket in found) == 4 * sum(piece.numel for piece in parameters.values())
         assert buckets({}, 5000) == []
-        assert buckets({torch.empty(0, 4): Piece("empty", (0, 4))}, 5000) == []
+        assert buckets({torch.empty(0, 4): GradientPiece("empty", (0, 4))}, 5000) == []
 
     def test_as_many_as_there_is_time_for(self) -> None:
-        some = [Bucket((Piece(str(i), (100,)),), FLOAT) for i in range(4)]
+        some = [Bucket((GradientPiece(str(i), (100,)),), FLOAT) for i in range(4)]
         assert first_bytes(some, 1e9) == some
         assert first_bytes(some, 1000) == some[:2]
         assert first_bytes(some, 800) == some[:2]

@@ -6,14 +6,20 @@ from typing import Any
 
 import pytest
 
-from lightning_multigpu.planning.pipeline_prediction import PipelinePlans, Plan, median_costs, one_device_s, plan
+from lightning_multigpu.planning.pipeline_prediction import (
+    PipelinePlan,
+    PipelinePlans,
+    median_costs,
+    one_device_s,
+    plan,
+)
 from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCosts
 from lightning_multigpu.planning.timeline import HeldBytes
 
 BOUNDS = [(0, 1), (1, 2)]
 
 
-def planned(schedule: str, parts: list[PartCost], bounds: list[tuple[int, int]] = BOUNDS, **given: Any) -> Plan:
+def planned(schedule: str, parts: list[PartCost], bounds: list[tuple[int, int]] = BOUNDS, **given: Any) -> PipelinePlan:
     """Two ranks; the one with the first stage holds 100 bytes of parameters and the other 40."""
     costs = StageCosts(
         parts,
@@ -133,14 +139,14 @@ def test_memory_of_all_stages_of_a_rank() -> None:
     assert rank_zero.activations_bytes == 2 * (5 + 20) + (5 + 10 + 2)
 
 
-def measured(seconds: list[float], num_micro_batches: int = 3) -> Plan:
+def measured(seconds: list[float], num_micro_batches: int = 3) -> PipelinePlan:
     """By rounds in which each layer took so long forward, and twice as long backward."""
     rounds = [layers((s, 2 * s), (s, 2 * s)) for s in seconds]
     of_rounds = [planned("1f1b", parts, num_micro_batches=num_micro_batches) for parts in rounds]
     return planned("1f1b", median_costs(rounds), num_micro_batches=num_micro_batches, rounds=of_rounds)
 
 
-def plans(*of_settings: Plan) -> PipelinePlans:
+def plans(*of_settings: PipelinePlan) -> PipelinePlans:
     return PipelinePlans(2, 1, "parameters", LinkCost(0.0, 0.0), plans=list(of_settings))
 
 

@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from typing import Any
 
+import matplotlib
 import pytest
 
 from lightning_multigpu.callbacks import RunReport
@@ -205,10 +206,12 @@ def test_the_picture_has_theory_above_what_was_measured_on_one_scale() -> None:
 
 
 def test_the_picture_could_not_be_put_into_slides() -> None:
-    """They take no SVG."""
+    """They take no SVG. The program may draw by matplotlib too, on a back end of its own."""
+    matplotlib.use("svg")
     picture = PipelineReport(ranks()).picture(".png")
     assert picture is not None
     assert picture.startswith(b"\x89PNG")
+    assert matplotlib.get_backend() == "svg"
     with pytest.raises(ValueError, match="a picture's name ends in one of svg, png"):
         RunReport(picture_format="gif")  # type: ignore[arg-type]
 

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
 from lightning_multigpu import RingDDPStrategy
-from lightning_multigpu.communication.compression import CompressedAllReduce, Piece
+from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
@@ -30,7 +30,7 @@ from lightning_multigpu.engine.data_parallel.compression_choice import reducer_o
 from lightning_multigpu.engine.data_parallel.gradient_transport import pieces_of
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.runtime.joining import table_of
-from lightning_multigpu.strategies.whole_checkpoints import CHECKPOINT_KEY
+from lightning_multigpu.strategies.pack import CHECKPOINT_KEY
 from tests.strategies.tasks import Case, Classifier, make_strategy, make_trainer, state, train_loader
 from tests.strategies.test_gradient_transport import TWO_HOSTS, as_hosts
 from tests.world import World, init_group
@@ -56,7 +56,7 @@ def link(bandwidth: float, costs: Mapping[str, float]) -> Iterator[None]:
         clock_s += self.sent_bytes(tensor) / bandwidth
         return ring(self, tensor, **options)
 
-    def slow_begin(self: CompressedAllReduce, tensor: Tensor, pieces: Sequence[Piece], **options: Any) -> Any:
+    def slow_begin(self: CompressedAllReduce, tensor: Tensor, pieces: Sequence[GradientPiece], **options: Any) -> Any:
         nonlocal clock_s
         size_bytes = tensor.numel() * tensor.element_size()
         clock_s += self.sent_bytes(tensor, pieces) / bandwidth + size_bytes * costs[self.compressor.name]

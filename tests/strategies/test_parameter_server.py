@@ -323,6 +323,16 @@ def test_a_wrong_split_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("num_nodes", "options", "expected_mb"),
+    [(1, {}, 4), (2, {}, 1), (1, {"servers": ["a:1"]}, 1), (2, {"bucket_cap_mb": 0.5}, 0.5)],
+)
+def test_buckets_are_smaller_on_a_network(num_nodes: int, options: dict[str, Any], expected_mb: float) -> None:
+    strategy = ParameterServerStrategy(**options)
+    strategy.num_nodes = num_nodes
+    assert strategy._bucket_bytes == expected_mb * 2**20
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"num_servers": 0},

@@ -22,7 +22,7 @@ _LATE_S = 0.05
 
 
 @dataclass(frozen=True)
-class Settings:
+class CollectiveSettings:
     """The settings of a job.
 
     Args:
@@ -74,11 +74,11 @@ class Check:
     """Do it once more and answer how many elements are wrong."""
 
 
-def serve(settings: Settings, seat: Seat, requests: Requests) -> None:
+def serve(settings: CollectiveSettings, seat: Seat, requests: Requests) -> None:
     """Joins the other ranks, then serves the requests."""
     store = _join(settings, seat)
     assert dist.group.WORLD is not None
-    hosts = (seat.devices,) if settings.implementation.knows_hosts else ()
+    hosts = (seat.placement.devices,) if settings.implementation.knows_hosts else ()
     operations = settings.implementation.make(dist.group.WORLD, *hosts)
     bench: _Bench | None = None
     for request in requests:
@@ -93,23 +93,23 @@ def serve(settings: Settings, seat: Seat, requests: Requests) -> None:
     dist.destroy_process_group()
 
 
-def _join(settings: Settings, seat: Seat) -> Store:
+def _join(settings: CollectiveSettings, seat: Seat) -> Store:
     device = _device(settings, seat)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = PrefixStore(seat.job, TCPStore(seat.address, seat.store_port, is_master=False))
+    store = PrefixStore(seat.job, TCPStore(seat.placement.main_address, seat.store_port, is_master=False))
     dist.init_process_group(
         settings.implementation.backend,
         store=store,
         rank=seat.rank,
-        world_size=seat.world_size,
+        world_size=seat.placement.world_size,
         timeout=timedelta(seconds=2 * settings.timeout_s),
         device_id=device if settings.implementation.backend == "nccl" and device.type == "cuda" else None,
     )
     return store
 
 
-def _device(settings: Settings, seat: Seat) -> torch.device:
+def _device(settings: CollectiveSettings, seat: Seat) -> torch.device:
     if settings.device_type != "cuda":
         return torch.device("cpu")
     return torch.device("cuda", seat.local_rank % max(1, torch.cuda.device_count()))
@@ -118,7 +118,7 @@ def _device(settings: Settings, seat: Seat) -> torch.device:
 class _Bench:
     """One operation on one size."""
 
-    def __init__(self, request: Try, call: Call, settings: Settings, seat: Seat, store: Store) -> None:
+    def __init__(self, request: Try, call: Call, settings: CollectiveSettings, seat: Seat, store: Store) -> None:
         device = _device(settings, seat)
         self._call = call
         self._seat = seat
@@ -126,12 +126,12 @@ class _Bench:
         self._barriers = 0
         self._timeline = clock_of(device)
         operation = BY_NAME[request.operation]
-        self._pattern = Pattern(seat.world_size, settings.dtype, device, summed=operation.is_sum)
+        self._pattern = Pattern(seat.placement.world_size, settings.dtype, device, summed=operation.is_sum)
         self._buffers = Buffers.make(
             operation,
             request.size,
             rank=seat.rank,
-            world_size=seat.world_size,
+            world_size=seat.placement.world_size,
             dtype=settings.dtype,
             device=device,
         )
@@ -152,12 +152,12 @@ class _Bench:
 
     def _check_barrier(self) -> int:
         """Ranks that had not arrived when the barrier let this one go; the last rank comes late on purpose."""
-        if self._seat.rank == self._seat.world_size - 1:
+        if self._seat.rank == self._seat.placement.world_size - 1:
             time.sleep(_LATE_S)
         self._barriers += 1
         self._store.add(f"barrier/{self._barriers}", 1)
         self._call(self._buffers)
-        return self._seat.world_size - int(self._store.add(f"barrier/{self._barriers}", 0))
+        return self._seat.placement.world_size - int(self._store.add(f"barrier/{self._barriers}", 0))
 
     def time(self, warm_up: int, calls: int) -> list[float]:
         for _ in range(warm_up):

@@ -18,10 +18,18 @@ from typing import Any
 
 import torch
 
-from lightning_multigpu.bench.collectives.collective_rank import Check, Join, Settings, Time, Tried, Try, serve
+from lightning_multigpu.bench.collectives.collective_rank import (
+    Check,
+    CollectiveSettings,
+    Join,
+    Time,
+    Tried,
+    Try,
+    serve,
+)
 from lightning_multigpu.bench.collectives.implementations import Implementation
 from lightning_multigpu.bench.collectives.operations import Operation
-from lightning_multigpu.bench.jobs.host_agents import Hosts, Job, JobError
+from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
 from lightning_multigpu.bench.machine import without_places
 from lightning_multigpu.bench.spread import Spread
 
@@ -33,7 +41,7 @@ _MAX_CALLS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class CollectivePlan:
     """The plan of a bench.
 
     Args:
@@ -56,7 +64,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class CollectiveResult:
     """One row: one operation on one size by one implementation.
 
     ``seconds`` is of one call, on the slowest rank; ``wrong`` counts the wrong elements on all ranks. A row whose
@@ -84,9 +92,9 @@ class Result:
         return None if algbw is None else algbw * self.operation.bus_factor(world_size)
 
 
-def measure(hosts: Hosts, plan: Plan) -> Iterator[Result]:
+def measure(hosts: HostAgents, plan: CollectivePlan) -> Iterator[CollectiveResult]:
     """The rows, one after another; an operation that fails on one size is not tried on larger ones."""
-    contenders = [Contender(hosts, implementation, plan) for implementation in plan.implementations]
+    contenders = [ImplementationRun(hosts, implementation, plan) for implementation in plan.implementations]
     try:
         for operation in plan.operations:
             having = [contender for contender in contenders if contender.implementation.has(operation.name)]
@@ -99,7 +107,9 @@ def measure(hosts: Hosts, plan: Plan) -> Iterator[Result]:
             contender.end()
 
 
-def _measure(operation: Operation, size: int, contenders: Sequence[Contender], plan: Plan) -> Iterator[Result]:
+def _measure(
+    operation: Operation, size: int, contenders: Sequence[ImplementationRun], plan: CollectivePlan
+) -> Iterator[CollectiveResult]:
     running = [contender for contender in contenders if contender.out is None and contender.tried(operation, size)]
     for repetition in range(plan.repetitions):
         for contender in running if repetition % 2 == 0 else running[::-1]:
@@ -111,19 +121,19 @@ def _measure(operation: Operation, size: int, contenders: Sequence[Contender], p
 
 
 @dataclass
-class Contender:
+class ImplementationRun:
     """One implementation in the course of the table.
 
     Attributes:
         out: status and reason why it takes no further part in the present operation.
     """
 
-    hosts: Hosts
+    hosts: HostAgents
     implementation: Implementation
-    plan: Plan
+    plan: CollectivePlan
     out: tuple[str, str | None] | None = None
     _told: bool = False
-    _job: Job | None = None
+    _job: RankJob | None = None
     _first: Tried = field(default_factory=Tried)
     _seconds: list[float] = field(default_factory=list)
 
@@ -146,7 +156,7 @@ class Contender:
             if answers is not None:
                 self._seconds += [max(call) for call in zip(*answers, strict=True)]
 
-    def result(self, operation: Operation, size: int) -> Result | None:
+    def result(self, operation: Operation, size: int) -> CollectiveResult | None:
         """The row; None where an earlier row has the reason why there are no more."""
         checked = self._ask(Check()) if self.out is None else None
         common: dict[str, Any] = {"operation": operation, "implementation": self.implementation.name}
@@ -156,8 +166,8 @@ class Contender:
             self._told = True
             assert self.out is not None
             status, reason = self.out
-            return Result(**common, size_bytes=self._first.size_bytes or size, status=status, reason=reason)
-        return Result(
+            return CollectiveResult(**common, size_bytes=self._first.size_bytes or size, status=status, reason=reason)
+        return CollectiveResult(
             **common,
             size_bytes=self._first.size_bytes,
             numel=self._first.numel,
@@ -175,7 +185,7 @@ class Contender:
         try:
             if self._job is None:
                 plan = self.plan
-                settings = Settings(self.implementation, plan.device_type, plan.dtype, plan.timeout_s)
+                settings = CollectiveSettings(self.implementation, plan.device_type, plan.dtype, plan.timeout_s)
                 self._job = self.hosts.start(self.implementation.name, serve, settings)
                 self._job.ask(Join(), plan.timeout_s + _JOIN_S)
             return self._job.ask(request, self.plan.timeout_s)

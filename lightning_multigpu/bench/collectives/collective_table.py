@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_multigpu.bench.collectives.collective_run import OK, Result
+from lightning_multigpu.bench.collectives.collective_run import OK, CollectiveResult
 from lightning_multigpu.bench.sizes import size_text
 
 SCHEMA_VERSION = 1
@@ -42,7 +42,7 @@ class CollectivesTable:
         )
         return [f"#{names[1:]}", f"#{units[1:]}"]
 
-    def row(self, result: Result) -> str:
+    def row(self, result: CollectiveResult) -> str:
         """One line: medians over all calls of the slowest rank's time."""
         start = (
             f"{result.size_bytes:>12} {result.numel:>10} {self._type:>8} {result.operation.name:<14} "
@@ -61,9 +61,9 @@ class CollectivesTable:
         peak = "" if self._peak is None else f" {'-' if share is None else f'{100 * share:.1f} %':>8}"
         return f"{start}{time} {bandwidths}{peak} {result.wrong:>5}"
 
-    def summary(self, results: Sequence[Result]) -> list[str]:
+    def summary(self, results: Sequence[CollectiveResult]) -> list[str]:
         """The best bus bandwidth of each operation and implementation: "42 of 50 GB/s = 84 %"."""
-        best: dict[tuple[str, str], Result] = {}
+        best: dict[tuple[str, str], CollectiveResult] = {}
         for result in results:
             key = (result.operation.name, result.implementation)
             if self._busbw(result) > (self._busbw(best[key]) if key in best else 0.0):
@@ -78,7 +78,7 @@ class CollectivesTable:
             lines.append(f"# {operation}, {implementation}: busbw {shown} (at {size_text(result.size_bytes)})")
         return lines
 
-    def as_json(self, result: Result) -> dict[str, Any]:
+    def as_json(self, result: CollectiveResult) -> dict[str, Any]:
         """One entry of ``results``."""
         algbw, busbw = result.algbw(), result.busbw(self._world_size)
         return {
@@ -96,10 +96,10 @@ class CollectivesTable:
             "wrong": result.wrong if result.status == OK else None,
         }
 
-    def _busbw(self, result: Result) -> float:
+    def _busbw(self, result: CollectiveResult) -> float:
         return result.busbw(self._world_size) or 0.0
 
-    def _share(self, result: Result) -> float | None:
+    def _share(self, result: CollectiveResult) -> float | None:
         busbw = result.busbw(self._world_size)
         return None if busbw is None or self._peak is None else busbw / self._peak
 

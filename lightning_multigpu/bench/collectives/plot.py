@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_multigpu.bench.sizes import size_text
 
 if TYPE_CHECKING:
-    from lightning_multigpu.bench.collectives.collective_run import Result
+    from lightning_multigpu.bench.collectives.collective_run import CollectiveResult
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -31,16 +31,13 @@ def check_plot(path: Path) -> None:
         ) from error
 
 
-def draw(results: Sequence[Result], path: Path, *, world_size: int, link_gbit: float | None) -> None:
+def draw(results: Sequence[CollectiveResult], path: Path, *, world_size: int, link_gbit: float | None) -> None:
     """One row of panels an operation that moves something: median time with quartiles, and bus bandwidth."""
     drawn = [result for result in results if result.seconds is not None and result.operation.has_size]
     operations = list(dict.fromkeys(result.operation.name for result in drawn))
-    matplotlib = importlib.import_module("matplotlib")
-    matplotlib.use("agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    figure, panels = pyplot.subplots(
-        max(1, len(operations)), 2, figsize=(11, 3.4 * max(1, len(operations))), squeeze=False, layout="constrained"
-    )
+    num_rows = max(1, len(operations))
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(11, 3.4 * num_rows), layout="constrained")
+    panels = figure.subplots(num_rows, 2, squeeze=False)
     for (time, bandwidth), operation in zip(panels, operations, strict=False):
         for name in dict.fromkeys(result.implementation for result in drawn):
             rows = [r for r in drawn if r.operation.name == operation and r.implementation == name]
@@ -53,13 +50,10 @@ def draw(results: Sequence[Result], path: Path, *, world_size: int, link_gbit: f
             _label_sizes(panel, sorted({r.size_bytes for r in drawn if r.operation.name == operation}))
             panel.grid(alpha=0.3)
             panel.legend()
-    try:
-        figure.savefig(path)
-    finally:
-        pyplot.close(figure)
+    figure.savefig(path)
 
 
-def _draw_line(time: Any, bandwidth: Any, name: str, rows: Sequence[Result], world_size: int) -> None:
+def _draw_line(time: Any, bandwidth: Any, name: str, rows: Sequence[CollectiveResult], world_size: int) -> None:
     sizes = [row.size_bytes for row in rows]
     spreads = [row.seconds.scaled(1e6) for row in rows if row.seconds is not None]
     (line,) = time.plot(sizes, [spread.median for spread in spreads], marker="o", markersize=3, label=name)

@@ -14,12 +14,12 @@ from lightning_multigpu.bench.collectives.collective_run import (
     NOT_SUPPORTED,
     OK,
     TIMED_OUT,
-    Contender,
-    Plan,
+    CollectivePlan,
+    ImplementationRun,
 )
 from lightning_multigpu.bench.collectives.implementations import Implementation
 from lightning_multigpu.bench.collectives.operations import Operation
-from lightning_multigpu.bench.jobs.host_agents import Hosts
+from lightning_multigpu.bench.jobs.host_agents import HostAgents
 
 NOT_BUILT, NO_GPU, WRONG = "not built", "no GPU", "wrong"
 DEVICE_TYPES = ("cpu", "cuda")
@@ -58,7 +58,7 @@ class Cell:
 
 
 def try_all(
-    hosts: Hosts, implementations: Sequence[Implementation], operations: Sequence[Operation], *, timeout_s: float
+    hosts: HostAgents, implementations: Sequence[Implementation], operations: Sequence[Operation], *, timeout_s: float
 ) -> Iterator[Cell]:
     """Tries each operation on a few KiB of float32, in processes of their own, which may crash or hang."""
     for implementation in implementations:
@@ -67,7 +67,7 @@ def try_all(
             if missing is not None:
                 yield from (Cell(implementation.name, device_type, o.name, *missing) for o in operations)
                 continue
-            plan = Plan(
+            plan = CollectivePlan(
                 operations=operations,
                 implementations=[implementation],
                 sizes=[_SIZE],
@@ -77,7 +77,7 @@ def try_all(
                 warm_up=0,
                 timeout_s=timeout_s,
             )
-            contender = Contender(hosts, implementation, plan)
+            contender = ImplementationRun(hosts, implementation, plan)
             try:
                 for operation in operations:
                     tried = _try(contender, operation) if implementation.has(operation.name) else _NO_SUCH
@@ -96,7 +96,7 @@ def _missing(implementation: Implementation, device_type: str) -> tuple[str, str
     return None
 
 
-def _try(contender: Contender, operation: Operation) -> tuple[str, str | None]:
+def _try(contender: ImplementationRun, operation: Operation) -> tuple[str, str | None]:
     contender.out = None
     if contender.tried(operation, _SIZE):
         contender.turn()

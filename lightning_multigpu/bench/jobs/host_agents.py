@@ -17,12 +17,11 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from lightning_multigpu.bench.jobs.local_ranks import Entry, Failure, LocalRanks, Seat
+from lightning_multigpu.bench.jobs.local_ranks import Entry, LocalRanks, RankFailure, Seat
 from lightning_multigpu.bench.jobs.placement import Placement
 
 _JOIN = timedelta(minutes=10)
@@ -36,12 +35,12 @@ class JobError(RuntimeError):
         failure: the one that explains the others.
     """
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: RankFailure) -> None:
         super().__init__(failure.reason)
         self.failure = failure
 
 
-class Hosts:
+class HostAgents:
     """A context manager: this agent's part in the jobs of all hosts. Every agent has to call the same methods.
 
     Args:
@@ -54,7 +53,7 @@ class Hosts:
         self.placement = placement
         self._threads = threads
         self._verbose = verbose
-        self._jobs: set[Job] = set()
+        self._jobs: set[RankJob] = set()
         self._shared = 0
         store = TCPStore(
             placement.main_address,
@@ -66,12 +65,10 @@ class Hosts:
         self._port = int(store.port)
         self._store = PrefixStore("lightning-multigpu-bench", store)
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> HostAgents:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         while self._jobs:
             self._jobs.pop().kill()
         with contextlib.suppress(Exception):
@@ -95,7 +92,7 @@ class Hosts:
                 if (other := theirs.get(name)) != value:
                     raise ValueError(f"{name}={value} here, {other} on host {agent}; run the same command on each host")
 
-    def start(self, name: str, entry: Entry, settings: Any, *, one_process: bool = False) -> Job:
+    def start(self, name: str, entry: Entry, settings: Any, *, one_process: bool = False) -> RankJob:
         """Starts a job; its ranks call ``entry(settings, seat, requests)``.
 
         Args:
@@ -108,7 +105,7 @@ class Hosts:
         job_name = f"{name}-{self._shared}"
         local_ranks = [*self.placement.local_ranks][: 1 if one_process else None]
         seats = [self._seat(local_rank, job_name, main_port) for local_rank in local_ranks]
-        job = Job(self, LocalRanks(entry, settings, seats))
+        job = RankJob(self, LocalRanks(entry, settings, seats))
         self._jobs.add(job)
         return job
 
@@ -126,16 +123,10 @@ class Hosts:
         return values
 
     def _seat(self, local_rank: int, job: str, main_port: int) -> Seat:
-        placement = self.placement
         return Seat(
-            rank=placement.rank(local_rank),
+            placement=self.placement,
             local_rank=local_rank,
-            node_rank=placement.node_rank,
-            world_size=placement.world_size,
-            devices=placement.devices,
-            num_nodes=placement.num_nodes,
             threads=self._threads,
-            address=placement.main_address,
             store_port=self._port,
             job=job,
             main_port=main_port,
@@ -143,10 +134,10 @@ class Hosts:
         )
 
 
-class Job:
+class RankJob:
     """One job on all hosts; see :meth:`Hosts.start`."""
 
-    def __init__(self, hosts: Hosts, ranks: LocalRanks) -> None:
+    def __init__(self, hosts: HostAgents, ranks: LocalRanks) -> None:
         self._hosts = hosts
         self._ranks = ranks
 
@@ -157,9 +148,9 @@ class Job:
             JobError: a rank has raised, has died or has not answered within ``timeout_s``; the job is over.
         """
         answer = self._ranks.ask(request, timeout_s)
-        own = {"failure": asdict(answer)} if isinstance(answer, Failure) else {"answers": answer}
+        own = {"failure": asdict(answer)} if isinstance(answer, RankFailure) else {"answers": answer}
         shared = self._hosts._share(own, timedelta(seconds=timeout_s) + _MARGIN)
-        failures = [Failure(**each["failure"]) for each in shared if "failure" in each]
+        failures = [RankFailure(**each["failure"]) for each in shared if "failure" in each]
         if failures:
             self.kill()
             raise JobError(_cause(failures, len(shared)))
@@ -176,12 +167,12 @@ class Job:
         self._hosts._jobs.discard(self)
 
 
-def _cause(failures: Sequence[Failure], num_agents: int) -> Failure:
+def _cause(failures: Sequence[RankFailure], num_agents: int) -> RankFailure:
     """The failure that explains the others: a death before an exception before a wait."""
     first = min(failures, key=lambda failure: ("died", "raised", "late").index(failure.kind))
     alike = [failure for failure in failures if failure.kind == first.kind and failure.all_ranks]
     ranks = tuple(rank for failure in failures if failure.kind == first.kind for rank in failure.ranks)
-    return Failure(first.kind, ranks, len(alike) == num_agents, first.reason)
+    return RankFailure(first.kind, ranks, len(alike) == num_agents, first.reason)
 
 
 def free_port() -> int:

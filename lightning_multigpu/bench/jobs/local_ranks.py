@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_multigpu.bench.jobs.placement import Placement
 from lightning_multigpu.communication.interface import interface_towards
 
 _LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
@@ -34,30 +35,27 @@ class Seat:
     """The place of a rank.
 
     Args:
-        rank, local_rank, node_rank: of this process.
-        world_size: ranks of the job.
-        devices: ranks a host.
-        num_nodes: hosts.
+        placement: the ranks of the job.
+        local_rank: of this process.
         threads: intra-op threads.
-        address: of the first host.
         store_port: where torch's store for the bench is.
         job: names what this job keeps in the store.
         main_port: a port of the first host that the job may take, ``MASTER_PORT``.
         verbose: what ranks print goes to standard error, and nowhere otherwise.
     """
 
-    rank: int
+    placement: Placement
     local_rank: int
-    node_rank: int
-    world_size: int
-    devices: int
-    num_nodes: int
     threads: int
-    address: str
     store_port: int
     job: str
     main_port: int
     verbose: bool
+
+    @property
+    def rank(self) -> int:
+        """Of this process, among all ranks of the job."""
+        return self.placement.rank(self.local_rank)
 
 
 class Requests:
@@ -97,7 +95,7 @@ Entry = Callable[[Any, Seat, Requests], None]
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """The reason why ranks gave no answer.
 
     Args:
@@ -138,7 +136,7 @@ class LocalRanks:
             self.kill()
             raise
 
-    def ask(self, request: Any, timeout_s: float) -> list[Any] | Failure:
+    def ask(self, request: Any, timeout_s: float) -> list[Any] | RankFailure:
         """The answer of every rank, in order; upon the first failure all ranks are killed, and that is the answer."""
         for connection in self._connections:
             with contextlib.suppress(OSError):  # a rank that has died is found below
@@ -192,16 +190,16 @@ class LocalRanks:
         self._processes[index].join(_GRACE_S)
         return "died", _ended(self._processes[index].exitcode)
 
-    def _failure(self, answers: dict[int, tuple[str, Any]], timeout_s: float) -> Failure:
+    def _failure(self, answers: dict[int, tuple[str, Any]], timeout_s: float) -> RankFailure:
         for kind in ("died", "raised"):
             failed = {index: value for index, (word, value) in answers.items() if word == kind}
             if failed:
                 ranks = tuple(self._seats[index].rank for index in sorted(failed))
                 reason = next(iter(failed.values()))  # the first in time: others may only have followed
                 first = self._seats[min(index for index in failed if failed[index] == reason)].rank
-                return Failure(kind, ranks, len(ranks) == len(self._seats), f"rank {first}: {reason}")
+                return RankFailure(kind, ranks, len(ranks) == len(self._seats), f"rank {first}: {reason}")
         late = tuple(seat.rank for index, seat in enumerate(self._seats) if index not in answers)
-        return Failure("late", late, len(late) == len(self._seats), f"no answer within {timeout_s:g} s")
+        return RankFailure("late", late, len(late) == len(self._seats), f"no answer within {timeout_s:g} s")
 
 
 def _ended(exitcode: int | None) -> str:
@@ -240,7 +238,7 @@ def _set_environment(seat: Seat) -> None:
         if name in _RANKS or name.startswith(_LAUNCHERS):
             del os.environ[name]
     os.environ["OMP_NUM_THREADS"] = str(seat.threads)
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = seat.address, str(seat.main_port)
-    interface = interface_towards(seat.address)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = seat.placement.main_address, str(seat.main_port)
+    interface = interface_towards(seat.placement.main_address)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from jsonargparse import ArgumentParser
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a bench trains.
+
+    Args:
+        name: of the model, for people.
+        model: makes the LightningModule.
+        batch_size: samples of each rank, for models with an example batch; where one process drives all devices, those
+            of a device. 0 where a loader decides.
+        data: makes its LightningDataModule; None where the model brings its data.
+        precision: of the Trainer; None for its default.
+    """
+
+    name: str
+    model: Callable[[], LightningModule]
+    batch_size: int
+    data: Callable[[], LightningDataModule] | None = None
+    precision: Any = None
 
 
 class BenchMLP(LightningModule):

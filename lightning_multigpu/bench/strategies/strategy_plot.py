@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION
-from lightning_multigpu.bench.strategies.strategy_run import Result
+from lightning_multigpu.bench.strategies.strategy_run import StrategyResult
 
 
-def draw(results: Sequence[Result], path: Path) -> None:
+def draw(results: Sequence[StrategyResult], path: Path) -> None:
     """A bar a strategy: its median step with quartiles; a line where the step without communication ends."""
     drawn = [result for result in results if result.step_s is not None]
-    matplotlib = importlib.import_module("matplotlib")
-    matplotlib.use("agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    figure, panel = pyplot.subplots(figsize=(9, 1.2 + 0.5 * len(drawn)), layout="constrained")
+    size = (9, 1.2 + 0.5 * len(drawn))
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
+    panel = figure.subplots()
     spreads = [result.step_s.scaled(1e3) for result in drawn if result.step_s is not None]
     medians = [spread.median for spread in spreads]
     quartiles = [[s.median - s.p25 for s in spreads], [s.p75 - s.median for s in spreads]]
@@ -28,7 +27,4 @@ def draw(results: Sequence[Result], path: Path) -> None:
         panel.axvline(alone, linestyle=":", color="gray")
     panel.set(xlabel="ms a step, median and quartiles on the slowest rank; beyond the dotted line: communication")
     panel.margins(x=0.12)
-    try:
-        figure.savefig(path)
-    finally:
-        pyplot.close(figure)
+    figure.savefig(path)

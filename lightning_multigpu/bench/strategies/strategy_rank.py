@@ -3,47 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_multigpu.bench.jobs.local_ranks import Requests, Seat
 from lightning_multigpu.bench.strategies.contenders import Contender
-from lightning_multigpu.bench.strategies.models import brings_batch, repeated
+from lightning_multigpu.bench.strategies.models import Subject, brings_batch, repeated
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.report.statistics import quantile
 
 
 @dataclass(frozen=True)
-class Settings:
+class StrategySettings:
     """The settings of a job.
 
     Args:
         contender: the strategy.
-        model: makes the LightningModule.
-        data: makes its LightningDataModule; None where the model brings its data.
-        precision: of the Trainer.
-        batch_size: samples of each rank, for models with an example batch; where one process drives all devices, those
-            of a device.
+        subject: the model, its data and its precision.
         device_type: "cpu" or "cuda".
         num_steps: of all turns together.
     """
 
     contender: Contender
-    model: Callable[[], LightningModule]
-    batch_size: int
+    subject: Subject
     device_type: str
     num_steps: int
-    data: Callable[[], LightningDataModule] | None = None
-    precision: Any = None
 
 
 @dataclass(frozen=True)
@@ -130,35 +122,36 @@ class TakesTurns(Callback):
         return {name: quantile(sorted(values), 0.5) for name, values in figures.items()}
 
 
-def serve(settings: Settings, seat: Seat, requests: Requests) -> None:
+def serve(settings: StrategySettings, seat: Seat, requests: Requests) -> None:
     """Trains turn by turn until there is none left."""
     seed_everything(0, verbose=False)
-    model = settings.model()
+    subject = settings.subject
+    model = subject.model()
     alone = settings.contender.strategy is None
     loader: DataLoader[Any] | None = None
-    data = None if settings.data is None else settings.data()
+    data = None if subject.data is None else subject.data()
     if data is None and brings_batch(model):
         # One more: the last turn ends with the start of a batch that belongs to none.
         num_batches = settings.num_steps + 1
         one_process = settings.contender.is_one_process
-        batch_size = settings.batch_size * (seat.devices if one_process else 1)
+        batch_size = subject.batch_size * (seat.placement.devices if one_process else 1)
         batch = model.example_batch(batch_size)  # type: ignore[operator]
-        ranks = 1 if alone or one_process else seat.world_size
+        ranks = 1 if alone or one_process else seat.placement.world_size
         loader = repeated(batch, batch_size, num_batches, ranks)
     _trainer(settings, seat, [TakesTurns(requests)]).fit(model, train_dataloaders=loader, datamodule=data)
 
 
-def _trainer(settings: Settings, seat: Seat, callbacks: list[Callback]) -> Trainer:
+def _trainer(settings: StrategySettings, seat: Seat, callbacks: list[Callback]) -> Trainer:
     on_gpus = settings.device_type == "cuda"
-    devices: Any = list(range(seat.devices)) if on_gpus else seat.devices
+    devices: Any = list(range(seat.placement.devices)) if on_gpus else seat.placement.devices
     strategy: Strategy
     if settings.contender.strategy is None:
         devices = [seat.local_rank] if on_gpus else 1
         strategy, num_nodes = SingleDeviceStrategy(f"cuda:{seat.local_rank}" if on_gpus else "cpu"), 1
     else:
         # As if this rank had been started by hand: Lightning then starts none.
-        os.environ.update(LOCAL_RANK=str(seat.local_rank), NODE_RANK=str(seat.node_rank))
-        strategy, num_nodes = settings.contender.make(), seat.num_nodes
+        os.environ.update(LOCAL_RANK=str(seat.local_rank), NODE_RANK=str(seat.placement.node_rank))
+        strategy, num_nodes = settings.contender.make(), seat.placement.num_nodes
     return Trainer(
         accelerator="gpu" if on_gpus else "cpu",
         devices=devices,
@@ -166,9 +159,9 @@ def _trainer(settings: Settings, seat: Seat, callbacks: list[Callback]) -> Train
         strategy=strategy,
         # A rank whose turn is over sleeps with the next batch of its own loader in hand: at the end of an epoch whose
         # batches are dealt out, async_ps would wait for that batch, and the turn for async_ps.
-        use_distributed_sampler=settings.batch_size > 0 or settings.contender.options.get("mode") != "async",
+        use_distributed_sampler=settings.subject.batch_size > 0 or settings.contender.options.get("mode") != "async",
         plugins=[LightningEnvironment()] if settings.contender.strategy is not None else None,
-        precision=settings.precision,
+        precision=settings.subject.precision,
         max_epochs=-1,
         callbacks=callbacks,
         logger=False,

@@ -15,29 +15,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
-
 from lightning_multigpu.bench.collectives.collective_run import CRASHED, FAILED, OK, TIMED_OUT
-from lightning_multigpu.bench.jobs.host_agents import Hosts, Job, JobError
+from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
 from lightning_multigpu.bench.machine import without_places
 from lightning_multigpu.bench.spread import Spread
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, Contender
-from lightning_multigpu.bench.strategies.strategy_rank import Settings, Taken, Turn, serve
+from lightning_multigpu.bench.strategies.models import Subject
+from lightning_multigpu.bench.strategies.strategy_rank import StrategySettings, Taken, Turn, serve
 from lightning_multigpu.report.statistics import quantile
 
 START_TIMEOUT_S = 180.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class StrategyPlan:
     """The plan of a bench.
 
     Args:
         contenders: the strategies; "no communication" is added.
-        model: makes the LightningModule.
-        data: makes its LightningDataModule; None where the model brings its data.
-        precision: of the Trainer; None for its default.
-        batch_size: of each rank.
+        subject: the model, its data and its precision.
         device_type: "cpu" or "cuda".
         repetitions: turns of each strategy.
         steps: timed steps of a turn.
@@ -46,15 +42,12 @@ class Plan:
     """
 
     contenders: Sequence[Contender]
-    model: Callable[[], LightningModule]
-    batch_size: int
+    subject: Subject
     device_type: str
     repetitions: int
     steps: int
     warm_up: int
     timeout_s: float
-    data: Callable[[], LightningDataModule] | None = None
-    precision: Any = None
 
     @property
     def num_turns(self) -> int:
@@ -68,7 +61,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class StrategyResult:
     """One row: the step of one strategy, in seconds, on the slowest rank.
 
     ``rank_medians_s`` are the medians of all ranks. ``metered`` is what the strategy's own meter says of a step, on the
@@ -87,7 +80,9 @@ class Result:
     samples_per_s: float | None = None
 
 
-def measure(hosts: Hosts, plan: Plan, told: Callable[[str], object] = lambda label: None) -> list[Result]:
+def measure(
+    hosts: HostAgents, plan: StrategyPlan, told: Callable[[str], object] = lambda label: None
+) -> list[StrategyResult]:
     """The rows: "no communication", then the strategies in their order.
 
     Args:
@@ -115,10 +110,10 @@ def measure(hosts: Hosts, plan: Plan, told: Callable[[str], object] = lambda lab
 class _Runner:
     """One strategy in the course of the run."""
 
-    hosts: Hosts
+    hosts: HostAgents
     contender: Contender
-    plan: Plan
-    _job: Job | None = None
+    plan: StrategyPlan
+    _job: RankJob | None = None
     _out: tuple[str, str] | None = None
     _seconds: list[list[float]] = field(default_factory=list)
     _metered: list[list[dict[str, float] | None]] = field(default_factory=list)
@@ -129,15 +124,7 @@ class _Runner:
     def start(self) -> None:
         """Starts the ranks and has them train a turn that does not count."""
         plan = self.plan
-        settings = Settings(
-            self.contender,
-            plan.model,
-            plan.batch_size,
-            plan.device_type,
-            plan.num_steps,
-            data=plan.data,
-            precision=plan.precision,
-        )
+        settings = StrategySettings(self.contender, plan.subject, plan.device_type, plan.num_steps)
         self._job = self.hosts.start("strategy", serve, settings, one_process=self.contender.is_one_process)
         self._ask(Turn(plan.warm_up, plan.steps), plan.timeout_s + START_TIMEOUT_S)
 
@@ -159,18 +146,18 @@ class _Runner:
             self._job.end()
             self._job = None
 
-    def result(self) -> Result:
+    def result(self) -> StrategyResult:
         if self._out is not None:
-            return Result(label=self.contender.label, status=self._out[0], reason=self._out[1])
+            return StrategyResult(label=self.contender.label, status=self._out[0], reason=self._out[1])
         spreads = [Spread.of(seconds) for seconds in self._seconds]
         steps_per_s = sum(owns / spread.median for owns, spread in zip(self._owns_batch, spreads, strict=True))
-        return Result(
+        return StrategyResult(
             label=self.contender.label,
             step_s=max(spreads, key=lambda spread: spread.median),
             rank_medians_s=[spread.median for spread in spreads],
             metered=self._meter_figures(),
             parameters=self._parameters,
-            samples_per_s=self.plan.batch_size * self._devices_per_rank * steps_per_s or None,
+            samples_per_s=self.plan.subject.batch_size * self._devices_per_rank * steps_per_s or None,
         )
 
     def _meter_figures(self) -> dict[str, float] | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION
-from lightning_multigpu.bench.strategies.strategy_run import Result
+from lightning_multigpu.bench.strategies.strategy_run import StrategyResult
 
 SCHEMA_VERSION = 1
 
@@ -19,7 +19,7 @@ class StrategiesTable:
         baseline: the label of the row that is 1.0.
     """
 
-    def __init__(self, results: Sequence[Result], baseline: str) -> None:
+    def __init__(self, results: Sequence[StrategyResult], baseline: str) -> None:
         self._results = results
         self._baseline_s = self._median_of(baseline)
         self._silent_s = self._median_of(NO_COMMUNICATION)
@@ -70,18 +70,18 @@ class StrategiesTable:
     def _median_of(self, label: str) -> float | None:
         return next((r.step_s.median for r in self._results if r.label == label and r.step_s is not None), None)
 
-    def _ratio(self, result: Result) -> float | None:
+    def _ratio(self, result: StrategyResult) -> float | None:
         if result.step_s is None or self._baseline_s is None:
             return None
         return result.step_s.median / self._baseline_s
 
-    def _cost_s(self, result: Result) -> float | None:
+    def _cost_s(self, result: StrategyResult) -> float | None:
         """The step's time beyond that of the same step without communication."""
         if result.step_s is None or self._silent_s is None or result.label == NO_COMMUNICATION:
             return None
         return result.step_s.median - self._silent_s
 
-    def _cost_ratio(self, result: Result) -> float | None:
+    def _cost_ratio(self, result: StrategyResult) -> float | None:
         """Only where the baseline's cost is above 0: there is no ratio to noise."""
         cost = self._cost_s(result)
         if cost is None or self._baseline_s is None or self._silent_s is None or self._baseline_s <= self._silent_s:

@@ -4,14 +4,14 @@ from lightning_multigpu.communication.compression.all_reduce import CompressedAl
 from lightning_multigpu.communication.compression.compression_statistics import CompressionStatistics
 from lightning_multigpu.communication.compression.compressors import Compressor
 from lightning_multigpu.communication.compression.factory import COMPRESSORS, make_compressor
-from lightning_multigpu.communication.compression.pieces import Piece, Pieces, cut, whole_bounds
+from lightning_multigpu.communication.compression.pieces import GradientPiece, Pieces, cut, whole_bounds
 
 __all__ = [
     "COMPRESSORS",
     "CompressedAllReduce",
     "CompressionStatistics",
     "Compressor",
-    "Piece",
+    "GradientPiece",
     "Pieces",
     "cut",
     "make_compressor",

@@ -15,13 +15,13 @@ from lightning_multigpu.communication.compression.error_feedback import ErrorFee
 from lightning_multigpu.communication.compression.owner_messages import Messages
 from lightning_multigpu.communication.compression.owner_summed import (
     DEFAULT_SEGMENT_ELEMENTS,
-    Buffers,
     OwnerSummed,
     Segment,
+    ShardBuffers,
     segments_by_owner,
     sent_bytes,
 )
-from lightning_multigpu.communication.compression.pieces import Piece, Pieces, offsets
+from lightning_multigpu.communication.compression.pieces import GradientPiece, Pieces, offsets
 from lightning_multigpu.communication.compression.powersgd import LowRank, Owners, PowerSGD, WarmStarts
 from lightning_multigpu.communication.ring import RingAllReduce
 
@@ -67,12 +67,12 @@ class CompressedAllReduce:
         self._loss_scale: float | None = None
         self.step_is_finite = True
         self._segments: dict[int, list[list[Segment]]] = {}
-        self._free_buffers: dict[int, list[Buffers]] = {}
+        self._free_buffers: dict[int, list[ShardBuffers]] = {}
         if isinstance(compressor, PowerSGD):
             self._owners = Owners(compressor, self.world_size)
             self._warm_starts = WarmStarts(compressor.rank)
 
-    def __call__(self, tensor: Tensor, pieces: Sequence[Piece], *, average: bool = False) -> Tensor:
+    def __call__(self, tensor: Tensor, pieces: Sequence[GradientPiece], *, average: bool = False) -> Tensor:
         """Reduces ``tensor`` in place and returns it.
 
         Args:
@@ -86,7 +86,7 @@ class CompressedAllReduce:
         """
         return self.begin(tensor, pieces, average=average).finish()
 
-    def begin(self, tensor: Tensor, pieces: Sequence[Piece], *, average: bool = False) -> PendingAllReduce:
+    def begin(self, tensor: Tensor, pieces: Sequence[GradientPiece], *, average: bool = False) -> PendingAllReduce:
         """As a call, but returns when this rank's parts are being sent; ``finish()`` of the result does the rest.
 
         While one tensor is under way, the next may begin, so that the network does not wait for decoding and encoding.
@@ -104,7 +104,7 @@ class CompressedAllReduce:
         exchange.send_parts()
         return PendingAllReduce(self, tensor, values, exchange, average)
 
-    def sent_bytes(self, tensor: Tensor, pieces: Sequence[Piece]) -> int:
+    def sent_bytes(self, tensor: Tensor, pieces: Sequence[GradientPiece]) -> int:
         """Bytes that this rank sends when ``tensor`` is reduced in this step."""
         if self._is_warming_up():
             return self.ring.sent_bytes(tensor)
@@ -137,7 +137,9 @@ class CompressedAllReduce:
             f"relative error of what was sent {self.statistics.relative_error:.2%}"
         )
 
-    def share_errors(self, pieces: Sequence[Piece], own: Sequence[Piece], host: dist.ProcessGroup) -> None:
+    def share_errors(
+        self, pieces: Sequence[GradientPiece], own: Sequence[GradientPiece], host: dist.ProcessGroup
+    ) -> None:
         """Moves errors to the ranks of a host that use them next, if each rank reduces a part of a tensor.
 
         A collective of the host, between steps, for each new tensor: at first, after a checkpoint was loaded (one rank
@@ -196,7 +198,7 @@ class CompressedAllReduce:
         assert isinstance(self.compressor, ElementwiseCompressor)
         segments = self._segments_of(values.numel())
         free = self._free_buffers.setdefault(values.numel(), [])
-        buffers = free.pop() if free else Buffers(segments, self.rank)
+        buffers = free.pop() if free else ShardBuffers(segments, self.rank)
         return OwnerSummed(self.compressor, self._messages, segments, buffers, self.statistics, values, errors, average)
 
     def _segments_of(self, numel: int) -> list[list[Segment]]:

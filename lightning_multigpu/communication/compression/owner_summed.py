@@ -68,7 +68,7 @@ def sent_bytes(segments: list[list[Segment]], rank: int) -> int:
     return sum(totals) - totals[rank] + (len(totals) - 1) * totals[rank]
 
 
-class Buffers:
+class ShardBuffers:
     """Encoded shards: this rank's parts and sums, which it sends, and the other ranks', which it receives."""
 
     def __init__(self, segments: list[list[Segment]], rank: int) -> None:
@@ -93,7 +93,7 @@ class OwnerSummed:
     compressor: ElementwiseCompressor
     messages: Messages
     segments: list[list[Segment]]
-    buffers: Buffers
+    buffers: ShardBuffers
     statistics: CompressionStatistics
     values: Tensor
     errors: tuple[Tensor, Tensor] | None

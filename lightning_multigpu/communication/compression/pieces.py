@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True)
-class Piece:
+class GradientPiece:
     """A parameter's gradient, or a part of it, within a flat tensor.
 
     Args:
@@ -52,26 +52,26 @@ class Piece:
         return self.numel == self.parameter_numel
 
 
-Pieces = tuple[Piece, ...]
+Pieces = tuple[GradientPiece, ...]
 """The pieces of a flat tensor, in order."""
 
 
-def offsets(pieces: Iterable[Piece]) -> list[int]:
+def offsets(pieces: Iterable[GradientPiece]) -> list[int]:
     """The start of each piece in the flat tensor, and the end of the last one."""
     return list(accumulate((piece.numel for piece in pieces), initial=0))
 
 
-def cut(pieces: Sequence[Piece], start: int, stop: int) -> Pieces:
+def cut(pieces: Sequence[GradientPiece], start: int, stop: int) -> Pieces:
     """The pieces of ``tensor[start:stop]``, if ``pieces`` are the pieces of the flat ``tensor``."""
     found = []
     for piece, (a, b) in zip(pieces, pairwise(offsets(pieces)), strict=True):
         first, last = max(a, start), min(b, stop)
         if first < last:
-            found.append(Piece(piece.name, piece.shape, piece.start + first - a, piece.start + last - a))
+            found.append(GradientPiece(piece.name, piece.shape, piece.start + first - a, piece.start + last - a))
     return tuple(found)
 
 
-def whole_bounds(pieces: Sequence[Piece], num_shards: int) -> list[tuple[int, int]]:
+def whole_bounds(pieces: Sequence[GradientPiece], num_shards: int) -> list[tuple[int, int]]:
     """Cuts the flat tensor between pieces only: first and one-past-last element of each of ``num_shards`` shards.
 
     The shards are nearly even: each cut is at the border between two pieces that is nearest to the even cut. With few

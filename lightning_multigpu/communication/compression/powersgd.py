@@ -41,7 +41,7 @@ from lightning_multigpu.communication.compression.owner_messages import (
     Messages,
     wait_all,
 )
-from lightning_multigpu.communication.compression.pieces import Piece, Pieces, offsets
+from lightning_multigpu.communication.compression.pieces import GradientPiece, Pieces, offsets
 
 _RANKS_BY_OUTER_PRODUCTS = 4  # up to this rank a sum of outer products is faster than a matrix product
 
@@ -70,7 +70,7 @@ class PowerSGD(Compressor):
         require_int("rank", self.rank, at_least=1, why="a product of factors has at least rank 1")
         require_int("start_step", self.start_step, at_least=0, why="it is the first step that is compressed")
 
-    def factors(self, piece: Piece) -> tuple[int, int] | None:
+    def factors(self, piece: GradientPiece) -> tuple[int, int] | None:
         """Rows and columns of the piece as a matrix; None if factors would not be smaller, or the piece is a part."""
         if len(piece.shape) < 2 or not piece.is_whole or not piece.numel:
             return None
@@ -93,7 +93,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class OwnerPlan:
     """The owner of each parameter of a flat tensor, and the lengths of the messages, by owner."""
 
     parts: tuple[Part, ...]
@@ -115,16 +115,16 @@ class Owners:
     def __init__(self, compressor: PowerSGD, world_size: int) -> None:
         self._compressor = compressor
         self._loads = [0] * world_size
-        self._plans: dict[Pieces, Plan] = {}
+        self._plans: dict[Pieces, OwnerPlan] = {}
 
-    def plan(self, pieces: Pieces) -> Plan:
+    def plan(self, pieces: Pieces) -> OwnerPlan:
         """The plan for the flat tensor of these pieces."""
         found = self._plans.get(pieces)
         if found is None:
             found = self._plans[pieces] = self._new_plan(pieces)
         return found
 
-    def _new_plan(self, pieces: Pieces) -> Plan:
+    def _new_plan(self, pieces: Pieces) -> OwnerPlan:
         first, second = [0] * len(self._loads), [0] * len(self._loads)
         parts = []
         for piece, start in zip(pieces, offsets(pieces), strict=False):
@@ -137,7 +137,7 @@ class Owners:
                               slice(second[owner], second_end), size))  # fmt: skip
             first[owner], second[owner] = first_end, second_end
             self._loads[owner] += rank * (rows + columns)
-        return Plan(tuple(parts), tuple(first), tuple(second))
+        return OwnerPlan(tuple(parts), tuple(first), tuple(second))
 
 
 class WarmStarts:
@@ -191,7 +191,7 @@ class LowRank:
     """
 
     messages: Messages
-    plan: Plan
+    plan: OwnerPlan
     warm_starts: WarmStarts
     statistics: CompressionStatistics
     values: Tensor

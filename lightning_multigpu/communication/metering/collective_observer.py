@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-class Note(Protocol):
+class CollectiveNote(Protocol):
     """One collective under way; exactly one of :meth:`ended` and :meth:`broke` is called."""
 
     def awaited(self, *, by_device: bool = False) -> None:
@@ -24,7 +24,7 @@ class CollectiveObserver(Protocol):
 
     def began(
         self, operation: str, *, group: str, ranks: str, group_size: int, size_bytes: int, awaited: bool = True
-    ) -> Note | None: ...
+    ) -> CollectiveNote | None: ...
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

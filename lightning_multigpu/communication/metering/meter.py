@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -136,20 +136,13 @@ class Meter:
             self._stream_watch.add(transfer)
         return transfer
 
-    @contextmanager
-    def metered(self, operation: str, **described: Any) -> Iterator[None]:
+    def metered(self, operation: str, **described: Any) -> Transfer:
         """Meters the transfer within the block; the arguments are those of :meth:`begin`."""
-        transfer = self.begin(operation, **described)
-        try:
-            yield
-        except BaseException:
-            transfer.broke()
-            raise
-        transfer.finish()
+        return self.begin(operation, **described)
 
-    def blocking(self, operation: str, **described: Any) -> AbstractContextManager[None]:
-        """:meth:`metered` for a collective that the main thread waits for."""
-        return self.metered(operation, blocking=True, **described)
+    def blocking(self, operation: str, **described: Any) -> Transfer:
+        """:meth:`begin` for a collective that the main thread waits for."""
+        return self.begin(operation, blocking=True, **described)
 
     def waited(self, start_s: float, end_s: float) -> None:
         """The main thread waited for transfers from ``start_s`` to ``end_s`` on the meter's clock."""

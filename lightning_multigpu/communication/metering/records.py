@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_multigpu.communication.metering.clocks import Clock
-from lightning_multigpu.communication.metering.collective_observer import Note
+from lightning_multigpu.communication.metering.collective_observer import CollectiveNote
 from lightning_multigpu.communication.metering.traffic import Interval
 
 
@@ -39,7 +39,8 @@ class Wait:
 class Transfer(Wait):
     """One transfer under way; the thread that sees its end calls :meth:`finish`, or :meth:`broke` at an error.
 
-    On a CUDA stream the host does not wait for the end of a transfer: :meth:`report` checks for it.
+    As a context manager it ends with the block. On a CUDA stream the host does not wait for the end of a transfer:
+    :meth:`report` checks for it.
     """
 
     operation: str
@@ -49,8 +50,17 @@ class Transfer(Wait):
     sent_bytes: int
     blocking: bool
     memory_bytes: int = 0
-    note: Note | None = field(default=None, repr=False)
+    note: CollectiveNote | None = field(default=None, repr=False)
     is_reached: bool = False
+
+    def __enter__(self) -> Transfer:
+        return self
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self.broke()
 
     def finish(self) -> None:
         self.end = self.clock.mark()

@@ -16,6 +16,7 @@ import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -129,12 +130,8 @@ class Announcer:
 
 
 def _end(transfer: Transfer, future: torch.futures.Future[Any]) -> None:
-    try:
+    with suppress(BaseException), transfer:
         future.value()
-    except BaseException:
-        transfer.broke()
-    else:
-        transfer.finish()
 
 
 class LoaderWrapper:

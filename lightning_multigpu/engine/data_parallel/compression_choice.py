@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_multigpu.communication.compression import Compressor, Piece, Pieces, cut, make_compressor
+from lightning_multigpu.communication.compression import Compressor, GradientPiece, Pieces, cut, make_compressor
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.clocks import timed
@@ -114,7 +114,7 @@ def choice(seconds: Mapping[str, float]) -> str:
     return chosen
 
 
-def buckets(pieces: Mapping[Tensor, Piece], bucket_bytes: float) -> list[Bucket]:
+def buckets(pieces: Mapping[Tensor, GradientPiece], bucket_bytes: float) -> list[Bucket]:
     """The buckets that DistributedDataParallel makes of these parameters, the last parameter first.
 
     Args:
@@ -177,7 +177,7 @@ def measure(ways: Mapping[str, Callable[[], float]], agree: Agree, *, budget_s: 
 
 
 def reducer_of_choice(
-    pieces: Mapping[Tensor, Piece],
+    pieces: Mapping[Tensor, GradientPiece],
     plain: GradientReducer,
     all_reduce: HierarchicalAllReduce,
     *,
@@ -210,7 +210,7 @@ def reducer_of_choice(
 
 
 def _chosen(
-    pieces: Mapping[Tensor, Piece],
+    pieces: Mapping[Tensor, GradientPiece],
     plain: GradientReducer,
     all_reduce: HierarchicalAllReduce,
     bucket_bytes: float,
@@ -246,7 +246,7 @@ def _chosen(
 def _ways(
     reducers: Mapping[str, GradientReducer], sample: Sequence[Bucket], device: torch.device
 ) -> dict[str, Callable[[], float]]:
-    tensors: list[tuple[Tensor, Sequence[Piece]]] = [
+    tensors: list[tuple[Tensor, Sequence[GradientPiece]]] = [
         (torch.ones(bucket.numel, dtype=bucket.dtype, device=device), bucket.pieces) for bucket in sample
     ]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_multigpu.communication.compression import CompressedAllReduce, Compressor, Piece, make_compressor
+from lightning_multigpu.communication.compression import CompressedAllReduce, Compressor, GradientPiece, make_compressor
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
@@ -57,6 +57,15 @@ class GradientTransport:
     compressor: Compressor | Literal["auto"] | None = None
     compress_inside_hosts: bool = False
     shared_memory: bool = True
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options about compression and shared memory, for reports."""
+        return {
+            "compression": self.compressor if self.compressor in (None, AUTO) else repr(self.compressor),
+            "compress_inside_hosts": self.compress_inside_hosts,
+            "shared_memory": self.shared_memory,
+        }
 
     def open(
         self,
@@ -177,7 +186,7 @@ class GradientTransport:
 
 
 @dataclass(frozen=True)
-class Layout:
+class HostLayout:
     """Groups of ranks that reduce with each other.
 
     Attributes:
@@ -189,7 +198,7 @@ class Layout:
     between: list[list[int]]
 
 
-def layout(lines: list[list[int]], ranks_per_host: int, *, use_hosts: bool = True) -> Layout:
+def layout(lines: list[list[int]], ranks_per_host: int, *, use_hosts: bool = True) -> HostLayout:
     """The arrangement of each line's ranks on hosts: rank r is on host r // ranks_per_host.
 
     If hosts have different numbers of ranks of a line, or with ``use_hosts`` off, each rank counts as a host.
@@ -199,7 +208,7 @@ def layout(lines: list[list[int]], ranks_per_host: int, *, use_hosts: bool = Tru
         by_host = [[[rank] for rank in line] for line in lines]
     inside = [host for hosts in by_host for host in hosts if len(host) > 1]
     between = [list(cross) for hosts in by_host for cross in zip(*hosts, strict=True) if len(cross) > 1]
-    return Layout(inside, between)
+    return HostLayout(inside, between)
 
 
 def _by_host(line: list[int], ranks_per_host: int) -> list[list[int]]:
@@ -209,9 +218,9 @@ def _by_host(line: list[int], ranks_per_host: int) -> list[list[int]]:
     return list(hosts.values())
 
 
-def pieces_of(module: Module) -> dict[Tensor, Piece]:
+def pieces_of(module: Module) -> dict[Tensor, GradientPiece]:
     """The name and shape of each parameter, which compression needs."""
-    return {parameter: Piece(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()}
+    return {parameter: GradientPiece(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()}
 
 
 def compressor_of(compression: str | Mapping[str, Any] | Compressor | None) -> Compressor | Literal["auto"] | None:

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_multigpu.communication.compression import Piece
+from lightning_multigpu.communication.compression import GradientPiece
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, SentBytes
 from lightning_multigpu.communication.metering.clocks import recorded_event
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
@@ -33,7 +33,7 @@ from lightning_multigpu.communication.tensors import size_bytes
 
 CommHook = Callable[[Any, GradBucket], Future[Tensor]]
 _UnderWay = tuple[Callable[[], None], Tensor, Future[Tensor]]
-_Job = tuple[Tensor, int, Sequence[Piece], Future[Tensor]]
+_Job = tuple[Tensor, int, Sequence[GradientPiece], Future[Tensor]]
 
 
 class GradientReducer:
@@ -60,7 +60,7 @@ class GradientReducer:
         axis: str = "data",
         hook: tuple[Any, CommHook] | None = None,
         all_reduce: HierarchicalAllReduce | None = None,
-        pieces: Mapping[Tensor, Piece] | None = None,
+        pieces: Mapping[Tensor, GradientPiece] | None = None,
     ) -> None:
         self._group = group
         self._world_size = dist.get_world_size(group)
@@ -86,11 +86,11 @@ class GradientReducer:
         """Whether gradients are compressed; :meth:`average_all` then needs their parameters."""
         return self._pieces is not None
 
-    def through(self, all_reduce: HierarchicalAllReduce, pieces: Mapping[Tensor, Piece]) -> "GradientReducer":
+    def through(self, all_reduce: HierarchicalAllReduce, pieces: Mapping[Tensor, GradientPiece]) -> "GradientReducer":
         """A reducer that replaces this one and uses ``all_reduce``."""
         return GradientReducer(self._group, self._meter, axis=self._axis, all_reduce=all_reduce, pieces=pieces)
 
-    def attach(self, module: DistributedDataParallel, pieces: Mapping[Tensor, Piece] | None = None) -> None:
+    def attach(self, module: DistributedDataParallel, pieces: Mapping[Tensor, GradientPiece] | None = None) -> None:
         """Makes ``module`` reduce its gradients through this reducer, instead of the module attached before.
 
         Args:
@@ -127,7 +127,7 @@ class GradientReducer:
         is_complete, self._is_complete = self._is_complete, False
         return is_complete
 
-    def average(self, tensor: Tensor, pieces: Sequence[Piece] = ()) -> None:
+    def average(self, tensor: Tensor, pieces: Sequence[GradientPiece] = ()) -> None:
         """Averages any flat tensor over the ranks, in place; the main thread waits, so backward must be over.
 
         Args:
@@ -140,7 +140,7 @@ class GradientReducer:
         with self._meter.blocking("all_reduce", on_stream=tensor.is_cuda, **self._described(tensor)):
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group)
 
-    def average_all(self, tensors: Sequence[tuple[Tensor, Sequence[Piece]]]) -> None:
+    def average_all(self, tensors: Sequence[tuple[Tensor, Sequence[GradientPiece]]]) -> None:
         """Averages flat tensors of gradients in place, as buckets that are full at the same time.
 
         Args:
@@ -209,7 +209,9 @@ class GradientReducer:
                 self._finish_job(*under_way)
             under_way = begun
 
-    def _begin_job(self, buffer: Tensor, index: int, pieces: Sequence[Piece], future: Future[Tensor]) -> "_UnderWay":
+    def _begin_job(
+        self, buffer: Tensor, index: int, pieces: Sequence[GradientPiece], future: Future[Tensor]
+    ) -> "_UnderWay":
         finish = _nothing
         if self._error is None:
             try:
@@ -227,14 +229,14 @@ class GradientReducer:
         future.set_result(buffer)
 
     def _begin(
-        self, buffer: Tensor, pieces: Sequence[Piece], index: int | None = None, *, blocking: bool = False
+        self, buffer: Tensor, pieces: Sequence[GradientPiece], index: int | None = None, *, blocking: bool = False
     ) -> Callable[[], None]:
         """Starts to average a tensor and returns what finishes it; a bucket has one ``index`` in all steps."""
         assert self.all_reduce is not None
         if buffer.is_sparse:
             # Gloo exchanges indices and values of sparse gradients itself; their size differs from rank to rank.
             sent = SentBytes(size_bytes(buffer), 0)
-            with self._meter.metered("all_reduce", blocking=blocking, **self._described(buffer, sent)):
+            with self._meter.begin("all_reduce", blocking=blocking, **self._described(buffer, sent)):
                 dist.all_reduce(buffer, group=self._group)
                 buffer.div_(self._world_size)
             return _nothing
@@ -250,14 +252,10 @@ class GradientReducer:
             raise
 
         def finish() -> None:
-            try:
+            with transfer:
                 pending.finish()
                 if staged is not buffer:
                     buffer.copy_(staged)
-            except BaseException:
-                transfer.broke()
-                raise
-            transfer.finish()
 
         return finish
 

@@ -42,7 +42,7 @@ def gathered(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device)
         entries = {key: gathered([output[key] for output in outputs], sizes, device) for key in first}
         return entries if type(first) is dict else type(first)(entries)  # type: ignore[call-arg]
     if isinstance(first, list) and _has_entry_of_each_sample(outputs, sizes):
-        return [_on(entry, device) for output in outputs for entry in output]
+        return [on_device(entry, device) for output in outputs for entry in output]
     if isinstance(first, list | tuple) and len({len(output) for output in outputs}) == 1:
         parts = [gathered(entries, sizes, device) for entries in zip(*outputs, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
@@ -76,5 +76,6 @@ def _has_entry_of_each_sample(outputs: Sequence[list[Any]], sizes: Sequence[int]
     return not (entries and all(batched))
 
 
-def _on(value: Any, device: torch.device) -> Any:
+def on_device(value: Any, device: torch.device) -> Any:
+    """A tensor on the device; any other value as it is."""
     return value.to(device) if isinstance(value, Tensor) else value

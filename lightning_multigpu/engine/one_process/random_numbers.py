@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_multigpu.engine.recomputation import runs_in_checkpoint
+from lightning_multigpu.engine.activation_checkpointing import runs_in_checkpoint
 
 _DRAWS_NOTHING_ON_CPUS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # runs without dropout only
 

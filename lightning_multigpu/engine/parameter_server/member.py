@@ -22,6 +22,7 @@ from lightning_multigpu.engine.parameter_server.wire import (
 class Member:
     """A worker's connection, and what is to be sent over it.
 
+    ``requests`` is a second connection of a worker on another host, for messages that must not wait behind gradients.
     A quiet member takes this server for a replica: the other server sends the weights and answers questions.
     ``memory`` is that of the buckets, by number of their optimizer and their own, which a worker of this host shares;
     ``memory_in`` and ``memory_out`` count the bytes that went through it.
@@ -29,6 +30,7 @@ class Member:
 
     worker: int
     channel: Channel
+    requests: Channel | None = None
     is_quiet: bool = False
     shares_memory: bool = False
     memory: dict[tuple[int, int], BucketMemory] = field(default_factory=dict)
@@ -40,6 +42,12 @@ class Member:
 
     def __post_init__(self) -> None:
         self.writer = threading.Thread(target=self._write, name=f"to worker {self.worker}", daemon=True)
+
+    def shut_down(self) -> None:
+        """Ends the connections for both ends."""
+        self.channel.shut_down()
+        if self.requests is not None:
+            self.requests.shut_down()
 
     def post(self, fields: dict[str, Any], payload: Sequence[memoryview] = ()) -> None:
         """Sends a frame when those before it are sent; the payload stays as it is until then."""

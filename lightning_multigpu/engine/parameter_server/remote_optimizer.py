@@ -17,7 +17,7 @@ Source: M. Li et al., "Scaling distributed machine learning with the parameter s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -176,14 +176,15 @@ class RemoteOptimizer(RedirectedOptimizer):
         self._pieces: dict[Parameter, list[tuple[_Part, int]]] = {}
         self._plans = 0
         self._round = 0
-        self._targets: dict[tuple[int, int], tuple[list[memoryview], int]] = {}
+        self._targets: dict[tuple[int, int], tuple[list[memoryview], int, bool]] = {}
         self._waits_for: list[int] = []
         self._unmirrored: set[int] = set()
         self._squares: dict[int, float] = {}
         self._is_pulling = False
+        self._is_replacing = False  # weights are on their way to servers, and the next request must come after them
         self._kinds: dict[Parameter, int] = {}
         self._rows: dict[Parameter, Tensor] = {}
-        self._sums: dict[Parameter, int] | None = None
+        self._sums: dict[tuple[int, int], list[int]] = {}
         self._hooks: list[Any] = []
         self._copying: torch.cuda.Stream | None = None
         self._number = servers.new_number(self)
@@ -212,7 +213,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         self._place_new()
         self.gradients_are_whole = False  # backward has added to what was averaged before
         self._push_rest()
-        staged = self._expect(lambda parameter: parameter.grad)
+        staged = self._expect(gradients=True)
         self._ask("average", is_urgent=False)
         for parameter, kind in self._kinds.items():
             if kind != ABSENT and parameter.grad is None:
@@ -238,7 +239,7 @@ class RemoteOptimizer(RedirectedOptimizer):
                 "would be lost: use strategy='sync_ps' with that hook"
             )
         is_urgent = self._push_rest()
-        staged = self._expect(lambda parameter: parameter)
+        staged = self._expect()
         self._ask(
             "step",
             is_urgent=is_urgent,
@@ -249,20 +250,20 @@ class RemoteOptimizer(RedirectedOptimizer):
         )
         for piece, place in self._arrived(staged):
             piece.fill(piece.parameter, place)
-        self._sums = self._checksums()
+        self._complete_sums()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as its own step would tell LR schedulers
 
     @torch.no_grad()
     def pull(self) -> None:
         """Gets the newest weights."""
-        staged = self._expect(lambda parameter: parameter)
+        staged = self._expect()
         self._is_pulling = True
         self._post_to_all({"kind": "pull", "optimizer": self._number})
         self._await_parts()
         self._is_pulling = False
         for piece, place in staged:
             piece.fill(piece.parameter, place)
-        self._sums = self._checksums()
+        self._complete_sums()
 
     def _asked(self) -> list[int]:
         """The servers with a part. A server without one would begin the next round before the others."""
@@ -335,7 +336,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         self._plans += 1
         if is_resumed or not self._servers.consistency.is_synchronous:
             self.pull()
-        self._sums = self._checksums()
+        self._complete_sums()
 
     def _make_buckets(self, parameters: list[Parameter]) -> None:
         """Cuts parameters of one dtype and device into buckets, and these into the servers' parts."""
@@ -446,18 +447,17 @@ class RemoteOptimizer(RedirectedOptimizer):
     def _values(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in group.items() if name != "params"}
 
-    def _checksums(self) -> dict[Parameter, int] | None:
-        """On worker 0 a number for the weights of each parameter, by which a hook's change of them is seen."""
-        if self._servers.worker != 0:
-            return None
-        sums: dict[Parameter, int] = {}
-        for parameters in alike(self._pieces):
-            sums.update(zip(parameters, checksums(parameters), strict=True))  # type: ignore[arg-type]
-        return sums
+    def _complete_sums(self) -> None:
+        """On worker 0: takes checksums of the parts that have none, which new and staged parts have not."""
+        if self._servers.worker == 0:
+            parts = [part for bucket in self._buckets for part in bucket.parts]
+            self._sums.update(_sums_of(part for part in parts if (part.server, part.bucket) not in self._sums))
 
-    def _changed(self) -> set[Parameter]:
-        """On worker 0 the parameters that have changed since they came; elsewhere none."""
-        return {p for p, sum_ in (self._checksums() or {}).items() if sum_ != (self._sums or {}).get(p)}
+    def _changed(self) -> list[_Part]:
+        """On worker 0 the parts whose weights have changed since they came; elsewhere none."""
+        parts = [part for bucket in self._buckets for part in bucket.parts if self._servers.worker == 0]
+        now = _sums_of(parts)
+        return [part for part in parts if now[part.server, part.bucket] != self._sums.get((part.server, part.bucket))]
 
     def send_changed_weights(self) -> bool:
         """On worker 0: sends the weights that have changed since they came: by a hook, or by a checkpoint.
@@ -466,11 +466,10 @@ class RemoteOptimizer(RedirectedOptimizer):
             Whether there were any.
         """
         changed = self._changed()
-        for bucket in self._buckets:
-            for part in [] if changed.isdisjoint(bucket.parameters) else bucket.parts:
-                if part.numel:
-                    fields = {"kind": "replace", "optimizer": self._number, "bucket": part.bucket}
-                    self._servers.post(part.server, fields, [bytes_of(self._joined_weights(part))])
+        self._is_replacing |= bool(changed)
+        for part in changed:
+            fields = {"kind": "replace", "optimizer": self._number, "bucket": part.bucket}
+            self._servers.post(part.server, fields, [bytes_of(self._joined_weights(part))])
         return bool(changed)
 
     # Push
@@ -567,8 +566,8 @@ class RemoteOptimizer(RedirectedOptimizer):
 
     # Ask, and pull
 
-    def _expect(self, target_of: Callable[[Parameter], Tensor | None]) -> list[tuple[_Piece, Tensor]]:
-        """Sets the memory for the parts that servers send; returns the pieces that need a copy afterwards."""
+    def _expect(self, *, gradients: bool = False) -> list[tuple[_Piece, Tensor]]:
+        """Sets the memory for the weights or gradients that servers send; returns the pieces that need a copy then."""
         staged: list[tuple[_Piece, Tensor]] = []
         self._kinds, self._rows = {}, {}
         for bucket in self._buckets:
@@ -578,7 +577,7 @@ class RemoteOptimizer(RedirectedOptimizer):
                 room: Tensor | None = None
                 views = []
                 for piece in part.pieces:
-                    target = target_of(piece.parameter)
+                    target = piece.parameter.grad if gradients else piece.parameter
                     if target is None or not _is_in_reach(target, part.dtype):
                         room = torch.empty(part.numel, dtype=part.dtype) if room is None else room
                         place = piece.place(room)
@@ -586,7 +585,10 @@ class RemoteOptimizer(RedirectedOptimizer):
                     else:
                         place = piece.of(target)
                     views.append(bytes_of(place))
-                self._targets[part.server, part.bucket] = views, part.nbytes
+                is_summed = self._servers.worker == 0 and not gradients and room is None
+                self._targets[part.server, part.bucket] = views, part.nbytes, is_summed
+                if room is not None and not gradients:
+                    self._sums.pop((part.server, part.bucket), None)
         return staged
 
     def _arrived(self, staged: list[tuple[_Piece, Tensor]]) -> list[tuple[_Piece, Tensor]]:
@@ -598,18 +600,19 @@ class RemoteOptimizer(RedirectedOptimizer):
         servers = self._servers
         tensors: list[Tensor] = []
         values = packed(fields.pop("values", []), tensors, what=f"an option of {type(self.optimizer).__name__}")
-        size_bytes = sum(size for _, size in self._targets.values())
+        size_bytes = sum(size for _, size, _ in self._targets.values())
         start_s = servers.meter.now()
         with servers.meter.metered("pull", group="servers", group_size=servers.num_workers, size_bytes=size_bytes):
             message = {"kind": kind, "optimizer": self._number, "round": self._round, "values": values, **fields}
-            self._post_to_all(message, [bytes_of(tensor) for tensor in tensors], is_urgent=is_urgent)
+            payload = [bytes_of(tensor) for tensor in tensors]
+            self._post_to_all(message, payload, is_urgent=is_urgent, is_first=is_urgent and not self._is_replacing)
             is_told_squares = servers.worker == 0 or not servers.consistency.is_synchronous
             if self.clip_norm is not None and kind == "step" and servers.num_servers > 1 and is_told_squares:
                 asked = self._asked()
                 servers.wait_until(lambda: self._squares.keys() >= {*asked})
                 squares = sum(self._squares[server] for server in asked)
                 for server in asked:
-                    servers.post(server, {"kind": "norm", "optimizer": self._number, "squares": squares})
+                    servers.post(server, {"kind": "norm", "optimizer": self._number, "squares": squares}, is_first=True)
             self._await_parts()
         servers.meter.waited(start_s, servers.meter.now())
         self._squares.clear()
@@ -618,7 +621,9 @@ class RemoteOptimizer(RedirectedOptimizer):
             bucket.ready.clear()
         self._round += 1
 
-    def _post_to_all(self, message: Fields, payload: Sequence[memoryview] = (), *, is_urgent: bool = True) -> None:
+    def _post_to_all(
+        self, message: Fields, payload: Sequence[memoryview] = (), *, is_urgent: bool = True, is_first: bool = False
+    ) -> None:
         """Asks all servers for their parts; replicas say that they have mirrored it.
 
         A replica that takes over gets the question and then the list of missing buckets, or, if it has taken over
@@ -629,7 +634,7 @@ class RemoteOptimizer(RedirectedOptimizer):
             self._waits_for = self._asked()
             self._unmirrored = {server for server in self._waits_for if servers.is_mirrored(server)}
             for server in self._waits_for:
-                servers.post(server, message, payload, is_urgent=is_urgent)
+                servers.post(server, message, payload, is_urgent=is_urgent, is_first=is_first)
 
     def _await_parts(self) -> None:
         """Waits until all parts are there, and replicas have done what their servers have."""
@@ -638,6 +643,7 @@ class RemoteOptimizer(RedirectedOptimizer):
             lambda: not self._targets and not any(servers.has_replica(server) for server in self._unmirrored)
         )
         self._waits_for = []
+        self._is_replacing = False
 
     def lacks(self, server: int) -> Fields | None:
         """What this worker waits for from a server: buckets of its round. None if it has not asked the server."""
@@ -657,7 +663,7 @@ class RemoteOptimizer(RedirectedOptimizer):
                 else:
                     self._unmirrored.discard(server)
             return
-        views, size_bytes = self._targets.get((server, fields.get("bucket", -1)), (None, 0))
+        views, size_bytes, is_summed = self._targets.get((server, fields.get("bucket", -1)), (None, 0, False))
         kinds = fields.get("kinds")
         if views is None or payload_bytes not in (0, size_bytes) or not isinstance(kinds, list):
             raise WireError(f"a part of {payload_bytes} bytes that nobody waits for")
@@ -666,8 +672,11 @@ class RemoteOptimizer(RedirectedOptimizer):
             copy_out({"pushed": memory.pushed, "weights": memory.weights}[fields["in_memory"]], views)
         elif payload_bytes:
             channel.receive_into(views)
+        part = self._buckets[fields["bucket"]].parts[server]
+        if is_summed:  # here, while the other parts are still on their way
+            self._sums.update(_sums_of([part]))
         with self._servers.arriving():
-            pieces = self._buckets[fields["bucket"]].parts[server].pieces
+            pieces = part.pieces
             self.version = max(self.version, fields.get("version", 0))
             self._kinds.update(zip((piece.parameter for piece in pieces), kinds, strict=True))
             for index, rows in fields.get("rows", ()):
@@ -675,6 +684,13 @@ class RemoteOptimizer(RedirectedOptimizer):
                 self._rows[parameter] = torch.zeros(len(parameter), dtype=torch.bool)
                 self._rows[parameter][rows] = True
             del self._targets[server, fields["bucket"]]
+
+
+def _sums_of(parts: Iterable[_Part]) -> dict[tuple[int, int], list[int]]:
+    """Numbers for the weights of parts, by which a hook's change of them is seen."""
+    parts = list(parts)
+    numbers = iter(checksums([piece.of(piece.parameter) for part in parts for piece in part.pieces]))
+    return {(part.server, part.bucket): [next(numbers) for _ in part.pieces] for part in parts}
 
 
 def _is_in_reach(tensor: Tensor, dtype: torch.dtype) -> bool:

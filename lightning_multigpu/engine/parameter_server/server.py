@@ -9,6 +9,9 @@ thread whose message completes a bucket averages and updates it; the others go o
                         |  average, clip, step  |
     worker 1  --push b--+                       +--weights b-->  worker 1
 
+A worker with which the server shares no memory has a second connection, for requests of a step: on the first one they
+would wait behind gradients that are on their way.
+
 Gradients are summed in the order of workers, so that a run repeats bit for bit.
 
 A server may be the replica of another server. The replica gets the same messages and makes the same updates, but sends
@@ -115,7 +118,7 @@ class Server:
             member.outbox.put(None)
         for member in members:
             member.writer.join(_LAST_WORDS_S)
-            member.channel.shut_down()
+            member.shut_down()
         if self._problem:
             with self._changing:  # workers that connect late get the error, too
                 self._changing.wait_for(self._all_have_come, _LATE_S)
@@ -163,10 +166,11 @@ class Server:
         try:
             with _usable():
                 member = self._introduced(channel)
-                while self._handle(member, *channel.receive()):
+                while self._handle(member, channel, *channel.receive()):
                     pass
-            self._leaves(member)
-            member.outbox.put(None)
+            if channel is member.channel:
+                self._leaves(member)
+                member.outbox.put(None)
         except ChannelError as error:
             if member is not None:
                 self._is_gone(member, str(error))
@@ -183,13 +187,15 @@ class Server:
                     self._num_come += 1
                     self._changing.notify_all()
         finally:
-            if member is not None:
+            if member is not None and channel is member.channel:
                 member.writer.join(_LAST_WORDS_S)  # its last frame may be the error
             channel.shut_down()
             channel.close()
 
     def _introduced(self, channel: Channel) -> Member:
         fields, payload_bytes = channel.receive()
+        if "requests_of" in fields and not payload_bytes:
+            return self._member_with_requests(fields["requests_of"], channel)
         if fields.get("joins") is True and fields.get("kind") == "hello" and not payload_bytes:
             return self._joined(fields, channel)
         numbers = [fields.get(name) for name in ("worker", "num_workers", "num_servers")]
@@ -214,6 +220,15 @@ class Server:
             self._num_joined = max(self._num_joined, worker + 1 - workers)
             return self._let_in(worker, fields, channel)
 
+    def _member_with_requests(self, worker: Any, channel: Channel) -> Member:
+        """The worker that opens a second connection, where its requests do not wait behind its gradients."""
+        with self._changing:
+            member = self._members.get(worker) if type(worker) is int else None
+            if member is None:
+                raise WireError(f"there is no worker {str(worker)[:40]}")
+            member.requests = channel
+            return member
+
     def _joined(self, fields: dict[str, Any], channel: Channel) -> Member:
         """Admits a worker that joins a running job, under a number that no worker has had."""
         with self._changing:
@@ -236,7 +251,7 @@ class Server:
         is_quiet = hello.get("is_replica") is True and hello.get("joins") is not True
         if self._is_over.is_set():  # the thread that writes to the worker would never end
             raise WireError(self._problem or "the job of this server has ended")
-        member = self._members[worker] = Member(worker, channel, is_quiet)
+        member = self._members[worker] = Member(worker, channel, is_quiet=is_quiet)
         self._num_come += 1
         silence_s = hello.get("silence_s")
         if isinstance(silence_s, float) and _SILENCE_S[0] <= silence_s <= _SILENCE_S[1]:
@@ -265,6 +280,8 @@ class Server:
     def _is_gone(self, member: Member, why: str) -> None:
         """A worker's connection has broken: the others go on without it where they may."""
         with self._changing:
+            if self._members.get(member.worker) is not member:
+                return  # its other connection has ended before
             if not self._may_lose_workers or member.worker == 0:
                 self.end(f"worker {member.worker} is gone: {why}", replica_goes_on=True)
             elif not self._is_over.is_set():
@@ -277,6 +294,8 @@ class Server:
     def _forget(self, member: Member) -> None:
         worker = member.worker
         del self._members[worker]
+        if member.requests is not None:
+            member.requests.shut_down()
         self._bytes_in += member.channel.bytes_in + member.memory_in
         self._bytes_out += member.channel.bytes_out + member.memory_out
         self._await_run.pop(worker, None)
@@ -294,9 +313,9 @@ class Server:
         if 0 in self._departed and not self._members:
             self.end("")
 
-    def _handle(self, member: Member, fields: dict[str, Any], payload_bytes: int) -> bool:
-        """Handles a worker's message; False after the last one, "goodbye"."""
-        kind, worker, channel = fields.get("kind"), member.worker, member.channel
+    def _handle(self, member: Member, channel: Channel, fields: dict[str, Any], payload_bytes: int) -> bool:
+        """Handles a worker's message; False after the last one of a connection, "goodbye"."""
+        kind, worker = fields.get("kind"), member.worker
         if kind in ("configure", "load", "over"):
             body = fields.get("body")
             tensors = room_for(body, payload_bytes)

@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
@@ -75,6 +75,8 @@ class Receiver(Protocol):
 class _Connection:
     """One server or replica: its channel, and what is to be sent to it.
 
+    ``requests`` is a second channel to a server on another host: there, what is urgent does not wait behind gradients
+    that are on their way.
     ``confirmed`` has its answers to what is sent to servers and replicas alike; ``memory`` is that of the buckets, by
     number of their optimizer and their own, which a server on this host shares.
     """
@@ -84,9 +86,16 @@ class _Connection:
     channel: Channel
     outbox: _Outbox
     is_replica: bool
+    requests: Channel | None = None
     confirmed: list[Fields] = field(default_factory=list)
     memory: _Memory = field(default_factory=dict)
     num_lost: int = 0
+
+    def shut_down(self) -> None:
+        """Ends the connections for both ends."""
+        self.channel.shut_down()
+        if self.requests is not None:
+            self.requests.shut_down()
 
 
 class ServerConnections:
@@ -207,6 +216,11 @@ class ServerConnections:
             if self._num_replicas and self.joined_in is None:
                 self._has_welcomes = True
                 self.gather(None)  # no worker looks any more for a server that the others go on without
+            for connection in self._connections:
+                if not self._may_share(connection) and not self._num_replicas:
+                    requests = self._connected(connection.number, connection.name, timeout_s=timeout_s)
+                    requests.send({"requests_of": self.worker})
+                    connection.requests = requests
             with self._arrived:
                 self._is_open = True
                 for connection, why in self._lost_early:
@@ -262,17 +276,21 @@ class ServerConnections:
                 on_late(untold.pop())
 
         left_s = max(0.1, start_s + timeout_s - time.monotonic())
-        try:
-            channel = connect(host, port, self._secret, timeout_s=left_s, before_retry=before_retry)
-        except ChannelError as error:
-            raise ServerError(f"{name} is not there: {error}") from error
-        if self._silence_s is not None:
-            channel.watch(self._silence_s)
+        channel = self._connected(place, name, timeout_s=left_s, before_retry=before_retry)
         # TCP divides a link evenly between connections. Where parts of a bucket are not even, one thread sends them one
         # after the other, so that none of them comes late.
         if not self._outboxes or len({*self.shares}) == 1:
             self._outboxes.append(queue.PriorityQueue())
         return _Connection(number, name, channel, self._outboxes[-1], is_replica)
+
+    def _connected(self, place: int, name: str, **options: Any) -> Channel:
+        try:
+            channel = connect(*self._addresses[place], self._secret, **options)
+        except ChannelError as error:
+            raise ServerError(f"{name} is not there: {error}") from error
+        if self._silence_s is not None:
+            channel.watch(self._silence_s)
+        return channel
 
     def new_number(self, receiver: Receiver) -> int:
         """The number of one more optimizer."""
@@ -296,6 +314,7 @@ class ServerConnections:
         payload: Payload = (),
         *,
         is_urgent: bool = True,
+        is_first: bool = False,
         push_bytes: int | None = None,
     ) -> None:
         """Sends a frame to a server and its replica; urgent ones, in their order, overtake the others.
@@ -305,10 +324,15 @@ class ServerConnections:
             fields: of the frame.
             payload: stays as it is until it is sent; a function is called once, when the frame's turn has come.
             is_urgent: False for gradients.
+            is_first: it may overtake all frames, also those that the kernel has.
             push_bytes: of gradients; the meter is told of them, once for each process that gets them.
         """
         with self._arrived:  # a replica that takes over meanwhile gets the frame as well, and once
             copies = list(self._copies[server])
+            if is_first and (requests := copies[0].requests) is not None and not callable(payload):
+                with suppress(ChannelError):  # the thread that reads is told by the server
+                    requests.send(fields, payload)
+                return
             if callable(payload) and len(copies) > 1:
                 payload = _once(payload)
             for connection in copies:
@@ -399,12 +423,15 @@ class ServerConnections:
         """Ends all waiting, when a rank has failed."""
         self._fails("the connections to the parameter servers were cut")
         for connection in self._connections:
-            connection.channel.shut_down()
+            connection.shut_down()
 
     def close(self) -> None:
         """Leaves the servers, which end when all workers have left."""
         self._is_leaving = True
         for connection in self._connections:
+            if connection.requests is not None:
+                with suppress(ChannelError):
+                    connection.requests.send({"kind": "goodbye"})
             self._put(connection, ({"kind": "goodbye"}, (), None), _LAST)
         for outbox in self._outboxes:
             outbox.put((_LAST, next(self._order), None))
@@ -412,8 +439,10 @@ class ServerConnections:
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         for connection in self._connections:
-            connection.channel.shut_down()
+            connection.shut_down()
             connection.channel.close()
+            if connection.requests is not None:
+                connection.requests.close()
             connection.memory.clear()
 
     def _fails(self, problem: str) -> None:
@@ -425,7 +454,7 @@ class ServerConnections:
         with self.arriving():
             if self._is_leaving or self._problem is not None:
                 return
-            connection.channel.shut_down()
+            connection.shut_down()
             if self._has_welcomes and not self._is_open:
                 self._lost_early.append((connection, why))
                 return
@@ -497,10 +526,11 @@ class ServerConnections:
                 tensors = room_for(body, payload_bytes)
                 connection.channel.receive_into([bytes_of(tensor) for tensor in tensors])
                 if kind == "error":
-                    if fields.get("replica_goes_on") is True and self.is_mirrored(number):
-                        self._loses(connection, str(fields.get("text")))
-                    else:
-                        self._fails(f"{connection.name}: {fields.get('text')}")
+                    with self._arrived:  # the server and its replica may both end at once
+                        if fields.get("replica_goes_on") is True and self.is_mirrored(number):
+                            self._loses(connection, str(fields.get("text")))
+                        else:
+                            self._fails(f"{connection.name}: {fields.get('text')}")
                     return
                 with self.arriving():
                     if kind in _CONFIRMED:

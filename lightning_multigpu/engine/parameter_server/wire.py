@@ -201,12 +201,12 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
     """A number for each tensor that changes with nearly every change of it, also of the order of its elements.
 
     Args:
-        tensors: of one device. Of those of a GPU, only the numbers come to the host.
+        tensors: on the host, or on one device, from which only the numbers come to the host.
     """
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return [host_checksum(tensor) for tensor in tensors]
-    found: list[int] = torch.stack([device_checksum(tensor) for tensor in tensors]).tolist()
-    return found
+    sums = [host_checksum(tensor) if tensor.device.type == "cpu" else device_checksum(tensor) for tensor in tensors]
+    on_device = [number for number in sums if isinstance(number, Tensor)]
+    from_device = iter(torch.stack(on_device).tolist() if on_device else ())
+    return [next(from_device) if isinstance(number, Tensor) else number for number in sums]
 
 
 def host_checksum(tensor: Tensor) -> int:

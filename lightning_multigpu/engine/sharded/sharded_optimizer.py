@@ -295,12 +295,8 @@ class _Shards(OSS):  # type: ignore[misc]  # without annotations
                 work = dist.broadcast(values, self._local_to_global_rank[rank], group=self.group, async_op=True)
                 under_way.append((rank, bucket, values, work, transfer))
         for rank, bucket, values, work, transfer in under_way:
-            try:
+            with transfer:
                 work.wait()
-            except BaseException:
-                transfer.broke()
-                raise
-            transfer.finish()
             if rank != self.rank and values is not bucket.buffer:
                 bucket.buffer.copy_(values)
 

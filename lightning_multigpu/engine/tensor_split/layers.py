@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut, whole_size
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from lightning_multigpu.engine.tensor_split.whole_reads import plain
+from lightning_multigpu.engine.tensor_split.whole_reads import plain, whole_of
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -480,8 +480,7 @@ def gather_last(tensor: Tensor, group: TensorGroup, split: ParameterSplit, name:
         split: of the last dimension, ``layer.split`` of a :class:`ColumnSplitLinear` for example.
         name: in the meter.
     """
-    whole: Tensor = _GatherLast.apply(tensor, group, split, name)  # type: ignore[no-untyped-call]
-    return whole
+    return whole_of(tensor, _along_last(split), group, name).contiguous()
 
 
 def split_last(tensor: Tensor, group: TensorGroup, split: ParameterSplit, name: str) -> Tensor:
@@ -642,17 +641,6 @@ class _Summed(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return gradient, None, None
-
-
-class _GatherLast(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, split: ParameterSplit, name: str) -> Tensor:
-        ctx.rank, ctx.split = group.rank, split
-        return _along_last(split).gather(tensor, group, name).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _along_last(ctx.split).part(gradient, ctx.rank), None, None, None
 
 
 class _SplitLast(Function):

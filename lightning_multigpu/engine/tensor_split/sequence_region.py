@@ -162,8 +162,7 @@ class SequenceRegion:
             return
         entry = _common_parent(parts, columns)
         if place == "module" and entry.startswith(f"{layer}."):
-            gathers = self._gathers(columns[0])
-            hook = partial(self._gather_first, gathers)
+            hook = partial(self._change_first, change=self._gathers(columns[0]))
             self._handles.append(parts[entry].register_forward_pre_hook(hook, with_kwargs=True))
             for name in columns:
                 self._set(parts[name], entry=_as_it_is)
@@ -176,11 +175,6 @@ class SequenceRegion:
         return lambda part: gather(
             part, self._group, self._dim, self._length, name, keeps_gathered=self._keeps_gathered
         )
-
-    def _gather_first(
-        self, gathers: Callable[[Tensor], Tensor], module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self._change_first(module, args, kwargs, gathers)
 
     def _set(self, part: Module, **attributes: Any) -> None:
         self._changed.append((part, {name: vars(part).get(name) for name in attributes}))

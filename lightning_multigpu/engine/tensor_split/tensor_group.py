@@ -6,14 +6,16 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_multigpu.communication.hierarchy import Done, Pending
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.communication.ring import chunk_bounds
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
@@ -27,39 +29,24 @@ Bounds = Sequence[tuple[int, int]]
 """First and one-past-last index of each rank's part, one after the other."""
 
 
-class Pending(Protocol):
-    """A tensor that is being reduced."""
-
-    def finish(self) -> Tensor:
-        """Waits for the other ranks and returns the sum."""
-
-
-class _Done:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def finish(self) -> Tensor:
-        return self.tensor
-
-
-class _OnStream(_Done):
+class _OnStream(NamedTuple):
     """A collective of NCCL, which runs beside the device's compute stream."""
 
-    def __init__(self, tensor: Tensor, work: Any, transfer: Any) -> None:
-        super().__init__(tensor)
-        self._work, self._transfer = work, transfer
+    tensor: Tensor
+    work: Any
+    transfer: Transfer
 
     def finish(self) -> Tensor:
-        self._work.wait()
-        self._transfer.finish()
+        with self.transfer:
+            self.work.wait()
         return self.tensor
 
 
-class _Beside(_Done):
+class _Beside:
     """A reduction on the group's thread."""
 
     def __init__(self, tensor: Tensor, meter: Meter) -> None:
-        super().__init__(tensor)
+        self.tensor = tensor
         self._meter = meter
         self.over = threading.Event()
         self.error: BaseException | None = None
@@ -150,9 +137,14 @@ class TensorGroup:
         """
         if self.size == 1 or self._is_silent(tensor):
             return tensor
-        with self._metered("all_reduce", tensor.nbytes, name):
+        with self._begin("all_reduce", tensor.nbytes, name, blocking=True):
             self._sum(tensor)
         return tensor
+
+    def any(self, is_so: bool, device: torch.device) -> bool:
+        """Whether any rank passes True; a collective."""
+        votes = torch.tensor([float(is_so)], device=device)
+        return bool(self.all_reduce(votes, "agreement") > 0)
 
     def begin_all_reduce(self, tensor: Tensor, name: str) -> Pending:
         """:meth:`all_reduce` beside what this rank computes until ``finish()``; no other collective may begin before.
@@ -160,12 +152,12 @@ class TensorGroup:
         It runs beside on GPUs, and on CPUs where the tensor has 1 MiB or more.
         """
         if self.size == 1 or self._is_silent(tensor):
-            return _Done(tensor)
+            return Done(tensor)
         if self._is_nccl:
             transfer = self._begin("all_reduce", tensor.nbytes, name)
             return _OnStream(tensor, dist.all_reduce(tensor, group=self.group, async_op=True), transfer)
         if tensor.nbytes < _BESIDE_FROM_BYTES:
-            return _Done(self.all_reduce(tensor, name))
+            return Done(self.all_reduce(tensor, name))
         pending = _Beside(tensor, self._meter)
         if self._thread is None:
             self._thread = threading.Thread(target=self._reduce_beside, name="tensor-split", daemon=True)
@@ -194,7 +186,7 @@ class TensorGroup:
         if self._is_silent(tensor):
             whole[start:stop] = own
             return whole.movedim(0, dim)
-        with self._metered("all_gather", whole.nbytes, name):
+        with self._begin("all_gather", whole.nbytes, name, blocking=True):
             if self._shared is not None:
                 whole[start:stop] = own
                 self._shared.all_gather(whole, bounds=[(a * row, b * row) for a, b in bounds])
@@ -218,7 +210,7 @@ class TensorGroup:
         start, stop = bounds[self.rank]
         if self._is_silent(tensor):
             return whole[start:stop].movedim(0, dim).contiguous()
-        with self._metered("reduce_scatter", whole.nbytes, name):
+        with self._begin("reduce_scatter", whole.nbytes, name, blocking=True):
             if self._shared is not None:
                 self._shared.reduce_scatter(whole, bounds=[(a * row, b * row) for a, b in bounds])
             elif self._is_nccl and len({b - a for a, b in bounds}) == 1:
@@ -265,30 +257,24 @@ class TensorGroup:
     def _reduce_beside(self) -> None:
         while (item := self._work.get()) is not None:
             pending, name = item
-            transfer = self._begin("all_reduce", pending.tensor.nbytes, name)
             try:
-                self._sum(pending.tensor)
-                transfer.finish()
+                with self._begin("all_reduce", pending.tensor.nbytes, name):
+                    self._sum(pending.tensor)
             except BaseException as error:
-                transfer.broke()
                 pending.error = error
             pending.over.set()
 
-    def _described(self, operation: str, size_bytes: int, name: str) -> dict[str, Any]:
+    def _begin(self, operation: str, size_bytes: int, name: str, *, blocking: bool = False) -> Transfer:
         if self.observer is not None:
             self.observer(operation, name, size_bytes)
-        return {
-            "group": f"tensor {name}".rstrip(),
-            "group_size": self.size,
-            "size_bytes": size_bytes,
-            "memory_bytes": size_bytes if self._shared is not None else 0,
-            "sent_bytes": size_bytes if self._shared is not None else None,
-            "ranks": self._ranks,
-            "on_stream": self._is_nccl,
-        }
-
-    def _begin(self, operation: str, size_bytes: int, name: str) -> Any:
-        return self._meter.begin(operation, **self._described(operation, size_bytes, name))
-
-    def _metered(self, operation: str, size_bytes: int, name: str) -> Any:
-        return self._meter.blocking(operation, **self._described(operation, size_bytes, name))
+        return self._meter.begin(
+            operation,
+            group=f"tensor {name}".rstrip(),
+            group_size=self.size,
+            size_bytes=size_bytes,
+            memory_bytes=size_bytes if self._shared is not None else 0,
+            sent_bytes=size_bytes if self._shared is not None else None,
+            blocking=blocking,
+            ranks=self._ranks,
+            on_stream=self._is_nccl,
+        )

@@ -455,7 +455,5 @@ def split_blocks(module: Module, blocks: Sequence[Block], traffic: Sequence[Sent
 
 def _whole_bytes(parameter: Tensor) -> int:
     split = split_of(parameter)
-    if split is None:
-        return parameter.nbytes
-    others = [length for dim, length in enumerate(parameter.shape) if dim != split.dim % parameter.dim()]
-    return math.prod(others) * split.whole_size * parameter.element_size()
+    shape = parameter.shape if split is None else split.whole_shape(parameter)
+    return math.prod(shape) * parameter.element_size()

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -70,9 +69,7 @@ class WholeReads(TorchFunctionMode):
         self._gathered: list[tuple[str, Tensor, int]] = []
 
     @override
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         self._check_views(error)
 
@@ -100,7 +97,9 @@ class WholeReads(TorchFunctionMode):
         if is_attribute := name == "__get__":
             name = func.__self__.__name__
         if name in _SIZES:
-            return func(self._whole_size(*found[0]), *args[1:], **kwargs)
+            part, split = found[0]
+            whole = torch.empty(split.whole_shape(part), dtype=part.dtype, device="meta")
+            return func(whole, *args[1:], **kwargs)
         return self._of_values(func, name, is_attribute, found, args, kwargs)
 
     def _of_values(self, func: Any, name: str, is_attribute: bool, found: list[_Part], args: Any, kwargs: Any) -> Any:
@@ -141,9 +140,6 @@ class WholeReads(TorchFunctionMode):
 
     def _split_of(self, tensor: Tensor) -> ParameterSplit | None:
         return split_of(tensor) or self._parts.get(tensor)
-
-    def _whole_size(self, part: Tensor, split: ParameterSplit) -> Tensor:
-        return torch.empty(split.whole_shape(part), dtype=part.dtype, device="meta")
 
     def _whole(self, part: Tensor, split: ParameterSplit, name: str) -> Tensor:
         if isinstance(part, Placeholder):

@@ -59,13 +59,16 @@ class HangWatch:
         limit_s: how long a rank may wait; None finds no waits, but :meth:`look` works.
         ranks: the ranks of this host.
         memory: their pages.
+
+    Attributes:
+        signals: the signal by which each rank is asked for its stacks.
     """
 
     def __init__(self, limit_s: float | None, ranks: Ranks, memory: Any) -> None:
         self._limit_s = limit_s
         self._ranks = ranks
         self._memory = memory
-        self._signals: dict[int, StackSignal] = {}
+        self.signals: dict[int, StackSignal] = {}
         self._silences: dict[int, _Silence] = {}
         self._waits: Waits = {}
         self._wanted: list[tuple[list[WatchedRank], Callable[[list[View]], None]]] = []
@@ -74,9 +77,9 @@ class HangWatch:
 
     def registered(self, rank: int, how: StackSignal) -> None:
         """Notes the signal that asks the rank for its stacks."""
-        if rank in self._signals:
-            os.close(self._signals[rank].descriptor)
-        self._signals[rank] = how
+        if rank in self.signals:
+            os.close(self.signals[rank].descriptor)
+        self.signals[rank] = how
 
     def restart_timers(self, now_s: float) -> None:
         """Restarts the waits, except those that were too long already: this process, or all ranks, were paused."""
@@ -118,17 +121,12 @@ class HangWatch:
         )
         self._advance()
 
-    @property
-    def signals(self) -> dict[int, StackSignal]:
-        """The signal by which each rank is asked for its stacks."""
-        return self._signals
-
     # Stacks
 
     def _advance(self) -> None:
         """Sends the next requests, or passes the answers on."""
         if self._round is None and self._wanted:
-            self._round = _Round(self._wanted[0][0], self._signals)
+            self._round = _Round(self._wanted[0][0], self.signals)
         if self._round is not None and self._round.is_over():
             ended, self._round = self._round, None
             _, seen = self._wanted.pop(0)
@@ -143,7 +141,7 @@ class HangWatch:
             step=read_steps(self._memory, rank.slot),
             entries=tuple(e._replace(since_s=self._now_s - max(e.since_s, self._restarted_s)) for e in entries),
             stacks=Stacks(_gone(rank)) if question is None else question.answer(),
-            main_thread=self._signals[rank.rank].main_thread if rank.rank in self._signals else 0,
+            main_thread=self.signals[rank.rank].main_thread if rank.rank in self.signals else 0,
             gone=_gone(rank),
         )
 

@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import EndOfRun
@@ -26,7 +25,13 @@ from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.training_memory import held_bytes
-from lightning_multigpu.planning.pipeline_prediction import PipelinePlans, Plan, median_costs, one_device_s, plan
+from lightning_multigpu.planning.pipeline_prediction import (
+    PipelinePlan,
+    PipelinePlans,
+    median_costs,
+    one_device_s,
+    plan,
+)
 from lightning_multigpu.planning.schedule_order import ScheduleName
 from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCosts
 from lightning_multigpu.report.split_table import summary
@@ -51,37 +56,16 @@ class PlanError(ValueError):
     """The requested plan is impossible; nothing was measured."""
 
 
-class FirstBatchStrategy(SingleDeviceStrategy):
-    """One device with module, optimizers and precision as in training; it trains nothing.
+class FirstBatchStrategy(Strategy):
+    """Module, optimizers and precision as in training; it trains nothing.
 
     Args:
-        device: the device.
-        visit: called in place of the first ``training_step``, with this strategy, the batch and the further arguments.
+        visit: called on every rank in place of the first ``training_step``, with this strategy, the batch and the
+            further arguments.
+        options: of the other base class.
     """
 
-    def __init__(self, device: torch.device, visit: Callable[[FirstBatchStrategy, Any, Sequence[Any]], None]) -> None:
-        super().__init__(device=device)
-        self._visit = visit
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        batch, *others = (*args, *kwargs.values())
-        self._visit(self, batch, others)
-        raise EndOfRun
-
-    def begin_step(self) -> None:
-        """Begins a step of the module."""
-
-
-class FirstSplitBatchStrategy(TensorSplitStrategy):
-    """One tensor group with module, optimizers and precision as in training; it trains nothing.
-
-    Args:
-        visit: called on every rank in place of the first ``training_step``.
-        options: options of :class:`.TensorSplitStrategy`.
-    """
-
-    def __init__(self, visit: Callable[[FirstSplitBatchStrategy, Any, Sequence[Any]], None], **options: Any) -> None:
+    def __init__(self, visit: Callable[[Any, Any, Sequence[Any]], None], **options: Any) -> None:
         super().__init__(**options)
         self._visit = visit
 
@@ -91,29 +75,39 @@ class FirstSplitBatchStrategy(TensorSplitStrategy):
         self._visit(self, batch, others)
         raise EndOfRun
 
+    def begin_step(self) -> None:
+        """Begins a step of the module."""
+
+    def agreed(self, is_enough: bool) -> bool:
+        """Whether any rank that measures the same passes True; a collective of these."""
+        return is_enough
+
+
+class FirstBatchOnDevice(FirstBatchStrategy, SingleDeviceStrategy):
+    """One device."""
+
+
+class FirstBatchInGroup(FirstBatchStrategy, TensorSplitStrategy):
+    """One tensor group."""
+
     def split(self, chain: Chain, micro_batch: Any, others: Sequence[Any]) -> str:
         """Splits the layers as a rank of a pipeline does; returns a description; a collective of the group."""
-        assert self.lightning_module is not None
         assert self._tensor is not None
-        self._layers = layers_within(chain, self.lightning_module, self._tensor, self._plan, self._sequence_split)
+        self._layers = layers_within(chain, self._module, self._tensor, self._plan, self._sequence_split)
         self._decide(micro_batch, *others)
         self._layers.close()  # a pipeline sums the gradients of whole parameters once a batch
         assert self._split_plan is not None
         return summary(self._split_plan)
 
+    @override
     def begin_step(self) -> None:
-        """Begins a step of the module."""
         assert self._layers is not None
         self._layers.begin_step()
 
+    @override
     def agreed(self, is_enough: bool) -> bool:
-        """Whether any rank passes True; a collective of the group."""
         assert self._tensor is not None
-        votes = torch.tensor([float(is_enough)], device=self.root_device)
-        return bool(self._tensor.all_reduce(votes, "agreement") > 0)
-
-
-Visited = FirstBatchStrategy | FirstSplitBatchStrategy
+        return self._tensor.any(is_enough, self.root_device)
 
 
 class PipelinePlanner:
@@ -190,11 +184,11 @@ class PipelinePlanner:
         except ValueError as error:
             raise PlanError(str(error)) from error
         size = self._found.tensor_parallel_size
-        strategy: Visited
+        strategy: FirstBatchStrategy
         if size == 1:
-            strategy = FirstBatchStrategy(self._device, self._visit)
+            strategy = FirstBatchOnDevice(self._visit, device=self._device)
         else:
-            strategy = FirstSplitBatchStrategy(self._visit, hang_report_s=None, **self._split_options)
+            strategy = FirstBatchInGroup(self._visit, hang_report_s=None, **self._split_options)
         with _warnings_only():
             devices = {"devices": size, "num_nodes": 1, "strategy": strategy}
             settings = {**trainer_settings, **QUIET_SETTINGS, **devices, "callbacks": self._of_batches}
@@ -206,7 +200,7 @@ class PipelinePlanner:
             )
         return self._found
 
-    def _visit(self, one: Visited, batch: Any, others: Sequence[Any]) -> None:
+    def _visit(self, one: FirstBatchStrategy, batch: Any, others: Sequence[Any]) -> None:
         """Makes the plans, from the first batch of a whole module on one device or, split, on one tensor group."""
         assert one.lightning_module is not None
         module, found = one.lightning_module, self._found
@@ -235,13 +229,12 @@ class PipelinePlanner:
             for number in numbers:
                 key = (name, number, bool(again[name]))
                 if key not in measurements:
-                    agreed = one.agreed if isinstance(one, FirstSplitBatchStrategy) else bool
-                    measurements[key] = Measurement(one, chain, parts[number], others, again[name], agreed)
+                    measurements[key] = Measurement(one, chain, parts[number], others, again[name], one.agreed)
         for chain in chains.values():
             measurements[chain.name, numbers[0], bool(again[chain.name])].watch()
         with CoreWait() as core_wait:
             begin_s, waited_s = time.perf_counter(), core_wait.seconds()
-            if isinstance(one, FirstSplitBatchStrategy):
+            if isinstance(one, FirstBatchInGroup):
                 if one.is_global_zero:  # while the others wait
                     _run(on_one)
                 one.barrier()
@@ -287,13 +280,13 @@ class PipelinePlanner:
 
     def _plan(
         self,
-        one: Visited,
+        one: FirstBatchStrategy,
         chain: Chain,
         options: PipelineOptions,
         num_micro_batches: int,
         rounds: Sequence[Sequence[PartCost]],
         whole_s: Sequence[float],
-    ) -> Plan:
+    ) -> PipelinePlan:
         """The plan by the medians of the rounds, and by each round with the split of the medians.
 
         ``whole_s`` has the seconds of one device, for each round and then for the medians.
@@ -355,7 +348,7 @@ class Measurement:
 
     def __init__(
         self,
-        one: Visited,
+        one: FirstBatchStrategy,
         chain: Chain,
         micro_batch: Any,
         others: Sequence[Any],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -372,7 +372,7 @@ class RunningPipeline:
             model.device,
             self._seed,
             self._recompute,
-            agreed=bool if self._tensor_axis is None else self._tensor_axis.any,
+            agreed=bool if self._tensor_axis is None else partial(self._tensor_axis.group.any, device=model.device),
         )
         with without_trace(model.module):
             found = probe.measure(step), slowest_link(model.group), probe.elsewhere_s

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import collect_rng_states, plain_optimizer, set_rng_states
+from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.errors import PipelineError
@@ -35,6 +33,12 @@ from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipel
 from lightning_multigpu.strategies.pipeline.split_model import Bounds, SplitModel, built_by_stages
 from lightning_multigpu.strategies.pipeline.stage_agreement import StageAgreement
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
+from lightning_multigpu.strategies.same_batches import (
+    builds_layers_later,
+    gather_metrics_by,
+    share_random_states,
+    write_no_predictions,
+)
 from lightning_multigpu.strategies.streamed_saves import StreamedSaves
 
 if TYPE_CHECKING:
@@ -110,7 +114,7 @@ class StagedStrategy(StreamedSaves):
             if module is None or not is_overridden("configure_model", module):
                 yield
                 return
-            self._share_random_states()
+            share_random_states(self.root_device, self.broadcast)
             size = self.pipeline_parallel_size
             position = size - 1 - self.global_rank // self.tensor_parallel_size % size
             precision, device = self.precision_plugin, self.root_device
@@ -125,18 +129,8 @@ class StagedStrategy(StreamedSaves):
         if trainer.state.fn == TrainerFn.FITTING:
             pipeline_checks.check_module(module)
             pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
-        if not (is_overridden("configure_model", module) or is_overridden("setup", module)):  # which build layers
+        if not builds_layers_later(module):
             self._split(module)
-
-    def _share_random_states(self) -> None:
-        """Gives every rank rank 0's random states: torch's, Python's, NumPy's, and its GPU's."""
-        device = self.root_device
-        on_gpu = device.type == "cuda"
-        mine = (collect_rng_states(include_cuda=False), torch.cuda.get_rng_state(device) if on_gpu else None)
-        states, gpu_state = self.broadcast(mine)
-        set_rng_states(states)
-        if gpu_state is not None:
-            torch.cuda.set_rng_state(gpu_state, device)
 
     def _split(self, module: pl.LightningModule) -> tuple[Chain, Bounds]:
         size = self.pipeline_parallel_size
@@ -145,10 +139,9 @@ class StagedStrategy(StreamedSaves):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING:
             pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]  # and the module's own
-            pipeline_checks.check_loggers(trainer.loggers, self.lightning_module)
+            pipeline_checks.check_loggers(trainer.loggers, self._module)
         super().setup(trainer)
 
     @override
@@ -159,18 +152,16 @@ class StagedStrategy(StreamedSaves):
     @override
     def model_to_device(self) -> None:
         """Splits the module, whose dtype is final now, and moves this rank's stages to its device."""
-        assert self.lightning_module is not None
         assert self._world is not None
         assert self._data is not None
-        module = self.lightning_module
+        module = self._module
         chain, bounds = self._split(module)
         group = self.new_group("pipeline", descending=True)
         self._split_model = model = SplitModel(module, chain, bounds, group, self.meter, self.root_device)
         model.share(self._world, self._data)
         data_axis = None
         if self.data_parallel_size > 1:
-            assert self.groups is not None
-            bookkeeping = self.metered(self.groups.mesh.get_group("data"), "control")
+            bookkeeping = self.metered(self._data_group, "control")
             data_axis = DataAxis(self._data_reducer(), bookkeeping, module)
             self._undo.callback(data_axis.close)
         tensor_axis = self._tensor_axis(model)
@@ -195,10 +186,7 @@ class StagedStrategy(StreamedSaves):
         self._undo.callback(ModelsInStages(module).end)
         self._outputs.add_first()
         self._undo.callback(self._outputs.leave)
-        for metric in module.modules():
-            if isinstance(metric, Metric) and metric.dist_sync_fn is None:
-                metric.dist_sync_fn = self._gather_metric
-                self._undo.callback(setattr, metric, "dist_sync_fn", None)
+        gather_metrics_by(self._gather_metric, module, self._undo)
 
     def _data_reducer(self) -> GradientReducer:
         """The reducer of gradients over the same stages of all pipelines; a collective of the world."""
@@ -289,20 +277,19 @@ class StagedStrategy(StreamedSaves):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        assert self.lightning_module is not None
         assert self._outputs is not None
         assert self._agreement is not None
         assert self._step_args is not None
         self._gradients_shown.close()
         multiplier = closure_loss * self.feed.loss_scale
         self.pre_backward(multiplier)
-        multiplier = self.precision_plugin.pre_backward(multiplier, self.lightning_module)
+        multiplier = self.precision_plugin.pre_backward(multiplier, self._module)
         (batch, *others), self._step_args = self._step_args, None
         accumulating = self._accumulating
         outputs = self._pipeline.train(batch, others, multiplier=float(multiplier), accumulating=accumulating)
         self._outputs.of_batch = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
         with self._agreement.gradients_for("on_after_backward"):
-            multiplier = self.precision_plugin.post_backward(multiplier, self.lightning_module)
+            multiplier = self.precision_plugin.post_backward(multiplier, self._module)
         self.post_backward(multiplier)
         if not (accumulating or self._in_optimizer_step):
             # The module's optimizer_step has called the closure itself, and may clip before the step.
@@ -366,15 +353,9 @@ class StagedStrategy(StreamedSaves):
     @override
     def on_predict_start(self) -> None:
         super().on_predict_start()
-        assert self.lightning_module is not None
         assert self._split_model is not None
-        callbacks: list[Any] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
-        writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
         if not self._split_model.is_last or self.tensor_parallel_rank > 0:  # each prediction is written once
-            for writer in writers:
-                for method in ("write_on_batch_end", "write_on_epoch_end"):
-                    setattr(writer, method, _write_nothing)
-                    self._undo.callback(delattr, writer, method)
+            write_no_predictions(self._module.trainer, self._undo)
 
     # Collectives
 
@@ -390,14 +371,6 @@ class StagedStrategy(StreamedSaves):
         return super()._metered_group(group)
 
     @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Tensors of every pipeline (or of ``group``), stacked: shape (pipelines, *tensor.shape).
-
-        The world's group means the data axis too: ``LightningModule.all_gather`` passes it by default.
-        """
-        return super().all_gather(tensor, None if group is dist.group.WORLD else group, sync_grads)
-
-    @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         """The object of rank ``src``; within a step, of the rank in ``src``'s pipeline with this rank's stages."""
         if self._in_step:
@@ -405,7 +378,7 @@ class StagedStrategy(StreamedSaves):
             src = src // size * size + self.global_rank % size
         return super().broadcast(obj, src)
 
-    def _gather_metric(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+    def _gather_metric(self, tensor: Tensor, group: Any) -> list[Tensor]:
         """The states of a metric on the last stages, which have its samples; within a step only these call it."""
         assert self._split_model is not None
         # Ranks of a tensor group have the same samples; within a step all callers have one tensor rank.
@@ -483,8 +456,8 @@ class PipelineStrategy(StagedStrategy):
         stages_per_rank: stages of each rank under "interleaved" and "zero_bubble", by default 2.
         balance: distribution of the layers over the stages. "parameters" evens out the bytes of the parameters;
             "time" minimises the time of the slowest rank, messages included; "memory" minimises the largest per-rank
-            memory: parameters, gradients, optimizer states, and what autograd keeps for as many micro-batches as the
-            schedule has in flight. "time" and "memory" measure the layers on the first batch. A list gives the number
+            memory: parameters, gradients, optimizer states, and the activations of as many micro-batches as the
+            schedule has in memory. "time" and "memory" measure the layers on the first batch. A list gives the number
             of layers of each stage. Modules before the layers count for the first stage, modules after them for the
             last stage.
         split_points: names of submodules, "net.decoder" for example, at which further stages begin, for modules that
@@ -502,13 +475,12 @@ class PipelineStrategy(StagedStrategy):
             outside of steps compute on every rank.
         check_loss: before the first step, and when the loss has a new term, check that losses and gradients of
             micro-batches add up to those of their batch. False accepts a loss that couples the samples of a batch.
-        batch_dim: the dimension of a training batch's tensors that counts samples; they are cut into micro-batches
-            along
-            it: 1 for time-first batches (time, samples, features). Tensors with fewer dimensions, such as
-            one label a sample, are cut along their first. Samplers and ``loss_reduction`` see batches as they are.
+        batch_dim: the dimension of a training batch's tensors that counts samples; tensors are cut into micro-batches
+            along it. It is 1 for time-first batches (time, samples, features). Tensors with fewer dimensions, such as
+            one label a sample, are cut along their first. Samplers and ``loss_reduction`` get uncut batches.
         gather_at_end: after the run, rank 0 has the whole model and the optimizers' states in host memory (every rank
             has the model, if ``configure_model`` has not built it). False leaves each rank its part, for models that
-            do not fit into it: a later run with the same module continues from the parts; to use the module
+            do not fit into that memory: a later run with the same module continues from the parts; to use the module
             elsewhere, load a checkpoint that was saved during the run.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`. Here ``loss_reduction`` also
             combines the losses of the micro-batches to the loss of the batch: "mean" weights them by their
@@ -555,7 +527,3 @@ class PipelineStrategy(StagedStrategy):
             gather_at_end=gather_at_end,
         )
         super().__init__(pipeline_options, **options)
-
-
-def _write_nothing(*args: Any) -> None:
-    """Replaces the methods of a prediction writer on stages other than the last."""

@@ -10,7 +10,7 @@ The layers are split on the first batch, on the whole module, before its stages 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,6 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
@@ -48,6 +47,7 @@ class TensorAxis:
         on_split: called with the plan of the split, when it is made.
 
     Attributes:
+        layers: the split layers, which also translate checkpoints.
         plan: the plan of the split; None before the first batch.
     """
 
@@ -64,7 +64,7 @@ class TensorAxis:
         self.peers = peers
         self._model = model
         self._on_split = on_split
-        self._layers = layers_within(model.chain, model.module, group, plan, sequence_split)
+        self.layers = layers_within(model.chain, model.module, group, plan, sequence_split)
         self.plan: SplitPlan | None = None
         self._inside: frozenset[int] = frozenset()
         self._summed: list[str] = []
@@ -74,7 +74,7 @@ class TensorAxis:
     @property
     def is_split(self) -> bool:
         """Whether the layers are split: after the first batch."""
-        return self._layers.split is not None
+        return self.layers.split is not None
 
     def split(
         self,
@@ -98,14 +98,14 @@ class TensorAxis:
                 model.ownership.restore(model.stages, model.group.ranks)
                 for holding in model.ownership.holdings:
                     holding.tensor.data = holding.tensor.data.to(model.device)
-            plan = self._layers.decide(
+            plan = self.layers.decide(
                 step,
                 module.trainer.optimizers,
                 traceless=lambda: without_trace(module),
                 gather=world.gather_objects,
                 precisions=precisions,
             )
-            self._summed = self._layers.close()  # a hook does not move to another stage with its parameter
+            self._summed = self.layers.close()  # a hook does not move to another stage with its parameter
             gc.collect()  # reference cycles hold autograd graphs, and these hold parameters
             model.ownership.drop()
             held = world.gather_objects(held_bytes(model.ownership.held(), module.trainer.optimizers))
@@ -119,7 +119,7 @@ class TensorAxis:
 
     def begin_step(self) -> None:
         """Begins a step of the module, with whole activations."""
-        self._layers.begin_step()
+        self.layers.begin_step()
 
     def begin_part(self, part: int | None) -> None:
         """Makes random numbers differ between the ranks in parts of a step that begin between split layers.
@@ -156,11 +156,6 @@ class TensorAxis:
         """Outputs of a step with gathered logits."""
         return tree_map_only(SplitLogits, torch.clone, outputs) if self.is_split else outputs
 
-    def any(self, is_so: bool) -> bool:
-        """Whether any rank of the group passes True; a collective of the group."""
-        votes = torch.tensor([float(is_so)], device=self._model.group.device)
-        return bool(self.group.all_reduce(votes, "agreement") > 0)
-
     def gather(self, value: Any) -> list[Any]:
         """The picklable objects of all ranks of the pipeline and its tensor groups; a collective of these."""
         return [each for line in self.peers.gather_objects(self._model.stages.gather_objects(value)) for each in line]
@@ -171,30 +166,13 @@ class TensorAxis:
         named = self._model.module.named_parameters()
         return [(name, p) for name, p in named if id(p) in held and split_of(p) is None]
 
-    # Checkpoints, and the end
-
-    def whole_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """``module.state_dict()`` with whole parameters; a collective of the group."""
-        return self._layers.whole_state_dict(state)
-
-    def own_state_dict(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``module.state_dict()`` with this rank's parts of whole parameters."""
-        return self._layers.own_state_dict(state) if self.is_split else state
-
-    def whole_optimizer_state(self, optimizer: Optimizer, found: Mapping[str, Any]) -> dict[str, Any]:
-        """An optimizer's ``state_dict()`` with whole states; a collective of the group."""
-        return self._layers.whole_optimizer_state(optimizer, found)
-
-    def cut_states(self, optimizers: Iterable[Optimizer]) -> None:
-        """Replaces whole states of optimizers by this rank's parts."""
-        for optimizer in optimizers if self.is_split else ():
-            self._layers.cut_state(optimizer)
+    # The end
 
     def make_whole(self) -> None:
         """Gives every rank the whole layers of its stages; a collective of the group."""
         if not self.is_split:
             return
-        self._layers.make_whole(self._model.module.trainer.optimizers)
+        self.layers.make_whole(self._model.module.trainer.optimizers)
         for holding in self._model.ownership.holdings:
             split = split_of(holding.tensor)
             if split is not None and isinstance(holding.tensor, Placeholder):  # what only another rank has
@@ -204,7 +182,7 @@ class TensorAxis:
 
     def close(self) -> None:
         """Ends the group's thread and releases shared memory."""
-        self._layers.close()
+        self.layers.close()
         self.group.close()
 
     # Layers of the pipeline
@@ -214,7 +192,7 @@ class TensorAxis:
         indices, module = _indices(self._model.chain), self._model.module
         num_parts, inside = len(self._model.chain) + 2, set[int]()
         begun, is_open = 0, False  # the newest part that has begun; whether activations are split in it
-        for name, role in self._layers.roles():
+        for name, role in self.layers.roles():
             index = indices.get(module.get_submodule(name))
             part = 1 + index if index is not None else 0 if begun == 0 else num_parts - 1
             if is_open:

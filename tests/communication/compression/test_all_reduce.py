@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_multigpu.communication.compression import CompressedAllReduce, Piece, cut, make_compressor
+from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece, cut, make_compressor
 from lightning_multigpu.communication.ring import sent_elements
 from tests.world import World, init_group
 
@@ -26,13 +26,13 @@ WITH_FEEDBACK = ["int8", "powersgd", "topk"]
 NAN_STEP = 3
 # Matrices of both forms, a tensor of more dimensions, one that is too small for factors, vectors, a number, nothing.
 PIECES = (
-    Piece("wide", (16, 40)),
-    Piece("bias", (16,)),
-    Piece("tall", (50, 12)),
-    Piece("convolution", (12, 4, 3, 3)),
-    Piece("small", (3, 2)),
-    Piece("number", ()),
-    Piece("empty", (0, 4)),
+    GradientPiece("wide", (16, 40)),
+    GradientPiece("bias", (16,)),
+    GradientPiece("tall", (50, 12)),
+    GradientPiece("convolution", (12, 4, 3, 3)),
+    GradientPiece("small", (3, 2)),
+    GradientPiece("number", ()),
+    GradientPiece("empty", (0, 4)),
 )
 NUMEL = sum(piece.numel for piece in PIECES)
 
@@ -59,7 +59,7 @@ def _sums(dtype: torch.dtype) -> list[Tensor]:
     results = []
     for name in PRECISE:
         for numel in SIZES:
-            pieces = (Piece("a", (numel // 2,)), Piece("b", (1, -(-numel // 2))))
+            pieces = (GradientPiece("a", (numel // 2,)), GradientPiece("b", (1, -(-numel // 2))))
             for average in (False, True):
                 tensor = gradients(0, dist.get_rank(), numel).to(dtype)
                 assert engine(name, group=group)(tensor, pieces, average=average) is tensor
@@ -105,7 +105,7 @@ def _train(name: str | None) -> tuple[str, float]:
         order = named if step < 25 else named[::-1]
         for bucket in (order[:2], order[2:]) if step < 25 else (order[:3], order[3:5], order[5:]):
             flat = torch.cat([parameter.grad.flatten() for _, parameter in bucket])  # type: ignore[union-attr]
-            pieces = tuple(Piece(name, tuple(parameter.shape)) for name, parameter in bucket)
+            pieces = tuple(GradientPiece(name, tuple(parameter.shape)) for name, parameter in bucket)
             if reduce is None:
                 dist.all_reduce(flat, group=group)
                 flat /= dist.get_world_size(group)
@@ -196,8 +196,8 @@ def _steps_with_one_bad(name: str, bad: float | None, where: int, who: int) -> l
     return [*results, *(kept[key] for key in sorted(kept)), torch.tensor(state["step"])]
 
 
-def _two_buckets() -> list[tuple[Piece, ...]]:
-    return [tuple(Piece(f"{index}.{piece.name}", piece.shape) for piece in PIECES) for index in range(2)]
+def _two_buckets() -> list[tuple[GradientPiece, ...]]:
+    return [tuple(GradientPiece(f"{index}.{piece.name}", piece.shape) for piece in PIECES) for index in range(2)]
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
@@ -421,7 +421,7 @@ def _bad_input() -> list[str]:
     integers = torch.ones(12, dtype=torch.int32)
     for tensor in [torch.ones(4, 4).t()[1:], integers, torch.ones(3, 4).to_sparse(), torch.ones(5)]:
         with pytest.raises(ValueError, match=r".+") as caught:
-            reduce(tensor, (Piece("a", (3, 4)),))
+            reduce(tensor, (GradientPiece("a", (3, 4)),))
         messages.append(str(caught.value))
     with pytest.raises(ValueError, match="segment_elements=0"):
         CompressedAllReduce(reduce.group, make_compressor("int8"), segment_elements=0)

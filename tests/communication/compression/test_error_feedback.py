@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_multigpu.communication.compression import Piece
+from lightning_multigpu.communication.compression import GradientPiece
 from lightning_multigpu.communication.compression.error_feedback import ErrorFeedback
 
-A, B, C = Piece("a", (2, 2)), Piece("b", (3,)), Piece("c", (5,))
+A, B, C = GradientPiece("a", (2, 2)), GradientPiece("b", (3,)), GradientPiece("c", (5,))
 
 
-def leave(feedback: ErrorFeedback, *pieces: Piece, errors: list[float]) -> Tensor:
+def leave(feedback: ErrorFeedback, *pieces: GradientPiece, errors: list[float]) -> Tensor:
     """A tensor passes and leaves errors; returns those that were to be added to it."""
     before, after = feedback.begin(pieces)
     found = before.clone()
@@ -71,14 +71,14 @@ def test_errors_follow_their_parameters_into_other_tensors() -> None:
 
 def test_errors_follow_parts_of_parameters() -> None:
     feedback = ErrorFeedback()
-    leave(feedback, Piece("c", (5,), 0, 3), errors=[1, 2, 3])
-    leave(feedback, Piece("c", (5,), 3, 5), B, errors=[4, 5, 6, 7, 8])
+    leave(feedback, GradientPiece("c", (5,), 0, 3), errors=[1, 2, 3])
+    leave(feedback, GradientPiece("c", (5,), 3, 5), B, errors=[4, 5, 6, 7, 8])
     feedback.end_step(accept=True)
-    assert leave(feedback, Piece("c", (5,), 0, 3), errors=[1, 2, 3]).tolist() == [1, 2, 3]
-    assert leave(feedback, Piece("c", (5,), 3, 5), B, errors=[4, 5, 6, 7, 8]).tolist() == [4, 5, 6, 7, 8]
+    assert leave(feedback, GradientPiece("c", (5,), 0, 3), errors=[1, 2, 3]).tolist() == [1, 2, 3]
+    assert leave(feedback, GradientPiece("c", (5,), 3, 5), B, errors=[4, 5, 6, 7, 8]).tolist() == [4, 5, 6, 7, 8]
     feedback.end_step(accept=True)
     assert feedback.state()["c"].tolist() == [1, 2, 3, 4, 5]
-    assert leave(feedback, Piece("c", (5,), 1, 4), errors=[0, 0, 0]).tolist() == [2, 3, 4]
+    assert leave(feedback, GradientPiece("c", (5,), 1, 4), errors=[0, 0, 0]).tolist() == [2, 3, 4]
     assert feedback.state()["c"].tolist() == [1, 2, 3, 4, 5]
     assert leave(feedback, C, errors=[0] * 5)[:1].tolist() == [1]
 

@@ -6,10 +6,16 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_multigpu.communication.compression import Piece, cut, whole_bounds
+from lightning_multigpu.communication.compression import GradientPiece, cut, whole_bounds
 from lightning_multigpu.communication.compression.pieces import offsets
 
-PIECES = (Piece("a", (2, 3)), Piece("b", (4,)), Piece("c", ()), Piece("d", (0, 5)), Piece("e", (3, 3), 2, 7))
+PIECES = (
+    GradientPiece("a", (2, 3)),
+    GradientPiece("b", (4,)),
+    GradientPiece("c", ()),
+    GradientPiece("d", (0, 5)),
+    GradientPiece("e", (3, 3), 2, 7),
+)
 
 
 def test_sizes() -> None:
@@ -21,12 +27,12 @@ def test_sizes() -> None:
 @pytest.mark.parametrize(("start", "stop"), [(-2, 3), (4, 3), (0, 7)])
 def test_a_piece_lies_within_its_parameter(start: int, stop: int) -> None:
     with pytest.raises(ValueError, match=f"elements {start} to {stop} of 'a'.* 6 elements"):
-        Piece("a", (2, 3), start, stop)
+        GradientPiece("a", (2, 3), start, stop)
 
 
 @pytest.mark.parametrize("border", range(17))
 def test_cutting_keeps_every_element_once(border: int) -> None:
-    def elements(pieces: tuple[Piece, ...]) -> list[tuple[str, int]]:
+    def elements(pieces: tuple[GradientPiece, ...]) -> list[tuple[str, int]]:
         return [(piece.name, i) for piece in pieces for i in range(piece.start, piece.stop)]
 
     first, second = cut(PIECES, 0, border), cut(PIECES, border, 16)
@@ -45,6 +51,6 @@ def test_whole_shards_are_cut_between_pieces(num_shards: int) -> None:
 
 
 def test_whole_shards_are_as_even_as_they_can_be() -> None:
-    pieces = tuple(Piece(str(i), (10, 10)) for i in range(8))
+    pieces = tuple(GradientPiece(str(i), (10, 10)) for i in range(8))
     assert whole_bounds(pieces, 4) == [(0, 200), (200, 400), (400, 600), (600, 800)]
     assert whole_bounds((), 2) == [(0, 0), (0, 0)]

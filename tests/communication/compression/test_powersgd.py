@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.compression import CompressedAllReduce, Piece
+from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece
 from lightning_multigpu.communication.compression.powersgd import (
     Owners,
     PowerSGD,
@@ -22,22 +22,24 @@ from lightning_multigpu.communication.compression.powersgd import (
 from lightning_multigpu.communication.ring import RingAllReduce
 from tests.world import World, init_group
 
-PIECES = tuple(Piece(str(i), shape) for i, shape in enumerate([(30, 20), (20,), (20, 30), (20,), (60, 10), (3, 3)]))
+PIECES = tuple(
+    GradientPiece(str(i), shape) for i, shape in enumerate([(30, 20), (20,), (20, 30), (20,), (60, 10), (3, 3)])
+)
 
 
 @pytest.mark.parametrize(
     ("piece", "expected"),
     [
-        (Piece("matrix", (10, 30)), (10, 30)),
-        (Piece("convolution", (16, 4, 3, 3)), (16, 36)),
-        (Piece("as large as its factors", (4, 4)), None),
-        (Piece("vector", (1000,)), None),
-        (Piece("number", ()), None),
-        (Piece("empty", (0, 4)), None),
-        (Piece("part", (10, 30), 0, 299), None),
+        (GradientPiece("matrix", (10, 30)), (10, 30)),
+        (GradientPiece("convolution", (16, 4, 3, 3)), (16, 36)),
+        (GradientPiece("as large as its factors", (4, 4)), None),
+        (GradientPiece("vector", (1000,)), None),
+        (GradientPiece("number", ()), None),
+        (GradientPiece("empty", (0, 4)), None),
+        (GradientPiece("part", (10, 30), 0, 299), None),
     ],
 )
-def test_what_becomes_factors(piece: Piece, expected: tuple[int, int] | None) -> None:
+def test_what_becomes_factors(piece: GradientPiece, expected: tuple[int, int] | None) -> None:
     assert PowerSGD(rank=2).factors(piece) == expected
 
 
@@ -102,7 +104,7 @@ def test_every_parameter_has_one_owner_and_owners_send_alike(world_size: int) ->
 
 def test_single_matrices_take_turns_among_owners() -> None:
     owners = Owners(PowerSGD(rank=1), 3)
-    assert [owners.plan((Piece(name, (8, 8)),)).parts[0].owner for name in "abcdef"] == [0, 1, 2, 0, 1, 2]
+    assert [owners.plan((GradientPiece(name, (8, 8)),)).parts[0].owner for name in "abcdef"] == [0, 1, 2, 0, 1, 2]
 
 
 def test_warm_starts_of_a_step_that_is_not_accepted_are_forgotten() -> None:
@@ -130,7 +132,7 @@ def _reduce(rank: int, tensors: list[Tensor], start_step: int = 0) -> list[Tenso
     found = []
     for _ in range(3):
         matrix = tensors[dist.get_rank()].clone()
-        found.append(reduce(matrix, (Piece("matrix", tuple(matrix.shape)),), average=True))
+        found.append(reduce(matrix, (GradientPiece("matrix", tuple(matrix.shape)),), average=True))
         reduce.end_step()
     return found
 
@@ -158,7 +160,7 @@ def _reduce_without_errors(matrix: Tensor) -> list[Tensor]:
     reduce = CompressedAllReduce(dist.new_group(backend="gloo"), PowerSGD(rank=1, start_step=0))
     found = []
     for _ in range(3):
-        found.append(reduce(matrix.clone(), (Piece("matrix", tuple(matrix.shape)),), average=True))
+        found.append(reduce(matrix.clone(), (GradientPiece("matrix", tuple(matrix.shape)),), average=True))
         reduce.end_step()
         reduce.load_state_dict({**reduce.state_dict(), "errors": {}})
     return found
@@ -172,7 +174,7 @@ def _warm_up(dtype: torch.dtype) -> list[tuple[bool, int, int, dict[str, Any]]]:
     found = []
     for step in range(4):
         matrix = torch.randn(40, 30, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(dtype)
-        pieces = (Piece("matrix", (40, 30)),)
+        pieces = (GradientPiece("matrix", (40, 30)),)
         expected = ring(matrix.clone(), average=True)
         sent = reduce.sent_bytes(matrix, pieces)
         reduce(matrix, pieces, average=True)

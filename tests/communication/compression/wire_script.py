@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_multigpu.communication.compression import CompressedAllReduce, Piece, make_compressor
+from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece, make_compressor
 from lightning_multigpu.communication.interface import interface_towards
 from tests.launch.wire_script import counters
 
@@ -21,7 +21,7 @@ SETTINGS: dict[str, Any] = {
     "powersgd": {"name": "powersgd", "rank": 128, "start_step": 0},
     "topk": {"name": "topk", "ratio": 0.2},
 }
-PIECES = (Piece("weight", (1000, 2000)), Piece("bias", (1001,)))
+PIECES = (GradientPiece("weight", (1000, 2000)), GradientPiece("bias", (1001,)))
 
 
 def main() -> None:

@@ -331,7 +331,7 @@ def test_workers_that_come_and_go_leave_nothing_on_a_server() -> None:
     first = server._introduced(Played(sent[0][:1]))  # type: ignore[arg-type]
     for fields, payload in sent[0][1 : [fields["kind"] for fields, _ in sent[0]].index("start")]:
         first.channel = Played([(fields, payload)])  # type: ignore[assignment]
-        server._handle(first, *first.channel.receive())
+        server._handle(first, first.channel, *first.channel.receive())
 
     def come_and_go(times: int) -> int:
         for number in range(times):

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from lightning_multigpu.communication.channel import ChannelError, connect
+from lightning_multigpu.communication.channel import Channel, ChannelError, connect
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.parameter_server import server_connections
 from lightning_multigpu.engine.parameter_server.batch_queue import BatchQueue
@@ -50,13 +50,13 @@ class Killed:
         self._handle, self._let_in = server._handle, server._let_in
         server._handle, server._let_in = self.handle, self.let_in  # type: ignore[method-assign]
 
-    def handle(self, member: Member, fields: dict[str, Any], payload_bytes: int) -> bool:
+    def handle(self, *arguments: Any) -> bool:
         with self._counting:
             self.got += 1
             if self.got == self._gets:
                 self.kill()
         self._check()
-        return self._handle(member, fields, payload_bytes)
+        return self._handle(*arguments)
 
     def let_in(self, *arguments: Any, **options: Any) -> Member:
         member = self._let_in(*arguments, **options)
@@ -348,9 +348,9 @@ def test_a_step_ends_when_the_replica_has_made_it_too(ends: bool) -> None:
         killed, replica = Killed(found.servers[0]), found.servers[1]
         handle = replica._handle
 
-        def slow(member: Member, fields: dict[str, Any], payload_bytes: int) -> bool:
+        def slow(member: Member, channel: Channel, fields: dict[str, Any], payload_bytes: int) -> bool:
             assert fields.get("kind") != "push" or may_go_on.wait(20)
-            return handle(member, fields, payload_bytes)
+            return handle(member, channel, fields, payload_bytes)
 
         replica._handle = slow  # type: ignore[method-assign]
         with found.connections(0) as connections:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -440,6 +441,19 @@ def test_unusual_steps(in_memory: Collection[int]) -> None:
             found.workers.run(work)
 
 
+def sent_over(connections: ServerConnections) -> Counter[str]:
+    """How many frames of each kind a worker sends from now on."""
+    sent: Counter[str] = Counter()
+    post = connections.post
+
+    def counted(server: int, fields: Any, *of: Any, **more: Any) -> None:
+        sent[fields["kind"]] += 1
+        post(server, fields, *of, **more)
+
+    connections.post = counted  # type: ignore[method-assign]
+    return sent
+
+
 @WAYS
 def test_averages_come_back_and_the_step_takes_what_hooks_have_made_of_them(
     in_memory: Collection[int], monkeypatch: pytest.MonkeyPatch
@@ -460,6 +474,7 @@ def test_averages_come_back_and_the_step_takes_what_hooks_have_made_of_them(
                 parameters = weights()
                 optimizer = optim.SGD(parameters, lr=1.0)
                 remote = RemoteOptimizer(optimizer, connections, bucket_bytes=int(SMALL))
+                sent = sent_over(connections)
                 for parameter, gradient in zip(parameters, gradients(0, worker), strict=True):
                     parameter.grad = gradient
                 if worker == 1:
@@ -473,6 +488,9 @@ def test_averages_come_back_and_the_step_takes_what_hooks_have_made_of_them(
                 optimizer.step()
                 for parameter, before, gradient in zip(parameters, weights(), wanted, strict=True):
                     assert_equal(parameter.detach(), before.detach() - gradient / 2)
+                parameters[2].data.zero_()  # as a hook may, on every worker
+                optimizer.step()
+                assert sent["replace"] == (len(remote._pieces[parameters[2]]) if worker == 0 else 0)
 
         found.workers.run(work)
 
@@ -490,6 +508,7 @@ def test_weights_and_gradients_of_other_layouts() -> None:
                 weight = nn.Parameter(start.to(memory_format=torch.channels_last))
                 optimizer = optim.SGD([weight], lr=1.0)
                 remote = RemoteOptimizer(optimizer, connections, bucket_bytes=int(SMALL))
+                sent = sent_over(connections)
                 for number in (1, 2):
                     weight.grad = given[worker].to(memory_format=torch.channels_last)
                     if number == 2:
@@ -498,6 +517,7 @@ def test_weights_and_gradients_of_other_layouts() -> None:
                     optimizer.step()
                     assert_equal(weight.detach(), start - number * mean)
                 assert weight.is_contiguous(memory_format=torch.channels_last)
+                assert sent["replace"] == 0, "no hook has changed a weight"
 
         found.workers.run(work)
 
@@ -767,6 +787,71 @@ def test_a_worker_that_comes_while_a_server_ends_hears_why() -> None:
         with contextlib.closing(connect(*address, timeout_s=5.0)) as late:
             late.send({**hello, "worker": 1})
             assert late.receive()[0] == {"kind": "error", "text": "the snapshot is of another model"}
+
+
+def test_steps_overtake_gradients_on_a_connection_of_their_own_unless_the_order_counts() -> None:
+    with job(in_memory=()) as found:
+        handled: list[tuple[str, bool]] = []
+        handle = found.servers[0]._handle
+
+        def noted(member: Any, channel: Channel, fields: Any, payload_bytes: int) -> bool:
+            if member.worker == 0 and fields["kind"] in ("push", "replace", "step"):
+                handled.append((fields["kind"], channel is member.requests))
+            return handle(member, channel, fields, payload_bytes)
+
+        found.servers[0]._handle = noted  # type: ignore[method-assign]
+
+        def work(worker: int) -> None:
+            with found.connections(worker) as connections:
+                weight = nn.Parameter(torch.ones(3))
+                optimizer = optim.SGD([weight], lr=1.0)
+                remote = RemoteOptimizer(optimizer, connections)
+                weight.grad = torch.ones(3)
+                optimizer.step()
+                weight.data.fill_(5.0)  # as a hook may
+                optimizer.step()
+                assert weight.tolist() == [4.0] * 3
+                optimizer.step()
+                assert weight.tolist() == [3.0] * 3
+                remote.pushes_early, weight.grad = True, None
+                weight.sum().backward()
+                assert weight.grad is not None
+                weight.grad.mul_(2)  # after it was pushed
+                optimizer.step()
+                assert weight.tolist() == [1.0] * 3
+
+        found.workers.run(work)
+    assert {kind for kind, is_request in handled if is_request} == {"step"}
+    assert [is_request for kind, is_request in handled if kind == "step"] == [True, False, True, False]
+    assert found.problems == [""]
+
+
+def test_a_worker_whose_connection_for_requests_ends_is_gone() -> None:
+    with job(in_memory=()) as found:
+
+        def work(worker: int) -> None:
+            with found.connections(worker) as connections:
+                weight = nn.Parameter(torch.ones(3))
+                weight.grad = torch.ones(3)
+                optimizer = optim.SGD([weight], lr=1.0)
+                RemoteOptimizer(optimizer, connections)
+                if worker == 1:
+                    requests = connections._connections[0].requests
+                    assert requests is not None
+                    requests.shut_down()
+                optimizer.step()
+
+        with pytest.raises(ServerError, match="worker 1 is gone: the other end has closed the connection"):
+            found.workers.run(work)
+
+
+def test_requests_of_a_worker_that_is_not_there_are_refused() -> None:
+    with job(num_workers=1) as found:
+        for worker in (1, "0", None):
+            with contextlib.closing(connect("127.0.0.1", found.servers[0].port, SECRET, timeout_s=5.0)) as channel:
+                channel.send({"requests_of": worker})
+                assert channel.receive()[0]["text"] == f"there is no worker {worker}"
+        found.servers[0].end("")
 
 
 def test_a_worker_that_is_gone_ends_the_job() -> None:

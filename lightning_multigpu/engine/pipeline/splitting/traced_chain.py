@@ -20,7 +20,7 @@ from lightning_multigpu.engine.pipeline.splitting.tracing import Trace, traced
 _MANY_TRACES = 12  # the checks of the first batch make up to four
 
 
-class Piece(Module):
+class TracedPiece(Module):
     """The part of a traced module between two split points.
 
     It finds its parameters and buffers by name. It lists them as its own, and their modules as its children.
@@ -92,14 +92,14 @@ class TracedChain(Chain):
         ValueError: there are no such submodules.
     """
 
-    layers: tuple[Piece, ...]
+    layers: tuple[TracedPiece, ...]
 
     def __init__(
         self, module: Module, name: str, points: Sequence[str], device: torch.device, schedule: str = ""
     ) -> None:
         name = smallest_around(module, points) if name == "auto" else name
         self._whole = _checked(module, name, points)
-        pieces = tuple(Piece(self._whole, i) for i in range(len(points) + 1))
+        pieces = tuple(TracedPiece(self._whole, i) for i in range(len(points) + 1))
         super().__init__(name or type(module).__name__, pieces, modules_around(module, name), points, schedule)
         self._prefix = f"{name}." if name else ""
         self._points = [point.removeprefix(self._prefix) for point in points]

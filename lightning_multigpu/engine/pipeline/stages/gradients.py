@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from typing_extensions import override
 
-from lightning_multigpu.communication.compression import Piece
+from lightning_multigpu.communication.compression import GradientPiece
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.tensors import alike, apply_flat, size_bytes
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
@@ -169,7 +169,7 @@ class StageSums:
         parameter.grad = gradient
 
     def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        with self._group.waiting("all_reduce", size_bytes(tensor)):
+        with self._group.begin("all_reduce", size_bytes(tensor), blocking=True):
             dist.all_reduce(tensor, op=op, group=self._group.process_group)
 
 
@@ -207,10 +207,10 @@ class DataAxis:
                 "several pipelines side by side do not average sparse gradients; make the embedding with "
                 "sparse=False, or use one pipeline"
             )
-        pieces: dict[int, Piece] = {}
+        pieces: dict[int, GradientPiece] = {}
         if self._reducer.compresses:
             names = {parameter: name for name, parameter in self._module.named_parameters()}
-            pieces = {id(g): Piece(names[p], tuple(p.shape)) for p, g in zip(averaged, gradients, strict=True)}
+            pieces = {id(g): GradientPiece(names[p], tuple(p.shape)) for p, g in zip(averaged, gradients, strict=True)}
         # Ranks of a tensor group have different parts, and the same whole gradients, which must stay equal to the bit.
         # Rounding and compression of a gradient depend on its bucket, so whole gradients have buckets of their own.
         for is_part in (True, False):

@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_multigpu.engine.activation_checkpointing import runs_in_checkpoint
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
-from lightning_multigpu.engine.recomputation import runs_in_checkpoint
 
 T = TypeVar("T")
 

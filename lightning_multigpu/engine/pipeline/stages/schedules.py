@@ -19,7 +19,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn import Module
 
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
-from lightning_multigpu.planning.schedule_order import ExecutedSchedule, Work, executed_schedule, schedule_orders
+from lightning_multigpu.planning.schedule_order import ExecutedSchedule, executed_schedule, schedule_orders
 
 _TORCH: dict[ExecutedSchedule, Any] = {
     "gpipe": ScheduleGPipe,
@@ -47,11 +47,10 @@ class PassesInOrder:
         self._position = position
         self._num_ranks = num_ranks
         self._schedule = schedule
-        self._orders: dict[int, list[Work]] = {}
 
     def run(self, num_micro_batches: int) -> None:
         """Runs a step of so many micro-batches, which the stages have begun."""
-        order = self._order(num_micro_batches)
+        order = schedule_orders(self._schedule, self._num_ranks, len(self._stages), num_micro_batches)[self._position]
         apart = any(work.kind == "weight" for work in order)
         for work, following in zip(order, [*order[1:], None], strict=True):
             stage, micro_batch = self._stages[work.stage], work.micro_batch
@@ -64,12 +63,6 @@ class PassesInOrder:
                 stage.backward(micro_batch, full=not apart)
             else:
                 stage.weight(micro_batch)
-
-    def _order(self, num_micro_batches: int) -> list[Work]:
-        if num_micro_batches not in self._orders:
-            orders = schedule_orders(self._schedule, self._num_ranks, len(self._stages), num_micro_batches)
-            self._orders[num_micro_batches] = orders[self._position]
-        return self._orders[num_micro_batches]
 
 
 class TorchSchedules:

@@ -165,17 +165,16 @@ class HostMessages:
     def arrived(self, message: Message) -> None:
         """Waits until the buffers are filled."""
         works, size_bytes = self._expected.pop(message)
-        with self._group.waiting("recv", size_bytes):
+        with self._group.begin("recv", size_bytes, blocking=True):
             for work in works:
                 work.wait()
 
     def send(self, message: Message, tensors: Sequence[Tensor], position: int) -> list[dist.P2POp]:
         """Begins to send; returns the operations that the schedule has to post."""
         tag = self._tag(message)
-        transfer = self._group.begin("send", _size_bytes(tensors), noted=False)
-        sent = [(self._group.process_group.send([tensor], position, tag), tensor) for tensor in tensors]
+        with self._group.begin("send", _size_bytes(tensors), noted=False):
+            sent = [(self._group.process_group.send([tensor], position, tag), tensor) for tensor in tensors]
         self._under_way[message] = sent
-        transfer.finish()
         return []
 
     def taken(self, message: Message) -> None:
@@ -192,7 +191,7 @@ class HostMessages:
     def finish(self) -> None:
         """Waits until everything has been sent."""
         if self._under_way:
-            with self._group.waiting("send", 0):  # the bytes are counted already
+            with self._group.begin("send", 0, blocking=True):  # the bytes are counted already
                 for message in list(self._under_way):
                     self.taken(message)
 

@@ -1,23 +1,53 @@
-"""Checkpoint files of a strategy: a file is written whole or not at all, and read without a loss of precision."""
+"""What all strategies of this pack share, whether they start ranks or drive all devices from one process."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
+from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong
+from lightning_multigpu.engine.training_memory import measured_bytes
+from lightning_multigpu.planning.timeline import HeldBytes
 from lightning_multigpu.runtime.whole_checkpoint_io import WholeCheckpointIO
+from lightning_multigpu.strategies.observed import ObservedStrategy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 CHECKPOINT_KEY = "lightning_multigpu"
 """The only key of a checkpoint besides Lightning's; stock Lightning ignores it."""
 
 
-class WholeCheckpoints(Strategy):
-    """The part of a strategy that writes and reads checkpoint files."""
+class PackStrategy(ObservedStrategy, Strategy):
+    """Base class of all strategies of this pack: checkpoint files, checks of optimizers, and measures for callbacks.
+
+    A checkpoint file is written whole or not at all, and read without a loss of precision.
+    """
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        """The user's module; the Trainer sets it before it calls any hook."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @override
+    def held_bytes(self) -> HeldBytes | None:
+        return measured_bytes(self._module.parameters(), self.optimizers)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        check_belong(self._module, self.optimizers)
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self.meter.discard()
 
     @property
     @override
@@ -37,6 +67,5 @@ class WholeCheckpoints(Strategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         # Lightning restores weights before it converts the module: float64 weights would be rounded to float32.
         if isinstance(self.precision_plugin, DoublePrecision):
-            assert self.lightning_module is not None
-            self.lightning_module.double()
+            self._module.double()
         super().load_model_state_dict(checkpoint, strict=strict)

@@ -1,0 +1,73 @@
+"""What strategies do whose ranks train on the same batch in groups: pipelines and tensor groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
+from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.engine.micro_batches import checksum_of
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+def builds_layers_later(module: pl.LightningModule) -> bool:
+    """Whether the module may build layers after the launch, so that they cannot be checked before it."""
+    return is_overridden("configure_model", module) or is_overridden("setup", module)
+
+
+def share_random_states(device: torch.device, broadcast: Callable[[Any], Any]) -> None:
+    """Gives every rank one rank's random states: torch's, Python's, NumPy's, and its GPU's.
+
+    Args:
+        device: the device of this rank.
+        broadcast: returns that rank's object on every rank; a collective.
+    """
+    on_gpu = device.type == "cuda"
+    mine = (collect_rng_states(include_cuda=False), torch.cuda.get_rng_state(device) if on_gpu else None)
+    states, gpu_state = broadcast(mine)
+    set_rng_states(states)
+    if gpu_state is not None:
+        torch.cuda.set_rng_state(gpu_state, device)
+
+
+def are_equal(checksum: int, peers: MeteredGroup) -> bool:
+    """Whether all ranks have the same checksum; a collective."""
+    return len(set(peers.gather_tensor(torch.tensor([checksum])).flatten().tolist())) == 1
+
+
+def same_batch(batch: Any, peers: MeteredGroup, device: torch.device) -> Any:
+    """The batch on the device; the first rank's if ranks have loaded different batches. A collective."""
+    if are_equal(checksum_of(batch), peers):
+        return batch
+    batch = peers.broadcast_object(batch, peers.first_rank)
+    return move_data_to_device(batch, device)  # without the module's hooks, which have seen the other batch
+
+
+def write_no_predictions(trainer: pl.Trainer, undo: ExitStack) -> None:
+    """Keeps prediction writers of this rank from writing what another rank of its group writes, until ``undo``."""
+    for writer in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(writer, BasePredictionWriter):
+            for method in ("write_on_batch_end", "write_on_epoch_end"):
+                setattr(writer, method, lambda *args: None)
+                undo.callback(delattr, writer, method)
+
+
+def gather_metrics_by(
+    gather: Callable[[Tensor, Any], list[Tensor]], module: pl.LightningModule, undo: ExitStack
+) -> None:
+    """Makes metrics of the module gather their states by ``gather``, which gets a state and a group, until ``undo``."""
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+            metric.dist_sync_fn = gather
+            undo.callback(setattr, metric, "dist_sync_fn", None)
