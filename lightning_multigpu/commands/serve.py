@@ -21,6 +21,8 @@ from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
 from lightning_multigpu.engine.parameter_server.server import Server
 
 _MARK = "lightning_multigpu_server"
+_EVERY_S = 60.0
+_LONGEST_S = 604_800
 
 _DESCRIPTION = f"""\
 Run a parameter server on this machine, for workers that name it:
@@ -47,6 +49,11 @@ def run(name: str, arguments: Sequence[str]) -> int:
         SystemExit: for ``--help``.
     """
     options = _options(_parser(name), arguments)
+    if options.snapshot is None and options.snapshot_every_s != _EVERY_S:
+        raise UsageError(
+            f"--snapshot-every-s {options.snapshot_every_s:g} does nothing without --snapshot FILE; name a file, or "
+            "leave it out"
+        )
     try:
         secret = job_secret(os.environ)
     except ValueError as error:
@@ -106,8 +113,11 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
     for option, value, largest in (("--port", options.port, 65_535), ("--threads", options.threads, 1_024)):
         if not 0 <= value <= largest:
             raise UsageError(f"{option} {value} is not between 0 and {largest}")
-    if not options.snapshot_every_s > 0:
-        raise UsageError(f"--snapshot-every-s {options.snapshot_every_s} is out of range; give a number above 0")
+    if not 0 < options.snapshot_every_s <= _LONGEST_S:
+        raise UsageError(
+            f"--snapshot-every-s {options.snapshot_every_s} is out of range; give a number above 0 and of {_LONGEST_S} "
+            "(a week) at most"
+        )
     return options
 
 
@@ -198,7 +208,11 @@ def _parser(name: str) -> OptionParser:
         "--snapshot", metavar="FILE", help="where to write its weights and state, from time to time and at the end"
     )
     parser.add_argument(
-        "--snapshot-every-s", type=float, default=60.0, metavar="SECONDS", help="between two snapshots (%(default)g)"
+        "--snapshot-every-s",
+        type=float,
+        default=_EVERY_S,
+        metavar="SECONDS",
+        help="between two snapshots (%(default)g)",
     )
     parser.add_argument("--resume", metavar="FILE", help="go on from a snapshot, with its weights and not the workers'")
     return parser

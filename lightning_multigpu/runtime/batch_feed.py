@@ -121,7 +121,7 @@ class BatchFeed:
             batches=batches,
             uneven_inputs=self.uneven_inputs,
             loss_reduction=self.loss_reduction,
-            skip=lambda: batches_trained_on(trainer) if trainer.fit_loop.restarting and not stateful else 0,
+            skip=lambda: 0 if stateful else batches_to_skip(trainer),
             flags=lambda: self._signals.received,
             on_agreed=lambda announcement: self._act_on_signals(announcement, trainer),
             on_uneven=rank_zero_warn,
@@ -152,6 +152,13 @@ def add_to_all(counts: Any, number: int) -> None:
 
 
 def batches_trained_on(trainer: pl.Trainer) -> int:
-    """Batches of this epoch that were trained on; a run that resumes within the epoch leaves them out."""
+    """Batches of this epoch that were trained on."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     return int(progress.current.processed)
+
+
+def batches_to_skip(trainer: pl.Trainer) -> int:
+    """Batches that a run which resumes within an epoch leaves out; none after the last batch of an epoch."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    is_within = trainer.fit_loop.restarting and not progress.is_last_batch
+    return batches_trained_on(trainer) if is_within else 0

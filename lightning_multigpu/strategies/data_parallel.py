@@ -38,7 +38,7 @@ from lightning_multigpu.engine.one_process.joint_loss import JointLoss
 from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 from lightning_multigpu.planning.numbers import ms
-from lightning_multigpu.runtime.batch_feed import batches_trained_on, complete_resumed_epoch
+from lightning_multigpu.runtime.batch_feed import batches_to_skip, complete_resumed_epoch
 from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.global_batch import global_batch_text
@@ -206,7 +206,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         trainer = self._module.trainer
         if not trainer.training or is_stateful(dataloader):
             return dataloader
-        return ContinuedLoader(dataloader, lambda: batches_trained_on(trainer) if trainer.fit_loop.restarting else 0)
+        return ContinuedLoader(dataloader, lambda: batches_to_skip(trainer))
 
     # Steps
 

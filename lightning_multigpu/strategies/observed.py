@@ -91,6 +91,14 @@ class ObservedStrategy:
         """
         return None
 
+    @property
+    def joined_as(self) -> int | None:
+        """This rank's number in the job that it has joined, beside the ranks of that job; None for other ranks.
+
+        Rank 0 of that job reports on this rank as well.
+        """
+        return None
+
     def server_statistics(self) -> ServerStatistics | None:
         """The counts of the parameter servers on rank 0, which asks the servers; None elsewhere and without servers."""
         return None

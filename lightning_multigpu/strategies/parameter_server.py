@@ -387,7 +387,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
                 f"max_staleness=0: no gradients are stale then, and {name} would do nothing; leave it out, or use "
                 "max_staleness=None, or 1 or more"
             )
-        if max_staleness not in (None, 0):
+        if max_staleness is not None and (max_staleness != 0 or isinstance(max_staleness, bool)):
             option_checks.check_positive("max_staleness", max_staleness, whole=True)
         if delay_compensation != 0:
             option_checks.check_positive("delay_compensation", delay_compensation)
@@ -414,6 +414,12 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         self._mode, self._max_staleness = mode, max_staleness
         self._is_asynchronous = mode == "async" and max_staleness != 0
         self._consistency = Consistency()
+        if self._is_asynchronous and (self.feed.uneven_inputs != "stop" or self._check_replicas_every):
+            name = "uneven_inputs" if self.feed.uneven_inputs != "stop" else "check_replicas_every_n_steps"
+            raise ValueError(
+                f"{name}={options[name]!r}: with mode='async' no rank waits for another one, and their weights differ; "
+                "leave it out, or use mode='sync'"
+            )
         if self._is_asynchronous:
             self._consistency = Consistency(False, max_staleness, scale_lr_by_staleness, float(delay_compensation))
         self._pace: OwnPace | None = None
@@ -436,6 +442,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         self._is_colocated = colocated
         self._compressor = elementwise(compression)
         self._joins = joins
+        self._joined_as: int | None = None
         self._num_servers, self._replicas = num_servers, replicas
         self._num_reported = 0
         self._reported_unshared: set[str] = set()
@@ -521,6 +528,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             timeout_s=self.join_timeout_s if self._addresses else min(self.join_timeout_s, _STARTED_S),
             on_late=lambda server: rank_zero_info(f"{server} is not there yet; ranks look for it {limit}"),
         )
+        self._joined_as = connections.worker if self._joins else None
         if self._is_asynchronous:
             self._pace = OwnPace(
                 connections,
@@ -590,6 +598,11 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         for process in self._processes:
             process.close()
         self._processes, self._places = [], []
+
+    @property
+    @override
+    def joined_as(self) -> int | None:
+        return self._joined_as
 
     @override
     def server_statistics(self) -> ServerStatistics | None:

@@ -20,6 +20,7 @@ import yaml
 from lightning.pytorch.callbacks import Callback
 
 from lightning_multigpu import ParameterServerStrategy
+from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.cli import main
 from lightning_multigpu.commands.serve import _parser
 from lightning_multigpu.communication.job_secret import JOB_SECRET
@@ -185,13 +186,20 @@ def takes_part(address: str, directory: Path, *, joins: bool) -> dict[str, Any]:
     os.environ[JOB_SECRET] = SECRET
     module = Seen()
     strategy = ParameterServerStrategy(mode="async", servers=[address], joins=joins, join_timeout_s=20)
-    callbacks = [Meets(directory, is_late=joins)]
-    trainer = make_trainer(Case(max_epochs=3), strategy, 1, callbacks=callbacks)
+    report = RunReport()
+    callbacks = [Meets(directory, is_late=joins), report]
+    trainer = make_trainer(Case(max_epochs=3), strategy, 1, callbacks=callbacks, default_root_dir=str(directory))
     try:
         trainer.fit(module, loader(), eval_loader())
     finally:
         del os.environ[JOB_SECRET]
-    return {"samples": module.samples, "weights": state(module), "validated": len(module.versions)}
+    ranks = [] if report.report is None else [each["rank"] for each in report.report["ranks"]]
+    return {
+        "samples": module.samples,
+        "weights": state(module),
+        "validated": len(module.versions),
+        "reported": ranks,
+    }
 
 
 @pytest.mark.launch
@@ -215,6 +223,7 @@ def test_a_worker_joins_a_job_that_trains(tmp_path: Path) -> None:
     assert trained_on(results) == dict.fromkeys(range(3), EVERY)
     assert joined["samples"]
     assert (began["validated"], joined["validated"]) == (3, 0)
+    assert (began["reported"], joined["reported"]) == ([0, 1], []), "both were rank 0, and the job failed at its end"
     assert_same_weights(joined, began)
 
 
@@ -233,6 +242,8 @@ def test_workers_of_another_job_are_not_let_in(world2: World) -> None:
     [
         ("", [], f"{JOB_SECRET} is not set: make one with 'openssl rand -hex 32'"),
         (SECRET, ["--snapshot-every-s", "0"], "--snapshot-every-s 0.0 is out of range; give a number above 0"),
+        (SECRET, ["--snapshot-every-s", "inf"], "--snapshot-every-s inf is out of range; give a number above 0 and of"),
+        (SECRET, ["--snapshot-every-s", "5"], "--snapshot-every-s 5 does nothing without --snapshot FILE; name a file"),
         (SECRET, ["--resume", __file__], "test_serve.py: it cannot be read as a snapshot"),
         (
             SECRET,

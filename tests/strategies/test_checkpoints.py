@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.communication.rendezvous import RendezvousError
@@ -21,6 +22,7 @@ from lightning_multigpu.runtime import last_checkpoint
 from tests.strategies.tasks import (
     Case,
     Classifier,
+    dataset,
     fit,
     make_strategy,
     make_trainer,
@@ -187,6 +189,27 @@ def test_the_next_epoch_is_whole_if_its_batches_are_more_or_fewer(
     path = str(files_of_one_device / "at its last batch" / "step=4.ckpt")
     for result in world2.run(resume, case, regime.name, 2, path):
         assert len(result["learning_rates"]) == 2 * -(-29 // size)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([dataset(12)[index] for index in range(rank(), 12, 2)])
+
+
+def streams(directory: str, path: str | None) -> int:
+    module = Classifier()
+    saving = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    trainer = make_trainer(
+        Case(max_epochs=2), make_strategy("sync_ps"), 2, callbacks=[saving], enable_checkpointing=True
+    )
+    trainer.fit(module, DataLoader(Stream(), batch_size=2), ckpt_path=path)
+    return len(module.learning_rates)
+
+
+def test_the_next_epoch_of_a_stream_is_whole(world2: World, tmp_path: Path) -> None:
+    """After a save at the last batch of an epoch the next epoch had no batches."""
+    assert world2.run(streams, str(tmp_path), None) == [6, 6]
+    assert world2.run(streams, str(tmp_path), str(tmp_path / "step=3.ckpt")) == [3, 3]
 
 
 @regimes
