@@ -172,7 +172,9 @@ def _communication(
         return []
     step_s = max(rank.step_s for rank in ranks)
     evidence = f"{_who_waits(ranks)} {ms(wait.seconds)} of a step of {ms(step_s)} for transfers between ranks; "
-    hidden = f"{ms(least.hidden_s)} of others are" if least.hidden_s >= 0.01 * wait.seconds else "no others are"
+    hidden = (
+        f"{ms(least.hidden_s)} of other transfers are" if least.hidden_s >= 0.01 * wait.seconds else "no others are"
+    )
     evidence += f"{hidden} hidden behind computation."
     remedies = communication_remedies(ranks, wait, strategy, num_servers, num_nodes, own_pace=own_pace)
     worth = sorted(((s, remedy) for remedy, s in remedies.items() if s >= SMALLEST_SHARE * step_s), reverse=True)

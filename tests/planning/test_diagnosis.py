@@ -83,7 +83,7 @@ def test_hidden_transfers_are_beside_the_wait() -> None:
     """A wait of 3.41 ms, of which 0 of 2.56 ms of transfers were hidden: Lightning's broadcasts were no transfers."""
     [finding] = diagnose(ranks({"communication": 0.090}, {"communication": 0.080}, hidden_s=0.025))
     assert "waits at least 80.0 ms of a step of 186 ms" in finding.evidence
-    assert "between ranks; 25.0 ms of others are hidden behind computation." in finding.evidence
+    assert "between ranks; 25.0 ms of other transfers are hidden behind computation." in finding.evidence
     [finding] = diagnose(ranks(*[{"communication": 0.080}] * 2))
     assert "; no others are hidden" in finding.evidence
 
