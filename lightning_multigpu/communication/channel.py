@@ -40,7 +40,8 @@ _TRY_S = 5.0
 _MAX_STRANGERS = 64
 _BACKLOG = 256
 _PAUSE_S = 0.2
-_SEND_BUFFER_BYTES = 256 * 1024
+_SEND_BUFFER_BYTES = 64 * 1024, 256 * 1024
+_AHEAD_S = 0.0005
 _LENGTHS = struct.Struct("!IQ")
 _MAX_FIELDS_BYTES = 64 * 2**20
 _MAX_PAYLOAD_BYTES = 2**40
@@ -68,9 +69,8 @@ class Channel:
         sock.settimeout(None)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # Urgent frames cannot overtake data in the kernel's buffer: on a slow link that was 0.1 s of pushes.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        self._socket = sock
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES[1])
+        self._socket, self._buffer_bytes = sock, _SEND_BUFFER_BYTES[1]
         self._limit_s: float | None = None
         self.bytes_in = self.bytes_out = 0
 
@@ -125,10 +125,27 @@ class Channel:
         """
         text = json.dumps(fields, separators=(",", ":")).encode()
         lengths = _LENGTHS.pack(len(text), sum(part.nbytes for part in payload))
+        start_s = time.perf_counter()
         try:
-            self.bytes_out += _send_all(self._socket, [memoryview(lengths + text), *payload])
+            sent_bytes = _send_all(self._socket, [memoryview(lengths + text), *payload])
+            self._fit_buffer(sent_bytes, time.perf_counter() - start_s)
         except OSError as error:
             raise ChannelError(error.strerror or str(error)) from error
+        self.bytes_out += sent_bytes
+
+    def _fit_buffer(self, sent_bytes: int, elapsed_s: float) -> None:
+        """Sets the kernel's buffer to 0.5 ms of data at the rate of a large frame, within limits.
+
+        Urgent frames cannot overtake data in that buffer, nor in the network's queue, which is as long as the buffer
+        allows. With 64 KiB alone, loopback carried 0.7 of what Gloo's connections carry.
+        """
+        if sent_bytes < 2 * _SEND_BUFFER_BYTES[1] or self._socket.family == socket.AF_UNIX:
+            return
+        least, most = _SEND_BUFFER_BYTES
+        wanted = min(max(int(sent_bytes / elapsed_s * _AHEAD_S), least), most)
+        if not 0.5 < wanted / self._buffer_bytes < 2:
+            self._buffer_bytes = wanted
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wanted)
 
     def receive(self) -> tuple[dict[str, Any], int]:
         """The fields of the next frame, and the length of its payload, which :meth:`receive_into` receives.
@@ -280,15 +297,15 @@ class Listener:
         """Accepts no further connections, and closes those of strangers; members stay."""
         self._is_closed = True
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, on Linux
         self._thread.join()
 
     def _run(self) -> None:
         self._poll.register(self._socket, select.POLLIN)
         while not self._is_closed:
             oldest = next(iter(self._strangers.values()), None)
-            left_ms = None if oldest is None else 1e3 * (oldest.until_s - time.monotonic())
-            if left_ms is not None and left_ms <= 0:
+            left_ms = 1e3 if oldest is None else 1e3 * (oldest.until_s - time.monotonic())
+            if left_ms <= 0:
                 self._drop_oldest()
                 continue
             for descriptor, _ in self._poll.poll(left_ms):

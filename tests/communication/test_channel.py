@@ -157,6 +157,28 @@ def test_a_machine_that_is_gone_is_noticed_and_a_process_that_does_not_read_is_n
             assert isinstance(heard[channel].exception(), ChannelError)
 
 
+def test_the_buffer_of_a_slow_link_is_small() -> None:
+    payload = memoryview(bytes(1_000_000))
+    with pair() as (ours, theirs):
+
+        def read_slowly() -> None:
+            for _ in range(2):
+                _, left = theirs.receive()
+                while left:
+                    time.sleep(0.002)  # 50 kB in 2 ms are 25 MB/s
+                    room = bytearray(min(left, 50_000))
+                    theirs.receive_into([memoryview(room)])
+                    left -= len(room)
+
+        reading = threading.Thread(target=read_slowly)
+        reading.start()
+        before = ours._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        for _ in range(2):
+            ours.send({}, [payload])
+        reading.join()
+        assert ours._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == before // 4
+
+
 def test_what_was_proved_on_one_connection_proves_nothing_on_another() -> None:
     with listening() as (port, members), socket.create_connection((HOST, port), timeout=10) as first:
         asked = first.recv(32)
