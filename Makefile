@@ -5,6 +5,8 @@ PYTEST_ARGS ?=
 # Tests often wait, so that there are two processes of tests more than cores; each takes about 3 GB.
 WORKERS ?= $(shell awk -v n=$$(($$(nproc) + 2)) '/^MemAvailable/ { gb = int($$2 / 3e6); n = n > 8 ? 8 : n; print n < gb ? n : gb }' /proc/meminfo)
 DEMO_ARGS ?=
+# What a process compiles is kept for the others: without it, each process of tests compiles for 6 s.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -374,6 +374,17 @@ class TestImport:
         )
         assert output == "registered\n"
 
+    def test_without_fairscale_the_pack_is_as_it_was(self, with_torch: Any, tmp_path: Path) -> None:
+        """Nothing but the engine of ddp_sharded imports it."""
+        output = self.run_with_torch(
+            with_torch,
+            tmp_path,
+            "import sys; sys.modules['fairscale'] = None",
+            "import lightning_multigpu, lightning_multigpu.strategies.sharded, lightning_multigpu.cli",
+            "from lightning.pytorch.strategies import StrategyRegistry; print('ddp_sharded' in StrategyRegistry)",
+        )
+        assert output.splitlines()[-1] == "True"
+
     @pytest.mark.parametrize("module", ["registry", "runtime.loader_workers"])
     def test_any_module_may_be_the_first(self, module: str, with_torch: Any, tmp_path: Path) -> None:
         """A spawned worker of a loader imports the module that its rank names, and nothing before it."""
@@ -437,7 +448,7 @@ class TestDistributions:
 
 def run(command: list[str], cwd: Path | None = None) -> str:
     """Standard output of a command; all that it printed is shown when it fails."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).with_name("environment"))}
     process = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=400)
     assert process.returncode == 0, f"exit status {process.returncode}\n{process.stdout}\n{process.stderr}"
     return process.stdout

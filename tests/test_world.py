@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import preforked
 from tests.world import DeadlineError, LeakError, RankDiedError, RankError, World, init_group, rank, world_size
 
 
@@ -214,9 +215,8 @@ def test_a_killed_session_leaves_no_ranks(tmp_path: Path) -> None:
         "world.run(time.sleep, 1000, timeout_s=2000)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
-    ) as session:
+    command = [sys.executable, "-c", script]
+    with preforked.Process(command, stdout=subprocess.PIPE, text=True, env=environment) as session:
         assert session.stdout is not None
         pid = int(session.stdout.readline())
         session.kill()

@@ -55,9 +55,8 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     def run(asked: Job) -> Outcome:
         strategy, combination = asked
         directory = tmp_path_factory.mktemp("job")
-        forked = asked != ("ring_ddp", NOTHING)  # new interpreters, once
-        variables = {"JOIN_TIMEOUT_S": "90"}  # a busy machine imports Lightning in half a minute
-        job = FaultJob(directory, combination.arguments(strategy), combination.launcher, variables, forked=forked)
+        variables = {"JOIN_TIMEOUT_S": "90"}  # a busy machine
+        job = FaultJob(directory, combination.arguments(strategy), combination.launcher, variables, forked=True)
         return job.run(rank=combination.rank, kind=combination.kind, deadline_s=60)
 
     with ThreadPoolExecutor(2) as pool:

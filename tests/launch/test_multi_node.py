@@ -27,7 +27,7 @@ Start = Callable[[Job, EmulatedHosts, list[str]], None]
 
 def plain_python(job: Job, hosts: EmulatedHosts, arguments: list[str]) -> None:
     for host in hosts:
-        job.start(host, [sys.executable, SCRIPT, *arguments], host.environment(), forked=False)
+        job.start(host, [sys.executable, SCRIPT, *arguments], host.environment())
 
 
 def torchrun(job: Job, hosts: EmulatedHosts, arguments: list[str]) -> None:

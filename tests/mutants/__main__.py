@@ -262,9 +262,11 @@ def _outcome(mutant: Mutant, run: Run) -> Outcome:
     if run.status == 0:
         return Outcome(mutant, SURVIVED, f"{mutant.node} passes", run.seconds)
     lines = run.scratch.output().strip().splitlines()
-    told = [line.partition(" - ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    reason = [*told, *lines[-1:], ""][0]
-    failed = run.status == _SOME_TESTS_FAILED or run.status < 0
+    told = [line.partition(" ")[2].partition(" - ") for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    reason = [*(words for _, _, words in told), *lines[-1:], ""][0]
+    # What a failed test leaves open may make pytest end with another status.
+    has_failed = any(_is_of(test, mutant.node) for test, _, _ in told)
+    failed = run.status == _SOME_TESTS_FAILED or run.status < 0 or has_failed
     return Outcome(mutant, CAUGHT if failed else BROKEN, reason, run.seconds)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -634,18 +632,6 @@ def test_options_are_checked_before_any_process_starts(monkeypatch: pytest.Monke
     monkeypatch.setattr(sharded, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"ninja torch, and then pip install --no-build-isolation 'lightning"):
         make_trainer(CASE, "ddp_sharded", 2)
-
-
-def test_without_fairscale_the_pack_is_as_it_was() -> None:
-    """Nothing but the engine of this strategy imports it."""
-    program = (
-        "import sys; sys.modules['fairscale'] = None\n"
-        "import lightning_multigpu, lightning_multigpu.strategies.sharded, lightning_multigpu.cli\n"
-        "from lightning.pytorch.strategies import StrategyRegistry\n"
-        "print('ddp_sharded' in StrategyRegistry)"
-    )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert ran.stdout == "True\n", ran.stderr
 
 
 def saved_after_the_run(path: str, **options: Any) -> None:
