@@ -199,10 +199,12 @@ class MeshStrategy(ParallelStrategy, ABC):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Tensors of every data rank (or of ``group``), stacked: shape (ranks, *tensor.shape).
 
-        The world means the data axis too: ``LightningModule.all_gather`` passes it by default. With ``sync_grads`` the
-        gradient of a rank's tensor is the sum of the gradients of all ranks' results.
+        Where several ranks train on the same batch, the world means the data axis too: ``LightningModule.all_gather``
+        passes it by default. With ``sync_grads`` the gradient of a rank's tensor is the sum of the gradients of all
+        ranks' results.
         """
-        metered = self._metered_group(None if group is dist.group.WORLD else group)
+        means_data_axis = group is dist.group.WORLD and self._model_parallel_size > 1
+        metered = self._metered_group(None if means_data_axis else group)
         return tensor if metered is None else metered.all_gather(tensor, sync_grads=sync_grads)
 
     @override

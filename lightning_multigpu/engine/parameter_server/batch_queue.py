@@ -68,12 +68,14 @@ class BatchQueue:
 
     def _has_reached_limit(self, worker: int) -> bool:
         """Whether no further batch is left, but for the first one of worker 0 in each epoch."""
+        if self._left is None:
+            return False
         reserved = sum(
             0 not in batches.assigned and batches.following < batches.num_batches
             for batches in self._epochs.values()
             if worker != 0
         )
-        return self._left is not None and self._left <= reserved
+        return self._left <= reserved
 
     def may_return(self, worker: int, epoch: int) -> bool:
         """Whether other workers have batches that this worker would get if they were lost.
