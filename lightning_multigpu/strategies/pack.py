@@ -1,4 +1,4 @@
-"""What all strategies of this pack share, whether they start ranks or drive all devices from one process."""
+"""The base class of all strategies of this pack: of those that start ranks, and of dp with its single process."""
 
 from __future__ import annotations
 

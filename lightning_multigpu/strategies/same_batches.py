@@ -1,4 +1,4 @@
-"""What strategies do whose ranks train on the same batch in groups: pipelines and tensor groups."""
+"""Random states, batches, predictions and metrics of ranks that train on the same batch, as in a pipeline."""
 
 from __future__ import annotations
 
