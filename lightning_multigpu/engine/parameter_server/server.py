@@ -227,7 +227,8 @@ class Server:
             if member is None:
                 raise WireError(f"there is no worker {str(worker)[:40]}")
             member.requests = channel
-            return member
+        channel.send({"kind": "welcome"})
+        return member
 
     def _joined(self, fields: dict[str, Any], channel: Channel) -> Member:
         """Admits a worker that joins a running job, under a number that no worker has had."""

@@ -218,9 +218,7 @@ class ServerConnections:
                 self.gather(None)  # no worker looks any more for a server that the others go on without
             for connection in self._connections:
                 if not self._may_share(connection) and not self._num_replicas:
-                    requests = self._connected(connection.number, connection.name, timeout_s=timeout_s)
-                    requests.send({"requests_of": self.worker})
-                    connection.requests = requests
+                    self._open_requests(connection, timeout_s)
             with self._arrived:
                 self._is_open = True
                 for connection, why in self._lost_early:
@@ -230,6 +228,17 @@ class ServerConnections:
             self.cut()
             self.close()
             raise
+
+    def _open_requests(self, connection: _Connection, timeout_s: float) -> None:
+        """Opens the second connection to a server, and waits until the server knows whose it is."""
+        requests = connection.requests = self._connected(connection.number, connection.name, timeout_s=timeout_s)
+        try:
+            requests.send({"requests_of": self.worker})
+            answer, _ = requests.receive()
+        except ChannelError as error:
+            raise ServerError(f"{connection.name} has ended: {error}") from error
+        if answer.get("kind") != "welcome":
+            raise ServerError(f"{connection.name}: {answer.get('text')}")
 
     def _join(self, hello: Fields) -> None:
         """Takes a number of its own, and what else the job's workers know, from the first server."""
