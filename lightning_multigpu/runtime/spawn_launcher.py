@@ -32,7 +32,7 @@ from lightning_multigpu._lightning_internals import (
     set_num_threads_if_needed,
 )
 from lightning_multigpu.guardian import Failure, Guardian
-from lightning_multigpu.guardian.failure import folded, host_name
+from lightning_multigpu.guardian.failure import host_name
 from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS, SAME_INTERRUPT_S
 from lightning_multigpu.guardian.proc import ended_text, note_refusal
 from lightning_multigpu.runtime.failure_watch import SIGTERM_STATUS, has_trained
@@ -148,7 +148,7 @@ class SpawnLauncher(MultiProcessingLauncher):
 
         Raises:
             SystemExit: SIGTERM has ended the run, in order.
-            Exception: a rank has failed; its own exception, or the one of :meth:`Failure.exception`.
+            Exception: a rank has failed; the exception is that of :meth:`Failure.exception`.
         """
         ranks = _Ranks(self.run, self._start_method, task, guardian)
         self.procs = ranks.processes
@@ -206,31 +206,9 @@ class _Result(NamedTuple):
     extra: Any = None
 
 
-class _Failed(NamedTuple):
-    """The answer of a failed rank.
-
-    Attributes:
-        message: the text about the failure.
-        pickled: the exception, if it is this rank's own and can be pickled.
-    """
-
-    message: FailureMessage
-    pickled: bytes | None
-
-    def exception(self) -> BaseException:
-        error: BaseException | None = None
-        with contextlib.suppress(Exception):
-            if self.pickled is not None:
-                error = pickle.loads(self.pickled)
-                error.add_note(folded(self.message.failure.traceback).rstrip())
-        error = error or self.message.failure.exception()
-        show_if_uncaught(error, self.message)
-        return error
-
-
 @dataclass(frozen=True)
 class _Task:
-    """The work of each spawned process. It answers with a :class:`_Result` or :class:`_Failed` over its own pipe."""
+    """The work of each spawned process. It answers with a result or a failure's message over its own pipe."""
 
     launcher: SpawnLauncher
     trainer: pl.Trainer | None
@@ -272,13 +250,12 @@ class _Task:
                 error = ValueError(_TUNED_IN_VAIN)
                 watch.settle(error, run, None)
             watch.failure = watch.failure or Failure.of(error, rank=run.rank, step=None)
-            is_own = watch.failure.rank == run.rank
             message = watch.message(run, None)
             if watch.is_lost:  # the process that has started the ranks goes on
                 sys.stderr.write(message.text(error))
                 raise SystemExit(1) from None
             message = replace(message, checkpoint=self._checkpoint())
-            answers.send_bytes(pickle.dumps(_Failed(message, _pickled(error) if is_own else None)))
+            answers.send_bytes(pickle.dumps(message))
             watch.announce()
             raise SystemExit(1) from None
         answers.send_bytes(answer)
@@ -289,12 +266,6 @@ class _Task:
             with contextlib.suppress(Exception):  # as when the message is printed
                 return last_checkpoint_of(self.trainer)
         return None
-
-
-def _pickled(error: Exception) -> bytes | None:
-    with contextlib.suppress(Exception):
-        return pickle.dumps(error)
-    return None
 
 
 class _Ranks:
@@ -356,7 +327,7 @@ class _Ranks:
         codes = [process.exitcode for process in self.processes]
         if not self._bad and 0 not in self._answers:  # another host's first rank was lost
             self._bad.append(0)
-        failed = [answer for answer in self._answers.values() if isinstance(answer, _Failed)]
+        failed = [answer for answer in self._answers.values() if isinstance(answer, FailureMessage)]
         if not failed and self._bad and all(codes[index] == SIGTERM_STATUS for index in self._bad):
             raise SystemExit(SIGTERM_STATUS)
         if not failed and self._bad:
@@ -364,9 +335,12 @@ class _Ranks:
             when = " before its work was done" if codes[index] == 0 else ""
             what = f"{ended_text(codes[index])}{when}"
             failure = Failure(what, self._first_rank + index, host_name(), self.processes[index].pid)
-            failed = [_Failed(FailureMessage(failure, False, []), None)]
+            failed = [FailureMessage(failure, False, [])]
         if failed:
-            raise min(failed, key=lambda answer: not answer.message.in_full).exception() from None
+            message = min(failed, key=lambda message: not message.in_full)
+            error = message.failure.exception()
+            show_if_uncaught(error, message)
+            raise error from None
         result = self._answers[0]
         assert isinstance(result, _Result)
         return result

@@ -132,11 +132,9 @@ def test_ranks_that_train_on_the_same_batch_speak_as_one(world4: World) -> None:
 
 def attributes() -> tuple[Any, Any, int]:
     init_group()
-    group = dist.new_group(backend="gloo")
     loader = DataLoader(torch.arange(4), batch_size=2)  # type: ignore[arg-type, var-annotated]
-    agreed = AgreedLoader(loader, Announcer(group, Meter()), length=2)
+    agreed = AgreedLoader(loader, Announcer(dist.new_group(backend="gloo"), Meter()), length=2)
     agreed.worker_init_fn = len  # type: ignore[attr-defined]
-    dist.destroy_process_group(group)
     return loader.worker_init_fn, agreed.batch_size, len(agreed)
 
 

@@ -63,6 +63,8 @@ def test_the_exception_of_any_rank_is_what_the_user_sees(
     assert "onnection closed" not in finished.stderr, "what follows from the failure must not hide it"
     if strategy == "ring_ddp":  # where ranks are spawned, callbacks see exceptions in the first process only
         assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 3
+    else:
+        assert "rank 0 saw RankFailedError" in finished.stdout, "the exception came as text, and was not unpickled"
 
 
 STOPPED = "stopped by a signal"

@@ -91,8 +91,7 @@ def test_another_host_prints_one_line(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_process_that_has_spawned_the_rank_prints_the_ranks_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     failure = Failure.of(raised(), rank=1, step=3)._replace(pid=1)
-    error = ValueError("spoilt")
-    error.add_note(failure.traceback)
+    error = failure.exception()
     show_if_uncaught(error, FailureMessage(failure, True, []))
     lines = printed(error, capsys)
     assert lines[1:] == failure.traceback.splitlines()

@@ -462,7 +462,10 @@ def test_schedules_and_max_steps_count_the_updates_of_all(world2: World) -> None
         found = trained_on(results)
         assert max(count for of_epoch in found.values() for count in of_epoch.values()) == 1
         assert sum(of_epoch.total() for of_epoch in found.values()) == samples
-        assert [result["epochs"] for result in results] == [len(found)] * 2
+        epochs = [result["epochs"] for result in results]
+        assert max(epochs) == len(found)
+        if "max_steps" not in options:  # another rank may make all of the last epoch's few steps
+            assert min(epochs) == len(found)
         rates = [result["rate"] for result in results]
         assert min(rates) == pytest.approx(0.0, abs=1e-9)
         if "max_steps" not in options:
