@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.rendezvous import RendezvousError, own_host
 
-_POLL_S = 0.2
+_SHORTEST_POLL_S, _POLL_S = 0.01, 0.2
 _PROBE_S = 2.0
 _HANDSHAKE_S = 10.0
 _LARGEST_PORT = 65_535
@@ -93,6 +93,7 @@ class MainStore:
 
     def _connect(self) -> TCPStore:
         handshakes = 0
+        pause_s = _SHORTEST_POLL_S
         while True:
             self.check()
             problem = self._problem()
@@ -110,7 +111,8 @@ class MainStore:
                     "that MASTER_ADDR and MASTER_PORT are the same on all hosts and name the host of rank 0, that rank "
                     "0 runs, and that the port is open between the hosts"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(_POLL_S, 1.5 * pause_s)
 
     def _tcp_store(self, address: str, *, is_master: bool) -> TCPStore:
         # The store's own timeout does not end its wait for a silent peer.

@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lightning_multigpu.communication.digest import disagreement, rank_list
 
-_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.02, 0.5
+_FIRST_POLL_S, _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 0.02, 0.5
 _SETTLE_S = 3.0
 _TICKETS, _VERDICT, _READ = "tickets", "verdict", "read"
 
@@ -145,7 +145,7 @@ class Rendezvous:
     def _wait(self, over: Callable[[], bool], lateness: Callable[[], str]) -> None:
         # All ranks together read 50 times a second: fast for two ranks, and not too much for the store with hundreds.
         longest_s = min(_LONGEST_POLL_S, _SHORTEST_POLL_S * self._own.world_size)
-        pause_s = _SHORTEST_POLL_S
+        pause_s = _FIRST_POLL_S
         while True:
             problem = self._guard(self._look)  # raises the verdict of another rank
             self._check()

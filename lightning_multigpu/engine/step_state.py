@@ -11,7 +11,7 @@ import hashlib
 import random
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -100,27 +100,31 @@ def preserved_state(module: Module) -> Iterator[None]:
                 restore()
 
 
+# Most values of a module, which would take most of the time.
+_CANNOT_CHANGE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+
+
 def _keep(value: Any, undo: list[Callable[[], Any]], seen: set[int]) -> None:
     """Adds to ``undo`` functions that restore ``value``, and everything in it, in place."""
-    if id(value) in seen:
+    if type(value) in _CANNOT_CHANGE or id(value) in seen:
         return
     seen.add(id(value))
-    entries: list[Any] = []
-    if isinstance(value, Tensor):
-        _keep_tensor(value, undo)
-    elif isinstance(value, torch.Generator):
-        state = value.get_state()
-        undo.append(lambda: value.set_state(state))
-    elif isinstance(value, dict):
+    entries: Iterable[Any] = ()
+    if isinstance(value, dict):
         _keep_dict(value, undo)
         entries = list(value.values())
+    elif isinstance(value, tuple):
+        entries = value
     elif isinstance(value, list | deque):
         entries = list(value)
         _keep_contents(value, entries, value.extend, undo)
     elif isinstance(value, set):
         _keep_contents(value, set(value), value.update, undo)
-    elif isinstance(value, tuple):
-        entries = list(value)
+    elif isinstance(value, Tensor):
+        _keep_tensor(value, undo)
+    elif isinstance(value, torch.Generator):
+        state = value.get_state()
+        undo.append(lambda: value.set_state(state))
     for entry in entries:
         _keep(entry, undo, seen)
 
@@ -141,6 +145,9 @@ def _keep_tensor(tensor: Tensor, undo: list[Callable[[], Any]]) -> None:
 
 
 def _keep_dict(table: dict[Any, Any], undo: list[Callable[[], Any]]) -> None:
+    if not table:  # as most tables of hooks
+        undo.append(table.clear)
+        return
     before = dict(table)
 
     def restore() -> None:

@@ -30,7 +30,7 @@ _JOB_VARIABLES = (
     "SLURM_STEP_ID",
     "SLURM_RESTART_COUNT",
 )
-_POLL_S = 0.1
+_SHORTEST_POLL_S, _POLL_S = 0.005, 0.1
 _NO_ANSWER_S = 2.0
 
 
@@ -97,6 +97,7 @@ def find(address: str, *, rank: int, on_failure: OnFailure, timeout_s: float) ->
         GuardianError: it does not start in time, refuses this rank, or is another user's.
     """
     deadline_s = time.monotonic() + timeout_s
+    pause_s = _SHORTEST_POLL_S
     while True:
         for name in _addresses(address):
             try:
@@ -109,7 +110,8 @@ def find(address: str, *, rank: int, on_failure: OnFailure, timeout_s: float) ->
                         "same for all ranks of the host, and has one of them LOCAL_RANK=0? Do all belong to one user, "
                         "and to one container?"
                     ) from error
-        time.sleep(_POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(_POLL_S, 1.5 * pause_s)
 
 
 class _Owner(NamedTuple):

@@ -64,7 +64,7 @@ class Watchdog:
         self._shutdown: Shutdown | None = None
         self._have_told_waits: set[Hashable] = set()
         self._interrupts, self._workers = Interrupts(), Workers()
-        self._hurries = self._released = self._has_ended = False
+        self._hurries = self._released = self._looks_now = False
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(fileno=settings["listener"])
         self._listener.setblocking(False)
@@ -105,18 +105,19 @@ class Watchdog:
     def _serve(self) -> None:
         """Handles messages until the next look at the ranks: a tick later, or sooner if messages arrive.
 
-        It does not look at once: strangers that connect one after another would make it look all the time.
+        It looks at once when a rank has ended, and when all have come to the end of the run. It does not for other
+        messages: strangers that connect one after another would make it look all the time.
         """
         since_s = clock_s()
         until_s = since_s + self._tick_s
-        self._has_ended = False
+        self._looks_now = False
         while True:
             events = self._selector.select(max(0.0, until_s - clock_s()))
             for key, _ in events:
                 key.data()
             if events:
                 until_s = min(until_s, since_s + _SHORTEST_ROUND_S)
-            if self._has_ended or clock_s() >= until_s:
+            if self._looks_now or clock_s() >= until_s:
                 return
 
     def _is_over(self) -> bool:
@@ -375,7 +376,7 @@ class Watchdog:
     def _see_end(self, descriptor: int) -> None:
         """Makes the loop look at an ended rank at once, before a launcher ends the others."""
         self._forget(descriptor)
-        self._has_ended = True
+        self._looks_now = True
 
     def _handle(self, connection: Connection, message: Message) -> None:
         rank, kind = self._connections[connection], message["kind"]
@@ -383,6 +384,7 @@ class Watchdog:
             rank.finished = rank.at_end = rank.has_left = True
         elif kind == "at end":
             rank.at_end = True
+            self._looks_now |= self._ranks.all_at_end
         elif kind == "joining":
             rank.joining_until_s = self._now_s + float(message["limit_s"])
         elif kind == "joined":

@@ -62,6 +62,8 @@ class NoDropout(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if getattr(func, "__name__", "") == "__get__":  # a tensor's attribute; a third of all calls
+            return func(*args, **kwargs)
         if func in _DROPOUTS:
             given = _given(_DROPOUTS[func], args, kwargs)
             if given["p"] and given.get("training", given.get("train")):
