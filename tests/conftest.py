@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -82,6 +83,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     computing.sort(key=lambda path: (not _has_ranks_with_transformers(path), path.parent.name != _LONGEST_ROOM))
     place = {path: index for paths in (waiting, computing) for index, path in enumerate(paths)}
     items.sort(key=lambda item: place[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported and collected is not garbage: collections during tests stay cheap."""
+    gc.collect()
+    gc.freeze()
 
 
 def _session_world(num_ranks: int) -> Iterator[World]:

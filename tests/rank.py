@@ -88,7 +88,7 @@ def main(file_descriptor: int) -> None:
     if rank() == 0:
         fork_guardians()
     gc.collect()
-    gc.freeze()  # what is imported now is not garbage; collecting between calls stays cheap
+    _freeze_imports()
     connection.send(("ready",))
     while True:
         try:
@@ -166,10 +166,21 @@ def _clean_up(before: ProcessState) -> list[str]:
     if dist.is_initialized():
         dist.destroy_process_group()
     rank_zero_only.rank = rank()
-    gc.collect()
     leaks = leaks_since(before)
     before.restore()
+    _freeze_imports()
     return leaks
+
+
+_frozen_modules = 0
+
+
+def _freeze_imports() -> None:
+    """What calls have imported is not garbage: collections between calls and in tests stay cheap."""
+    global _frozen_modules
+    if len(sys.modules) > _frozen_modules:
+        gc.freeze()
+        _frozen_modules = len(sys.modules)
 
 
 def _dumps(value: Any) -> bytes:
