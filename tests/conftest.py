@@ -33,7 +33,7 @@ if _ENVIRONMENT not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_ROOMS_THAT_WAIT = ("launch", "tests", "guardian")
+_ROOMS_THAT_WAIT = ("launch", "tests", "guardian", "callbacks")
 _LONGEST_ROOM = "strategies"
 _IMPORT_TRANSFORMERS = ("from transformers import", "from tests.strategies.test_tensor_split import")
 
@@ -70,8 +70,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The order in which pytest-xdist deals out the groups.
 
-    Tests of jobs and guardians mostly wait, and so do those of the examples and of the package beside this file: their
-    files come in turn with those of tests that compute, long ones first, so that a core has work while a job is waited
+    Tests of jobs, guardians and callbacks mostly wait, and so do those of the examples and of the package beside this
+    file: their files come in turn with those of tests that compute, long ones first, so that a core has work while a job is waited
     for, and no long file is left for the end. The longest group is that of transformers.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
