@@ -71,8 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The order in which pytest-xdist deals out the groups.
 
     Tests of jobs, guardians and callbacks mostly wait, and so do those of the examples and of the package beside this
-    file: their files come in turn with those of tests that compute, long ones first, so that a core has work while a job is waited
-    for, and no long file is left for the end. The longest group is that of transformers.
+    file: their files come in turn with those of tests that compute, long ones first, so that a core has work while a
+    job is waited for, and no long file is left for the end. The longest group is that of transformers.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return

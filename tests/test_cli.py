@@ -20,8 +20,8 @@ from lightning_utilities.core.imports import RequirementCache
 from lightning_multigpu import cli
 from lightning_multigpu.cli import COMMANDS, main
 from lightning_multigpu.commands.first_look import first_look, settings_of
+from lightning_multigpu.commands.settings.training_help import page
 from lightning_multigpu.commands.training import TrainingCLI, TrainingParser, _instance
-from lightning_multigpu.commands.training_help import page
 from lightning_multigpu.strategies import option_checks
 from tests import preforked
 

@@ -1,1 +1,1 @@
-"""The subcommands of ``lightning-multigpu``: one module each, with a function ``run(name, arguments)``."""
+"""The subcommands of ``lightning-multigpu``: a module for each, with a function ``run(name, arguments)``."""

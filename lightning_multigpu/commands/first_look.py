@@ -17,11 +17,11 @@ from typing import Any
 
 from lightning_multigpu._suggest import nearest
 from lightning_multigpu._waiting_ranks import ranks_started
-from lightning_multigpu.commands.given import Settings, options
-from lightning_multigpu.commands.spelling import check_strategy
-from lightning_multigpu.commands.training_help import ALL_OPTIONS, page
+from lightning_multigpu.commands.settings.given import Settings, options
+from lightning_multigpu.commands.settings.spelling import check_strategy
+from lightning_multigpu.commands.settings.training_help import ALL_OPTIONS, page
+from lightning_multigpu.commands.settings.wrong_key import raise_for_wrong_key
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.commands.wrong_key import raise_for_wrong_key
 from lightning_multigpu.registry import REGIMES
 
 # Of LightningCLI and of TrainingCLI; the arguments of Trainer and of its methods are read from Lightning's source.

@@ -21,9 +21,9 @@ from typing_extensions import override
 
 from lightning_multigpu.commands import resume
 from lightning_multigpu.commands.first_look import check_checkpoint
-from lightning_multigpu.commands.settings import check_trainer_settings, path_of_strategy_class
+from lightning_multigpu.commands.settings.trainer_settings import check_trainer_settings, path_of_strategy_class
+from lightning_multigpu.commands.settings.wrong_key import condensed, raise_for_wrong_key
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.commands.wrong_key import condensed, raise_for_wrong_key
 from lightning_multigpu.registry import REGIMES
 
 _REFUSALS = (ValueError, TypeError, MisconfigurationException)

@@ -11,8 +11,8 @@ import yaml
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_multigpu._suggest import did_you_mean
-from lightning_multigpu.commands.classes import ClassNotFoundError, arguments_of, find_class, refusal
-from lightning_multigpu.commands.settings import check_strategy_name
+from lightning_multigpu.commands.settings.classes import ClassNotFoundError, arguments_of, find_class, refusal
+from lightning_multigpu.commands.settings.trainer_settings import check_strategy_name
 
 NO_COMMUNICATION = "no communication"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_multigpu.commands import settings
 from lightning_multigpu.commands.first_look import check_checkpoint
+from lightning_multigpu.commands.settings import trainer_settings
 from lightning_multigpu.commands.usage import UsageError
 
 
@@ -24,19 +24,19 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refused(devices: object, device_type: str) -> str:
     with pytest.raises(ValueError, match=r".") as caught:
-        settings.check_devices(devices, device_type)
+        trainer_settings.check_devices(devices, device_type)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("devices", ["auto", 1, "2", 7])
 def test_devices_on_cpu(devices: object) -> None:
-    settings.check_devices(devices, "cpu")
+    trainer_settings.check_devices(devices, "cpu")
 
 
 @pytest.mark.usefixtures("one_gpu")
 @pytest.mark.parametrize("devices", ["auto", 1, "1", -1, "-1", [0], "0,"])
 def test_devices_on_gpus(devices: object) -> None:
-    settings.check_devices(devices, "cuda")
+    trainer_settings.check_devices(devices, "cuda")
 
 
 @pytest.mark.parametrize("devices", [0, -2, "0"])
@@ -79,12 +79,12 @@ def test_no_gpu() -> None:
 
 def test_every_registered_name_is_known() -> None:
     for name in ("auto", "ddp", "ring_ddp", "RING_DDP"):
-        settings.check_strategy_name(name)
+        trainer_settings.check_strategy_name(name)
 
 
 def test_unknown_strategy_lists_ours_and_lightnings_and_the_nearest() -> None:
     with pytest.raises(ValueError, match="unknown") as caught:
-        settings.check_strategy_name("ringddp")
+        trainer_settings.check_strategy_name("ringddp")
     first, ours, lightnings = str(caught.value).splitlines()
     assert first == "strategy='ringddp' is unknown. Did you mean 'ring_ddp'?"
     assert ours.startswith("  this pack's: ring_ddp, ring_ddp_spawn")
@@ -94,14 +94,14 @@ def test_unknown_strategy_lists_ours_and_lightnings_and_the_nearest() -> None:
 
 def test_unknown_strategy_like_no_other() -> None:
     with pytest.raises(ValueError, match="unknown") as caught:
-        settings.check_strategy_name("zzz")
+        trainer_settings.check_strategy_name("zzz")
     assert str(caught.value).splitlines()[0] == "strategy='zzz' is unknown."
 
 
 @pytest.mark.parametrize("name", ["RingDDPStrategy", "lightning_multigpu.RingDDPStrategy"])
 def test_a_class_in_place_of_a_name(name: str) -> None:
     with pytest.raises(ValueError, match="is a class") as caught:
-        settings.check_strategy_name(name)
+        trainer_settings.check_strategy_name(name)
     assert str(caught.value) == (
         f"strategy={name!r} is a class; pass a name that stands for it: ring_ddp, ring_ddp_spawn"
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import lightning_multigpu
 from lightning_multigpu._suggest import did_you_mean, nearest
-from lightning_multigpu.commands.classes import WHERE, ClassNotFoundError
+from lightning_multigpu.commands.settings.classes import WHERE, ClassNotFoundError
 from lightning_multigpu.registry import REGIMES
 
 _CLOSE = 0.85

@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_multigpu import RingDDPStrategy
-from lightning_multigpu.commands.classes import ClassNotFoundError, arguments_of, find_class, refusal
+from lightning_multigpu.commands.settings.classes import ClassNotFoundError, arguments_of, find_class, refusal
 from lightning_multigpu.registry import REGIMES, Regime
 
 
