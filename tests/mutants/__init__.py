@@ -72,9 +72,9 @@ class Mutant:
     def problem(self, root: Path = REPOSITORY) -> str | None:
         """Why the mutant does not apply to the tree below ``root``; None if it does."""
         try:
-            self.mutated((root / self.path).read_text())
+            ast.parse(self.mutated((root / self.path).read_text()))
             _check_node(root, self.node)
-        except (OSError, ValueError) as error:
+        except (OSError, SyntaxError, ValueError) as error:
             return str(error)
         return None
 

@@ -58,16 +58,10 @@ class Scratch:
             elif source.exists():
                 shutil.copy2(source, self._directory / name)
 
-    def apply(self, mutant: Mutant) -> str | None:
-        """Puts the fault into the copy; returns why that cannot be, or None."""
+    def apply(self, mutant: Mutant) -> None:
+        """Puts the fault into the copy."""
         path = self._directory / mutant.path
-        try:
-            source = mutant.mutated(path.read_text())
-            compile(source, mutant.path, "exec")
-        except (ValueError, SyntaxError) as error:
-            return str(error)
-        path.write_text(source)
-        return None
+        path.write_text(mutant.mutated(path.read_text()))
 
     def restore(self, mutant: Mutant) -> None:
         """Takes the fault out again."""
@@ -212,12 +206,11 @@ def run(mutants: Sequence[Mutant], *, jobs: int, timeout_s: float) -> Iterator[O
             while waiting or running:
                 while waiting and free:
                     mutant, scratch = waiting.pop(0), free.pop()
-                    problem = None if mutant.node in passing else f"{mutant.node} does not pass without the fault"
-                    problem = problem or scratch.apply(mutant)
-                    if problem is not None:
-                        yield Outcome(mutant, BROKEN, problem)
+                    if mutant.node not in passing:
+                        yield Outcome(mutant, BROKEN, f"{mutant.node} does not pass without the fault")
                         free.append(scratch)
                         continue
+                    scratch.apply(mutant)
                     started = Run(scratch, mutant.node, "-x", "-rfE", timeout_s=timeout_s)
                     running[started.descriptor] = mutant, started
                 select.select(list(running), [], [], 1.0)
