@@ -25,6 +25,7 @@ _ENVIRONMENT_THAT_MAY_CHANGE = frozenset({
     "PL_GLOBAL_SEED",
     "PL_SEED_WORKERS",
     "PYTEST_CURRENT_TEST",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TORCHINDUCTOR_CACHE_DIR",
 })  # fmt: skip
 # Lightning's environments set and remove these as they like; a later test that starts processes must not inherit them.
@@ -77,7 +78,8 @@ class ProcessState:
             f"environment: {line}"
             for line in _changes(_without_meeting_place(self.environment), _without_meeting_place(later.environment))
         ]
-        lines += [f"torch: {line}" for line in _changes(self.torch_settings, later.torch_settings)]
+        if self.torch_settings:  # else torch was imported meanwhile
+            lines += [f"torch: {line}" for line in _changes(self.torch_settings, later.torch_settings)]
         lines += [f"signal {signal.Signals(n).name}: handler is now {h!r}" for n, h in later.handlers.items()
                   if h != self.handlers[n]]  # fmt: skip
         lines += [f"thread {name!r} still runs" for _, name in sorted(later.threads - self.threads, key=str)]
