@@ -55,7 +55,10 @@ assert not {"torch", "lightning"} & set(sys.modules)
 with EmulatedHosts(2) as hosts:
     child = hosts[1].popen(["sleep", "1000"])
     print(hosts[0].namespace, child.pid, flush=True)
-    time.sleep(1000) if sys.argv[1] == "wait" else sys.exit("an error on the way")
+    if sys.argv[1] == "exit":
+        sys.exit("an error on the way")
+    for _ in range(10_000):  # a signal just before a sleep does not shorten it
+        time.sleep(0.1)
 """
 
 

@@ -362,12 +362,33 @@ def test_the_word_of_the_parent_counts_where_the_kernel_keeps_no_status(ranks: R
     assert rank is not None
     rank.reported_exit_code = 0
     assert ranks.observe(1.5) is None, "its last message may be on its way"
+    rank.reported_exit_code = 3
+    found = ranks.observe(1.6)
+    assert found is not None
+    assert "ended with exit status 3" in found.failure.what
     rank.finished = True
     _set(ranks, 1, ENDED, None)
     assert ranks.observe(2.0) is None
     found = ranks.observe(3.1)
     assert found is not None
     assert "unknown exit status" in found.failure.what
+
+
+def test_a_process_that_ended_well_before_it_was_a_rank_is_missed_once_others_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lightning_multigpu.guardian.ranks.WatchedProcess", FakeProcess)
+    ranks = Ranks(2, stopped_limit_s=5.0)
+    ranks.add(0, 100)
+    ranks.add(1, 101, introduced=False)
+    _set(ranks, 1, ENDED, 0)
+    assert ranks.observe(1.0) is None
+    assert ranks.left_early(others_wait=False) is None
+    assert ranks.left_early(others_wait=True) is ranks.get(1)
+    first = ranks.get(0)
+    assert first is not None
+    first.at_end = True
+    assert ranks.left_early(others_wait=False) is ranks.get(1)
 
 
 def test_who_has_finished_is_not_looked_at(ranks: Ranks) -> None:
