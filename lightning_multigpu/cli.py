@@ -89,10 +89,10 @@ _PIPELINE = {"plan": "the split, and the predicted time and memory for several n
 _TENSOR = {"plan": "the layers that would be split, each rank's memory, and what each block sends"}
 COMMANDS: tuple[Command, ...] = (
     Command("new", "write a small project that trains at once", "new"),
-    Command("fit", "train a model", "first_look"),
-    Command("validate", "run a model over its validation data", "first_look"),
-    Command("test", "run a model over its test data", "first_look"),
-    Command("predict", "compute a model's predictions", "first_look"),
+    Command("fit", "train a model", "early_checks"),
+    Command("validate", "run a model over its validation data", "early_checks"),
+    Command("test", "run a model over its test data", "early_checks"),
+    Command("predict", "compute a model's predictions", "early_checks"),
     Command("strategies", "list the training strategies and what they send", "strategies"),
     Command("pipeline", "predict a pipeline's step time and memory, without training", "pipeline", _PIPELINE),
     Command("tensor", "show how layers would be split over ranks, without training", "tensor", _TENSOR),

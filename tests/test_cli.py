@@ -19,7 +19,7 @@ from lightning_utilities.core.imports import RequirementCache
 
 from lightning_multigpu import cli
 from lightning_multigpu.cli import COMMANDS, main
-from lightning_multigpu.commands.first_look import first_look, settings_of
+from lightning_multigpu.commands.early_checks import checked_settings, settings_of
 from lightning_multigpu.commands.settings.training_help import page
 from lightning_multigpu.commands.training import TrainingCLI, TrainingParser, _instance
 from lightning_multigpu.strategies import option_checks
@@ -213,7 +213,7 @@ class TestWithoutLightning:
         assert "--resume RUN" in printed
 
     def test_settings_are_those_of_the_parser(self) -> None:
-        """A setting that the first look did not know would be refused, although the parser has it."""
+        """A setting that the early checks did not know would be refused, although the parser has it."""
         for name in ("fit", "validate", "test", "predict"):
             options = ["resume"] if name == "fit" else []  # what is an option of the command line only
             assert sorted(settings_of(name)) == sorted([*settings_of_parser(name), *options])
@@ -223,8 +223,8 @@ class TestWithoutLightning:
         self, text: str, project: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.syspath_prepend(project)
-        assert first_look("fit", ["--config", config(project, text), "--trainer.strategy.zzz=1"]) is not None
-        assert first_look("fit", ["--config={model: project.Model}"]) == {}
+        assert checked_settings("fit", ["--config", config(project, text), "--trainer.strategy.zzz=1"]) is not None
+        assert checked_settings("fit", ["--config={model: project.Model}"]) == {}
 
 
 class TestAccepted:

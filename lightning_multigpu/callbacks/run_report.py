@@ -115,7 +115,7 @@ class RunReport(SilentMonitors):
         if isinstance(trainer.strategy, ObservedStrategy):
             self._gathered = trainer.strategy.gather_at_end(lambda: (asdict(self._record(trainer)), self._told()))
         if self._gathered is not None and self._one_device is not None:
-            self._one_device.leave_out("ranks of their own pace do not wait while one device is measured")
+            self._one_device.leave_out("asynchronous ranks do not wait while one device is measured")
         super().on_train_start(trainer, pl_module)
 
     @override

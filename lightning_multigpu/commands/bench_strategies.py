@@ -52,7 +52,7 @@ from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.commands.bench_options import add_common_options, check_outputs, started, write_json
 from lightning_multigpu.commands.option_parser import OptionParser, number
 from lightning_multigpu.commands.settings.classes import ClassNotFoundError, find_class
-from lightning_multigpu.commands.settings.given import load
+from lightning_multigpu.commands.settings.sources import load
 from lightning_multigpu.commands.settings.spelling import check_class, check_strategy
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 

@@ -8,7 +8,7 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_multigpu.commands.first_look import first_look
+from lightning_multigpu.commands.early_checks import checked_settings
 from lightning_multigpu.commands.option_parser import OptionParser
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.report import document, profile_document, profile_page, profile_text
@@ -41,7 +41,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         raise UsageError(f"--config={options.config}: there is no such file")
     commands = {s: [f"--config={options.config}", *further, f"--trainer.strategy={s}"] for s in strategies}
     for command in commands.values():
-        first_look("fit", command)  # nothing is trained where a later run has a wrong name
+        checked_settings("fit", command)  # nothing is trained where a later run has a wrong name
     folders = {strategy: options.folder / strategy for strategy in strategies}
     failed = []
     for strategy, folder in folders.items():

@@ -10,7 +10,7 @@ import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from lightning_multigpu.commands.first_look import settings_of
+from lightning_multigpu.commands.early_checks import settings_of
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.registry import REGIMES
 

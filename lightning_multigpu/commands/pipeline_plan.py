@@ -45,7 +45,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_multigpu.commands.first_look import first_look
+from lightning_multigpu.commands.early_checks import checked_settings
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories, names_of, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.planning.pipeline_prediction import PipelinePlans
@@ -83,7 +83,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
             check_picture(options.picture, "--picture")
         except ValueError as error:
             raise UsageError(str(error)) from error
-    first_look("fit", rest, also=[option.replace("_", "-") for option in vars(options)])
+    checked_settings("fit", rest, also=[option.replace("_", "-") for option in vars(options)])
     plans: PipelinePlans | None = import_module("lightning_multigpu.commands.planning_cli").planned(rest, options)
     if plans is None:  # another rank of a tensor group, whose first one prints
         return 0

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import yaml
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_multigpu.commands.first_look import check_run
+from lightning_multigpu.commands.early_checks import check_run
 from lightning_multigpu.commands.usage import UsageError
 from lightning_multigpu.runtime.last_checkpoint import (
     CheckpointFile,

@@ -15,7 +15,7 @@ import torch
 
 from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu.commands.option_parser import OptionParser
-from lightning_multigpu.commands.settings.given import load
+from lightning_multigpu.commands.settings.sources import load
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
 from lightning_multigpu.engine.parameter_server.server import Server

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from lightning_multigpu.commands.first_look import first_look
+from lightning_multigpu.commands.early_checks import checked_settings
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories
 from lightning_multigpu.commands.usage import PROGRAM
 
@@ -56,6 +56,6 @@ def run(name: str, arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the plan there too")
     options, rest = parser.parse_known_args(arguments)
     check_directories(options, "json")
-    first_look("fit", rest, also=["json"])
+    checked_settings("fit", rest, also=["json"])
     import_module("lightning_multigpu.commands.split_cli").SplitCLI(rest, options.json)
     return 0

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from lightning_multigpu.commands import resume
-from lightning_multigpu.commands.first_look import check_checkpoint
+from lightning_multigpu.commands.early_checks import check_checkpoint
 from lightning_multigpu.commands.settings.trainer_settings import check_trainer_settings, path_of_strategy_class
 from lightning_multigpu.commands.settings.wrong_key import condensed, raise_for_wrong_key
 from lightning_multigpu.commands.usage import PROGRAM, UsageError

@@ -43,17 +43,17 @@ def communication_remedies(
     num_servers: int,
     num_nodes: int,
     *,
-    own_pace: bool,
+    asynchronous: bool,
 ) -> dict[str, float]:
     """The remedies as sentences without a full stop, with the seconds of a step that each saves.
 
     Args:
-        ranks: of the run; with ``own_pace`` the slowest one.
+        ranks: of the run; with ``asynchronous`` the slowest one.
         wait: what there is to save.
         strategy: of the run.
         num_servers: parameter servers, 0 without any.
         num_nodes: hosts of the run.
-        own_pace: ranks do not wait for each other.
+        asynchronous: ranks do not wait for each other.
     """
     per_step_s = wait.seconds - wait.part("activations")
     often = "Use batches of twice the size"
@@ -71,7 +71,7 @@ def communication_remedies(
             what = "Push half of the bytes to the servers; weights come back as they are"
             saving_s = 0.0 if pushes is None else min(wait.seconds, _pushed_in_half(pushes, num_servers))
         remedies[f"{what}: {compressed}"] = saving_s
-    if num_servers == 1 and pushes is not None and not own_pace:
+    if num_servers == 1 and pushes is not None and not asynchronous:
         remedies['Average gradients around a ring, which no server\'s link holds up: strategy="ring_ddp"'] = min(
             wait.seconds, pushes.seconds - _around_a_ring(pushes, len(ranks))
         )

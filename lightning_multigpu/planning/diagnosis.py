@@ -56,7 +56,7 @@ def diagnose(
     trial: ThreadTrial | None = None,
     shards: Sequence[Shard] = (),
     strategy: StrategyOptions = StrategyOptions(),  # noqa: B008
-    own_pace: bool = False,
+    asynchronous: bool = False,
 ) -> list[Finding]:
     """The reasons for long steps, the largest saving first, then limits that the run is near to.
 
@@ -68,16 +68,16 @@ def diagnose(
         trial: the trial with fewer threads, if any.
         shards: the traffic of parameter servers, in the order of the servers.
         strategy: the run's strategy, whose options the remedies name.
-        own_pace: ranks do not wait for each other; the findings are the slowest rank's.
+        asynchronous: ranks do not wait for each other; the findings are the slowest rank's.
     """
     of_all = ranks
-    if own_pace:
+    if asynchronous:
         ranks = [max(ranks, key=lambda rank: rank.step_s)]
     step_s = max(rank.step_s for rank in ranks)
     found = [
         *_input(ranks),
         *_straggler(ranks, pipeline),
-        *_communication(ranks, strategy, len(shards), len({rank.node for rank in of_all}), own_pace=own_pace),
+        *_communication(ranks, strategy, len(shards), len({rank.node for rank in of_all}), asynchronous=asynchronous),
         *_callbacks(ranks),
         *_reads(ranks),
         *_small_batches(ranks),
@@ -164,7 +164,7 @@ def _straggler(ranks: Sequence[RankFigures], pipeline: PipelineFigures | None) -
 
 
 def _communication(
-    ranks: Sequence[RankFigures], strategy: StrategyOptions, num_servers: int, num_nodes: int, *, own_pace: bool
+    ranks: Sequence[RankFigures], strategy: StrategyOptions, num_servers: int, num_nodes: int, *, asynchronous: bool
 ) -> list[Finding]:
     least = min(ranks, key=lambda rank: rank.of("communication"))  # the others also wait for slower ranks
     wait = SharedWait(_exposed_s(ranks), least)
@@ -176,7 +176,7 @@ def _communication(
         f"{ms(least.hidden_s)} of other transfers are" if least.hidden_s >= 0.01 * wait.seconds else "no others are"
     )
     evidence += f"{hidden} hidden behind computation."
-    remedies = communication_remedies(ranks, wait, strategy, num_servers, num_nodes, own_pace=own_pace)
+    remedies = communication_remedies(ranks, wait, strategy, num_servers, num_nodes, asynchronous=asynchronous)
     worth = sorted(((s, remedy) for remedy, s in remedies.items() if s >= SMALLEST_SHARE * step_s), reverse=True)
     if not worth:
         return []

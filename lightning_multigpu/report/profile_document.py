@@ -129,14 +129,14 @@ def build(
         tried = ThreadTrial(ranks[0]["threads"], max(f.step_s for f in figures), trial["threads"], slowest_s)
     servers = told[0].get("servers")
     shards = [Shard(s["bytes_in"] + s["bytes_out"], s["share"]) for s in servers["servers"]] if servers else []
-    own_pace = bool(servers and servers["workers"])  # they alone have a staleness
+    asynchronous = bool(servers and servers["workers"])  # they alone have a staleness
     findings = diagnose(
         figures,
         pipeline=_pipeline(ranks),
         trial=tried,
         shards=shards,
         strategy=strategy_options or StrategyOptions(),
-        own_pace=own_pace,
+        asynchronous=asynchronous,
     )
     return {
         "schema_version": SCHEMA_VERSION,

@@ -35,9 +35,9 @@ from lightning_multigpu.engine.parameter_server.wire import elementwise
 from lightning_multigpu.runtime.process_groups import leave_world
 from lightning_multigpu.runtime.server_process import ServerProcess
 from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.asynchronous_training import AsynchronousTraining
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.hook_detection import reads_gradients
-from lightning_multigpu.strategies.own_pace import OwnPace
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -422,7 +422,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             )
         if self._is_asynchronous:
             self._consistency = Consistency(False, max_staleness, scale_lr_by_staleness, float(delay_compensation))
-        self._pace: OwnPace | None = None
+        self._asynchronous: AsynchronousTraining | None = None
         self._resumed: dict[str, Any] = {}
         if joins and (self._addresses is None or mode != "async" or any(asked.values())):
             raise ValueError(
@@ -530,7 +530,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         )
         self._joined_as = connections.worker if self._joins else None
         if self._is_asynchronous:
-            self._pace = OwnPace(
+            self._asynchronous = AsynchronousTraining(
                 connections,
                 self.signals,
                 leave_groups=self._leave_world,
@@ -616,30 +616,30 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             own = dict(zip(self._places, self._processes, strict=True)).get(place)
             rank_zero_warn(text if own is None else f"{text} ({own.state()})")
 
-    # Workers at their own pace
+    # Asynchronous workers
 
     @override
     def newest_of_ranks(self, name: str, value: Any) -> list[Any] | None:
-        return None if self._pace is None else self._pace.newest(name, value)
+        return None if self._asynchronous is None else self._asynchronous.newest(name, value)
 
     @override
     def gather_at_end(self, value: Callable[[], Any]) -> list[Any] | None:
-        return None if self._pace is None else self._pace.gather_at_end(value)
+        return None if self._asynchronous is None else self._asynchronous.gather_at_end(value)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        if self._pace is None:
+        if self._asynchronous is None:
             return
-        self._pace.served = [served for served in self._served.values() if isinstance(served, RemoteOptimizer)]
-        self._pace.loaded(self._resumed)
+        self._asynchronous.served = [served for served in self._served.values() if isinstance(served, RemoteOptimizer)]
+        self._asynchronous.loaded(self._resumed)
 
     @override
     def barrier(self, name: str | None = None) -> None:
         super().barrier(name)
-        if name == "run-stage" and self._pace is not None:  # the last barrier before rank 0 validates alone
+        if name == "run-stage" and self._asynchronous is not None:  # the last barrier before rank 0 validates alone
             assert self.lightning_module is not None
-            self._pace.begin(self.lightning_module.trainer)
+            self._asynchronous.begin(self.lightning_module.trainer)
             self._leave_world()
 
     def _leave_world(self) -> None:
@@ -652,34 +652,34 @@ class ParameterServerStrategy(OptimizerServerStrategy):
 
     @override
     def teardown(self) -> None:
-        pace, self._pace, self._resumed = self._pace, None, {}
-        if pace is not None and self.lightning_module is not None:
-            pace.end(self.lightning_module.trainer)
+        training, self._asynchronous, self._resumed = self._asynchronous, None, {}
+        if training is not None and self.lightning_module is not None:
+            training.end(self.lightning_module.trainer)
         super().teardown()
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        if self._pace is not None and trainer is not None and not trainer.training:
+        if self._asynchronous is not None and trainer is not None and not trainer.training:
             return {"num_replicas": 1, "rank": 0}  # rank 0 validates, with all batches
         return super().distributed_sampler_kwargs
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        if self._pace is None:
+        if self._asynchronous is None:
             return super().process_dataloader(dataloader)
         assert self.lightning_module is not None
-        return self._pace.distribute(dataloader, self.lightning_module.trainer)
+        return self._asynchronous.distribute(dataloader, self.lightning_module.trainer)
 
     @property
     @override
     def replicas_differ(self) -> bool:
-        return self._pace is not None
+        return self._asynchronous is not None
 
     @override
     def _tell_global_batch(self) -> None:
-        if self._pace is None:
+        if self._asynchronous is None:
             super()._tell_global_batch()
         elif self.world_size > 1:
             rank_zero_info(f"{self.world_size} workers train, each at its own pace: each batch of theirs is an update")
@@ -689,20 +689,20 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         output = super().optimizer_step(*args, **kwargs)
         if self._connections is not None:
             self._warn_of_ended(self._connections)
-        if self._pace is not None and self.lightning_module is not None:
-            self._pace.after_step(self.lightning_module.trainer)
+        if self._asynchronous is not None and self.lightning_module is not None:
+            self._asynchronous.after_step(self.lightning_module.trainer)
         return output
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        if self._pace is not None and self.lightning_module is not None and not self.failure_watch.failed:
-            self._pace.training_ends(self.lightning_module.trainer)
+        if self._asynchronous is not None and self.lightning_module is not None and not self.failure_watch.failed:
+            self._asynchronous.training_ends(self.lightning_module.trainer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self._pace is not None:
-            checkpoint = self._pace.saved(checkpoint)
+        if self._asynchronous is not None:
+            checkpoint = self._asynchronous.saved(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override

@@ -26,7 +26,7 @@ from lightning_multigpu.commands.serve import _parser
 from lightning_multigpu.communication.job_secret import JOB_SECRET
 from tests import preforked
 from tests.strategies.tasks import Case, Classifier, assert_same_weights, eval_loader, make_trainer, state, train_loader
-from tests.strategies.test_own_pace import EVERY, NUM_BATCHES, Seen, loader, trained_on
+from tests.strategies.test_asynchronous_training import EVERY, NUM_BATCHES, Seen, loader, trained_on
 from tests.world import World
 
 SECRET = "0123456789abcdef" * 4
@@ -122,7 +122,7 @@ class Begins(Callback):
         self.weights = [parameter.detach().clone() for parameter in module.parameters()]
 
 
-def at_own_pace(address: str, epochs: int) -> dict[str, Any]:
+def asynchronously(address: str, epochs: int) -> dict[str, Any]:
     os.environ[JOB_SECRET] = SECRET
     module, begins = Seen("adamw"), Begins()
     strategy = ParameterServerStrategy(mode="async", servers=[address], join_timeout_s=20)
@@ -144,7 +144,7 @@ def test_a_server_of_asynchronous_ranks_goes_on_after_it_was_killed(world2: Worl
     file = tmp_path / "server.pt"
     with serving("--snapshot", str(file), "--snapshot-every-s", "0.1") as (port, process), ThreadPoolExecutor() as pool:
         words = rf"parameter server 0 of 1 \(127.0.0.1 port {port}\) has ended"
-        training = pool.submit(world2.run_raising, RuntimeError, words, at_own_pace, f"127.0.0.1:{port}", 100_000)
+        training = pool.submit(world2.run_raising, RuntimeError, words, asynchronously, f"127.0.0.1:{port}", 100_000)
         deadline_s = time.monotonic() + 60
         while not (file.exists() and steps_of(file)) and time.monotonic() < deadline_s:
             time.sleep(0.05)
@@ -152,7 +152,7 @@ def test_a_server_of_asynchronous_ranks_goes_on_after_it_was_killed(world2: Worl
         training.result()
     (saved,) = torch.load(file, weights_only=True).values()
     with serving("--resume", str(file)) as (port, process):
-        first, second = world2.run(at_own_pace, f"127.0.0.1:{port}", 2)
+        first, second = world2.run(asynchronously, f"127.0.0.1:{port}", 2)
         assert process.communicate(timeout=30)[0] == "The job has ended\n"
         assert process.returncode == 0
     weights = torch.cat(saved[0]["weights"])

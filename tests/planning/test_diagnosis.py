@@ -98,9 +98,9 @@ def test_a_slow_link_to_a_parameter_server(buckets: float) -> None:
     waiting = ranks(*[{"communication": wait_s}] * 2, waits_s={"gradients": wait_s})
     servers, even = StrategyOptions(class_name="ParameterServerStrategy"), Shard(1, 1)
 
-    def remedy(num_servers: int, *, own_pace: bool = False) -> str:
+    def remedy(num_servers: int, *, asynchronous: bool = False) -> str:
         apart = [replace(rank, node=rank.rank, pushes=Pushes(wait_s, num_servers * buckets)) for rank in waiting]
-        [finding] = diagnose(apart, strategy=servers, shards=[even] * num_servers, own_pace=own_pace)
+        [finding] = diagnose(apart, strategy=servers, shards=[even] * num_servers, asynchronous=asynchronous)
         assert finding.saving_s == pytest.approx(wait_s / 2), "half as often saves most"
         return finding.remedy
 
@@ -109,7 +109,7 @@ def test_a_slow_link_to_a_parameter_server(buckets: float) -> None:
         assert (in_half in remedy(num_servers)) == ("compression" in remedy(num_servers)) == (buckets == 1), "below 5 %"
     assert f'strategy="ring_ddp", {ms(0.096 + 0.080)} a step predicted' in remedy(1)
     assert "ring_ddp" not in remedy(2), "their links share the bytes"
-    assert "ring_ddp" not in remedy(1, own_pace=True), "that is another algorithm"
+    assert "ring_ddp" not in remedy(1, asynchronous=True), "that is another algorithm"
 
 
 def test_what_layers_send_within_a_batch_is_not_sent_less_often() -> None:
@@ -130,13 +130,13 @@ def test_what_layers_send_within_a_batch_is_not_sent_less_often() -> None:
 
 def test_nobody_waits_for_a_slow_rank_where_each_has_its_own_pace() -> None:
     apart = ranks({"communication": 0.002}, {"forward": 0.070, "communication": 0.090})
-    [finding] = diagnose(apart, own_pace=True)
+    [finding] = diagnose(apart, asynchronous=True)
     assert (finding.kind, finding.saving_s) == ("communication", pytest.approx(0.045))
     assert finding.step_s == pytest.approx(0.226 - 0.045)
     assert "rank 1 waits 90.0 ms of a step of 226 ms" in finding.evidence, "the other one does not"
     hosts = [replace(rank, node=rank.rank, pushes=Pushes(0.090, 1)) for rank in apart]
     [finding] = diagnose(
-        hosts, own_pace=True, shards=[Shard(1, 1)], strategy=StrategyOptions(class_name="ParameterServerStrategy")
+        hosts, asynchronous=True, shards=[Shard(1, 1)], strategy=StrategyOptions(class_name="ParameterServerStrategy")
     )
     assert 'ParameterServerStrategy(compression="bf16"), 204 ms' in finding.remedy, "rank 0 is on another host"
 

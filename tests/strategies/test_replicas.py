@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from tests.strategies.tasks import Case, Classifier, eval_loader, make_strategy, make_trainer, state, train_loader
-from tests.strategies.test_own_pace import ABSENT_GROUP, EVERY, Seen, trained_on
-from tests.strategies.test_own_pace import fit as fit_at_own_pace
+from tests.strategies.test_asynchronous_training import ABSENT_GROUP, EVERY, Seen, trained_on
+from tests.strategies.test_asynchronous_training import fit as fit_asynchronously
 from tests.world import World
 
 REPLICATED = {"replicas": 1, "num_servers": 2}
@@ -94,7 +94,7 @@ def test_asynchronous_ranks_train_on_each_sample_once(world2: World, place: int)
     def run() -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*parameter server .* has ended")
-            return fit_at_own_pace(Seen(), {}, REPLICATED, callbacks=[Kills("on_train_batch_start", place)])
+            return fit_asynchronously(Seen(), {}, REPLICATED, callbacks=[Kills("on_train_batch_start", place)])
 
     results = world2.run(run)
     assert trained_on(results) == dict.fromkeys(range(3), EVERY)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from lightning_multigpu._suggest import nearest
 from lightning_multigpu.commands.settings.classes import ClassNotFoundError, arguments_of, find_class, refusal
-from lightning_multigpu.commands.settings.given import CLASS_KEYS, Settings, load, merge, nested, options
+from lightning_multigpu.commands.settings.sources import CLASS_KEYS, Settings, load, merge, nested, options
 from lightning_multigpu.commands.settings.spelling import check_class
 from lightning_multigpu.commands.usage import UsageError
 

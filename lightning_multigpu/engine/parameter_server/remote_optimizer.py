@@ -151,7 +151,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         compressor: of the float32 gradients that are pushed; None to push them as they are.
 
     Attributes:
-        version: of the weights that this worker of its own pace has: the updates that all workers have made.
+        version: of the weights that this asynchronous worker has: the updates that all workers have made.
 
     Raises:
         ValueError: the optimizer cannot run on a server.

@@ -44,7 +44,7 @@ from lightning_multigpu.engine.parameter_server.wire import (
 class _Bucket:
     """This server's part of a bucket: pieces of parameters of one dtype, one after the other.
 
-    ``version`` counts the rounds that it has been through; ``pulled`` has the version that a worker of its own pace
+    ``version`` counts the rounds that it has been through; ``pulled`` has the version that an asynchronous worker
     holds, and the weights as they were sent.
     """
 
@@ -557,7 +557,7 @@ class ServedOptimizer:
         clip_norm(gradients, round_now.squares, max_norm)
         return True
 
-    # Workers at a pace of their own
+    # Asynchronous workers
 
     def _update_alone(self, round_now: _Round, together: Sequence[_Pushes]) -> None:
         """Updates with the gradients of one worker, which may belong to weights that are no longer the newest."""

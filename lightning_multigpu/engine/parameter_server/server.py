@@ -348,7 +348,7 @@ class Server:
             if kind == "take over":
                 self._takes_over(member, fields["rounds"])
                 return True
-            if self._may_lose_workers and self._handle_at_own_pace(member, fields):
+            if self._may_lose_workers and self._handle_asynchronous(member, fields):
                 return True
             served = self._optimizer(fields)
             if kind in ("step", "average"):
@@ -481,9 +481,9 @@ class Server:
             "staleness": [[worker, sorted(found.items())] for worker, found in sorted(counts.items())],
         }
 
-    # Workers at a pace of their own
+    # Asynchronous workers
 
-    def _handle_at_own_pace(self, member: Member, fields: dict[str, Any]) -> bool:
+    def _handle_asynchronous(self, member: Member, fields: dict[str, Any]) -> bool:
         """Handles messages of asynchronous workers; False for any other message."""
         kind, worker = fields.get("kind"), member.worker
         if kind == "next":

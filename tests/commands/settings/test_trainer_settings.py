@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_multigpu.commands.first_look import check_checkpoint
+from lightning_multigpu.commands.early_checks import check_checkpoint
 from lightning_multigpu.commands.settings import trainer_settings
 from lightning_multigpu.commands.usage import UsageError
 

@@ -26,8 +26,8 @@ from lightning_multigpu.engine.parameter_server.served_optimizer import ServedOp
 from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
 from lightning_multigpu.engine.parameter_server.wire import WireError, elementwise
+from tests.engine.parameter_server.test_asynchronous_updates import workers
 from tests.engine.parameter_server.test_host_optimizer import assert_equal, gradients, groups_of, on_one_device, weights
-from tests.engine.parameter_server.test_own_pace import workers
 from tests.engine.parameter_server.test_servers import SECRET, Job, job, train
 
 ASYNCHRONOUS = Consistency(is_synchronous=False)

@@ -64,8 +64,8 @@ class Seen(Classifier):
 
     def on_validation_epoch_end(self) -> None:
         self.versions.append(self.first.weight.detach().clone())
-        pace = getattr(self.trainer.strategy, "_pace", None)
-        self.updates.append(0 if pace is None else pace.version)
+        training = getattr(self.trainer.strategy, "_asynchronous", None)
+        self.updates.append(0 if training is None else training.version)
 
     def configure_optimizers(self) -> Any:
         optimizer: Any = super().configure_optimizers()

@@ -31,7 +31,7 @@ SAVED_AS = "parameter_server"
 _DECIDING = Checkpoint | EarlyStopping | Timer
 
 
-class OwnPace(Callback):
+class AsynchronousTraining(Callback):
     """One worker of an asynchronous fit.
 
     Within an epoch no worker waits for another one, except for ``max_staleness``. Worker 0 validates when all batches

@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_multigpu._suggest import nearest
 from lightning_multigpu._waiting_ranks import ranks_started
-from lightning_multigpu.commands.settings.given import Settings, options
+from lightning_multigpu.commands.settings.sources import Settings, options
 from lightning_multigpu.commands.settings.spelling import check_strategy
 from lightning_multigpu.commands.settings.training_help import ALL_OPTIONS, page
 from lightning_multigpu.commands.settings.wrong_key import raise_for_wrong_key
@@ -41,7 +41,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(page(name))
         raise SystemExit(0)
-    count = ranks_to_start(first_look(name, arguments), os.environ)
+    count = ranks_to_start(checked_settings(name, arguments), os.environ)
     # Ranks run the command line of this process again, and a program that calls main(arguments) has another one.
     is_own = Path(sys.argv[0]).name in (PROGRAM, "__main__.py") and sys.argv[1:] == [name, *arguments]
     only_prints = any(argument.startswith(("-h", "--help", "--print_config")) for argument in arguments)
@@ -51,7 +51,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     return status
 
 
-def first_look(name: str, arguments: Sequence[str], *, also: Sequence[str] = ()) -> Settings:
+def checked_settings(name: str, arguments: Sequence[str], *, also: Sequence[str] = ()) -> Settings:
     """The settings that were given, or none where they cannot be told without Lightning.
 
     Args:
