@@ -111,7 +111,7 @@ def recorded_pair() -> list[tuple[int, Frame]]:
         *(frames["configure"], frames["memory"], frames["replace"], asked("pull", optimizer=0), asked("start", run=1)),
         *(asked("next", **of_epoch, limit=2), *pushes, (step, b""), asked("trained", epoch=0, number=0)),
         *(asked("pause"), asked("give back", epoch=0), asked("statistics")),
-        *(asked("next", **of_epoch, limit=2, waits=True), asked("await epoch", epoch=0)),
+        asked("next", **of_epoch, limit=2, waits=True),
         *(asked("tell", name="rate", value=2.5), asked("told", name="rate", of_all=False), frames["state"]),
         *(asked("stop", epoch=0, at_once=True), ({"kind": "over", "body": word}, _joined(told)), asked("goodbye")),
     ]

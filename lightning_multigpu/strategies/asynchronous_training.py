@@ -286,7 +286,6 @@ class AsynchronousTraining(Callback):
         if is_last and self._is_first:
             self._coordination.pause()
             self._coordination.give_back(trainer.current_epoch)
-            self._coordination.await_epoch(trainer.current_epoch)
             self._pull()
         self._step_schedulers(trainer)
         self._stop_if_over(trainer)

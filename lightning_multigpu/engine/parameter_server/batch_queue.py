@@ -174,10 +174,6 @@ class BatchQueue:
             batches.returned.extend(sorted(batches.assigned[worker]))
             batches.assigned[worker].clear()
 
-    def is_trained(self, epoch: int) -> bool:
-        """Whether all batches of the epoch, and of earlier ones, that workers have got are trained on."""
-        return not any(number <= epoch and any(batches.assigned.values()) for number, batches in self._epochs.items())
-
     def lose(self, worker: int) -> int:
         """Returns the batches of a lost worker, so that other workers get them; their number."""
         self._epoch_of.pop(worker, None)

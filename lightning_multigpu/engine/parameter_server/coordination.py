@@ -40,7 +40,8 @@ class Coordination:
     def next_batch(self, epoch: int, *, first: int, num_batches: int, limit: int | None) -> int | None:
         """The number of the next batch for this worker; None at the end of the epoch.
 
-        Worker 0 waits while other workers have batches of the epoch, and gets those of workers that are lost.
+        Worker 0 waits while other workers have batches of the epoch, and gets those of workers that are lost. So the
+        epoch has been trained by all when worker 0 comes to its end.
 
         Args:
             epoch: its number.
@@ -70,12 +71,6 @@ class Coordination:
     def give_back(self, epoch: int) -> None:
         """Reports that this worker trains on no further batch of the epoch."""
         self._servers.post(0, {"kind": "give back", "epoch": epoch})
-
-    def await_epoch(self, epoch: int) -> None:
-        """On worker 0: waits until all workers have trained on what they had of the epoch."""
-        with self._waits():
-            self._servers.ask(0, {"kind": "await epoch", "epoch": epoch})
-            self._servers.answers("epoch is trained", _FIRST)
 
     @property
     def is_stopped(self) -> bool:

@@ -85,7 +85,6 @@ class Server:
         self._queue = BatchQueue()
         self._run = 0
         self._await_run: dict[int, int] = {}
-        self._awaited_epoch: int | None = None
         self._awaited_batch: dict[str, Any] | None = None
         self._last_word: Any = None
         self._await_last_word: set[int] = set()
@@ -308,7 +307,7 @@ class Server:
         if first is not None and worker not in self._departed:
             first.post({"kind": "lost", "worker": worker, "batches": batches, "left": len(self._members)})
         self._departed &= {0}  # another may come under the worker's number
-        self._tell_of_epoch()
+        self._answer_worker_0()
         self._tell_what_workers_told()
         self._tell_of_stop()
         if 0 in self._departed and not self._members:
@@ -501,14 +500,10 @@ class Server:
                 self._members[waiting].post({"kind": "start"})
         elif kind == "trained":
             self._queue.trained(worker, int(fields["epoch"]), int(fields["number"]))
-            self._tell_of_epoch()
+            self._answer_worker_0()
         elif kind == "give back":
             self._queue.give_back(worker, int(fields["epoch"]))
-            self._tell_of_epoch()
-        elif kind == "await epoch" and worker == 0:
-            self._await_all(member)
-            self._awaited_epoch = int(fields["epoch"])
-            self._tell_of_epoch()
+            self._answer_worker_0()
         elif kind == "stop" and worker == 0:
             self._is_stopping = True
             self._queue.end_with(int(fields["epoch"]))
@@ -581,15 +576,12 @@ class Server:
             self._members[worker].post_value({"kind": "over"}, value, "the end of training")
         self._await_last_word.clear()
 
-    def _tell_of_epoch(self) -> None:
-        """Tells a waiting worker 0 of a batch that came back, or that all batches of an epoch are trained on."""
+    def _answer_worker_0(self) -> None:
+        """Answers a waiting worker 0, if it gets a batch that came back, or if no other worker has one any more."""
         first = self._members.get(0)
         if self._awaited_batch is not None and first is not None:
             question, self._awaited_batch = self._awaited_batch, None
             self._send_batch(first, question)
-        if self._awaited_epoch is not None and first is not None and self._queue.is_trained(self._awaited_epoch):
-            self._awaited_epoch = None
-            first.post({"kind": "epoch is trained"})
 
     def _tell_what_workers_told(self) -> None:
         """Sends worker 0 the values of a name, if worker 0 has asked for them: once all workers have sent one, if

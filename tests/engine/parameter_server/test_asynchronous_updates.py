@@ -489,16 +489,6 @@ class TestBatchQueue:
         queue.give_back(1, 0)
         assert [self.taken(queue, 0) for _ in range(4)] == [0, 1, 3, None]
 
-    def test_an_epoch_is_trained_when_nobody_has_a_batch_of_it(self) -> None:
-        queue = BatchQueue()
-        assert [self.taken(queue, worker) for worker in (0, 1)] == [0, 1]
-        queue.trained(0, 0, 0)
-        assert not queue.is_trained(0)
-        self.taken(queue, 0, epoch=1)
-        queue.trained(1, 0, 1)
-        assert queue.is_trained(0)
-        assert not queue.is_trained(1)
-
     def test_a_run_takes_so_many_batches(self) -> None:
         queue = BatchQueue()
         queue.limit_to(2)
@@ -572,15 +562,17 @@ def test_an_epoch_and_the_end_of_training() -> None:
         started.start()
         first.coordination.start()
         started.join(20)
-        of_epoch = {"epoch": 0, "first": 0, "num_batches": 3, "limit": None}
+        of_epoch: dict[str, Any] = {"epoch": 0, "first": 0, "num_batches": 2, "limit": None}
         assert (first.coordination.next_batch(**of_epoch), second.coordination.next_batch(**of_epoch)) == (0, 1)
         first.coordination.trained(0, 0)
-        awaited = threading.Thread(target=first.coordination.await_epoch, args=(0,))
-        awaited.start()
-        awaited.join(0.2)
-        assert awaited.is_alive()
+        last: list[int | None] = []
+        waiting = threading.Thread(target=lambda: last.append(first.coordination.next_batch(**of_epoch)))
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
         second.coordination.trained(0, 1)
-        awaited.join(20)
+        waiting.join(20)
+        assert last == [None]
         stopped = threading.Thread(target=first.coordination.stop, kwargs={"epoch": 0, "at_once": True})
         stopped.start()
         while not second.coordination.is_stopped:
@@ -619,7 +611,6 @@ def test_worker_0_trains_on_what_a_worker_loses_late() -> None:
         for number in (0, 2):
             first.coordination.trained(0, number)
         assert first.coordination.next_batch(**of_epoch) is None
-        first.coordination.await_epoch(0)
 
 
 def test_workers_with_other_rules_are_refused() -> None:
