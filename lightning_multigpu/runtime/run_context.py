@@ -12,7 +12,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_multigpu.communication.main_store import hold_port
-from lightning_multigpu.runtime.library_messages import silence_deprecations
+from lightning_multigpu.runtime.library_messages import silence_deprecations, silence_tips
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +85,9 @@ class RunContext:
             yield
 
     def tell_ranks(self) -> None:
-        """Sets this rank in the cluster environment, Lightning's rank-zero helpers and the warnings' filters."""
+        """Sets this rank in the cluster environment, Lightning's rank-zero helpers and the filters of messages."""
         self.environment.set_global_rank(self.node_rank * self.ranks_per_host + self.local_rank)
         self.environment.set_world_size(self.world_size)
         rank_zero_only.rank = self.rank  # type: ignore[attr-defined]
         silence_deprecations(self.rank)
+        silence_tips()  # a spawned rank has made no strategy

@@ -6,9 +6,10 @@ import logging
 import warnings
 
 import pytest
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 from lightning_multigpu.runtime.library_messages import silence_deprecations, silence_tips
+from tests.runtime.test_failure_watch import RUN
 
 LEAF_SPEC = "`isinstance(treespec, LeafSpec)` is deprecated, use `isinstance(treespec, TreeSpec) and ...` instead."
 DIRPATH = "The dirpath has changed from 'runs/version_0' to 'runs/version_1', therefore ... won't be reloaded."
@@ -49,3 +50,16 @@ def test_tips_for_other_products_are_dropped(caplog: pytest.LogCaptureFixture) -
     finally:
         logger.filters[:] = before
     assert [record.getMessage() for record in caplog.records] == ["GPU available: False, used: False; Tip: none"]
+
+
+def test_a_rank_that_has_made_no_strategy_drops_them_too(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A spawned rank gets a copy of the strategy, and printed the tips."""
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    monkeypatch.setattr(logger, "filters", [])
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    with caplog.at_level(logging.INFO, logger.name), warnings.catch_warnings():
+        RUN.tell_ranks()
+        rank_zero_info("💡 Tip: For seamless cloud uploads and versioning, try installing [litmodels]")
+    assert caplog.records == []
