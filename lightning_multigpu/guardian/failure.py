@@ -22,7 +22,7 @@ _CHAR_BYTES = 12  # the most for a character: two escapes beyond the BMP
 
 
 class RankFailedError(RuntimeError):
-    """Another rank of the job has failed. The message contains its rank, and its exception's message and traceback.
+    """A rank in another process has failed. The message contains its rank, and its exception's message and traceback.
 
     Frames of lightning, torch and this pack are folded, unless LIGHTNING_MULTIGPU_TRACEBACK is "full".
     """
@@ -71,7 +71,7 @@ class Failure(NamedTuple):
         )
 
     def exception(self) -> Exception:
-        """The exception that this failure of another rank raises here.
+        """The exception that this failure, of a rank in another process, raises here.
 
         A built-in exception keeps its class, and gets a note about the failure. Exceptions of all other classes become
         a :class:`RankFailedError`.
@@ -80,7 +80,7 @@ class Failure(NamedTuple):
         if isinstance(kind, type) and issubclass(kind, Exception):
             with contextlib.suppress(Exception):  # some classes take more than a message
                 error: Exception = kind(self.message)
-                error.add_note(f"Raised on another rank: {self.summary()}\n{folded(self.traceback)}".rstrip())
+                error.add_note(f"Raised in another process: {self.summary()}\n{folded(self.traceback)}".rstrip())
                 return error
         text = self.sentence() if self.rank is not None else f"the job failed: {self.sentence()}"
         return RankFailedError(f"{text}\n{folded(self.traceback)}".rstrip())
