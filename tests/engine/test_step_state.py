@@ -22,6 +22,7 @@ class Tracked(nn.Module):
         self.nested = {"latest": deque([torch.ones(1)])}
         self.names = {"first"}
         self.calls = Counter({"all": 1})
+        self.found: dict[str, float] = {}
         self.grown = torch.zeros(2)
         self.count = 0
         self.generator = torch.Generator().manual_seed(3)
@@ -35,6 +36,7 @@ class Tracked(nn.Module):
         self.nested["new"] = deque()
         self.names.add("second")
         self.calls["forward"] += 1
+        self.found["mean"] = 1.0
         self.grown.data = torch.cat([self.grown, torch.ones(1)])
         self.count += 1
         self.added = x
@@ -51,6 +53,7 @@ def snapshot(module: Tracked) -> list[object]:
         {name: [tensor.tolist() for tensor in values] for name, values in module.nested.items()},
         set(module.names),
         dict(module.calls),
+        dict(module.found),
         module.grown.tolist(),
         module.count,
         module.generator.get_state().tolist(),
@@ -63,6 +66,7 @@ def snapshot(module: Tracked) -> list[object]:
 def test_everything_is_put_back_where_it_was(fails: bool) -> None:
     module = Tracked()
     module(torch.randn(4, 2))
+    module.found.clear()
     before, lists, metric_value = snapshot(module), module.collected, module.metric.mean_value
     parameter = module.norm.weight
     try:

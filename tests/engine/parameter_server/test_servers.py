@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ from lightning_multigpu.engine.parameter_server.served_optimizer import ServedOp
 from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections, ServerError
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
-from lightning_multigpu.engine.parameter_server.wire import bytes_of, checksums, device_checksum, packed
+from lightning_multigpu.engine.parameter_server.wire import WireError, bytes_of, checksums, device_checksum, packed
 from tests.engine.parameter_server.test_host_optimizer import (
     OPTIMIZERS,
     STEPS,
@@ -851,6 +851,30 @@ def test_requests_of_a_worker_that_is_not_there_are_refused() -> None:
             with contextlib.closing(connect("127.0.0.1", found.servers[0].port, SECRET, timeout_s=5.0)) as channel:
                 channel.send({"requests_of": worker})
                 assert channel.receive()[0]["text"] == f"there is no worker {worker}"
+        found.servers[0].end("")
+
+
+def test_a_worker_waits_until_the_server_knows_whose_its_requests_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that broke before that lost requests, and the worker waited for their answers."""
+    with job(num_workers=1) as found:
+        port = found.servers[0].port
+        with (
+            contextlib.closing(connect("127.0.0.1", port, SECRET, timeout_s=5.0)) as channel,
+            contextlib.closing(connect("127.0.0.1", port, SECRET, timeout_s=5.0)) as requests,
+        ):
+            channel.send({"kind": "hello", "worker": 0, "num_workers": 1, "num_servers": 1})
+            assert channel.receive()[0]["kind"] == "welcome"
+            requests.send({"requests_of": 0})
+            assert requests.receive()[0] == {"kind": "welcome"}
+            channel.send({"kind": "goodbye"})
+
+    def refuse(*_: object) -> NoReturn:
+        raise WireError("there is no room")
+
+    monkeypatch.setattr(Server, "_member_with_requests", refuse)
+    with job(num_workers=1, in_memory=()) as found:
+        with pytest.raises(ServerError, match="there is no room"), found.connections(0):
+            pass
         found.servers[0].end("")
 
 
