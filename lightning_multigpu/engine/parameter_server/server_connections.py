@@ -231,11 +231,20 @@ class ServerConnections:
 
     def _open_requests(self, connection: _Connection, timeout_s: float) -> None:
         """Opens the second connection to a server, and waits until the server knows whose it is."""
-        requests = connection.requests = self._connected(connection.number, connection.name, timeout_s=timeout_s)
+
+        def raise_problem() -> None:
+            self.wait_until(lambda: True)
+
         try:
+            requests = connection.requests = self._connected(
+                connection.number, connection.name, timeout_s=timeout_s, before_retry=raise_problem
+            )
             requests.send({"requests_of": self.worker})
             answer, _ = requests.receive()
         except ChannelError as error:
+            with self._arrived:  # the first connection brings the reason
+                self._arrived.wait_for(lambda: self._problem is not None, _LATE_S)
+            raise_problem()
             raise ServerError(f"{connection.name} has ended: {error}") from error
         if answer.get("kind") != "welcome":
             raise ServerError(f"{connection.name}: {answer.get('text')}")

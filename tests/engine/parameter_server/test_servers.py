@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from lightning_multigpu.communication.channel import Channel, connect
+from lightning_multigpu.communication.channel import Channel, ChannelError, connect
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.communication.metering.meter import Meter
@@ -842,6 +842,35 @@ def test_a_worker_whose_connection_for_requests_ends_is_gone() -> None:
                 optimizer.step()
 
         with pytest.raises(ServerError, match="worker 1 is gone: the other end has closed the connection"):
+            found.workers.run(work)
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["before", "within"])
+def test_a_server_that_ends_before_a_worker_has_its_second_connection_says_why(
+    monkeypatch: pytest.MonkeyPatch, breaks: bool
+) -> None:
+    open_requests = ServerConnections._open_requests
+    with job(in_memory=()) as found:
+
+        def later(self: ServerConnections, connection: Any, timeout_s: float) -> None:
+            if self.worker == 0 and not breaks:
+                found.threads[0].join()
+            open_requests(self, connection, timeout_s)
+
+        def refuse(server: Server, worker: int, channel: Channel) -> NoReturn:
+            time.sleep(0.2)
+            server.end("the disk is full")
+            raise ChannelError("the other end has closed the connection")
+
+        monkeypatch.setattr(ServerConnections, "_open_requests", later)
+        if breaks:
+            monkeypatch.setattr(Server, "_member_with_requests", refuse)
+
+        def work(worker: int) -> None:
+            with found.connections(worker):
+                found.servers[0].end("the disk is full")
+
+        with pytest.raises(ServerError, match="the disk is full"):
             found.workers.run(work)
 
 
