@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_multigpu import ParameterServerStrategy, PipelineStrategy, RingDDPStrategy
 from lightning_multigpu.callbacks import ProfilerReport
-from lightning_multigpu.report.profile_document import FILE_NAME
+from lightning_multigpu.report.profile.profile_document import FILE_NAME
 
 BATCH = 32
 CASES: dict[str, tuple[list[float], str]] = {

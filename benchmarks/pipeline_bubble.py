@@ -38,7 +38,7 @@ from typing_extensions import override
 from benchmarks.raw_pipeline import RawPipeline, stages_per_rank
 from lightning_multigpu.bench.strategies.models import repeated
 from lightning_multigpu.engine.pipeline.stages.schedules import PassesInOrder
-from lightning_multigpu.planning.schedule_order import schedule_orders, step_time
+from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders, step_time
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from tests.world import free_port
 

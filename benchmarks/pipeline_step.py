@@ -35,7 +35,7 @@ from typing_extensions import override
 
 from benchmarks.raw_pipeline import RawPipeline, gpt_loss, gpt_stages
 from lightning_multigpu.bench.strategies.models import BenchGPT, repeated
-from lightning_multigpu.planning.schedule_order import SCHEDULES
+from lightning_multigpu.planning.pipelines.schedule_order import SCHEDULES
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from tests.world import free_port
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_multigpu.engine.errors import PipelineError
     from lightning_multigpu.guardian import RankFailedError
     from lightning_multigpu.registry import REGIMES, Regime, register_all
-    from lightning_multigpu.runtime.last_checkpoint import find_last_checkpoint
+    from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import find_last_checkpoint
     from lightning_multigpu.strategies import (
         CPUParameterServerStrategy,
         DataParallelStrategy,
@@ -68,7 +68,7 @@ _MODULES = {
     "RingDDPStrategy": "lightning_multigpu.strategies",
     "ShardedStrategy": "lightning_multigpu.strategies",
     "TensorSplitStrategy": "lightning_multigpu.strategies",
-    "find_last_checkpoint": "lightning_multigpu.runtime.last_checkpoint",
+    "find_last_checkpoint": "lightning_multigpu.runtime.checkpoint_files.last_checkpoint",
     "register_all": "lightning_multigpu.registry",
 }
 

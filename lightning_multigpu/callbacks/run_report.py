@@ -20,14 +20,14 @@ from typing_extensions import override
 from lightning_multigpu.callbacks.communication import CommunicationMonitor
 from lightning_multigpu.callbacks.device_utilization import DeviceUtilizationMonitor
 from lightning_multigpu.callbacks.keys import KEYS
-from lightning_multigpu.callbacks.one_device import OneDevice
 from lightning_multigpu.callbacks.probes import machine_of
+from lightning_multigpu.callbacks.profile.one_device import OneDevice
 from lightning_multigpu.callbacks.silent_monitors import SilentMonitors
 from lightning_multigpu.callbacks.strategy_identity import identify
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor
 from lightning_multigpu.engine.training_memory import measured_bytes
+from lightning_multigpu.planning.pipelines.timeline import StageMemory, StageRecord
 from lightning_multigpu.planning.split_plan import SplitPlan
-from lightning_multigpu.planning.timeline import StageMemory, StageRecord
 from lightning_multigpu.report import document, run_table, schedule_picture, split_table
 from lightning_multigpu.report.pipeline_section import PipelineReport
 from lightning_multigpu.strategies.observed import ObservedStrategy

@@ -11,7 +11,8 @@ from pathlib import Path
 from lightning_multigpu.commands.early_checks import checked_settings
 from lightning_multigpu.commands.option_parser import OptionParser
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.report import document, profile_document, profile_page, profile_text
+from lightning_multigpu.report import document
+from lightning_multigpu.report.profile import profile_document, profile_page, profile_text
 
 PAGE_NAME = "compared.html"
 _CALLBACK = "lightning_multigpu.callbacks.ProfilerReport"

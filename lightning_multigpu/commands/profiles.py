@@ -8,7 +8,8 @@ from typing import Any
 
 from lightning_multigpu.commands.option_parser import OptionParser
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.report import document, profile_document, profile_page, profile_text
+from lightning_multigpu.report import document
+from lightning_multigpu.report.profile import profile_document, profile_page, profile_text
 from lightning_multigpu.report.schema import ReportError
 
 

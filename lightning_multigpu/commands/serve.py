@@ -167,7 +167,7 @@ def _saving(server: Server, path: str | None, every_s: float) -> Iterator[None]:
     if path is None:
         yield
         return
-    from lightning_multigpu.runtime.whole_checkpoint_io import WholeCheckpointIO
+    from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import WholeCheckpointIO
 
     io, has_ended = WholeCheckpointIO(), threading.Event()
 

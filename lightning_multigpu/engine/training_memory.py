@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_multigpu.communication.tensors import size_bytes
 from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.planning.timeline import HeldBytes
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 
 UNKNOWN_STATES = 2
 """State tensors of a parameter's size that other optimizers than torch's are assumed to keep, as Adam does."""

@@ -17,7 +17,7 @@ from statistics import median_low
 
 from lightning_multigpu.planning.communication_remedies import SharedWait, communication_remedies
 from lightning_multigpu.planning.numbers import ms, size
-from lightning_multigpu.planning.pipeline_figures import PipelineFigures
+from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
 from lightning_multigpu.planning.rank_figures import RankFigures, Shard, ThreadTrial
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_multigpu.planning.timeline import HeldBytes
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 
 Direction = Literal["forward", "backward"]
 

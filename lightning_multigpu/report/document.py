@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_multigpu.planning.timeline import StageMemory, StageRecord
+from lightning_multigpu.planning.pipelines.timeline import StageMemory, StageRecord
 from lightning_multigpu.report.schema import SCHEMA_VERSION, ReportError
 from lightning_multigpu.report.statistics import Aggregation, Statistics, aggregate_ranks
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_multigpu.planning.timeline import (
+from lightning_multigpu.planning.pipelines.timeline import (
     BUSY,
     StageRecord,
     Timeline,

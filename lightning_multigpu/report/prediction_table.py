@@ -9,9 +9,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from lightning_multigpu.planning.balance import layers_text
 from lightning_multigpu.planning.numbers import number, size
-from lightning_multigpu.planning.pipeline_prediction import PipelinePlan, PipelinePlans
+from lightning_multigpu.planning.pipelines.balance import layers_text
+from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan, PipelinePlans
 from lightning_multigpu.report import schedule_picture
 from lightning_multigpu.report.schedule_picture import Panel
 
@@ -32,7 +32,7 @@ def print_plans(console: Console, plans: PipelinePlans, link_gbit: float | None)
 
 
 def as_json(plans: PipelinePlans, link_gbit: float | None) -> dict[str, Any]:
-    """The object of ``--json``, whose keys :mod:`lightning_multigpu.commands.pipeline_plan` describes."""
+    """The object of ``--json``, whose keys :mod:`lightning_multigpu.commands.plans.pipeline_plan` describes."""
     may_be_fastest = [plans.fastest, *plans.alike]
     return {
         "num_ranks": plans.num_ranks,

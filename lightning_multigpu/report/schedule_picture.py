@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from lightning_multigpu.planning.timeline import BUSY, Interval, Timeline, span
+from lightning_multigpu.planning.pipelines.timeline import BUSY, Interval, Timeline, span
 
 FILE_STEM = "pipeline_schedule"
 FORMATS = ("svg", "png", "pdf")

@@ -69,16 +69,16 @@ steps median and ``p95`` rest on evenly spread steps.
 step with the median wall time among the newest nine steps that ran all micro-batches together (on GPUs one step in 16
 is timed). ``wall_s`` is from the first pass of any rank of the pipeline to the last, and ``bubble`` 1 - busy / wall,
 where forward, backward and weight passes are busy; ``theoretical_bubble`` is that of equal stages, whose messages take
-no time, see
-:func:`lightning_multigpu.planning.timeline.theoretical`. PASSES are ``forward_passes``, ``backward_passes`` and
-``weight_passes``; TIMES ``forward_s``, ``backward_s``, ``weight_s``, ``send_s``, ``receive_s`` and ``idle_s``, which
-together are ``wall_s``, ``bubble`` and ``theoretical_bubble``. STEP, PASSES and TIMES are absent if no such step was
-timed, in a fit of fewer than three batches of a shape for example. MEMORY is ``parameters_bytes``, ``gradients_bytes``
-and ``optimizer_bytes`` that the rank held; ``activations_bytes``, the most that autograd kept for backward at a time in
-the first such step, without parameters and buffers, each piece of memory once; and on GPUs ``device_peak_bytes``, the
-most that torch had allocated. Keys of figures that were not measured are absent. ``predicted_parameters_bytes``,
-``predicted_gradients_bytes`` and ``predicted_optimizer_bytes`` are the predictions of ``pipeline plan`` for the rank,
-by the split and the optimizers' classes; reports of earlier versions of this package lack them.
+no time, see :func:`lightning_multigpu.planning.pipelines.timeline.theoretical`. PASSES are ``forward_passes``,
+``backward_passes`` and ``weight_passes``; TIMES ``forward_s``, ``backward_s``, ``weight_s``, ``send_s``, ``receive_s``
+and ``idle_s``, which together are ``wall_s``, ``bubble`` and ``theoretical_bubble``. STEP, PASSES and TIMES are absent
+if no such step was timed, in a fit of fewer than three batches of a shape for example. MEMORY is ``parameters_bytes``,
+``gradients_bytes`` and ``optimizer_bytes`` that the rank held; ``activations_bytes``, the most that autograd kept for
+backward at a time in the first such step, without parameters and buffers, each piece of memory once; and on GPUs
+``device_peak_bytes``, the most that torch had allocated. Keys of figures that were not measured are absent.
+``predicted_parameters_bytes``, ``predicted_gradients_bytes`` and ``predicted_optimizer_bytes`` are the predictions of
+``pipeline plan`` for the rank, by the split and the optimizers' classes; reports of earlier versions of this package
+lack them.
 """
 
 SCHEMA_VERSION = 2

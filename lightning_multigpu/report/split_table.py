@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from lightning_multigpu.planning.numbers import size
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan
-from lightning_multigpu.planning.timeline import HeldBytes
 
 
 def summary(plan: SplitPlan) -> str:
@@ -40,7 +40,7 @@ def print_plan(console: Console, plan: SplitPlan) -> None:
 
 
 def as_json(plan: SplitPlan) -> dict[str, Any]:
-    """The object of ``--json``, whose keys :mod:`lightning_multigpu.commands.tensor_plan` describes."""
+    """The object of ``--json``, whose keys :mod:`lightning_multigpu.commands.plans.tensor_plan` describes."""
     return asdict(plan)
 
 

@@ -34,7 +34,7 @@ from lightning_multigpu.guardian.hang.flight_recorder import FlightRecorder
 from lightning_multigpu.guardian.hang.waits import shortened
 from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
 from lightning_multigpu.guardian.proc import ended_text
-from lightning_multigpu.runtime.last_checkpoint import last_checkpoint_of
+from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import last_checkpoint_of
 from lightning_multigpu.runtime.loader_workers import ignoring_ends_of_workers, note_refused_worker
 from lightning_multigpu.runtime.run_signals import RunSignals
 from lightning_multigpu.runtime.uncaught_errors import FailureMessage, give_sigterm_back

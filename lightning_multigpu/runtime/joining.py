@@ -28,8 +28,8 @@ from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, Ren
 from lightning_multigpu.guardian import Guardian, GuardianClient
 from lightning_multigpu.guardian.discovery import address_of_job, find, start_at
 from lightning_multigpu.guardian.start import ADDRESS, SECRET
+from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import with_last_found
 from lightning_multigpu.runtime.failure_watch import FailureWatch
-from lightning_multigpu.runtime.last_checkpoint import with_last_found
 from lightning_multigpu.runtime.process_groups import CONNECTIONS
 from lightning_multigpu.runtime.run_context import RunContext
 

@@ -24,7 +24,7 @@ from typing import Any
 from lightning_multigpu.guardian import Failure
 from lightning_multigpu.guardian.failure import folded
 from lightning_multigpu.guardian.hang.waits import in_one_line, shortened
-from lightning_multigpu.runtime.last_checkpoint import short
+from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import short
 
 PROGRAM = "lightning-multigpu"
 _HEADLINE = 200

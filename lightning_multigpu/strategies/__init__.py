@@ -4,12 +4,12 @@ import lightning.pytorch  # noqa: F401  # first: its import registers all strate
 
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.data_parallel import DataParallelStrategy
-from lightning_multigpu.strategies.hybrid import HybridStrategy
 from lightning_multigpu.strategies.parameter_server import CPUParameterServerStrategy, ParameterServerStrategy
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
 from lightning_multigpu.strategies.sharded import ShardedStrategy
-from lightning_multigpu.strategies.tensor_split import TensorSplitStrategy
+from lightning_multigpu.strategies.tensor_parallel.hybrid import HybridStrategy
+from lightning_multigpu.strategies.tensor_parallel.tensor_split import TensorSplitStrategy
 
 __all__ = [
     "CPUParameterServerStrategy",

@@ -30,18 +30,18 @@ from lightning_multigpu.engine.activation_checkpointing import Choice, Kept, Rec
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
 from lightning_multigpu.engine.data_parallel.replicas import check_replicas
 from lightning_multigpu.runtime.batch_feed import BatchFeed, complete_resumed_epoch
+from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import await_file
 from lightning_multigpu.runtime.failure_watch import FailureWatch
 from lightning_multigpu.runtime.joining import Joining, check_model, table_of
-from lightning_multigpu.runtime.last_checkpoint import await_file
+from lightning_multigpu.runtime.launchers.script_launcher import ScriptLauncher, is_notebook_fork_needed
+from lightning_multigpu.runtime.launchers.spawn_launcher import SpawnLauncher
 from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.runtime.run_signals import RunSignals
-from lightning_multigpu.runtime.script_launcher import ScriptLauncher, is_notebook_fork_needed
-from lightning_multigpu.runtime.spawn_launcher import SpawnLauncher
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.global_batch import global_batch_text
 from lightning_multigpu.strategies.mesh import MeshStrategy
 from lightning_multigpu.strategies.pack import PackStrategy
+from lightning_multigpu.strategies.steps.global_batch import global_batch_text
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

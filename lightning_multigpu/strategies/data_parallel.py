@@ -41,10 +41,10 @@ from lightning_multigpu.planning.numbers import ms
 from lightning_multigpu.runtime.batch_feed import batches_to_skip, complete_resumed_epoch
 from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.global_batch import global_batch_text
 from lightning_multigpu.strategies.pack import PackStrategy
-from lightning_multigpu.strategies.replica_metrics import ReplicaMetrics
-from lightning_multigpu.strategies.step_logs import Record, StepLogs, combined
+from lightning_multigpu.strategies.steps.global_batch import global_batch_text
+from lightning_multigpu.strategies.steps.replica_metrics import ReplicaMetrics
+from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from lightning_multigpu.communication.metering.meter import Meter
     from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
+    from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageRecord
     from lightning_multigpu.planning.split_plan import SplitPlan
-    from lightning_multigpu.planning.timeline import HeldBytes, StageRecord
 
 
 class ObservedStrategy:

@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong
 from lightning_multigpu.engine.training_memory import measured_bytes
-from lightning_multigpu.planning.timeline import HeldBytes
-from lightning_multigpu.runtime.whole_checkpoint_io import WholeCheckpointIO
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes
+from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import WholeCheckpointIO
 from lightning_multigpu.strategies.observed import ObservedStrategy
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from lightning_multigpu.runtime.server_process import ServerProcess
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.asynchronous_training import AsynchronousTraining
 from lightning_multigpu.strategies.base import MultiGPUStrategy
-from lightning_multigpu.strategies.hook_detection import reads_gradients
+from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

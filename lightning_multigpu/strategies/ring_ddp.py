@@ -27,11 +27,11 @@ from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedPa
 from lightning_multigpu.engine.gradient_check import GradientCheck, Verdict
 from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.step_state import seed_of, set_random_state
-from lightning_multigpu.planning.timeline import HeldBytes
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.dry_run import gradient_rtol, unlogged_loss, without_trace
 from lightning_multigpu.strategies.pack import CHECKPOINT_KEY
-from lightning_multigpu.strategies.scaled_rate import ScaledRateStrategy
+from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, unlogged_loss, without_trace
+from lightning_multigpu.strategies.steps.scaled_rate import ScaledRateStrategy
 
 _NCCL_ALGORITHM = "NCCL_ALGO"
 

@@ -23,11 +23,11 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.point_to_point import PointToPointGroup
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters
 from lightning_multigpu.engine.remote_values import RemoteValues
-from lightning_multigpu.planning.timeline import HeldBytes
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.common_overflow import CommonOverflow
-from lightning_multigpu.strategies.hook_detection import reads_gradients
-from lightning_multigpu.strategies.scaled_rate import ScaledRateStrategy
+from lightning_multigpu.strategies.steps.common_overflow import CommonOverflow
+from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
+from lightning_multigpu.strategies.steps.scaled_rate import ScaledRateStrategy
 from lightning_multigpu.strategies.streamed_saves import StreamedSaves
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_multigpu.runtime.whole_checkpoint_io import WholeCheckpointIO, map_files
+from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import WholeCheckpointIO, map_files
 from lightning_multigpu.strategies.base import MultiGPUStrategy
-from lightning_multigpu.strategies.hook_detection import has_hook
+from lightning_multigpu.strategies.steps.hook_detection import has_hook
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_multigpu.callbacks import ProfilerReport, probes
-from lightning_multigpu.callbacks.operator_trace import OperatorTrace
+from lightning_multigpu.callbacks.profile.operator_trace import OperatorTrace
 from lightning_multigpu.communication.channel import Channel
-from lightning_multigpu.report import profile_document, profile_text
+from lightning_multigpu.report.profile import profile_document, profile_text
 from tests.report.profiles import told
 from tests.strategies.tasks import make_strategy
 from tests.world import World

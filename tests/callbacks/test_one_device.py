@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.callbacks import CommunicationMonitor, RunReport
-from lightning_multigpu.callbacks.one_device import NUM_STEPS, Alone, OneDevice
 from lightning_multigpu.callbacks.probes import usable_cores
+from lightning_multigpu.callbacks.profile.one_device import NUM_STEPS, Alone, OneDevice
 from lightning_multigpu.report.run_table import one_device_line
 from tests.callbacks.training import batches, trainer
 from tests.report.examples import record, report_of

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_multigpu.callbacks import ProfilerReport, RunReport
-from lightning_multigpu.callbacks.operator_trace import OperatorTrace
-from lightning_multigpu.callbacks.profiler_report import _callbacks_s, _Window
+from lightning_multigpu.callbacks.profile.operator_trace import OperatorTrace
+from lightning_multigpu.callbacks.profile.profiler_report import _callbacks_s, _Window
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.step_phases import PHASES, Span
-from lightning_multigpu.report import profile_document, profile_page, profile_text
+from lightning_multigpu.report.profile import profile_document, profile_page, profile_text
 from tests.report.shape import assert_follows_profile_schema
 from tests.strategies.tasks import make_strategy
 from tests.world import World, rank

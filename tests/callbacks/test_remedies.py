@@ -17,7 +17,7 @@ from lightning_multigpu import REGIMES, HybridStrategy, ParameterServerStrategy,
 from lightning_multigpu.callbacks.strategy_identity import strategy_options
 from lightning_multigpu.planning.diagnosis import diagnose
 from lightning_multigpu.planning.launch_queue import LaunchQueue
-from lightning_multigpu.planning.pipeline_figures import PipelineFigures
+from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
 from lightning_multigpu.planning.rank_figures import MemoryUse, Pushes, RankFigures, ReadValues, Shard, ThreadTrial
 from tests.strategies.tasks import make_strategy
 

@@ -17,7 +17,7 @@ from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.bench.machine import header, header_lines, without_places
 from lightning_multigpu.bench.strategies.models import MODELS
 from lightning_multigpu.cli import main
-from lightning_multigpu.commands.bench_strategies import MODEL_NAMES
+from lightning_multigpu.commands.benches.bench_strategies import MODEL_NAMES
 
 
 @pytest.fixture(autouse=True)

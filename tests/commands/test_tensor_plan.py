@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_multigpu.cli import main
-from lightning_multigpu.commands.split_cli import SCHEMA_VERSION
+from lightning_multigpu.commands.plans.split_cli import SCHEMA_VERSION
 from tests.launch import job
 
 pytestmark = [

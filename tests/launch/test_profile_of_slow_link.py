@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_multigpu.emulation import EmulatedHosts
-from lightning_multigpu.report import profile_text
+from lightning_multigpu.report.profile import profile_text
 from tests.hosts import require_hosts
 from tests.launch import profile_script
 from tests.launch.job import Job

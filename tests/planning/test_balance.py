@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_multigpu.planning.balance import Bounds, balanced_bounds, bounds_of_counts, cheapest_bounds
+from lightning_multigpu.planning.pipelines.balance import Bounds, balanced_bounds, bounds_of_counts, cheapest_bounds
 
 
 def every_split(num_layers: int, num_stages: int) -> list[Bounds]:

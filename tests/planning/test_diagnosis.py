@@ -9,7 +9,9 @@ import pytest
 from lightning_multigpu.planning.diagnosis import diagnose
 from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.numbers import ms, size
-from lightning_multigpu.planning.pipeline_figures import PipelineFigures
+from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
+from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders
+from lightning_multigpu.planning.pipelines.timeline import predicted
 from lightning_multigpu.planning.rank_figures import (
     MemoryUse,
     Pushes,
@@ -18,9 +20,7 @@ from lightning_multigpu.planning.rank_figures import (
     Shard,
     ThreadTrial,
 )
-from lightning_multigpu.planning.schedule_order import schedule_orders
 from lightning_multigpu.planning.strategy_options import StrategyOptions
-from lightning_multigpu.planning.timeline import predicted
 
 HEALTHY = {"data_wait": 0.001, "forward": 0.030, "backward": 0.060, "communication": 0.002, "optimizer": 0.005}
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from lightning_multigpu.planning.pipeline_prediction import (
+from lightning_multigpu.planning.pipelines.pipeline_prediction import (
     PipelinePlan,
     PipelinePlans,
     median_costs,
     one_device_s,
     plan,
 )
-from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCosts
-from lightning_multigpu.planning.timeline import HeldBytes
+from lightning_multigpu.planning.pipelines.stage_costs import LinkCost, PartCost, StageCosts
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 
 BOUNDS = [(0, 1), (1, 2)]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleLoopedBFS
 
-from lightning_multigpu.planning.schedule_order import Work, in_flight, schedule_orders, step_time
+from lightning_multigpu.planning.pipelines.schedule_order import Work, in_flight, schedule_orders, step_time
 
 KINDS = {"FORWARD": "forward", "FULL_BACKWARD": "backward", "BACKWARD_INPUT": "backward", "BACKWARD_WEIGHT": "weight"}
 

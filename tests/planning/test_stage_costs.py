@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_multigpu.engine.pipeline.measuring.stage_bytes import layer_bytes
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
-from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCosts
+from lightning_multigpu.planning.pipelines.stage_costs import LinkCost, PartCost, StageCosts
 
 
 def costs(parts: list[PartCost], layers: list[int] | None = None, **options: Any) -> StageCosts:

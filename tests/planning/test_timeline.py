@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_multigpu.planning.timeline import (
+from lightning_multigpu.planning.pipelines.timeline import (
     Interval,
     StepTimeline,
     Timeline,

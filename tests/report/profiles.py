@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
-from lightning_multigpu.planning.schedule_order import schedule_orders
-from lightning_multigpu.planning.timeline import HeldBytes, StageMemory, StageRecord, StepTimeline, predicted
-from lightning_multigpu.report import profile_document
+from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageMemory, StageRecord, StepTimeline, predicted
+from lightning_multigpu.report.profile import profile_document
 
 PHASES_S = {"data_wait": 0.05, "forward": 0.02, "backward": 0.04, "communication": 0.01, "optimizer": 0.005}
 

@@ -69,7 +69,7 @@ def assert_follows_schema(report: dict[str, Any]) -> None:
 
 
 def assert_follows_profile_schema(profile: dict[str, Any]) -> None:
-    """As in the docstring of :mod:`lightning_multigpu.report.profile_document`."""
+    """As in the docstring of :mod:`lightning_multigpu.report.profile.profile_document`."""
     check({name: value for name, value in profile.items() if name not in ("link_gbit", "trial", "servers")}, {
         "schema_version": int, "strategy": {"name": str, "options": dict}, "versions": dict, "origin_s": float,
         "step_s": float, "ranks": [dict],

@@ -10,7 +10,13 @@ import matplotlib
 import pytest
 
 from lightning_multigpu.callbacks import RunReport
-from lightning_multigpu.planning.timeline import HeldBytes, StageMemory, StageRecord, StepTimeline, theoretical
+from lightning_multigpu.planning.pipelines.timeline import (
+    HeldBytes,
+    StageMemory,
+    StageRecord,
+    StepTimeline,
+    theoretical,
+)
 from lightning_multigpu.report.document import RankRecord
 from lightning_multigpu.report.pipeline_section import PipelineReport
 from tests.report.examples import record, report_of

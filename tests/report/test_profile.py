@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from lightning_multigpu.cli import main
-from lightning_multigpu.report import document, page_figures, profile_document, profile_page, profile_text
+from lightning_multigpu.report import document
+from lightning_multigpu.report.profile import page_figures, profile_document, profile_page, profile_text
 from lightning_multigpu.report.schema import ReportError
 from tests.report.profiles import PHASES_S, profile, told, with_all
 from tests.report.shape import assert_follows_profile_schema

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan, WholeBlocks
-from lightning_multigpu.planning.timeline import HeldBytes
 from lightning_multigpu.report.split_table import summary
 
 BLOCKS = SplitBlocks("attention", "layers.*.(qkv, out)", 4, 8_000, 4_100, [], 100)

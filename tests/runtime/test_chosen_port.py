@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_multigpu.runtime import script_launcher, spawn_launcher
+from lightning_multigpu.runtime.launchers import script_launcher, spawn_launcher
 from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
 
 

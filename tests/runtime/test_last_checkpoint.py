@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_multigpu
-from lightning_multigpu.runtime.last_checkpoint import find_last_checkpoint, last_checkpoint_of
+from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import find_last_checkpoint, last_checkpoint_of
 from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
 
 

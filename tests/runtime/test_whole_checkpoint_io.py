@@ -15,8 +15,8 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_multigpu import PipelineStrategy, RingDDPStrategy
-from lightning_multigpu.runtime import whole_checkpoint_io
-from lightning_multigpu.runtime.whole_checkpoint_io import WholeCheckpointIO, map_files
+from lightning_multigpu.runtime.checkpoint_files import whole_checkpoint_io
+from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import WholeCheckpointIO, map_files
 from tests import preforked
 from tests.strategies.tasks import Case, Classifier, assert_same_weights, make_trainer, state, train_loader
 from tests.world import World
@@ -24,7 +24,7 @@ from tests.world import World
 # The kernel ends a process that writes beyond its limit, in the middle of the write.
 KILLED = """
 import resource, signal, sys, torch
-from lightning_multigpu.runtime.whole_checkpoint_io import WholeCheckpointIO
+from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import WholeCheckpointIO
 signal.signal(signal.SIGXFSZ, {handler})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 WholeCheckpointIO().save_checkpoint({{"weights": torch.zeros(1_000_000)}}, sys.argv[1])

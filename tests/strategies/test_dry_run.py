@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.strategies.dry_run import without_trace
 from lightning_multigpu.strategies.pipeline import running_pipeline
+from lightning_multigpu.strategies.steps.dry_run import without_trace
 from tests.strategies.tasks import Case, Classifier, assert_same_weights, make_trainer, state, train_loader
 from tests.world import World
 

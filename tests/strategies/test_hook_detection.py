@@ -8,7 +8,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 
 from lightning_multigpu.callbacks import ThroughputMonitor
-from lightning_multigpu.strategies.hook_detection import has_hook
+from lightning_multigpu.strategies.steps.hook_detection import has_hook
 
 
 class Looking(L.Callback):

@@ -18,7 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.planning.stage_costs import StageCosts
+from lightning_multigpu.planning.pipelines.stage_costs import StageCosts
 from tests.report.shape import assert_follows_schema
 from tests.strategies.tasks import (
     Case,

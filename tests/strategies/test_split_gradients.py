@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut
-from lightning_multigpu.strategies.split_gradients import SplitGradients
+from lightning_multigpu.strategies.tensor_parallel.split_gradients import SplitGradients
 from tests.engine.tensor_split.shared import assert_equal, tensor_group
 from tests.world import World
 

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.callbacks import RunReport
-from lightning_multigpu.planning.pipeline_prediction import PlannedMemory
-from lightning_multigpu.planning.stage_costs import LinkCost
-from lightning_multigpu.planning.timeline import HeldBytes, StageMemory, StageRecord
+from lightning_multigpu.planning.pipelines.pipeline_prediction import PlannedMemory
+from lightning_multigpu.planning.pipelines.stage_costs import LinkCost
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageMemory, StageRecord
 from lightning_multigpu.report.document import read
 from lightning_multigpu.report.schedule_picture import FILE_STEM
 from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner

@@ -897,7 +897,7 @@ def of_logits(name: str, module: nn.Module) -> str | None:
 def told(plan: Any) -> tuple[dict[str, Any], list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         messages: list[str] = []
-        patch.setattr("lightning_multigpu.strategies.split_layers.rank_zero_info", messages.append)
+        patch.setattr("lightning_multigpu.strategies.tensor_parallel.split_layers.rank_zero_info", messages.append)
         return planned(plan, Scored), messages
 
 

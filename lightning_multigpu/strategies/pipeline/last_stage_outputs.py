@@ -30,7 +30,7 @@ from typing_extensions import override
 from lightning_multigpu._lightning_internals import attributes_of_lightning
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.placeholder import first_placeholder
-from lightning_multigpu.strategies.hook_detection import has_hook
+from lightning_multigpu.strategies.steps.hook_detection import has_hook
 
 _DEPTH = 3
 _LARGEST = 16  # entries of a container whose own containers are compared: it is done twice a micro-batch

@@ -14,9 +14,9 @@ from lightning_multigpu.engine.activation_checkpointing import Choice, check_cho
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain, find_chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
-from lightning_multigpu.planning.balance import balanced_bounds, bounds_of_counts, cheapest_bounds
-from lightning_multigpu.planning.schedule_order import LOOPED_SCHEDULES, SCHEDULES, ScheduleName
-from lightning_multigpu.planning.stage_costs import MeasuredBalance
+from lightning_multigpu.planning.pipelines.balance import balanced_bounds, bounds_of_counts, cheapest_bounds
+from lightning_multigpu.planning.pipelines.schedule_order import LOOPED_SCHEDULES, SCHEDULES, ScheduleName
+from lightning_multigpu.planning.pipelines.stage_costs import MeasuredBalance
 from lightning_multigpu.strategies import option_checks
 
 

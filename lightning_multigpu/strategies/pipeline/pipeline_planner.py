@@ -25,23 +25,23 @@ from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.training_memory import held_bytes
-from lightning_multigpu.planning.pipeline_prediction import (
+from lightning_multigpu.planning.pipelines.pipeline_prediction import (
     PipelinePlan,
     PipelinePlans,
     median_costs,
     one_device_s,
     plan,
 )
-from lightning_multigpu.planning.schedule_order import ScheduleName
-from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCosts
+from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName
+from lightning_multigpu.planning.pipelines.stage_costs import LinkCost, PartCost, StageCosts
 from lightning_multigpu.report.split_table import summary
-from lightning_multigpu.strategies.dry_run import QUIET_SETTINGS, unlogged_loss, without_trace
-from lightning_multigpu.strategies.hybrid import HybridStrategy
 from lightning_multigpu.strategies.pipeline.pipeline_checks import check_callbacks, check_module, check_optimizers
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.strategy import StagedStrategy
 from lightning_multigpu.strategies.pipeline.tensor_axis import layers_within
-from lightning_multigpu.strategies.tensor_split import TensorSplitStrategy
+from lightning_multigpu.strategies.steps.dry_run import QUIET_SETTINGS, unlogged_loss, without_trace
+from lightning_multigpu.strategies.tensor_parallel.hybrid import HybridStrategy
+from lightning_multigpu.strategies.tensor_parallel.tensor_split import TensorSplitStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -343,7 +343,7 @@ class Measurement:
         agreed: as in :class:`.CostProbe`.
 
     Attributes:
-        rounds: the costs of the parts in each round; see :mod:`~lightning_multigpu.planning.stage_costs`.
+        rounds: the costs of the parts in each round; see :mod:`~lightning_multigpu.planning.pipelines.stage_costs`.
     """
 
     def __init__(

@@ -40,16 +40,16 @@ from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.step_state import seed_of, without_differentiation
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.numbers import ms, size
-from lightning_multigpu.planning.stage_costs import LinkCost, MeasuredBalance, PartCost, StageCosts
-from lightning_multigpu.planning.timeline import StageRecord
-from lightning_multigpu.strategies.dry_run import trial_precisions, unlogged_loss, without_trace
+from lightning_multigpu.planning.pipelines.stage_costs import LinkCost, MeasuredBalance, PartCost, StageCosts
+from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.strategies.pipeline.kept_state import KeptState
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.step_checks import check_gradients, check_kept_state, check_losses
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
-from lightning_multigpu.strategies.step_logs import Record, StepLogs, combined
+from lightning_multigpu.strategies.steps.dry_run import trial_precisions, unlogged_loss, without_trace
+from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined
 
 _SEED_BITS = 2**62 - 1
 

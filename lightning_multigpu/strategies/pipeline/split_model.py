@@ -31,8 +31,8 @@ from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.engine.step_state import preserved_random_state, preserved_state
 from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.runtime.process_groups import metered_group
-from lightning_multigpu.strategies.dry_run import without_trace
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import packed, unpacked
+from lightning_multigpu.strategies.steps.dry_run import without_trace
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -17,9 +17,9 @@ from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.engine.pipeline.stages.gradients import RemoteGradients, StageSums
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.whole_reads import WholeReads
-from lightning_multigpu.strategies.common_overflow import CommonOverflow
-from lightning_multigpu.strategies.hook_detection import has_hook
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
+from lightning_multigpu.strategies.steps.common_overflow import CommonOverflow
+from lightning_multigpu.strategies.steps.hook_detection import has_hook
 
 
 class StageAgreement:

@@ -16,9 +16,9 @@ from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.gradient_check import GradientCheck, Run, Verdict
 from lightning_multigpu.engine.micro_batches import disagreement, relative_tolerance, split_batch
-from lightning_multigpu.strategies.dry_run import gradient_rtol, precision_dtypes, without_trace
 from lightning_multigpu.strategies.pipeline.kept_state import KeptState
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
+from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, precision_dtypes, without_trace
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

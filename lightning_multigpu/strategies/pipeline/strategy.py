@@ -23,8 +23,8 @@ from lightning_multigpu.engine.hugging_face import ModelsInStages
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
-from lightning_multigpu.planning.schedule_order import ScheduleName
-from lightning_multigpu.planning.timeline import StageRecord
+from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName
+from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.pipeline import pipeline_checks
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
@@ -33,7 +33,7 @@ from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipel
 from lightning_multigpu.strategies.pipeline.split_model import Bounds, SplitModel, built_by_stages
 from lightning_multigpu.strategies.pipeline.stage_agreement import StageAgreement
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
-from lightning_multigpu.strategies.same_batches import (
+from lightning_multigpu.strategies.steps.same_batches import (
     builds_layers_later,
     gather_metrics_by,
     share_random_states,

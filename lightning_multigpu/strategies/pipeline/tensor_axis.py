@@ -31,9 +31,9 @@ from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
-from lightning_multigpu.strategies.dry_run import without_trace
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
-from lightning_multigpu.strategies.split_layers import Plan, SequenceSplit, SplitLayers
+from lightning_multigpu.strategies.steps.dry_run import without_trace
+from lightning_multigpu.strategies.tensor_parallel.split_layers import Plan, SequenceSplit, SplitLayers
 
 
 class TensorAxis:

@@ -18,7 +18,7 @@ from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, s
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
-from lightning_multigpu.planning.stage_costs import LinkCost, PartCost
+from lightning_multigpu.planning.pipelines.stage_costs import LinkCost, PartCost
 from tests.world import World, init_group, rank
 
 SAMPLES, WIDTH = 5, 4

@@ -16,7 +16,7 @@ from lightning_multigpu.engine.activation_checkpointing import recomputed
 from lightning_multigpu.engine.pipeline.measuring.recorder import KEPT_STEPS, Recorder
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.training_memory import SavedActivations
-from lightning_multigpu.planning.timeline import Interval
+from lightning_multigpu.planning.pipelines.timeline import Interval
 
 
 class Ticking:

@@ -37,7 +37,7 @@ from lightning_multigpu.engine.pipeline.stages.layer_interception import (
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.step_state import preserved_random_state, seed_of, set_random_state
 from lightning_multigpu.engine.training_memory import SavedTensors
-from lightning_multigpu.planning.stage_costs import LinkCost, PartCost
+from lightning_multigpu.planning.pipelines.stage_costs import LinkCost, PartCost
 
 _MOST_RUNS = 10
 _MESSAGE_BYTES = (4 << 10, 1 << 20)

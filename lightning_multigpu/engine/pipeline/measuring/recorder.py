@@ -16,7 +16,7 @@ from lightning_multigpu.communication.metering.clocks import Clock, HostClock, S
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.training_memory import SavedActivations, measured_bytes
-from lightning_multigpu.planning.timeline import Interval, StageMemory, StepTimeline
+from lightning_multigpu.planning.pipelines.timeline import Interval, StageMemory, StepTimeline
 
 KEPT_STEPS = 9
 _GPU_STRIDE = 16
@@ -102,7 +102,7 @@ class Recorder:
         """Marks the beginning of a piece of work.
 
         Args:
-            kind: a kind of :class:`~lightning_multigpu.planning.timeline.Interval`, or "idle".
+            kind: a kind of :class:`~lightning_multigpu.planning.pipelines.timeline.Interval`, or "idle".
             stage: the stage that works.
             micro_batch: the micro-batch of the work.
             received: the work needs a received message, and the rank has waited for it since the previous mark.

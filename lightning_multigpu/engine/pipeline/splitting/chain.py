@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
 
 from lightning_multigpu.engine.hugging_face import block_lists, models_in
-from lightning_multigpu.planning.balance import balanced_bounds, layers_text
+from lightning_multigpu.planning.pipelines.balance import balanced_bounds, layers_text
 
 _CONTAINERS = (Sequential, ModuleList)
 

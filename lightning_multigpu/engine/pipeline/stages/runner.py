@@ -22,7 +22,7 @@ from lightning_multigpu.engine.pipeline.stages.schedules import PassesInOrder, T
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.step_state import preserved_random_state, seed_of, set_random_state
-from lightning_multigpu.planning.schedule_order import ScheduleName, executed_schedule
+from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName, executed_schedule
 
 
 class PipelineRunner:

@@ -19,7 +19,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn import Module
 
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
-from lightning_multigpu.planning.schedule_order import ExecutedSchedule, executed_schedule, schedule_orders
+from lightning_multigpu.planning.pipelines.schedule_order import ExecutedSchedule, executed_schedule, schedule_orders
 
 _TORCH: dict[ExecutedSchedule, Any] = {
     "gpipe": ScheduleGPipe,

@@ -18,7 +18,7 @@ from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.whole_reads import WholeReads
-from lightning_multigpu.strategies.common_overflow import CommonOverflow
+from lightning_multigpu.strategies.steps.common_overflow import CommonOverflow
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

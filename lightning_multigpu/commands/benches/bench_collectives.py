@@ -56,7 +56,7 @@ from lightning_multigpu.bench.collectives.operations import BY_NAME, Operation
 from lightning_multigpu.bench.collectives.plot import draw
 from lightning_multigpu.bench.jobs.placement import Placement, placement
 from lightning_multigpu.bench.sizes import geometric_sizes, size_bytes, size_text
-from lightning_multigpu.commands.bench_options import add_common_options, check_outputs, started, write_json
+from lightning_multigpu.commands.benches.bench_options import add_common_options, check_outputs, started, write_json
 from lightning_multigpu.commands.option_parser import OptionParser, names_of, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 

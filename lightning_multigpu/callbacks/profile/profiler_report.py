@@ -21,23 +21,24 @@ from lightning.pytorch.profilers import Profiler, PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_multigpu.callbacks.action_recorder import ActionRecorder
 from lightning_multigpu.callbacks.device_utilization import DeviceUtilizationMonitor
-from lightning_multigpu.callbacks.operator_trace import OperatorTrace
 from lightning_multigpu.callbacks.probes import host_memory, usable_cores
+from lightning_multigpu.callbacks.profile.action_recorder import ActionRecorder
+from lightning_multigpu.callbacks.profile.operator_trace import OperatorTrace
+from lightning_multigpu.callbacks.profile.value_reads import ValueReads
 from lightning_multigpu.callbacks.run_report import gather, is_fast_dev_run, job_rank, memory_of, versions_of
 from lightning_multigpu.callbacks.silent_monitors import SilentMonitors
 from lightning_multigpu.callbacks.strategy_identity import identify, strategy_options
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor
-from lightning_multigpu.callbacks.value_reads import ValueReads
 from lightning_multigpu.communication.clock_offsets import ClockOffset, clock_offsets
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.engine.training_memory import SavedActivations, measured_bytes
+from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.planning.step_phases import Span, partition, phase_of
-from lightning_multigpu.planning.timeline import StageRecord
-from lightning_multigpu.report import document, profile_document, profile_page, profile_text, run_curves
+from lightning_multigpu.report import document
+from lightning_multigpu.report.profile import profile_document, profile_page, profile_text, run_curves
 from lightning_multigpu.strategies.observed import ObservedStrategy
 
 _TRIAL_STEPS = 3
@@ -53,8 +54,9 @@ class ProfilerReport(SilentMonitors):
     :mod:`lightning_multigpu.planning.step_phases`), and the diagnosis: each reason for long steps with its evidence,
     its remedy, and the predicted step time with that remedy, the largest saving first. A saving below 5 % of a step is
     not shown. The same is written to ``report.html``, a page with pictures, to ``profile.json`` (see
-    :mod:`lightning_multigpu.report.profile_document`), and as a timeline of all ranks to ``profile_trace.json``, for
-    https://ui.perfetto.dev or ``chrome://tracing``; all in ``trainer.log_dir``, else ``trainer.default_root_dir``.
+    :mod:`lightning_multigpu.report.profile.profile_document`), and as a timeline of all ranks to
+    ``profile_trace.json``, for https://ui.perfetto.dev or ``chrome://tracing``; all in ``trainer.log_dir``, else
+    ``trainer.default_root_dir``.
 
     The window is counted in optimizer steps: first ``wait`` steps, then ``warmup`` steps that are recorded but not
     counted, then ``active`` steps that are counted. Steps with a validation or the end of an epoch in them are

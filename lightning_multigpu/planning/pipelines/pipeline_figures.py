@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_multigpu.planning.schedule_order import schedule_orders
-from lightning_multigpu.planning.timeline import BUSY, Timeline, bubble, predicted, span, usage
+from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders
+from lightning_multigpu.planning.pipelines.timeline import BUSY, Timeline, bubble, predicted, span, usage
 
 _WORTH_DOUBLING = 0.05
 """Four times as many micro-batches are proposed if the second doubling saves this share of a step."""

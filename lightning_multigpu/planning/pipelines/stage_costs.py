@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from lightning_multigpu.planning.balance import Bounds, cheapest_bounds, layers_text
 from lightning_multigpu.planning.numbers import ms, size
-from lightning_multigpu.planning.schedule_order import in_flight, schedule_orders, step_time
+from lightning_multigpu.planning.pipelines.balance import Bounds, cheapest_bounds, layers_text
+from lightning_multigpu.planning.pipelines.schedule_order import in_flight, schedule_orders, step_time
 
 MeasuredBalance = Literal["time", "memory"]
 

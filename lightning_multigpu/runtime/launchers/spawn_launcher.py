@@ -35,9 +35,9 @@ from lightning_multigpu.guardian import Failure, Guardian
 from lightning_multigpu.guardian.failure import host_name
 from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS, SAME_INTERRUPT_S
 from lightning_multigpu.guardian.proc import ended_text, note_refusal
+from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import last_checkpoint_of
 from lightning_multigpu.runtime.failure_watch import SIGTERM_STATUS, has_trained
 from lightning_multigpu.runtime.joining import Joining, start_guardian
-from lightning_multigpu.runtime.last_checkpoint import last_checkpoint_of
 from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.runtime.uncaught_errors import FailureMessage, show_if_uncaught
 

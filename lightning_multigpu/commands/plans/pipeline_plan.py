@@ -48,8 +48,8 @@ from rich.console import Console
 from lightning_multigpu.commands.early_checks import checked_settings
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories, names_of, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.planning.pipeline_prediction import PipelinePlans
-from lightning_multigpu.planning.schedule_order import SCHEDULES
+from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlans
+from lightning_multigpu.planning.pipelines.schedule_order import SCHEDULES
 from lightning_multigpu.report.prediction_table import as_json, picture, print_plans
 from lightning_multigpu.report.schedule_picture import check_picture
 
@@ -84,7 +84,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         except ValueError as error:
             raise UsageError(str(error)) from error
     checked_settings("fit", rest, also=[option.replace("_", "-") for option in vars(options)])
-    plans: PipelinePlans | None = import_module("lightning_multigpu.commands.planning_cli").planned(rest, options)
+    plans: PipelinePlans | None = import_module("lightning_multigpu.commands.plans.planning_cli").planned(rest, options)
     if plans is None:  # another rank of a tensor group, whose first one prints
         return 0
     print_plans(Console(file=sys.stdout), plans, options.link_gbit)

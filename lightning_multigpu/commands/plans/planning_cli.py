@@ -12,8 +12,8 @@ import lightning.pytorch as pl
 from lightning_multigpu.commands.training import TrainingCLI
 from lightning_multigpu.commands.usage import UsageError
 from lightning_multigpu.engine.errors import PipelineError
-from lightning_multigpu.planning.pipeline_prediction import PipelinePlans
-from lightning_multigpu.planning.stage_costs import LinkCost
+from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlans
+from lightning_multigpu.planning.pipelines.stage_costs import LinkCost
 from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner, PlanError
 
 

@@ -30,9 +30,9 @@ from lightning_multigpu.engine.tensor_split.whole_reads import whole_of
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.dry_run import trial_precisions, unlogged_loss, without_trace
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
-from lightning_multigpu.strategies.same_batches import (
+from lightning_multigpu.strategies.steps.dry_run import trial_precisions, unlogged_loss, without_trace
+from lightning_multigpu.strategies.steps.same_batches import (
     are_equal,
     builds_layers_later,
     gather_metrics_by,
@@ -40,8 +40,8 @@ from lightning_multigpu.strategies.same_batches import (
     share_random_states,
     write_no_predictions,
 )
-from lightning_multigpu.strategies.split_gradients import SplitGradients
-from lightning_multigpu.strategies.split_layers import (
+from lightning_multigpu.strategies.tensor_parallel.split_gradients import SplitGradients
+from lightning_multigpu.strategies.tensor_parallel.split_layers import (
     Plan,
     SequenceSplit,
     SplitLayers,

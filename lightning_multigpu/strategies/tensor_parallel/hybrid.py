@@ -22,15 +22,15 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport, compressor_of
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.planning.split_plan import SplitPlan
-from lightning_multigpu.planning.timeline import StageRecord
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy, StagedStrategy
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
-from lightning_multigpu.strategies.same_batches import builds_layers_later, same_batch
-from lightning_multigpu.strategies.split_layers import (
+from lightning_multigpu.strategies.steps.same_batches import builds_layers_later, same_batch
+from lightning_multigpu.strategies.tensor_parallel.split_layers import (
     Plan,
     SequenceSplit,
     check_patterns,

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from lightning_multigpu.planning.balance import Bounds
-from lightning_multigpu.planning.stage_costs import LinkCost, PartCost, StageCosts
-from lightning_multigpu.planning.timeline import BUSY, HeldBytes, Timeline, bubble, predicted, span
+from lightning_multigpu.planning.pipelines.balance import Bounds
+from lightning_multigpu.planning.pipelines.stage_costs import LinkCost, PartCost, StageCosts
+from lightning_multigpu.planning.pipelines.timeline import BUSY, HeldBytes, Timeline, bubble, predicted, span
 
 LARGEST_SPREAD = 0.25
 """With a larger spread of one setting's steps in different rounds, no setting is recommended."""

@@ -29,8 +29,8 @@ from lightning_multigpu.callbacks.stopwatch import Lap, Stopwatch
 from lightning_multigpu.communication.metering.clocks import clock_of, timed
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.report.statistics import Series, quantile
-from lightning_multigpu.strategies.dry_run import unlogged_loss, without_trace
 from lightning_multigpu.strategies.observed import ObservedStrategy
+from lightning_multigpu.strategies.steps.dry_run import unlogged_loss, without_trace
 
 NUM_STEPS = 5
 LIMIT_S = 10.0

@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_multigpu.planning.numbers import ms, number, size
 from lightning_multigpu.planning.step_phases import PHASES
-from lightning_multigpu.report import profile_document, run_curves
-from lightning_multigpu.report.page_figures import words
+from lightning_multigpu.report.profile import profile_document, run_curves
+from lightning_multigpu.report.profile.page_figures import words
 
 _WIDTH = 100
 _OPERATORS = 5

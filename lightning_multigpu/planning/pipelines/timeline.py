@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 
-from lightning_multigpu.planning.schedule_order import Work, schedule_orders, work_times
+from lightning_multigpu.planning.pipelines.schedule_order import Work, schedule_orders, work_times
 
 BUSY = ("forward", "backward", "weight")
 WAITING = ("send", "receive")

@@ -49,7 +49,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lightning_multigpu.bench.jobs.placement import placement
-from lightning_multigpu.commands.bench_options import add_common_options, check_outputs, started, write_json
+from lightning_multigpu.commands.benches.bench_options import add_common_options, check_outputs, started, write_json
 from lightning_multigpu.commands.option_parser import OptionParser, number
 from lightning_multigpu.commands.settings.classes import ClassNotFoundError, find_class
 from lightning_multigpu.commands.settings.sources import load

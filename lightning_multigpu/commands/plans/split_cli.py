@@ -18,9 +18,9 @@ from lightning_multigpu.commands.training import TrainingCLI
 from lightning_multigpu.commands.usage import UsageError
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import as_json, print_plan
-from lightning_multigpu.strategies.dry_run import QUIET_SETTINGS
-from lightning_multigpu.strategies.hybrid import HybridStrategy
-from lightning_multigpu.strategies.tensor_split import TensorSplitStrategy
+from lightning_multigpu.strategies.steps.dry_run import QUIET_SETTINGS
+from lightning_multigpu.strategies.tensor_parallel.hybrid import HybridStrategy
+from lightning_multigpu.strategies.tensor_parallel.tensor_split import TensorSplitStrategy
 
 SCHEMA_VERSION = 1
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning_multigpu.planning.numbers import ms, number, size
 from lightning_multigpu.planning.step_phases import PHASES
-from lightning_multigpu.report import page_figures, profile_document, profile_text, run_curves
-from lightning_multigpu.report.page_figures import Rows, bars, legend, plot, table, words
+from lightning_multigpu.report.profile import page_figures, profile_document, profile_text, run_curves
+from lightning_multigpu.report.profile.page_figures import Rows, bars, legend, plot, table, words
 
 FILE_NAME = "report.html"
 

@@ -41,8 +41,8 @@ Version 1, all times in seconds on the clock of rank 0, from the beginning of th
     FINDING = {"kind": str, "saving_s": number, "step_s": number, "evidence": str, "remedy": str}
 
 The PHASEs are :data:`lightning_multigpu.planning.step_phases.PHASES`; the parts of a step have no gaps and do not
-overlap. STAGES are the fields of :class:`lightning_multigpu.planning.timeline.StageRecord`, KINDs those of
-:class:`~lightning_multigpu.planning.timeline.StageMemory`, and "launches" those of
+overlap. STAGES are the fields of :class:`lightning_multigpu.planning.pipelines.timeline.StageRecord`, KINDs those of
+:class:`~lightning_multigpu.planning.pipelines.timeline.StageMemory`, and "launches" those of
 :class:`lightning_multigpu.planning.launch_queue.LaunchQueue`. SERVERS are as in ``multigpu_report.json``
 (:mod:`lightning_multigpu.report.schema`); a server has its "share" as well, a worker its "histogram": [[staleness,
 updates]]. A key of "over_time" is that of a monitor. "memory", "limit", "over_time", "launches"
@@ -61,7 +61,15 @@ from typing import Any
 from lightning_multigpu.communication.metering.traffic import length, merged, overlaps, sent_share
 from lightning_multigpu.planning.diagnosis import diagnose
 from lightning_multigpu.planning.launch_queue import LaunchQueue
-from lightning_multigpu.planning.pipeline_figures import PipelineFigures
+from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
+from lightning_multigpu.planning.pipelines.timeline import (
+    HeldBytes,
+    Interval,
+    StageMemory,
+    StageRecord,
+    StepTimeline,
+    median_step,
+)
 from lightning_multigpu.planning.rank_figures import (
     MemoryUse,
     Pushes,
@@ -72,16 +80,9 @@ from lightning_multigpu.planning.rank_figures import (
 )
 from lightning_multigpu.planning.step_phases import PHASES, Span, seconds_of
 from lightning_multigpu.planning.strategy_options import StrategyOptions
-from lightning_multigpu.planning.timeline import (
-    HeldBytes,
-    Interval,
-    StageMemory,
-    StageRecord,
-    StepTimeline,
-    median_step,
-)
-from lightning_multigpu.report import document, run_curves
+from lightning_multigpu.report import document
 from lightning_multigpu.report.pipeline_section import PipelineReport
+from lightning_multigpu.report.profile import run_curves
 
 FILE_NAME = "profile.json"
 TRACE_NAME = "profile_trace.json"

@@ -57,5 +57,5 @@ def run(name: str, arguments: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(arguments)
     check_directories(options, "json")
     checked_settings("fit", rest, also=["json"])
-    import_module("lightning_multigpu.commands.split_cli").SplitCLI(rest, options.json)
+    import_module("lightning_multigpu.commands.plans.split_cli").SplitCLI(rest, options.json)
     return 0

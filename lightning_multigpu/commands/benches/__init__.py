@@ -1,0 +1,1 @@
+"""``lightning-multigpu bench``: its two benches and their common options."""

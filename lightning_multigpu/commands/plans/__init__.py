@@ -1,0 +1,1 @@
+"""``lightning-multigpu pipeline plan`` and ``tensor plan``."""

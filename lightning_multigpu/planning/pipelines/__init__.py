@@ -1,0 +1,1 @@
+"""Balance, schedules and predictions of pipelines."""

@@ -1,0 +1,1 @@
+"""A profile as a document, a page and text."""

@@ -1,0 +1,1 @@
+"""Checkpoint files: complete or absent, and found again."""

@@ -1,0 +1,1 @@
+"""Launchers: they start the ranks of a host."""

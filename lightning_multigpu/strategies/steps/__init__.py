@@ -1,0 +1,1 @@
+"""Parts of a strategy that act on a step of the user's module: dry runs, logs, metrics, learning rates, overflow."""

@@ -1,0 +1,1 @@
+"""The strategies that split layers over ranks."""
