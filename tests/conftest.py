@@ -34,12 +34,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 _ROOMS_THAT_WAIT = ("launch", "tests", "guardian", "callbacks")
-_LONGEST_ROOM = "strategies"
-_IMPORT_TRANSFORMERS = ("from transformers import", "from tests.strategies.test_tensor_split import")
+_LONGEST_ROOM = Path(__file__).with_name("strategies")
+_IMPORT_TRANSFORMERS = ("from transformers import", "from tests.strategies.tensor_parallel.test_tensor_split import")
 
 
 def _has_ranks_with_transformers(path: Path) -> bool:
-    return path.parent.name == _LONGEST_ROOM and any(name in path.read_text() for name in _IMPORT_TRANSFORMERS)
+    return _LONGEST_ROOM in path.parents and any(name in path.read_text() for name in _IMPORT_TRANSFORMERS)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for path in dict.fromkeys(item.path for item in items):
         (waiting if path.parent.name in _ROOMS_THAT_WAIT else computing).append(path)
     waiting.sort(key=lambda path: _ROOMS_THAT_WAIT.index(path.parent.name))
-    computing.sort(key=lambda path: (not _has_ranks_with_transformers(path), path.parent.name != _LONGEST_ROOM))
+    computing.sort(key=lambda path: (not _has_ranks_with_transformers(path), _LONGEST_ROOM not in path.parents))
     place = {path: index for paths in (waiting, computing) for index, path in enumerate(paths)}
     items.sort(key=lambda item: place[item.path])
 

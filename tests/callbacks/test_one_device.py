@@ -21,8 +21,8 @@ from lightning_multigpu.report.run_table import one_device_line
 from tests.callbacks.training import batches, trainer
 from tests.report.examples import record, report_of
 from tests.report.shape import assert_follows_schema
+from tests.strategies.pipeline.test_dry_run import Counting, Traced
 from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
-from tests.strategies.test_dry_run import Counting, Traced
 from tests.world import World
 
 STEPS: list[tuple[int, float]] = []

@@ -25,8 +25,8 @@ from lightning_multigpu.cli import main
 from lightning_multigpu.commands.serve import _parser
 from lightning_multigpu.communication.job_secret import JOB_SECRET
 from tests import preforked
+from tests.strategies.parameter_server.test_asynchronous_training import EVERY, NUM_BATCHES, Seen, loader, trained_on
 from tests.strategies.tasks import Case, Classifier, assert_same_weights, eval_loader, make_trainer, state, train_loader
-from tests.strategies.test_asynchronous_training import EVERY, NUM_BATCHES, Seen, loader, trained_on
 from tests.world import World
 
 SECRET = "0123456789abcdef" * 4

@@ -17,8 +17,8 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_multigpu import ParameterServerStrategy
+from tests.strategies.parameter_server.test_asynchronous_training import EPOCHS, Seen, loader
 from tests.strategies.tasks import Case, make_trainer
-from tests.strategies.test_asynchronous_training import EPOCHS, Seen, loader
 
 RANKS, LOST = 3, 1
 SMALL_BUCKET_MB = 100 / 2**20

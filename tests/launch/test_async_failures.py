@@ -14,7 +14,14 @@ import torch
 
 from tests.launch import async_script, job
 from tests.launch.async_script import LOST, RANKS
-from tests.strategies.test_asynchronous_training import BATCH, EPOCHS, EVERY, NUM_BATCHES, goes_on, trained_on
+from tests.strategies.parameter_server.test_asynchronous_training import (
+    BATCH,
+    EPOCHS,
+    EVERY,
+    NUM_BATCHES,
+    goes_on,
+    trained_on,
+)
 from tests.world import World, free_port
 
 pytestmark = pytest.mark.launch

@@ -13,9 +13,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
+from tests.strategies.parameter_server.test_asynchronous_training import ABSENT_GROUP, EVERY, Seen, trained_on
+from tests.strategies.parameter_server.test_asynchronous_training import fit as fit_asynchronously
 from tests.strategies.tasks import Case, Classifier, eval_loader, make_strategy, make_trainer, state, train_loader
-from tests.strategies.test_asynchronous_training import ABSENT_GROUP, EVERY, Seen, trained_on
-from tests.strategies.test_asynchronous_training import fit as fit_asynchronously
 from tests.world import World
 
 REPLICATED = {"replicas": 1, "num_servers": 2}

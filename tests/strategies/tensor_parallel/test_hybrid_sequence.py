@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_multigpu.planning.split_plan import SplitPlan
 from tests.strategies.tasks import Case, data_ranks, make_trainer, state
-from tests.strategies.test_hybrid import assert_close, hybrid, sizes
-from tests.strategies.test_tensor_split import VOCABULARY, Attention, Block, Gated, Language, Positioned
+from tests.strategies.tensor_parallel.test_hybrid import assert_close, hybrid, sizes
+from tests.strategies.tensor_parallel.test_tensor_split import VOCABULARY, Attention, Block, Gated, Language, Positioned
 from tests.world import World
 
 LENGTH = 5

@@ -32,7 +32,7 @@ from tests.strategies.tasks import (
     make_trainer,
     state,
 )
-from tests.strategies.test_tensor_split import (
+from tests.strategies.tensor_parallel.test_tensor_split import (
     LAYERS,
     LENGTH,
     MODELS,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_multigpu import PipelineStrategy
+from tests.strategies.pipeline.test_pipeline import Block, ByHand, TinyGPT, assert_same, pipeline, train
 from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
-from tests.strategies.test_pipeline import Block, ByHand, TinyGPT, assert_same, pipeline, train
 from tests.world import World
 
 

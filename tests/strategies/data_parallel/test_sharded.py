@@ -25,6 +25,8 @@ from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.strategies import sharded
 from tests.report.shape import assert_follows_schema
 from tests.strategies import test_changing_parameters as changes
+from tests.strategies.parameter_server.test_parameter_server import Frozen, ReadsGradients, ScalesWeights, TwoOptimizers
+from tests.strategies.pipeline.test_configure_model import peak_bytes_of
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -35,8 +37,6 @@ from tests.strategies.tasks import (
     state,
     train_loader,
 )
-from tests.strategies.test_configure_model import peak_bytes_of
-from tests.strategies.test_parameter_server import Frozen, ReadsGradients, ScalesWeights, TwoOptimizers
 from tests.world import World, rank
 
 CASE = Case(optimizer="adamw", max_epochs=2)

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.micro_batches import moved, split_batch
+from tests.strategies.pipeline.test_kept_state import Plain
 from tests.strategies.tasks import Case, assert_same_weights, dataset, make_trainer, state
-from tests.strategies.test_kept_state import Plain
 from tests.world import World
 
 

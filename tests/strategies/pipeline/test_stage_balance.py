@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.placeholder import Placeholder
+from tests.strategies.pipeline.test_pipeline import CASE, SEED, WIDTH, Block, ByHand, Text, TinyGPT, assert_same
 from tests.strategies.tasks import Case, Classifier, make_trainer, state, train_loader
-from tests.strategies.test_pipeline import CASE, SEED, WIDTH, Block, ByHand, Text, TinyGPT, assert_same
 from tests.world import World
 
 

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_multigpu import ParameterServerStrategy
 from lightning_multigpu.engine.parameter_server.coordination import Coordination
+from tests.strategies.parameter_server.test_parameter_server import Frozen, ReadsGradients, TwoOptimizers
 from tests.strategies.tasks import (
     NUM_CLASSES,
     Case,
@@ -38,7 +39,6 @@ from tests.strategies.tasks import (
     make_trainer,
     state,
 )
-from tests.strategies.test_parameter_server import Frozen, ReadsGradients, TwoOptimizers
 from tests.world import World, rank
 
 SAMPLES, BATCH, EPOCHS = 50, 4, 3
