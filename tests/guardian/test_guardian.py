@@ -286,6 +286,20 @@ def test_what_has_been_started_is_watched_before_it_introduces_itself(capfd: pyt
     guardian.stop()
 
 
+def test_who_joins_hears_at_once_that_another_process_has_ended_well_before_it_was_a_rank() -> None:
+    """A script that leaves one rank early kept the others waiting for ``join_timeout_s``, ten minutes by default."""
+    guardian = Guardian.start(num_ranks=2)
+    child = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""])
+    guardian.started(1, child.pid)
+    rank = start_rank(0, f"client.joining(600.0); {WORK}", guardian.environment)
+    printed = rank.communicate("go\n", timeout=60)[0]
+    assert "rank 1" in printed
+    assert "ended with exit status 0 before it joined the others, and they wait for it" in printed
+    child.wait()
+    assert eventually(lambda: not is_alive(guardian.pid))
+    guardian.stop()
+
+
 def test_a_guardian_ends_when_ranks_will_not_come_any_more() -> None:
     guardian = Guardian.start(num_ranks=2)
     assert is_alive(guardian.pid)

@@ -389,6 +389,8 @@ def test_a_process_that_ended_well_before_it_was_a_rank_is_missed_once_others_wa
     assert first is not None
     first.at_end = True
     assert ranks.left_early(others_wait=False) is ranks.get(1)
+    first.at_end, first.joining_until_s = False, 60.0
+    assert ranks.left_early(others_wait=False) is ranks.get(1)
 
 
 def test_who_has_finished_is_not_looked_at(ranks: Ranks) -> None:
