@@ -41,6 +41,7 @@ from tests.launch.fault_script import (
     CONTROLS,
     FAILURE_TIMEOUT_S,
     HOST_KINDS,
+    JOIN_TIMEOUT_S,
     KINDS,
     RANKS,
     SERVER_KINDS,
@@ -226,8 +227,11 @@ def run(combination: Combination, options: argparse.Namespace, *, resume_to: flo
     with tempfile.TemporaryDirectory(prefix="fault-") as name:
         directory, launcher = Path(name), combination.launcher
         job = FaultJob(directory, combination.arguments(options.strategy), launcher, forked=options.forked)
-        # After a control, the whole training is still to come.
-        more_s = CONTROL_S + 60 if must_survive(combination.kind, combination.where) else 0
+        more_s = 0.0
+        if must_survive(combination.kind, combination.where):
+            more_s = CONTROL_S + 60  # the whole training is still to come
+        elif combination.where == "joining":
+            more_s = JOIN_TIMEOUT_S  # for so long the others wait for a rank that hangs
         outcome = job.run(rank=combination.rank, kind=combination.kind, deadline_s=options.deadline_s + more_s)
         if resume_to is None or outcome.is_control:
             return outcome
