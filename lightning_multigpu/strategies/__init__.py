@@ -4,7 +4,8 @@ import lightning.pytorch  # noqa: F401  # first: its import registers all strate
 
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.data_parallel import DataParallelStrategy
-from lightning_multigpu.strategies.parameter_server import CPUParameterServerStrategy, ParameterServerStrategy
+from lightning_multigpu.strategies.parameter_server.cpu_parameter_server import CPUParameterServerStrategy
+from lightning_multigpu.strategies.parameter_server.parameter_server import ParameterServerStrategy
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
 from lightning_multigpu.strategies.sharded import ShardedStrategy

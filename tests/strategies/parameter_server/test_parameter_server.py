@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_multigpu import CPUParameterServerStrategy, ParameterServerStrategy
 from lightning_multigpu.callbacks import CommunicationMonitor, RunReport, ThroughputMonitor
 from lightning_multigpu.communication.job_secret import JOB_SECRET
-from lightning_multigpu.strategies import parameter_server
+from lightning_multigpu.strategies.parameter_server import parameter_server
 from tests.report.shape import assert_follows_schema
 from tests.strategies.tasks import (
     Case,

@@ -1,32 +1,21 @@
-"""Strategies in which servers step the optimizers: on the host, or in separate processes."""
+"""The strategy of data parallel training with parameter servers, which are processes of their own."""
 
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.interface import source_address
 from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
 from lightning_multigpu.communication.rendezvous import own_host
-from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
-from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
-from lightning_multigpu.engine.optimizer_split import Split
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
-from lightning_multigpu.engine.parameter_server.host_optimizer import HostMemory, HostOptimizer
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
@@ -35,275 +24,14 @@ from lightning_multigpu.engine.parameter_server.wire import elementwise
 from lightning_multigpu.runtime.process_groups import leave_world
 from lightning_multigpu.runtime.server_process import ServerProcess
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.asynchronous_training import AsynchronousTraining
-from lightning_multigpu.strategies.base import MultiGPUStrategy
-from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
+from lightning_multigpu.strategies.parameter_server.asynchronous_training import AsynchronousTraining
+from lightning_multigpu.strategies.parameter_server.optimizer_servers import OptimizerServerStrategy, Served
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_NOTICED_IMBALANCE = 1.05
 _BUCKET_CAP_MB = {True: 4.0, False: 1.0}  # on one host; on a network, where pulls wait for the first bucket
 _STARTED_S = 10.0  # servers of the strategy listen before any worker looks for them
-
-Served = HostOptimizer | RemoteOptimizer
-
-
-class OptimizerServerStrategy(MultiGPUStrategy):
-    """Base of the strategies in which servers, not the ranks that compute gradients, step the optimizers.
-
-    Subclasses make the object that steps an optimizer (:meth:`_serve`), and start and end the servers
-    (:meth:`_connect`, :meth:`_disconnect`).
-
-    Args:
-        optimizer_split: what the servers may divide of the optimizer's work: "elements" of tensors, whole "tensors", or
-            "nothing", where one server makes the whole update. By default "elements" for torch's optimizers that work
-            element by element, "tensors" for its others, and "nothing" for other classes.
-        options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
-    """
-
-    _is_asynchronous = False
-    _state_is_elsewhere = False
-    """True if other processes have the optimizers' states even with one rank."""
-
-    def __init__(self, *, optimizer_split: Split | None = None, **options: Any) -> None:
-        option_checks.check_options(type(self).__name__, options, type(self).option_names())
-        if optimizer_split is not None:
-            option_checks.check_choice("optimizer_split", optimizer_split, ("elements", "tensors", "nothing"))
-        super().__init__(**options)
-        self._split = optimizer_split
-        self._served: dict[Optimizer, Served] = {}
-        self._replaced: list[str] = []
-        self._accumulating = False
-
-    @property
-    @override
-    def options(self) -> dict[str, Any]:
-        return {**super().options, "optimizer_split": self._split}
-
-    @abstractmethod
-    def _connect(self) -> None:
-        """Starts the servers and connects to them; a collective."""
-
-    @abstractmethod
-    def _serve(self, optimizer: Optimizer) -> Served:
-        """Makes the servers step the optimizer; a collective."""
-
-    @abstractmethod
-    def _disconnect(self) -> None:
-        """Disconnects from the servers and ends them, also after a failure."""
-
-    # Starting and ending
-
-    @override
-    def _setup_model(self, model: Module) -> Module:
-        assert self.lightning_module is not None
-        assert self._data is not None
-        if self._layer_sync is not None:
-            model = self._layer_sync.apply(model)
-        values = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
-        self._data.broadcast_tensors([value.detach() for value in values], src=self._data.first_rank)
-        return model
-
-    @override
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        self._connect()  # evaluation needs no server
-        super().setup_optimizers(trainer)
-        for number, optimizer in enumerate(self.optimizers):
-            served = self._served[optimizer] = self._serve(optimizer)
-            if served.imbalance > _NOTICED_IMBALANCE:
-                rank_zero_info(
-                    f"optimizer {number} ({type(optimizer).__name__}): one server has {served.imbalance:.2f} times "
-                    "its share of the bytes"
-                )
-        module = self.lightning_module
-        assert module is not None
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        is_read = reads_gradients(module)
-        is_changed = is_read or scaler is not None or not module.automatic_optimization
-        if self._is_asynchronous:  # a worker's gradients are its own, and complete
-            self._set_pushes_early(not is_changed and not trainer.gradient_clip_val)
-        elif is_changed:
-            # The hooks of the step need averages on every device, which costs a transfer.
-            self._replace("post_backward", self._averaged_before(self.precision_plugin.post_backward))
-        else:
-            self._replace("clip_grad_by_norm", self._clip_by_norm)
-            self._replace("clip_grad_by_value", self._clip_by_value)
-            self._set_pushes_early(True)
-
-    @override
-    def teardown(self) -> None:
-        module, states = self.lightning_module, []
-        for name in self._replaced:
-            vars(self.precision_plugin).pop(name, None)
-        trainer = None if module is None else module._trainer
-        if trainer is not None and not self.failure_watch.failed:
-            ends_well = (trainer.state.fn, trainer.state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING)
-            states = [(o, served.state_dict()) for o, served in self._served.items() if ends_well]
-        for served in self._served.values():
-            served.close()
-        self._served, self._replaced = {}, []
-        self._disconnect()
-        super().teardown()
-        if self.is_global_zero:
-            for optimizer, state in states:  # a checkpoint may be saved after the fit
-                optimizer.load_state_dict(state)
-
-    # Training
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Within the block gradients are accumulated, and not pushed."""
-        self._accumulating = True
-        pushes_early = any(served.pushes_early for served in self._served.values())
-        self._set_pushes_early(False)
-        try:
-            yield
-        finally:
-            self._accumulating = False
-            self._set_pushes_early(pushes_early)
-
-    def _set_pushes_early(self, pushes_early: bool) -> None:
-        for served in self._served.values():
-            served.pushes_early = pushes_early
-
-    @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._average_buffers()
-
-    @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self._average_buffers()
-
-    def _average_buffers(self) -> None:
-        """Averages BatchNorm's statistics and other floating-point buffers; the other buffers become rank 0's."""
-        assert self.lightning_module is not None
-        if self._data is None or self._data.size == 1 or self.failure_watch.failed:
-            return
-        buffers = [buffer.detach() for buffer in self.lightning_module.buffers()]
-        averaged = [buffer for buffer in buffers if buffer.is_floating_point()]
-        self._data.broadcast_tensors([b for b in buffers if not b.is_floating_point()], src=self._data.first_rank)
-        for buffer in averaged:
-            buffer.copy_(self._data.all_reduce(buffer, "mean"))
-
-    def _averaged_before(self, post_backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def averaged(*args: Any) -> Tensor:
-            if not self._accumulating:
-                for served in self._served.values():
-                    served.average_gradients()
-            return post_backward(*args)
-
-        return averaged
-
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        self._served[plain_optimizer(optimizer)].clip_norm = float(clip_val)
-
-    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        self._served[plain_optimizer(optimizer)].clip_value = float(clip_val)
-
-    def _replace(self, name: str, method: Callable[..., Any]) -> None:
-        vars(self.precision_plugin)[name] = method
-        self._replaced.append(name)
-
-    # Checkpoints
-
-    @property
-    @override
-    def state_is_lost(self) -> bool:
-        alone = self.world_size == 1 and not self._state_is_elsewhere
-        return super().state_is_lost or (self.failure_watch.failed and not alone)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        served = self._served.get(plain_optimizer(optimizer))
-        return super().optimizer_state(optimizer) if served is None or self.state_is_lost else served.state_dict()
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            self._served[optimizer].load_state_dict(state)
-
-
-class CPUParameterServerStrategy(OptimizerServerStrategy):
-    """Data parallel training with the optimizer on the host: devices compute gradients, the CPU updates the weights.
-
-    Gradients go to memory that the ranks of the host share, and not through sockets. Each rank's process averages and
-    updates one part of the model on the CPU, so that all cores take part. Every device then gets all new weights. A
-    device holds the weights and the gradients, but no optimizer state. Weights equal one device's at the same global
-    batch.
-
-    Args:
-        options: options of :class:`OptimizerServerStrategy` and
-            :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
-
-    Raises:
-        ValueError: an option is out of its range, the run has several hosts, or the optimizer is LBFGS.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._memory: HostMemory | None = None
-        self._num_reserved = 0
-        self._pinned: list[Tensor] = []
-
-    @override
-    def _configure_launcher(self) -> None:
-        if self.num_nodes > 1:
-            raise ValueError(
-                f"num_nodes={self.num_nodes}: cpu_ps trains on the devices of one host, whose memory they share; use "
-                "num_nodes=1, or strategy='sync_ps' for several hosts"
-            )
-        super()._configure_launcher()
-
-    @override
-    def _connect(self) -> None:
-        assert self.groups is not None
-        ranks = SharedMemoryAllReduce(self.new_group("data", backend="gloo"))
-        self.groups.also_cut.append(ranks.abort)
-        self._memory = HostMemory(ranks, self.meter, self._reserve, self.gather_objects)
-
-    @override
-    def _serve(self, optimizer: Optimizer) -> Served:
-        assert self._memory is not None
-        return HostOptimizer(optimizer, self._memory, split=self._split)
-
-    @override
-    def _disconnect(self) -> None:
-        for flat in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())  # type: ignore[no-untyped-call]
-        self._pinned.clear()
-        if self._memory is not None:
-            self._memory.ranks.close()
-            self._memory = None
-
-    def _reserve(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor that all ranks can access; if memory cannot be shared, ranks copy pieces of it instead."""
-        assert self._memory is not None
-        flat = torch.zeros(numel, dtype=dtype)
-        if not numel:
-            return flat
-        if self._memory.num_ranks > 1:
-            self._num_reserved += 1
-            try:
-                self._memory.ranks.move(flat, self._num_reserved)
-            except SharedMemoryUnavailableError as error:
-                rank_zero_warn(f"gradients and weights are copied once more, between the ranks of this host: {error}")
-        if self.root_device.type == "cuda":
-            self._pin(flat)
-        return flat
-
-    def _pin(self, flat: Tensor) -> None:
-        """Pins the pages of a tensor in memory, so that GPU copies overlap with computing."""
-        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if int(cudart.cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)) == 0:
-            self._pinned.append(flat)
-        else:
-            rank_zero_warn(
-                f"{flat.nbytes / 2**20:.0f} MiB of the host's memory cannot be locked (ulimit -l), so that copies to "
-                "and from the GPU do not overlap its work"
-            )
 
 
 class ParameterServerStrategy(OptimizerServerStrategy):

@@ -1,0 +1,1 @@
+"""The strategies in which servers step the optimizers: on the host, or in separate processes."""

@@ -1,0 +1,96 @@
+"""The strategy of data parallel training with the optimizer on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
+from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
+from lightning_multigpu.engine.parameter_server.host_optimizer import HostMemory, HostOptimizer
+from lightning_multigpu.strategies.parameter_server.optimizer_servers import OptimizerServerStrategy, Served
+
+
+class CPUParameterServerStrategy(OptimizerServerStrategy):
+    """Data parallel training with the optimizer on the host: devices compute gradients, the CPU updates the weights.
+
+    Gradients go to memory that the ranks of the host share, and not through sockets. Each rank's process averages and
+    updates one part of the model on the CPU, so that all cores take part. Every device then gets all new weights. A
+    device holds the weights and the gradients, but no optimizer state. Weights equal one device's at the same global
+    batch.
+
+    Args:
+        options: options of :class:`OptimizerServerStrategy` and
+            :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
+
+    Raises:
+        ValueError: an option is out of its range, the run has several hosts, or the optimizer is LBFGS.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._memory: HostMemory | None = None
+        self._num_reserved = 0
+        self._pinned: list[Tensor] = []
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.num_nodes > 1:
+            raise ValueError(
+                f"num_nodes={self.num_nodes}: cpu_ps trains on the devices of one host, whose memory they share; use "
+                "num_nodes=1, or strategy='sync_ps' for several hosts"
+            )
+        super()._configure_launcher()
+
+    @override
+    def _connect(self) -> None:
+        assert self.groups is not None
+        ranks = SharedMemoryAllReduce(self.new_group("data", backend="gloo"))
+        self.groups.also_cut.append(ranks.abort)
+        self._memory = HostMemory(ranks, self.meter, self._reserve, self.gather_objects)
+
+    @override
+    def _serve(self, optimizer: Optimizer) -> Served:
+        assert self._memory is not None
+        return HostOptimizer(optimizer, self._memory, split=self._split)
+
+    @override
+    def _disconnect(self) -> None:
+        for flat in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())  # type: ignore[no-untyped-call]
+        self._pinned.clear()
+        if self._memory is not None:
+            self._memory.ranks.close()
+            self._memory = None
+
+    def _reserve(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor that all ranks can access; if memory cannot be shared, ranks copy pieces of it instead."""
+        assert self._memory is not None
+        flat = torch.zeros(numel, dtype=dtype)
+        if not numel:
+            return flat
+        if self._memory.num_ranks > 1:
+            self._num_reserved += 1
+            try:
+                self._memory.ranks.move(flat, self._num_reserved)
+            except SharedMemoryUnavailableError as error:
+                rank_zero_warn(f"gradients and weights are copied once more, between the ranks of this host: {error}")
+        if self.root_device.type == "cuda":
+            self._pin(flat)
+        return flat
+
+    def _pin(self, flat: Tensor) -> None:
+        """Pins the pages of a tensor in memory, so that GPU copies overlap with computing."""
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(cudart.cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)) == 0:
+            self._pinned.append(flat)
+        else:
+            rank_zero_warn(
+                f"{flat.nbytes / 2**20:.0f} MiB of the host's memory cannot be locked (ulimit -l), so that copies to "
+                "and from the GPU do not overlap its work"
+            )

@@ -1,0 +1,207 @@
+"""The base of strategies in which servers step the optimizers, and not the ranks that compute gradients."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_multigpu._lightning_internals import plain_optimizer
+from lightning_multigpu.engine.optimizer_split import Split
+from lightning_multigpu.engine.parameter_server.host_optimizer import HostOptimizer
+from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
+from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_NOTICED_IMBALANCE = 1.05
+
+Served = HostOptimizer | RemoteOptimizer
+
+
+class OptimizerServerStrategy(MultiGPUStrategy):
+    """Base of the strategies in which servers, not the ranks that compute gradients, step the optimizers.
+
+    Subclasses make the object that steps an optimizer (:meth:`_serve`), and start and end the servers
+    (:meth:`_connect`, :meth:`_disconnect`).
+
+    Args:
+        optimizer_split: what the servers may divide of the optimizer's work: "elements" of tensors, whole "tensors", or
+            "nothing", where one server makes the whole update. By default "elements" for torch's optimizers that work
+            element by element, "tensors" for its others, and "nothing" for other classes.
+        options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
+    """
+
+    _is_asynchronous = False
+    _state_is_elsewhere = False
+    """True if other processes have the optimizers' states even with one rank."""
+
+    def __init__(self, *, optimizer_split: Split | None = None, **options: Any) -> None:
+        option_checks.check_options(type(self).__name__, options, type(self).option_names())
+        if optimizer_split is not None:
+            option_checks.check_choice("optimizer_split", optimizer_split, ("elements", "tensors", "nothing"))
+        super().__init__(**options)
+        self._split = optimizer_split
+        self._served: dict[Optimizer, Served] = {}
+        self._replaced: list[str] = []
+        self._accumulating = False
+
+    @property
+    @override
+    def options(self) -> dict[str, Any]:
+        return {**super().options, "optimizer_split": self._split}
+
+    @abstractmethod
+    def _connect(self) -> None:
+        """Starts the servers and connects to them; a collective."""
+
+    @abstractmethod
+    def _serve(self, optimizer: Optimizer) -> Served:
+        """Makes the servers step the optimizer; a collective."""
+
+    @abstractmethod
+    def _disconnect(self) -> None:
+        """Disconnects from the servers and ends them, also after a failure."""
+
+    # Starting and ending
+
+    @override
+    def _setup_model(self, model: Module) -> Module:
+        assert self.lightning_module is not None
+        assert self._data is not None
+        if self._layer_sync is not None:
+            model = self._layer_sync.apply(model)
+        values = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
+        self._data.broadcast_tensors([value.detach() for value in values], src=self._data.first_rank)
+        return model
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        self._connect()  # evaluation needs no server
+        super().setup_optimizers(trainer)
+        for number, optimizer in enumerate(self.optimizers):
+            served = self._served[optimizer] = self._serve(optimizer)
+            if served.imbalance > _NOTICED_IMBALANCE:
+                rank_zero_info(
+                    f"optimizer {number} ({type(optimizer).__name__}): one server has {served.imbalance:.2f} times "
+                    "its share of the bytes"
+                )
+        module = self.lightning_module
+        assert module is not None
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        is_read = reads_gradients(module)
+        is_changed = is_read or scaler is not None or not module.automatic_optimization
+        if self._is_asynchronous:  # a worker's gradients are its own, and complete
+            self._set_pushes_early(not is_changed and not trainer.gradient_clip_val)
+        elif is_changed:
+            # The hooks of the step need averages on every device, which costs a transfer.
+            self._replace("post_backward", self._averaged_before(self.precision_plugin.post_backward))
+        else:
+            self._replace("clip_grad_by_norm", self._clip_by_norm)
+            self._replace("clip_grad_by_value", self._clip_by_value)
+            self._set_pushes_early(True)
+
+    @override
+    def teardown(self) -> None:
+        module, states = self.lightning_module, []
+        for name in self._replaced:
+            vars(self.precision_plugin).pop(name, None)
+        trainer = None if module is None else module._trainer
+        if trainer is not None and not self.failure_watch.failed:
+            ends_well = (trainer.state.fn, trainer.state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING)
+            states = [(o, served.state_dict()) for o, served in self._served.items() if ends_well]
+        for served in self._served.values():
+            served.close()
+        self._served, self._replaced = {}, []
+        self._disconnect()
+        super().teardown()
+        if self.is_global_zero:
+            for optimizer, state in states:  # a checkpoint may be saved after the fit
+                optimizer.load_state_dict(state)
+
+    # Training
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within the block gradients are accumulated, and not pushed."""
+        self._accumulating = True
+        pushes_early = any(served.pushes_early for served in self._served.values())
+        self._set_pushes_early(False)
+        try:
+            yield
+        finally:
+            self._accumulating = False
+            self._set_pushes_early(pushes_early)
+
+    def _set_pushes_early(self, pushes_early: bool) -> None:
+        for served in self._served.values():
+            served.pushes_early = pushes_early
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._average_buffers()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._average_buffers()
+
+    def _average_buffers(self) -> None:
+        """Averages BatchNorm's statistics and other floating-point buffers; the other buffers become rank 0's."""
+        assert self.lightning_module is not None
+        if self._data is None or self._data.size == 1 or self.failure_watch.failed:
+            return
+        buffers = [buffer.detach() for buffer in self.lightning_module.buffers()]
+        averaged = [buffer for buffer in buffers if buffer.is_floating_point()]
+        self._data.broadcast_tensors([b for b in buffers if not b.is_floating_point()], src=self._data.first_rank)
+        for buffer in averaged:
+            buffer.copy_(self._data.all_reduce(buffer, "mean"))
+
+    def _averaged_before(self, post_backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def averaged(*args: Any) -> Tensor:
+            if not self._accumulating:
+                for served in self._served.values():
+                    served.average_gradients()
+            return post_backward(*args)
+
+        return averaged
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._served[plain_optimizer(optimizer)].clip_norm = float(clip_val)
+
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._served[plain_optimizer(optimizer)].clip_value = float(clip_val)
+
+    def _replace(self, name: str, method: Callable[..., Any]) -> None:
+        vars(self.precision_plugin)[name] = method
+        self._replaced.append(name)
+
+    # Checkpoints
+
+    @property
+    @override
+    def state_is_lost(self) -> bool:
+        alone = self.world_size == 1 and not self._state_is_elsewhere
+        return super().state_is_lost or (self.failure_watch.failed and not alone)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        served = self._served.get(plain_optimizer(optimizer))
+        return super().optimizer_state(optimizer) if served is None or self.state_is_lost else served.state_dict()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            self._served[optimizer].load_state_dict(state)
