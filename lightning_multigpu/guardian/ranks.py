@@ -134,7 +134,7 @@ class Ranks:
         return len(self._ranks) == self.num_ranks and all(rank.at_end for rank in self._ranks.values())
 
     def left_early(self, others_wait: bool) -> WatchedRank | None:
-        """A rank that ended with exit status 0 before the end of its run, if another one is joining it or at the end."""
+        """A rank that ended with exit status 0 before the end of its run, if another one joins it or is at the end."""
         early = [rank for rank in self._ranks.values() if rank.finished and not rank.at_end]
         waited_for = others_wait or any(rank.at_end or rank.joining_until_s is not None for rank in self.at_work)
         return early[0] if early and waited_for else None
