@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -99,60 +99,15 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     ) -> None:
         option_checks.check_choice("mode", mode, ("sync", "async"))
         option_checks.check_bools(scale_lr_by_staleness=scale_lr_by_staleness, colocated=colocated, joins=joins)
-        asked = {
+        rules = {
             "max_staleness": max_staleness is not None,
             "scale_lr_by_staleness": scale_lr_by_staleness,
             "delay_compensation": delay_compensation != 0,
         }
-        if mode == "sync" and any(asked.values()):
-            raise ValueError(
-                f"{' and '.join(name for name, is_set in asked.items() if is_set)}: with mode='sync' no gradients are "
-                "stale; leave that out, or use mode='async'"
-            )
-        if max_staleness == 0 and (scale_lr_by_staleness or delay_compensation != 0):
-            name = "scale_lr_by_staleness" if scale_lr_by_staleness else "delay_compensation"
-            raise ValueError(
-                f"max_staleness=0: no gradients are stale then, and {name} would do nothing; leave it out, or use "
-                "max_staleness=None, or 1 or more"
-            )
-        if max_staleness is not None and (max_staleness != 0 or isinstance(max_staleness, bool)):
-            option_checks.check_positive("max_staleness", max_staleness, whole=True)
-        if delay_compensation != 0:
-            option_checks.check_positive("delay_compensation", delay_compensation)
-        if isinstance(num_servers, str):
-            option_checks.check_choice("num_servers", num_servers, ("nodes",))
-        else:
-            option_checks.check_positive("num_servers", num_servers, whole=True)
-        if type(replicas) is not int or replicas not in (0, 1):
-            raise ValueError(f"replicas={replicas!r}: a server has one replica or none; pass 1 or 0")
+        _check_rules(mode, max_staleness, delay_compensation, [name for name, is_given in rules.items() if is_given])
         self._addresses = None if servers == "auto" else _addresses(servers)
-        if self._addresses is not None and len(self._addresses) % (1 + replicas):
-            raise ValueError(
-                f"replicas=1: servers={servers!r} names {len(self._addresses)}; name an even number, all servers and "
-                "then their replicas in the same order"
-            )
-        if self._addresses is not None and num_servers not in (1, len(self._addresses) // (1 + replicas)):
-            raise ValueError(
-                f"num_servers={num_servers!r} is for servers that the strategy starts, and servers={servers!r} names "
-                f"{len(self._addresses) // (1 + replicas)}: leave one of the two out"
-            )
-        if bucket_cap_mb is not None:
-            option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
-        super().__init__(**options)
-        self._mode, self._max_staleness = mode, max_staleness
-        self._is_asynchronous = mode == "async" and max_staleness != 0
-        self._consistency = Consistency()
-        if self._is_asynchronous and (self.feed.uneven_inputs != "stop" or self._check_replicas_every):
-            name = "uneven_inputs" if self.feed.uneven_inputs != "stop" else "check_replicas_every_n_steps"
-            raise ValueError(
-                f"{name}={options[name]!r}: with mode='async' no rank waits for another one, and their weights differ; "
-                "leave it out, or use mode='sync'"
-            )
-        if self._is_asynchronous:
-            self._consistency = Consistency(False, max_staleness, scale_lr_by_staleness, float(delay_compensation))
-        self._asynchronous: AsynchronousTraining | None = None
-        self._resumed: dict[str, Any] = {}
-        if joins and (self._addresses is None or mode != "async" or any(asked.values())):
+        _check_servers(self._addresses, num_servers, replicas)
+        if joins and (self._addresses is None or mode != "async" or any(rules.values())):
             raise ValueError(
                 "joins=True: give mode='async' and the addresses of the job's servers, such as "
                 "servers=['10.0.0.5:7000'], and none of max_staleness, scale_lr_by_staleness and delay_compensation"
@@ -167,6 +122,17 @@ class ParameterServerStrategy(OptimizerServerStrategy):
                 "replicas=1: not with colocated=True, whose shares use all of the network that replicas would need; "
                 "leave one of the two out"
             )
+        if bucket_cap_mb is not None:
+            option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
+        super().__init__(**options)
+        self._mode, self._max_staleness = mode, max_staleness
+        self._is_asynchronous = mode == "async" and max_staleness != 0
+        self._consistency = Consistency()
+        if self._is_asynchronous:
+            self._check_that_no_rank_waits(options)
+            self._consistency = Consistency(False, max_staleness, scale_lr_by_staleness, float(delay_compensation))
+        self._asynchronous: AsynchronousTraining | None = None
+        self._resumed: dict[str, Any] = {}
         self._is_colocated = colocated
         self._compressor = elementwise(compression)
         self._joins = joins
@@ -178,6 +144,14 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         self._processes: list[ServerProcess] = []
         self._places: list[int] = []
         self._connections: ServerConnections | None = None
+
+    def _check_that_no_rank_waits(self, options: Mapping[str, Any]) -> None:
+        if self.feed.uneven_inputs != "stop" or self._check_replicas_every:
+            name = "uneven_inputs" if self.feed.uneven_inputs != "stop" else "check_replicas_every_n_steps"
+            raise ValueError(
+                f"{name}={options[name]!r}: with mode='async' no rank waits for another one, and their weights differ; "
+                "leave it out, or use mode='sync'"
+            )
 
     @property
     @override
@@ -437,6 +411,46 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._resumed = super().load_checkpoint(checkpoint_path, weights_only)
         return self._resumed
+
+
+def _check_rules(mode: str, max_staleness: Any, delay_compensation: Any, given: Sequence[str]) -> None:
+    """Checks the options that rule when and how asynchronous workers update; ``given`` names those that are set."""
+    if mode == "sync" and given:
+        raise ValueError(
+            f"{' and '.join(given)}: with mode='sync' no gradients are stale; leave that out, or use mode='async'"
+        )
+    if max_staleness == 0 and len(given) > 1:
+        raise ValueError(
+            f"max_staleness=0: no gradients are stale then, and {given[1]} would do nothing; leave it out, or use "
+            "max_staleness=None, or 1 or more"
+        )
+    if max_staleness is not None and (max_staleness != 0 or isinstance(max_staleness, bool)):
+        option_checks.check_positive("max_staleness", max_staleness, whole=True)
+    if delay_compensation != 0:
+        option_checks.check_positive("delay_compensation", delay_compensation)
+
+
+def _check_servers(addresses: Sequence[tuple[str, int]] | None, num_servers: Any, replicas: Any) -> None:
+    """Checks the numbers of servers and replicas; ``addresses`` are those of servers that run already."""
+    if isinstance(num_servers, str):
+        option_checks.check_choice("num_servers", num_servers, ("nodes",))
+    else:
+        option_checks.check_positive("num_servers", num_servers, whole=True)
+    if type(replicas) is not int or replicas not in (0, 1):
+        raise ValueError(f"replicas={replicas!r}: a server has one replica or none; pass 1 or 0")
+    if addresses is None:
+        return
+    named = f"servers={[f'{host}:{port}' for host, port in addresses]!r}"
+    if len(addresses) % (1 + replicas):
+        raise ValueError(
+            f"replicas=1: {named} names {len(addresses)}; name an even number, all servers and then their replicas in "
+            "the same order"
+        )
+    if num_servers not in (1, len(addresses) // (1 + replicas)):
+        raise ValueError(
+            f"num_servers={num_servers!r} is for servers that the strategy starts, and {named} names "
+            f"{len(addresses) // (1 + replicas)}: leave one of the two out"
+        )
 
 
 def _addresses(servers: Any) -> list[tuple[str, int]]:
