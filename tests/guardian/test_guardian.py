@@ -289,13 +289,13 @@ def test_what_has_been_started_is_watched_before_it_introduces_itself(capfd: pyt
 def test_who_joins_hears_at_once_that_another_process_has_ended_well_before_it_was_a_rank() -> None:
     """A script that leaves one rank early kept the others waiting for ``join_timeout_s``, ten minutes by default."""
     guardian = Guardian.start(num_ranks=2)
-    child = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""])
+    child = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(0.5)"])
     guardian.started(1, child.pid)
     rank = start_rank(0, f"client.joining(600.0); {WORK}", guardian.environment)
+    guardian.ended(1, child.wait())
     printed = rank.communicate("go\n", timeout=60)[0]
     assert "rank 1" in printed
     assert "ended with exit status 0 before it joined the others, and they wait for it" in printed
-    child.wait()
     assert eventually(lambda: not is_alive(guardian.pid))
     guardian.stop()
 
