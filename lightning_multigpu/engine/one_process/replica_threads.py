@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from typing_extensions import override
 
 T = TypeVar("T")
 
@@ -18,8 +20,7 @@ class ReplicaThreads:
     """Runs a call for each replica at the same time: the first in the calling thread, each other in its own thread.
 
     torch keeps the grad mode, inference mode, autocast, hooks on saved tensors and the current GPU for each thread. A
-    call gets the modes of the calling thread, its innermost hooks, and the GPU of its replica. The threads start with
-    the first :meth:`run` of several calls.
+    call gets the modes of the calling thread, its innermost hooks, and the GPU of its replica.
 
     Args:
         devices: the device of each replica.
@@ -27,7 +28,9 @@ class ReplicaThreads:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
-        self._executor: ThreadPoolExecutor | None = None
+        self._threads = [_ReplicaThread(f"replica_{number}") for number in range(1, len(devices))]
+        for thread in self._threads:
+            thread.start()
 
     def run(self, calls: Sequence[Callable[[], T]], what: str) -> list[T]:
         """The results of the calls, one a replica, once all of them have ended.
@@ -39,35 +42,84 @@ class ReplicaThreads:
         Raises:
             BaseException: the exception of the first replica that failed, with a note that names the replica.
         """
-        if self._executor is None and len(calls) > 1:
-            self._executor = ThreadPoolExecutor(len(self._devices) - 1, thread_name_prefix="replica")
         modes = _modes_of_this_thread(self._devices[0].type)
-        started: list[Future[T]] = []
-        for call, device in zip(calls[1:], self._devices[1:], strict=False):
-            assert self._executor is not None
-            started.append(self._executor.submit(_in_modes, modes, device, call))
+        outcomes: list[Any] = [None] * len(calls)
+
+        def make_call(number: int, modes: Sequence[Mode]) -> None:
+            try:
+                outcomes[number] = _in_modes(modes, self._devices[number], calls[number])
+            except BaseException as error:
+                outcomes[number] = error
+
         try:
-            first: T | BaseException = _on_device(self._devices[0], calls[0])
-        except BaseException as error:
-            first = error
-        finally:
-            wait(started)  # also after Ctrl-C: no thread may change the module afterwards
-        outcomes: list[T | BaseException] = [first]
-        for future in started:
-            error_of_thread = future.exception()
-            outcomes.append(future.result() if error_of_thread is None else error_of_thread)
+            try:
+                for number, thread in enumerate(self._threads[: len(calls) - 1], 1):
+                    thread.give(partial(make_call, number, modes))
+                make_call(0, ())
+            finally:
+                self._await_calls()
+        except KeyboardInterrupt:  # it may have come at the end; no thread may change the module afterwards
+            self._await_calls()
+            raise
         for number, outcome in enumerate(outcomes):
             if isinstance(outcome, BaseException):
                 if isinstance(outcome, Exception):
                     outcome.add_note(f"in {what} of replica {number} of {len(calls)}, on {self._devices[number]}")
                 raise outcome
-        return outcomes  # type: ignore[return-value]
+        return outcomes
+
+    def _await_calls(self) -> None:
+        for thread in self._threads:
+            thread.await_call()
 
     def close(self) -> None:
         """Ends the threads."""
-        if self._executor is not None:
-            self._executor.shutdown()
-            self._executor = None
+        for thread in self._threads:
+            thread.end()
+
+
+class _ReplicaThread(threading.Thread):
+    """A thread that makes one call at a time. Ctrl-C in the main thread loses neither the thread nor its call.
+
+    Ctrl-C may interrupt the main thread between any two of its lines. A ThreadPoolExecutor loses a thread that it has
+    just started then, and a ``threading.Event`` its lock; a ``SimpleQueue`` does not stop in its middle.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._call: Callable[[], None] | None = None
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+        self._ends_of_calls: SimpleQueue[None] = SimpleQueue()
+        self._is_ending = False
+
+    def give(self, call: Callable[[], None]) -> None:
+        """Makes the thread make a call, which raises nothing."""
+        while not self._ends_of_calls.empty():
+            self._ends_of_calls.get()
+        self._call = call
+        self._wakes.put(None)
+
+    def await_call(self) -> None:
+        """Waits until the thread has made its call, if it has one."""
+        if self._call is not None:
+            self._wakes.put(None)  # Ctrl-C may have come before
+        while self._call is not None:
+            self._ends_of_calls.get()
+
+    def end(self) -> None:
+        """Ends the thread after its call."""
+        self._is_ending = True
+        self._wakes.put(None)
+        self.join()
+
+    @override
+    def run(self) -> None:
+        while not self._is_ending:
+            self._wakes.get()
+            if self._call is not None:
+                self._call()
+                self._call = None
+                self._ends_of_calls.put(None)
 
 
 Mode = Callable[[], AbstractContextManager[object]]
