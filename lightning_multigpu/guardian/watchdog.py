@@ -182,8 +182,8 @@ class Watchdog:
         """Releases the ranks once all have reached the end: until then the failure of one fails all."""
         early = self._ranks.left_early(self._hosts.others_wait)
         if early is not None:
-            when = "in the middle of the run" if early.introduced else "before it joined the others"
-            what = f"ended with exit status 0 {when}, and they wait for it"
+            when = "in the middle of the run" if early.introduced else "before it joined the run"
+            what = f"ended with exit status 0 {when}, and others wait for it"
             self._fail(early.failure(what, None), self._now_s)
         elif not self._released and self._ranks.all_at_end and self._hosts.come_to_end():
             self._released = True

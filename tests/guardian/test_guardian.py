@@ -295,7 +295,7 @@ def test_who_joins_hears_at_once_that_another_process_has_ended_well_before_it_w
     guardian.ended(1, child.wait())
     printed = rank.communicate("go\n", timeout=60)[0]
     assert "rank 1" in printed
-    assert "ended with exit status 0 before it joined the others, and they wait for it" in printed
+    assert "ended with exit status 0 before it joined the run, and others wait for it" in printed
     assert eventually(lambda: not is_alive(guardian.pid))
     guardian.stop()
 
