@@ -94,7 +94,7 @@ class _ReplicaThread(threading.Thread):
 
     def give(self, call: Callable[[], None]) -> None:
         """Makes the thread make a call, which raises nothing."""
-        while not self._ends_of_calls.empty():
+        while not self._ends_of_calls.empty():  # of a call that ended before anybody waited for it
             self._ends_of_calls.get()
         self._call = call
         self._wakes.put(None)

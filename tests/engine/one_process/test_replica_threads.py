@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_multigpu.engine.one_process import replica_threads
-from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
+from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads, _ReplicaThread
 
 
 def interrupt_at(line: int) -> Any:
@@ -61,6 +61,18 @@ def test_ctrl_c_at_any_point_waits_for_the_calls() -> None:
     assert threads.run([int, int, int], "training_step") == [0] * 3
     threads.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
+
+
+def test_ends_of_calls_for_which_nobody_waited_do_not_pile_up() -> None:
+    thread = _ReplicaThread("replica_1")
+    thread.start()
+    for _ in range(5):
+        thread.give(lambda: None)
+        while thread._call is not None:
+            time.sleep(0.001)
+        thread.await_call()
+    thread.end()
+    assert thread._ends_of_calls.qsize() <= 2  # of the last two calls
 
 
 def test_a_call_that_fails_leaves_the_thread_for_the_next_one() -> None:
