@@ -46,6 +46,7 @@ class Call:
     python_path: list[str]
     warning_filters: list[tuple[Any, ...]] = field(repr=False)
     may_raise: bool = False
+    may_leak: bool = False
 
 
 def rank() -> int:
@@ -128,7 +129,7 @@ def _serve(connection: Connection, payload: bytes, call: Call) -> None:
     del answer
     if connection.recv()[0] == "clean up":
         _answer_with_stacks()
-        connection.send(("clean", _clean_up(before)))
+        connection.send(("clean", _clean_up(before, may_leak=call.may_leak)))
 
 
 def _answer_with_stacks() -> None:
@@ -158,7 +159,7 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _clean_up(before: ProcessState) -> list[str]:
+def _clean_up(before: ProcessState, *, may_leak: bool) -> list[str]:
     import torch.distributed as dist
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
@@ -166,7 +167,7 @@ def _clean_up(before: ProcessState) -> list[str]:
     if dist.is_initialized():
         dist.destroy_process_group()
     rank_zero_only.rank = rank()
-    leaks = leaks_since(before)
+    leaks = [] if may_leak else leaks_since(before)
     before.restore()
     _freeze_imports()
     return leaks

@@ -86,7 +86,7 @@ def check_options(owner: str, options: Iterable[str], known: Collection[str]) ->
 
 
 def check_devices(devices: Sequence[torch.device], *, cpu_count: int, gpu_count: int) -> None:
-    """Checks that ``devices``, one for each rank of this host, exist; warns of more CPU ranks than ``cpu_count``."""
+    """Checks that ``devices``, one for each rank of this host, exist; warns of ranks that share a GPU or a CPU core."""
     if not devices:
         raise ValueError("devices=0: a run needs at least 1 rank on each host; pass devices=1 or more")
     types = sorted({device.type for device in devices})
@@ -109,7 +109,34 @@ def check_devices(devices: Sequence[torch.device], *, cpu_count: int, gpu_count:
             f"{', '.join(map(str, missing))}; pass {fix}"
         )
     if len(set(indices)) < len(indices):
-        raise ValueError(f"devices={indices}: a GPU serves one rank only; name each once")
+        rank_zero_warn(
+            f"parallel_devices={indices}: ranks that share a GPU share its time and memory, which is good for tests and "
+            "courses only"
+        )
+
+
+SHARING_NCCL = (2, 31)
+"""The first version of NCCL that lets several ranks share a GPU."""
+SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+def check_shared_gpus(devices: Sequence[torch.device], backend: str | None) -> None:
+    """Checks that the process group back end lets the ranks of this host share a GPU, where they do.
+
+    Args:
+        devices: the device of each rank.
+        backend: as for :func:`check_backend`.
+    """
+    indices = [device.index or 0 for device in devices if device.type == "cuda"]
+    if len(set(indices)) == len(indices) or _backend_for(backend or "nccl", "cuda") != "nccl":
+        return
+    version = torch.cuda.nccl.version()
+    if version < SHARING_NCCL or os.environ.get(SHARING_VARIABLE) != "1":
+        raise ValueError(
+            f"parallel_devices={indices}: ranks share a GPU over NCCL from version 2.31 on, where {SHARING_VARIABLE}=1 "
+            f"is set (here: NCCL {'.'.join(map(str, version))}, {SHARING_VARIABLE} "
+            f"{os.environ.get(SHARING_VARIABLE, 'unset')}); pass process_group_backend='gloo', or name each GPU once"
+        )
 
 
 def check_device_type(device_type: str) -> None:
@@ -228,6 +255,7 @@ def check_run(run: RunContext, *, precision: str, sync_batchnorm: bool, may_ask_
     """
     check_machine(run.devices, precision=precision, local_rank=run.local_rank if may_ask_gpu else None)
     check_backend(run.backend, run.device_type)
+    check_shared_gpus(run.devices, run.backend)
     check_silence(run.failure_timeout_s, run.num_nodes)
     check_descriptors(run.world_size, run.device_type)
     check_sync_batchnorm(sync_batchnorm, run.device_type)

@@ -155,9 +155,30 @@ class TestDevices:
         )
 
     def test_one_gpu_twice(self) -> None:
-        assert message_of(option_checks.check_devices, gpus(1, 1), cpu_count=8, gpu_count=2) == (
-            "devices=[1, 1]: a GPU serves one rank only; name each once"
+        with pytest.warns(UserWarning, match=r"parallel_devices=\[1, 1\]: ranks that share a GPU share its time"):
+            option_checks.check_devices(gpus(1, 1), cpu_count=8, gpu_count=2)
+
+    @pytest.mark.parametrize(("version", "variable"), [((2, 30, 7), "1"), ((2, 31, 2), None), ((2, 31, 2), "0")])
+    def test_nccl_that_refuses_to_share_a_gpu(
+        self, version: tuple[int, ...], variable: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+        monkeypatch.delenv(option_checks.SHARING_VARIABLE, raising=False)
+        if variable is not None:
+            monkeypatch.setenv(option_checks.SHARING_VARIABLE, variable)
+        assert message_of(option_checks.check_shared_gpus, gpus(0, 0), None) == (
+            "parallel_devices=[0, 0]: ranks share a GPU over NCCL from version 2.31 on, where "
+            f"NCCL_MULTI_RANK_GPU_ENABLE=1 is set (here: NCCL {'.'.join(map(str, version))}, "
+            f"NCCL_MULTI_RANK_GPU_ENABLE {variable or 'unset'}); pass process_group_backend='gloo', or name each GPU once"
         )
+        option_checks.check_shared_gpus(gpus(0, 0), "gloo")
+        option_checks.check_shared_gpus(gpus(0, 0), "cpu:nccl,cuda:gloo")
+        option_checks.check_shared_gpus(gpus(0, 1), None)
+
+    def test_nccl_that_shares_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 31, 2))
+        monkeypatch.setenv(option_checks.SHARING_VARIABLE, "1")
+        option_checks.check_shared_gpus(gpus(0, 0), "nccl")
 
     def test_another_accelerator(self) -> None:
         assert message_of(option_checks.check_devices, [torch.device("mps")], cpu_count=8, gpu_count=0) == (

@@ -1,0 +1,112 @@
+"""Runs every check on the GPUs of this machine: ``python -m benchmarks.gpu``, or ``make gpu``.
+
+One line a check (held, failed, not possible here), the table, and figures; all of it is written to
+``benchmarks/results/gpu_<card>.txt`` too. Ranks have a GPU each where there are enough, and share one where there are not:
+over NCCL from version 2.31 on, else over Gloo. Exit status 1 if a check has failed. ``--device cpu`` runs the same checks on
+CPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu import training
+from benchmarks.gpu.card import Card
+from benchmarks.gpu.table import Check, run_table, summary
+from benchmarks.heading import heading
+from tests import preforked
+
+_RESULTS = Path(__file__).resolve().parents[1] / "results"
+_PACKAGES = ("lightning", "torchmetrics", "fairscale", "transformers", "jsonargparse", "nvidia-ml-py")
+
+
+def all_checks() -> list[Check]:
+    """Every check, strategy by strategy."""
+    found = training.checks()
+    rows = list(dict.fromkeys(check.row for check in found))
+    return sorted(found, key=lambda check: rows.index(check.row))
+
+
+class _Output:
+    """Prints lines, and keeps them for the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: list[str] = []
+
+    def say(self, text: str = "") -> None:
+        print(text, flush=True)
+        self.lines.append(text)
+        self.path.write_text("\n".join(self.lines) + "\n")  # each time: a run that is cut off has left its results
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    card = Card.found(options.device)
+    os.environ.update(card.variables)
+    checks = [check for check in all_checks() if options.only is None or options.only in (check.row, check.column)]
+    if not checks:
+        rows = dict.fromkeys(check.row for check in all_checks())
+        print(f"--only={options.only}: no such row or column; the rows are {', '.join(rows)}", file=sys.stderr)
+        return 2
+    output = _Output(options.results or _RESULTS / f"gpu_{_name_of(card)}.txt")
+    started_s = time.monotonic()
+    output.say("# python -m benchmarks.gpu" + "".join(f" {word}" for word in arguments or sys.argv[1:]))
+    output.say(heading())
+    output.say(f"# {card}, {_driver()}, {', '.join(_versions())}")
+    lanes = options.lanes or max(1, min(4, (os.cpu_count() or 1) // 4))
+    try:
+        results = run_table(checks, card, lanes=lanes, say=output.say)
+    finally:
+        preforked.close()
+    output.say(f"\n{summary(results)}")
+    output.say(f"{time.monotonic() - started_s:.0f} s in all")
+    return 1 if any(result.verdict == "failed" for result in results) else 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs where there are any")
+    parser.add_argument("--only", metavar="NAME", help="one row (a strategy) or one column of the table")
+    parser.add_argument("--lanes", type=int, metavar="N", help="checks at a time (default: a lane for 4 cores)")
+    parser.add_argument("--results", type=Path, metavar="PATH", help="the file of the results")
+    return parser.parse_args(arguments)
+
+
+def _name_of(card: Card) -> str:
+    name = torch.cuda.get_device_name() if card.is_gpu else "cpu"
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+
+
+def _driver() -> str:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return f"driver {pynvml.nvmlSystemGetDriverVersion()}, CUDA {torch.version.cuda}"
+    except Exception:  # no package, no library or no GPU
+        return f"no driver, CUDA {torch.version.cuda}"
+
+
+def _versions() -> list[str]:
+    found = []
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {package}")
+    return [*found, platform.platform()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
