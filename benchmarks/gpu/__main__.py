@@ -1,14 +1,15 @@
 """Runs every check on the GPUs of this machine: ``python -m benchmarks.gpu``, or ``make gpu``.
 
 One line a check (held, failed, not possible here), the table, and figures; all of it is written to
-``benchmarks/results/gpu_<card>.txt`` too. Ranks have a GPU each where there are enough, and share one where there are not:
-over NCCL from version 2.31 on, else over Gloo. Exit status 1 if a check has failed. ``--device cpu`` runs the same checks on
-CPUs.
+``benchmarks/results/gpu_<card>.txt`` too. Ranks have a GPU each where there are enough, and share one where there are
+not: over NCCL from version 2.31 on, else over Gloo. Exit status 1 if a check has failed. ``--device cpu`` runs the same
+checks on CPUs.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import training
+from benchmarks.gpu import failures, measures, training
 from benchmarks.gpu.card import Card
 from benchmarks.gpu.table import Check, run_table, summary
 from benchmarks.heading import heading
@@ -32,7 +33,7 @@ _PACKAGES = ("lightning", "torchmetrics", "fairscale", "transformers", "jsonargp
 
 def all_checks() -> list[Check]:
     """Every check, strategy by strategy."""
-    found = training.checks()
+    found = [*training.checks(), *measures.checks(), *failures.checks()]
     rows = list(dict.fromkeys(check.row for check in found))
     return sorted(found, key=lambda check: rows.index(check.row))
 
@@ -90,8 +91,7 @@ def _name_of(card: Card) -> str:
 
 def _driver() -> str:
     try:
-        import pynvml
-
+        pynvml = importlib.import_module("pynvml")
         pynvml.nvmlInit()
         return f"driver {pynvml.nvmlSystemGetDriverVersion()}, CUDA {torch.version.cuda}"
     except Exception:  # no package, no library or no GPU

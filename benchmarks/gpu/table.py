@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 DEADLINE_S = 30.0
 _WARM_UP_S = 120.0
+_DETAIL_LINES = 60
 _SYMBOLS = {"held": "+", "failed": "FAILED", "not possible": "-"}
 
 
@@ -183,7 +184,7 @@ def run_check(check: Check, place: Place) -> Result:
     except NotPossibleError as error:
         return Result(check, "not possible", str(error), time.monotonic() - start_s)
     except Exception as error:
-        details = "".join(traceback.format_exception(error))
+        details = "\n".join("".join(traceback.format_exception(error)).splitlines()[-_DETAIL_LINES:])
         return Result(check, "failed", _reason(error), time.monotonic() - start_s, details)
 
 

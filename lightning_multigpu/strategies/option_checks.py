@@ -130,7 +130,7 @@ def check_shared_gpus(devices: Sequence[torch.device], backend: str | None) -> N
     indices = [device.index or 0 for device in devices if device.type == "cuda"]
     if len(set(indices)) == len(indices) or _backend_for(backend or "nccl", "cuda") != "nccl":
         return
-    version = torch.cuda.nccl.version()
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     if version < SHARING_NCCL or os.environ.get(SHARING_VARIABLE) != "1":
         raise ValueError(
             f"parallel_devices={indices}: ranks share a GPU over NCCL from version 2.31 on, where {SHARING_VARIABLE}=1 "

@@ -17,6 +17,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
+from benchmarks.gpu.card import Card
 from lightning_multigpu import (
     HybridStrategy,
     ParameterServerStrategy,
@@ -152,16 +153,16 @@ def main() -> None:
             )
         )  # type: ignore[arg-type]
     num_nodes = int(os.environ.get("NUM_NODES", "1"))
+    ranks = RANKS // num_nodes
     trainer = make_trainer(
         Case(num_samples=96),
-        STRATEGIES[strategy[0] if strategy else "ring_ddp"](method),
-        RANKS // num_nodes,
+        ranks=ranks,
         num_nodes=num_nodes,
         callbacks=callbacks,
         default_root_dir=os.environ["SAVE_TO"],
         enable_checkpointing=True,
         val_check_interval=6,
-        num_sanity_val_steps=0,
+        **Card.of_environment().place(STRATEGIES[strategy[0] if strategy else "ring_ddp"](method), ranks),
     )
     workers: dict[str, Any] = {"num_workers": int(num_workers)}
     last = "last" if os.environ.get("RESUME") else None

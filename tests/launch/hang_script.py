@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from benchmarks.gpu.card import Card
 from lightning_multigpu import RingDDPStrategy, faults
 from tests.strategies.tasks import Case, Classifier, eval_loader, make_trainer, train_loader
 
@@ -95,15 +96,8 @@ def main() -> None:
         hang_report_s=HANG_REPORT_S,
     )
     place = os.environ["GO_ON"]  # for the files about failures and hangs
-    trainer = make_trainer(
-        CASE,
-        strategy,
-        RANKS,
-        callbacks=callbacks,
-        num_sanity_val_steps=0,
-        default_root_dir=place,
-        accelerator=os.environ.get("ACCELERATOR", "cpu"),
-    )
+    options = Card.of_environment().place(strategy, RANKS)
+    trainer = make_trainer(CASE, ranks=RANKS, callbacks=callbacks, default_root_dir=place, **options)
     trainer.fit(Waits(how), train_loader(CASE, RANKS), eval_loader())
 
 

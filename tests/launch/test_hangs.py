@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -26,11 +26,12 @@ DEADLINE_S = 150.0
 class HangingJob:
     """A job of two ranks whose output is kept in a file."""
 
-    def __init__(self, directory: Path, method: str, how: str) -> None:
+    def __init__(self, directory: Path, method: str, how: str, variables: Mapping[str, str] | None = None) -> None:
         self.directory = directory
         directory.mkdir()
         command = [sys.executable, "-m", hang_script.__name__, "popen" if method == "external" else method, how]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GO_ON": str(directory)}
+        environment |= variables or {}
         each: list[dict[str, str]] = [{}]
         if method == "external":
             meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "WORLD_SIZE": "2"}

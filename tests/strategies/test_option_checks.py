@@ -169,7 +169,8 @@ class TestDevices:
         assert message_of(option_checks.check_shared_gpus, gpus(0, 0), None) == (
             "parallel_devices=[0, 0]: ranks share a GPU over NCCL from version 2.31 on, where "
             f"NCCL_MULTI_RANK_GPU_ENABLE=1 is set (here: NCCL {'.'.join(map(str, version))}, "
-            f"NCCL_MULTI_RANK_GPU_ENABLE {variable or 'unset'}); pass process_group_backend='gloo', or name each GPU once"
+            f"NCCL_MULTI_RANK_GPU_ENABLE {variable or 'unset'}); "
+            "pass process_group_backend='gloo', or name each GPU once"
         )
         option_checks.check_shared_gpus(gpus(0, 0), "gloo")
         option_checks.check_shared_gpus(gpus(0, 0), "cpu:nccl,cuda:gloo")
@@ -301,11 +302,6 @@ class TestRun:
 
     def test_more_gpus_than_this_machine_has(self) -> None:
         assert "pass " in message_of(self.check, devices=gpus(torch.cuda.device_count()))
-
-    @pytest.mark.gpu
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
-    def test_bf16_units_are_asked_for_on_the_own_gpu(self) -> None:
-        self.check(devices=gpus(0), precision="bf16-mixed")
 
 
 class TestDescriptors:
