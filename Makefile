@@ -5,6 +5,7 @@ PYTEST_ARGS ?=
 # Tests often wait, so that there are two processes of tests more than cores; each takes about 3 GB.
 WORKERS ?= $(shell awk -v n=$$(($$(nproc) + 2)) '/^MemAvailable/ { gb = int($$2 / 3e6); n = n > 8 ? 8 : n; print n < gb ? n : gb }' /proc/meminfo)
 DEMO_ARGS ?=
+GPU_ARGS ?=
 # What a process compiles is kept for the others: without it, each process of tests compiles for 6 s.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -14,13 +15,14 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check docs test clean
+.PHONY: help install gpu demo check docs test clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "PYTHON=python3.12 make install    another interpreter, 3.11 or newer"
 	@echo "make demo DEMO_ARGS='...'         options of examples/digits.py"
+	@echo "make gpu GPU_ARGS='...'           options of python -m benchmarks.gpu, such as '--device cpu'"
 	@echo "make test PYTEST_ARGS='...'       options of pytest, such as '-k ring'"
 	@echo "make test WORKERS=0               tests one after the other, in one process"
 
@@ -33,6 +35,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP_INSTALL) torch
 	$(PIP_INSTALL) --editable '.[dev,gpu]'
 	@touch $@
+
+gpu: install ## every strategy on the GPUs of this machine; one is enough
+	$(BIN)/python -m benchmarks.gpu $(GPU_ARGS)
 
 demo: install ## train and test on real handwritten digits with ring_ddp, two processes
 	$(BIN)/python examples/digits.py --strategy ring_ddp --devices 2 $(DEMO_ARGS)

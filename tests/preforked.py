@@ -48,6 +48,8 @@ _COMMAND_BYTES = 2048  # room in /proc/PID/cmdline
 _ENVIRONMENT_BYTES = 32768  # room in /proc/PID/environ
 _PADDING = "TESTS_ENVIRONMENT_PADDING"
 _PR_SET_CHILD_SUBREAPER = 36
+PLAIN = "TESTS_WITHOUT_FORKS"
+"""With this variable processes are new interpreters: for kernels that do not have what a fork here needs."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,10 @@ class Process(subprocess.Popen[Any]):
         super().__init__(command, **options)
 
     def _execute_child(self, *given: Any) -> None:
-        _fork_instead(self, self._place, *given)
+        if PLAIN in os.environ:
+            super()._execute_child(*given)  # type: ignore[misc]
+        else:
+            _fork_instead(self, self._place, *given)
 
 
 def _fork_instead(
@@ -107,6 +112,14 @@ def _fork(command: Any, streams: Sequence[int], others: Sequence[int], *, env: A
         **place,
     )
     return _server().fork(request, [*streams, *others])
+
+
+def works() -> bool:
+    """Whether this kernel has what a fork needs; tries one."""
+    try:
+        return run([sys.executable, "-c", "pass"], timeout=_START_TIMEOUT_S).returncode == 0
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return False
 
 
 def run(

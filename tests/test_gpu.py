@@ -83,10 +83,16 @@ def test_a_check_that_hangs_or_fails_leaves_the_others_alone() -> None:
     assert [result.text for result in results[2:]] == ["ValueError: a reason", "[0, 1]", "too few of them",
                                                        "CPUs have none"]  # fmt: skip
     assert results[1].text.startswith("hangs: rank(s) ")
-    text = summary(results)
+    text = summary(results, checks)
     assert "_one_rank_never_comes" in text, "the stacks of ranks that hang"
-    assert "2 held, 2 failed, 2 not possible" in text
+    assert "2 held, 2 failed, 2 not possible, 0 not run" in text
     assert len(lines) == len(checks)
+
+
+def test_no_check_begins_when_the_time_is_over() -> None:
+    check = Check(row="machine", column="late", function=_cannot)
+    (result,) = run_table([check], CPU, lanes=1, limit_s=-1.0, say=lambda line: None)
+    assert (result.verdict, result.text) == ("not run", "the time was over (-1 s)")
 
 
 def test_the_program_on_cpus(
@@ -101,7 +107,7 @@ def test_the_program_on_cpus(
     assert program.main(["--device", "cpu", "--results", str(tmp_path / "gpu.txt")]) == 0
     printed = capsys.readouterr().out
     assert (tmp_path / "gpu.txt").read_text() == printed
-    assert "1 held, 0 failed, 1 not possible" in printed
+    assert "1 held, 0 failed, 1 not possible, 0 not run" in printed
     assert program.main(["--device", "cpu", "--only", "nothing"]) == 2
     assert "the rows are ddp_sharded" in capsys.readouterr().err
 

@@ -38,6 +38,18 @@ def all_checks() -> list[Check]:
     return sorted(found, key=lambda check: rows.index(check.row))
 
 
+def _by_importance(checks: Sequence[Check]) -> list[Check]:
+    """The order in which checks run: first whether a name trains at all, then what only a GPU can show."""
+    first = {check.row: check for check in reversed(checks)}  # the first check of each row
+    only_here = {check.name for check in (*measures.checks(), *failures.checks())}
+
+    def rank(check: Check) -> int:
+        return 0 if first[check.row] == check else 1 if check.name in only_here else 2
+
+    columns = list(dict.fromkeys(check.column for check in checks))
+    return sorted(checks, key=lambda check: (rank(check), columns.index(check.column)))
+
+
 class _Output:
     """Prints lines, and keeps them for the file."""
 
@@ -65,21 +77,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output.say("# python -m benchmarks.gpu" + "".join(f" {word}" for word in arguments or sys.argv[1:]))
     output.say(heading())
     output.say(f"# {card}, {_driver()}, {', '.join(_versions())}")
-    lanes = options.lanes or max(1, min(4, (os.cpu_count() or 1) // 4))
+    if not preforked.works():
+        os.environ[preforked.PLAIN] = "1"
+        output.say("# processes are new interpreters: this kernel refuses what forked ones need")
     try:
-        results = run_table(checks, card, lanes=lanes, say=output.say)
+        results = run_table(
+            _by_importance(checks), card, lanes=options.lanes or _lanes(card), limit_s=options.limit, say=output.say
+        )
     finally:
         preforked.close()
-    output.say(f"\n{summary(results)}")
+    output.say(f"\n{summary(results, checks)}")
     output.say(f"{time.monotonic() - started_s:.0f} s in all")
     return 1 if any(result.verdict == "failed" for result in results) else 0
+
+
+def _lanes(card: Card) -> int:
+    """Checks at a time; fewer over NCCL, whose kernels spin: ranks that share a card wait for its time."""
+    most = 2 if card.is_gpu and card.backend == "nccl" else 4
+    return max(1, min(most, (os.cpu_count() or 1) // 4))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs where there are any")
     parser.add_argument("--only", metavar="NAME", help="one row (a strategy) or one column of the table")
-    parser.add_argument("--lanes", type=int, metavar="N", help="checks at a time (default: a lane for 4 cores)")
+    parser.add_argument("--lanes", type=int, metavar="N", help="checks at a time (default: one for 4 cores, 4 at most)")
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), metavar="S", help="seconds after which no check begins"
+    )
     parser.add_argument("--results", type=Path, metavar="PATH", help="the file of the results")
     return parser.parse_args(arguments)
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 DEADLINE_S = 30.0
 _WARM_UP_S = 120.0
 _DETAIL_LINES = 60
-_SYMBOLS = {"held": "+", "failed": "FAILED", "not possible": "-"}
+_SYMBOLS = {"held": "+", "failed": "X", "not possible": "-", "not run": "?"}
 
 
 class NotPossibleError(Exception):
@@ -60,7 +60,7 @@ class Result:
     """The verdict of a check; ``text`` is the note, or the reason."""
 
     check: Check
-    verdict: Literal["held", "failed", "not possible"]
+    verdict: Literal["held", "failed", "not possible", "not run"]
     text: str
     seconds: float
     details: str = ""
@@ -148,12 +148,30 @@ def _warm_up(card: Card) -> None:
         (square @ square).sum().item()
 
 
-def run_table(checks: Sequence[Check], card: Card, *, lanes: int, say: Callable[[str], None] = print) -> list[Result]:
-    """Runs all checks, ``lanes`` at a time, each lane with ranks of its own; says a line as each one ends."""
+def run_table(
+    checks: Sequence[Check],
+    card: Card,
+    *,
+    lanes: int,
+    limit_s: float = float("inf"),
+    say: Callable[[str], None] = print,
+) -> list[Result]:
+    """Runs the checks in their order, ``lanes`` at a time, each lane with ranks of its own.
+
+    Args:
+        checks: what is run.
+        card: the devices.
+        lanes: number of checks at a time.
+        limit_s: no check begins later than this.
+        say: gets a line as each check ends.
+    """
+    until_s = time.monotonic() + limit_s
     references, places = References(), threading.local()
     made: list[Place] = []
 
     def run(check: Check) -> Result:
+        if time.monotonic() > until_s:
+            return Result(check, "not run", f"the time was over ({limit_s:.0f} s)", 0.0)
         if not hasattr(places, "own"):
             places.own = Place(card, references)
             made.append(places.own)
@@ -168,8 +186,7 @@ def run_table(checks: Sequence[Check], card: Card, *, lanes: int, say: Callable[
     finally:
         for place in made:
             place.close()
-    order = {check: index for index, check in enumerate(checks)}
-    return sorted(results, key=lambda result: order[result.check])
+    return results
 
 
 def run_check(check: Check, place: Place) -> Result:
@@ -197,17 +214,23 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first[:300]}"
 
 
-def summary(results: Iterable[Result]) -> str:
-    """The table of verdicts, a row for each strategy, and what each failure says."""
-    results = list(results)
+def summary(results: Iterable[Result], order: Sequence[Check]) -> str:
+    """The table of verdicts, a row for each strategy, and what each failure says.
+
+    Args:
+        results: in any order.
+        order: checks in the order of the rows and columns.
+    """
+    by_name = {result.check.name: result for result in results}
+    results = [by_name[check.name] for check in order]
     columns = list(dict.fromkeys(result.check.column for result in results))
     rows = list(dict.fromkeys(result.check.row for result in results))
     cells = {(result.check.row, result.check.column): _SYMBOLS[result.verdict] for result in results}
-    lines = [f"  {index:2} {column}" for index, column in enumerate(columns, 1)]
     width = max(map(len, rows), default=0)
-    lines.append(f"{'':{width}} " + " ".join(f"{index:>6}" for index in range(1, len(columns) + 1)))
-    for row in rows:
-        lines.append(f"{row:{width}} " + " ".join(f"{cells.get((row, column), ''):>6}" for column in columns))
+    lines = [f"  {index:2} {column}" for index, column in enumerate(columns, 1)]
+    lines.append(f"{'':{width}} " + " ".join(f"{index:2}" for index in range(1, len(columns) + 1)))
+    lines += [f"{row:{width}} " + " ".join(f"{cells.get((row, column), ''):>2}" for column in columns) for row in rows]
+    lines.append("  ".join(f"{symbol} {verdict}" for verdict, symbol in _SYMBOLS.items()))
     counts = {verdict: sum(result.verdict == verdict for result in results) for verdict in _SYMBOLS}
     lines.append(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     reasons = dict.fromkeys(result.text for result in results if result.verdict == "not possible")
