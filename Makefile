@@ -12,10 +12,12 @@ unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+OLDEST := .venv-oldest
+OLDEST_RESULTS := benchmarks/results/oldest.txt
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install gpu demo check docs test clean
+.PHONY: help install gpu demo check docs test oldest clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +55,14 @@ docs: install ## the documentation pages in site/; a broken link or reference is
 test: check ## check, and the whole test suite
 	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --no-loadscope-reorder $(PYTEST_ARGS)
 
-clean: ## removes .venv, builds and caches; results in runs/ stay
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
+# uv, since pip cannot be asked for the oldest versions.
+oldest: ## the contract of every strategy on the oldest versions that pyproject.toml admits, in .venv-oldest
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --disable-pip-version-check --quiet uv
+	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --editable '.[test]'
+	rm -f $(OLDEST_RESULTS)
+	$(OLDEST)/bin/python -m benchmarks.versions --output $(OLDEST_RESULTS) tests/strategies/test_contract.py -q --numprocesses=2 $(PYTEST_ARGS)
+
+clean: ## removes .venv, .venv-oldest, builds and caches; results in runs/ stay
+	rm -rf $(VENV) $(OLDEST) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

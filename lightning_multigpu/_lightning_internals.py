@@ -24,6 +24,10 @@ from lightning.fabric.strategies.launchers.multiprocessing import (
     # Parameters reach a spawned process in shared memory: each rank needs a copy of its own.
     _disable_module_memory_sharing as disable_module_memory_sharing,
 )
+from lightning.fabric.utilities.cloud_io import (
+    # What Lightning's loading of a checkpoint passes on to torch.load: see LOADS_WEIGHTS_ONLY.
+    _load as load_file,
+)
 from lightning.fabric.utilities.device_dtype_mixin import (
     # Where a LightningModule keeps its device: see tell_device.
     _DeviceDtypeModuleMixin,
@@ -43,8 +47,7 @@ from lightning.fabric.utilities.seed import (
 from lightning.fabric.utilities.seed import (
     _set_rng_states as set_rng_states,
 )
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import (
     # Starts one copy of the script a rank; the command line of the copies (modules, hydra) is not public elsewhere.
@@ -73,14 +76,25 @@ from lightning.pytorch.utilities.exceptions import (
 )
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 # The method of a precision plugin that calls the hooks before an optimizer's step and clips gradients, for every
 # optimizer and precision: no public one stands behind all of those hooks.
 HOOKS_BEFORE_STEP = "_after_closure"
 
+# What Lightning gives torch.load where the user says nothing: False in Lightning 2.5, since then None, torch's default.
+LOADS_WEIGHTS_ONLY: bool | None = inspect.signature(load_file).parameters["weights_only"].default
+
+# The callbacks that average weights in a copy of the module; Lightning 2.5 has one of them.
+WEIGHT_AVERAGES: tuple[type[Callback], ...] = tuple(
+    getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
+)
+
 __all__ = [
     "HOOKS_BEFORE_STEP",
     "IS_INTERACTIVE",
+    "LOADS_WEIGHTS_ONLY",
+    "WEIGHT_AVERAGES",
     "EndOfRun",
     "GlobalStateSnapshot",
     "MultiProcessingLauncher",
@@ -200,9 +214,10 @@ def averaged_copy(callback: Callback) -> Module | None:
 
     Both callbacks that do so keep it under a private name.
     """
-    if isinstance(callback, WeightAveraging) and callback._average_model is not None:
-        return callback._average_model.module
-    return callback._average_model if isinstance(callback, StochasticWeightAveraging) else None
+    if not isinstance(callback, WEIGHT_AVERAGES):
+        return None
+    average: Module | None = callback._average_model  # type: ignore[attr-defined]
+    return average.module if isinstance(average, AveragedModel) else average
 
 
 @contextmanager

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import inspect
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 # torch 2.13 keeps the order of a new group's ranks if asked; torch 2.11 always sorts them.
 CAN_KEEP_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
+
+# F.scaled_dot_product_attention without heads ends the process in torch 2.11 by a division by zero, not in torch 2.13.
+ATTENDS_WITHOUT_HEADS = torch.__version__ >= "2.13"  # compared as versions
 
 
 def new_group_in_order(
@@ -43,3 +48,12 @@ def new_group_in_order(
     )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
+
+
+def step_without_outputs(schedule: Any, target: torch.Tensor | None) -> None:
+    """Runs a step of a pipeline's schedule, which merges no outputs; can go where torch 2.11 is the oldest."""
+    if "return_outputs" in inspect.signature(schedule.step).parameters:
+        schedule.step(target=target, return_outputs=False)
+    else:
+        schedule._merge_outputs = lambda chunks: None
+        schedule.step(target=target)

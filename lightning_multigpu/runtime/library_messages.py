@@ -8,6 +8,7 @@ import warnings
 _LOGGER = "lightning.pytorch.utilities.rank_zero"  # of rank_zero_info
 _LIBRARIES = r"(lightning|torch|torchmetrics)(\.|$)"
 _LEAF_SPEC = r"`isinstance\(treespec, LeafSpec\)` is deprecated"  # Lightning 2.6 uses it, torch 2.13 deprecates it
+_ONE_CYCLE = "Warning: Profiler clears events at the end of each cycle"  # of torch 2.11, also where there is one cycle
 
 
 def silence_tips() -> None:
@@ -16,11 +17,12 @@ def silence_tips() -> None:
 
 
 def silence_deprecations(rank: int) -> None:
-    """Ignores a deprecation that one library causes in another; on other ranks than the first, all such warnings.
+    """Ignores warnings that libraries cause by themselves; on other ranks than the first, all of their deprecations.
 
     Warnings about the user's own code stay on every rank, except one with the same text on all of them.
     """
     warnings.filterwarnings("ignore", _LEAF_SPEC, FutureWarning)
+    warnings.filterwarnings("ignore", _ONE_CYCLE, UserWarning)
     if rank != 0:
         for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
             warnings.filterwarnings("ignore", category=category, module=_LIBRARIES)

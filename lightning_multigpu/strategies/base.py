@@ -334,7 +334,7 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
             super().remove_checkpoint(filepath)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Loads the file that rank 0 has chosen: each rank might find another file to be the newest. A collective.
 
         Raises:
@@ -343,7 +343,7 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         path, exists = self.broadcast((checkpoint_path, os.path.exists(str(checkpoint_path))))
         if exists:
             await_file(path, self.failure_watch.check)
-        return super().load_checkpoint(path, weights_only)
+        return super().load_checkpoint(path, *args, **kwargs)
 
     # Training
 

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import plain_optimizer
+from lightning_multigpu._lightning_internals import WEIGHT_AVERAGES, plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.point_to_point import PointToPointGroup
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters
@@ -172,7 +171,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
     def check_before_launch(self, trainer: pl.Trainer) -> None:
         super().check_before_launch(trainer)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if self._broadcast_dtype and isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            if self._broadcast_dtype and isinstance(callback, WEIGHT_AVERAGES):
                 raise ValueError(
                     f"broadcast_dtype={self._broadcast_dtype!r} and {type(callback).__name__}: it would average "
                     "rounded parameters; leave one of the two out"

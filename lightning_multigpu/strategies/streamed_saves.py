@@ -44,7 +44,7 @@ class StreamedSaves(MultiGPUStrategy):
         undo.callback(delattr, trainer, "save_checkpoint")
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Maps the file into memory, so that a rank reads only the values that it keeps."""
         map_files(self.checkpoint_io)
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)

@@ -110,7 +110,8 @@ def test_what_is_inside_is_not_kept() -> None:
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
+        if tensor.numel():  # torch 2.11 keeps an empty one as well
+            kept.append(tensor)
         return tensor
 
     mask = torch.ones(3, dtype=torch.float64)

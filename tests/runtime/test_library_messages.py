@@ -12,6 +12,7 @@ from lightning_multigpu.runtime.library_messages import silence_deprecations, si
 from tests.runtime.test_failure_watch import RUN
 
 LEAF_SPEC = "`isinstance(treespec, LeafSpec)` is deprecated, use `isinstance(treespec, TreeSpec) and ...` instead."
+ONE_CYCLE = "Warning: Profiler clears events at the end of each cycle.Only events from the current cycle ..."
 DIRPATH = "The dirpath has changed from 'runs/version_0' to 'runs/version_1', therefore ... won't be reloaded."
 
 
@@ -22,6 +23,7 @@ def shown(rank: int) -> list[str]:
         silence_deprecations(rank)
         for text, category, module in (
             (LEAF_SPEC, FutureWarning, "lightning.pytorch.utilities._pytree"),
+            (ONE_CYCLE, UserWarning, "torch.profiler.profiler"),
             ("a library's", FutureWarning, "torch.nn"),
             ("of a loss", UserWarning, "torch.nn.modules.loss"),
             (DIRPATH, UserWarning, "lightning.pytorch.callbacks.model_checkpoint"),

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 import torchmetrics
+from lightning.pytorch import callbacks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -55,6 +56,13 @@ def make_strategy(name: str, **options: Any) -> Any:
     regime = next(regime for regime in REGIMES if regime.name == name)
     ranks = {"start_method": "popen"} if issubclass(regime.strategy, MultiGPUStrategy) else {}
     return regime.strategy(**{**regime.options, **ranks, **options})
+
+
+def moving_average(decay: float = 0.9) -> L.Callback:
+    """A moving average of weights; Lightning 2.5 has none, but an average at the end of training."""
+    if hasattr(callbacks, "EMAWeightAveraging"):
+        return callbacks.EMAWeightAveraging(decay=decay)
+    return callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1)
 
 
 @dataclass(frozen=True)

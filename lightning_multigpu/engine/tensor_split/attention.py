@@ -124,8 +124,10 @@ class SplitMultiheadAttention(ReportsReads, nn.MultiheadAttention):
             own = F.dropout(own, dropout) if dropout else own
             mixed = own @ v
             weights = summed(own.sum(1), self.group, f"{self.meter_name} weights") / self.num_heads
-        else:
+        elif heads:
             mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        else:  # some versions of torch divide by the number of heads
+            mixed = q @ k.transpose(-2, -1) @ v
         mixed = mixed.transpose(1, 2).flatten(2)
         if not self.batch_first:
             mixed = mixed.transpose(0, 1)

@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_multigpu import _torch_compat
+
 
 def _signature(input: Tensor, p: float, train: bool) -> None:
     """The parameters of the dropouts that are no functions of Python."""
@@ -70,6 +72,8 @@ class NoDropout(TorchFunctionMode):
                 self._note(given["input"])
             return given["input"]
         if func is F.scaled_dot_product_attention:
+            if not _torch_compat.ATTENDS_WITHOUT_HEADS:
+                _check_heads(*args[:2], **{name: kwargs[name] for name in ("query", "key") if name in kwargs})
             if args[4] if len(args) > 4 else kwargs.pop("dropout_p", 0.0):
                 self._note(args[0] if args else kwargs["query"])
             args = (*args[:4], *([0.0] if len(args) > 4 else []), *args[5:])
@@ -110,6 +114,11 @@ def misplaced(draws: Sequence[Draw], are_parts: Sequence[bool]) -> str | None:
                 "that all of them have"
             )
     return None
+
+
+def _check_heads(query: Tensor, key: Tensor) -> None:
+    if query.dim() == 4 and 0 in (query.shape[1], key.shape[1]):
+        raise RuntimeError("a rank has no heads, and torch before 2.13 ends the process in attention without heads")
 
 
 def _given(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:

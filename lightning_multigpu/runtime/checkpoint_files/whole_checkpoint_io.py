@@ -12,6 +12,8 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from typing_extensions import override
 
+from lightning_multigpu._lightning_internals import LOADS_WEIGHTS_ONLY
+
 
 class WholeCheckpointIO(TorchCheckpointIO):
     """Lightning's format; a process that dies during a save leaves the previous file unchanged, and no other file.
@@ -62,7 +64,9 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
     @staticmethod
     def _mapped(
-        path: Any, map_location: Any = lambda storage, location: storage, weights_only: bool | None = None
+        path: Any,
+        map_location: Any = lambda storage, location: storage,
+        weights_only: bool | None = LOADS_WEIGHTS_ONLY,
     ) -> dict[str, Any]:
         loaded: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=weights_only, mmap=True)
         return loaded

@@ -408,8 +408,8 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        self._resumed = super().load_checkpoint(checkpoint_path, weights_only)
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._resumed = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         return self._resumed
 
 

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, ModelPruning
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
-from lightning_multigpu._lightning_internals import draws_graph
+from lightning_multigpu._lightning_internals import WEIGHT_AVERAGES, draws_graph
 from lightning_multigpu.engine.pipeline.optimizer_probe import ProbeError, couples_parameters
 from lightning_multigpu.engine.placeholder import Placeholder
 
@@ -53,7 +53,7 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
     for callback in callbacks:
         if is_overridden("on_before_zero_grad", callback, Callback):
             raise ValueError(f"{type(callback).__name__}.{_BEFORE_ZERO_GRAD}")
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+        if isinstance(callback, WEIGHT_AVERAGES):
             need = "averages a copy of the whole model"
         elif isinstance(callback, ModelPruning):
             need = "chooses among all weights"

@@ -318,8 +318,6 @@ def test_what_is_overridden_of_torchs_stage_is_still_called_so(name: str) -> Non
         "construct_reverse_graph",
         "get_param_groups",
         "reverse_closure",
-        "stage_backward_input",
-        "stage_backward_weight",
     ],
 )
 def test_private_function_of_torch_is_still_there(name: str) -> None:

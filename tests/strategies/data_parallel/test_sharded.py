@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     Callback,
-    EMAWeightAveraging,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
@@ -34,6 +33,7 @@ from tests.strategies.tasks import (
     eval_loader,
     make_strategy,
     make_trainer,
+    moving_average,
     state,
     train_loader,
 )
@@ -162,7 +162,7 @@ def trained(kind: str, ranks: int, **options: Any) -> dict[str, Any]:
         "weights that a callback changes": ScalesWeights(),
         "a backbone that is unfrozen": BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=0.05),
         "stochastic weight averaging": StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1),
-        "an average of weights": EMAWeightAveraging(decay=0.7),
+        "an average of weights": moving_average(decay=0.7),
     }
     module = KINDS[kind]()
     case = Case(max_epochs=3, strategy=options)
@@ -626,8 +626,9 @@ def test_options_are_checked_before_any_process_starts(monkeypatch: pytest.Monke
             ShardedStrategy(**options)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"ShardedStrategy has no option 'bucket_cap'. Did you mean 'bucket_cap_mb'"):
         ShardedStrategy(bucket_cap=1)
-    trainer = make_trainer(CASE, ShardedStrategy(broadcast_dtype="bf16"), 2, callbacks=[EMAWeightAveraging()])
-    with pytest.raises(ValueError, match="and EMAWeightAveraging: it would average rounded parameters"):
+    average = moving_average()
+    trainer = make_trainer(CASE, ShardedStrategy(broadcast_dtype="bf16"), 2, callbacks=[average])
+    with pytest.raises(ValueError, match=f"and {type(average).__name__}: it would average rounded parameters"):
         trainer.fit(Classifier(), train_loader(CASE, 2))
     monkeypatch.setattr(sharded, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"ninja torch, and then pip install --no-build-isolation 'lightning"):

@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     Callback,
     EarlyStopping,
-    EMAWeightAveraging,
     LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -37,6 +36,7 @@ from tests.strategies.tasks import (
     eval_loader,
     make_strategy,
     make_trainer,
+    moving_average,
     state,
 )
 from tests.world import World, rank
@@ -234,7 +234,7 @@ def test_all_ranks_end_with_what_rank_0_has(world2: World) -> None:
 
 
 def averages() -> list[dict[str, Any]]:
-    average = EMAWeightAveraging(decay=0.8)
+    average = moving_average(decay=0.8)
     # EMAWeightAveraging keeps float32, and would round the weights of another precision when it swaps them.
     results = [fit(Buffered(), None, {"num_servers": 2}, callbacks=[average], max_epochs=2, precision="32-true")]
     module = Buffered()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -44,6 +44,7 @@ from tests.strategies.tasks import (
     fit,
     global_losses,
     make_trainer,
+    moving_average,
     state,
     train_loader,
 )
@@ -599,7 +600,7 @@ def test_modules_that_cannot_be_split_are_refused(module: type[Classifier], word
 def test_optimizers_and_callbacks_that_need_all_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match=r"LBFGS.*SGD or AdamW"):
         check_optimizers([torch.optim.LBFGS(nn.Linear(2, 2).parameters())])
-    for callback in (StochasticWeightAveraging(0.1), EMAWeightAveraging(), ModelPruning("l1_unstructured")):
+    for callback in (StochasticWeightAveraging(0.1), moving_average(), ModelPruning("l1_unstructured")):
         with pytest.raises(
             ValueError, match=r"(averages a copy of the whole model|chooses among all weights).*ring_ddp"
         ):

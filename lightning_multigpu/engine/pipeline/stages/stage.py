@@ -6,6 +6,7 @@ different sizes, and a last batch may be smaller.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -13,13 +14,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 from torch.distributed.pipelining._backward import (
     _get_grad_fn_or_grad_acc,
     construct_reverse_graph,
     get_param_groups,
     reverse_closure,
-    stage_backward_input,
-    stage_backward_weight,
 )
 from torch.nn import Parameter
 
@@ -318,19 +319,55 @@ def _backward_of_inputs(
 ) -> Callable[[], None]:
     """Computes only the gradients of ``received``; returns the function that computes the parameters' gradients.
 
-    The two parts of the backward pass come from Qi et al. 2023, arXiv:2401.10241. torch's functions for them are
-    private. They are correct only without an :func:`_obstacle_to_division`, and detach the outputs in place.
+    The two parts of the backward pass come from Qi et al. 2023, arXiv:2401.10241. The first one keeps the gradients
+    that arrive at the nodes that use parameters, and the second one goes on from there. They are correct only without
+    an :func:`_obstacle_to_division`, and the outputs are detached in place. torch's own functions for them fail or give
+    other sums before torch 2.13: for custom functions, several outputs of a node, and inputs that are not used.
     """
-    given: Any = None if all(gradient is None for gradient in gradients) else gradients
+    roots, inputs, weights = map(_nodes, (outputs, received, parameters))
+    groups = get_param_groups(inputs, weights, construct_reverse_graph(roots))
+    users = [node for group in groups for node in group["intermediates"]]
+    arrived: dict[Any, tuple[Tensor | None, ...]] = {}
+    owners = []
+    if any(isinstance(node, BackwardCFunction) for node in users):  # such an object does not keep its node
+        with torch.enable_grad():
+            owners = [output.view_as(output).grad_fn for output in outputs]
+    wanted = [tensor for tensor in received if tensor.requires_grad]
+    handles = [node.register_prehook(functools.partial(arrived.__setitem__, node)) for node in users]
     try:
-        _, parts = stage_backward_input(list(outputs), given, list(received), iter(parameters))
-    except RuntimeError as error:  # torch raises its own error from the first one
-        raise error.__cause__ or error from None
+        found = torch.autograd.grad(outputs, wanted, gradients, retain_graph=True, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for tensor, gradient in zip(wanted, found, strict=True):
+        tensor.grad = gradient
+    for output in outputs:
+        output.detach_()
 
     def add_gradients() -> None:
-        stage_backward_weight(iter(parameters), parts)
+        for group in groups:
+            given = {
+                GradientEdge(node, number): gradient
+                for node in group["intermediates"]
+                for number, gradient in enumerate(arrived.pop(node, ()))
+                if gradient is not None
+            }
+            if given:
+                leaves = list(group["params"])
+                edges = [GradientEdge(leaf, 0) for leaf in leaves]
+                found = torch.autograd.grad(list(given), edges, list(given.values()))
+                for leaf, gradient in zip(leaves, found, strict=True):
+                    if leaf.variable.grad is None:
+                        leaf.variable.grad = gradient
+                    else:
+                        leaf.variable.grad += gradient
+        owners.clear()
 
     return add_gradients
+
+
+def _nodes(tensors: Sequence[Tensor]) -> list[Any]:
+    return [node for node in map(_get_grad_fn_or_grad_acc, tensors) if node is not None]
 
 
 def _obstacle_to_division(
@@ -346,10 +383,7 @@ def _obstacle_to_division(
                    |               |        |
                    g             weight     g
     """
-    roots, inputs, weights = (
-        [node for node in map(_get_grad_fn_or_grad_acc, tensors) if node is not None]
-        for tensors in (outputs, received, parameters)
-    )
+    roots, inputs, weights = map(_nodes, (outputs, received, parameters))
     users = construct_reverse_graph(roots)
     behind_inputs, _ = reverse_closure(inputs, set(), users)
     if not behind_inputs.issuperset(roots):
