@@ -36,6 +36,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from typing_extensions import override
 
 from benchmarks.raw_pipeline import RawPipeline, stages_per_rank
+from lightning_multigpu._torch_compat import new_group_in_order
 from lightning_multigpu.bench.strategies.models import repeated
 from lightning_multigpu.engine.pipeline.stages.schedules import PassesInOrder
 from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders, step_time
@@ -158,7 +159,7 @@ class TakesTurns(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        group = dist.new_group(list(reversed(range(dist.get_world_size()))), backend="gloo", sort_ranks=False)
+        group = new_group_in_order(list(reversed(range(dist.get_world_size()))), backend="gloo")
         seconds = float(next(layer.seconds for layer in pl_module.layers))  # type: ignore[union-attr]
         modules: list[nn.Module] = [SleepingLayer(seconds) for _ in range(stages_per_rank(self._schedule))]
         if dist.get_rank(group) == 0:

@@ -34,6 +34,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from benchmarks.raw_pipeline import RawPipeline, gpt_loss, gpt_stages
+from lightning_multigpu._torch_compat import new_group_in_order
 from lightning_multigpu.bench.strategies.models import BenchGPT, repeated
 from lightning_multigpu.planning.pipelines.schedule_order import SCHEDULES
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
@@ -99,7 +100,7 @@ class TakesTurns(Callback):
 
 def raw_schedule(model: BenchGPT, schedule: str, num_micro_batches: int) -> ByHand:
     """torch's schedule; the rank with the last stage is rank 0, as in the strategies."""
-    group = dist.new_group(list(reversed(range(NUM_RANKS))), backend="gloo", sort_ranks=False)
+    group = new_group_in_order(list(reversed(range(NUM_RANKS))), backend="gloo")
     stages = gpt_stages(model, schedule, dist.get_rank(group), NUM_RANKS)
     pipeline = RawPipeline(group, schedule, num_micro_batches, stages, gpt_loss)
     optimizer = torch.optim.SGD([p for stage in stages for p in stage.parameters()], lr=1e-3)

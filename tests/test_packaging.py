@@ -57,7 +57,7 @@ LAYERS = {
     "engine": {f"{_OURS}.{layer}" for layer in ("engine", "communication", "planning")} | {"torch"},
     "runtime": {
         *(f"{_OURS}.{layer}" for layer in ("runtime", "engine", "communication", "guardian", "_lightning_internals")),
-        f"{_OURS}._waiting_ranks",
+        *(f"{_OURS}.{module}" for module in ("_torch_compat", "_waiting_ranks")),
         "lightning",
         "torch",
     },
@@ -107,7 +107,7 @@ class TestMetadata:
         needs = {need.name: need.specifier for need in map(Requirement, PROJECT["dependencies"])}
         assert PROJECT["requires-python"] == ">=3.11"
         assert str(needs["lightning"]) == "<2.7,>=2.6"
-        assert str(needs["torch"]) == ">=2.13"
+        assert str(needs["torch"]) == "<2.15,>=2.11"
         assert "torchmetrics" in needs
         assert PROJECT["version"] == lightning_multigpu.__version__
 

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_multigpu._torch_compat import new_group_in_order
 from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.interface import interface_towards
 from lightning_multigpu.communication.metered_group import MeteredGroup
@@ -121,7 +122,7 @@ class ProcessGroups:
         backend = backend or self.backend
         for ranks in lines:
             with CONNECTIONS.noted(), self._unbound(backend):
-                group = dist.new_group(ranks, timeout=self._timeout, backend=backend, sort_ranks=ranks == sorted(ranks))
+                group = new_group_in_order(ranks, timeout=self._timeout, backend=backend)
             if dist.get_rank() in ranks:
                 mine = group
         if mine is not None:

@@ -173,7 +173,6 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
             "find_unused_parameters": find_unused_parameters,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "static_graph": static_graph,
-            "forward_sync_buffers": False,  # done here, where the meter sees it, and never in the middle of validation
         }
         self._nccl_algorithm = nccl_algorithm
         self._check_loss = check_loss
@@ -187,11 +186,10 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
     @property
     @override
     def options(self) -> dict[str, Any]:
-        ddp = {name: value for name, value in self._ddp_options.items() if name != "forward_sync_buffers"}
         return {
             **super().options,
             "bucket_cap_mb": self._transport.bucket_cap_mb,
-            **ddp,
+            **self._ddp_options,
             "average_every": self._average_every,
             **self._transport.options,
             "nccl_algorithm": self._nccl_algorithm,
@@ -234,6 +232,9 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
             **self._ddp_options,
             **options,
         )
+        # Done here, where the meter sees it, and never in the middle of validation. Set after construction, in which
+        # DDP sends rank 0's buffers: torch 2.13 renamed the flag, and the old argument would leave them as they are.
+        wrapped.broadcast_buffers = wrapped.forward_sync_buffers = False
         self._reducer.attach(wrapped, pieces_of(self._module))
         return wrapped
 

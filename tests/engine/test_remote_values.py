@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_multigpu._torch_compat import new_group_in_order
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.point_to_point import PointToPointGroup
 from lightning_multigpu.engine.errors import PipelineError
@@ -66,7 +67,7 @@ def test_values_cannot_be_looked_at() -> None:
 def served(fails: bool) -> Any:
     """Two rounds: what the last position, rank 0, fetches in the first, and in the second."""
     init_group()
-    group = PointToPointGroup(dist.new_group([1, 0], sort_ranks=False), Meter(), torch.device("cpu"), name="values")
+    group = PointToPointGroup(new_group_in_order([1, 0]), Meter(), torch.device("cpu"), name="values")
     position = dist.get_rank(group.process_group)
     remote, found = RemoteValues(group, position), []
     for number in (1.0, 2.0):

@@ -86,7 +86,8 @@ class Announcer:
             "all_gather", group="control", group_size=self._world_size, size_bytes=size_bytes, ranks=self._ranks,
             awaited=False,
         )  # fmt: skip
-        work = dist.all_gather_single(everyone, mine, group=self._group, async_op=True)
+        # Not by all_gather_into_tensor, which torch 2.13 has renamed.
+        work = dist.all_gather(list(everyone.chunk(self._world_size)), mine, group=self._group, async_op=True)
         assert work is not None
         work.get_future().add_done_callback(lambda future: _end(transfer, future))
         self._pending = (work, everyone, transfer)

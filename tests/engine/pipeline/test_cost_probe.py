@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_multigpu._torch_compat import new_group_in_order
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
@@ -67,7 +67,7 @@ class Model(nn.Module):
 def probed(bounds: list[tuple[int, int]], recompute: Sequence[int] = ()) -> dict[str, Any]:
     init_group()
     module = Model()
-    group = dist.new_group([1, 0], sort_ranks=False)
+    group = new_group_in_order([1, 0])
     pipeline = PipelineGroup(group, Meter(), CPU)
     position = 1 - rank()
     chain = find_chain(module, "layers", 2)
@@ -152,7 +152,7 @@ def test_times_and_traces(bounds: list[tuple[int, int]], world2: World) -> None:
 def leaving() -> None:
     init_group()
     module = Model()
-    pipeline = PipelineGroup(dist.new_group([1, 0], sort_ranks=False), Meter(), CPU)
+    pipeline = PipelineGroup(new_group_in_order([1, 0]), Meter(), CPU)
     chain, bounds = find_chain(module, "layers", 2), [(0, 3), (3, 6)]
     ownership = Ownership(module, chain, bounds, 1 - rank(), 2)
     CostProbe(chain, bounds, ownership, pipeline, CPU, seed=3).measure(lambda: module.before.weight.sum())

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from lightning_multigpu._torch_compat import new_group_in_order
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
@@ -66,9 +67,7 @@ class Trial:
         num_ranks = dist.get_world_size()
         self.model = model.double()
         self.batch = torch.randn(SAMPLES, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-        group = PipelineGroup(
-            dist.new_group(list(range(num_ranks))[::-1], sort_ranks=False), Meter(), CPU, in_batches=in_batches
-        )
+        group = PipelineGroup(new_group_in_order(list(range(num_ranks))[::-1]), Meter(), CPU, in_batches=in_batches)
         num_stages = num_ranks * (2 if schedule in ("interleaved", "zero_bubble") else 1)
         size = LAYERS // num_stages
 

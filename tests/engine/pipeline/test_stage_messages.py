@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_multigpu._torch_compat import new_group_in_order
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations
 from lightning_multigpu.engine.pipeline.stages.stage_messages import Header, PipelineGroup
@@ -21,7 +22,7 @@ LARGE = bytes(range(256)) * (1 << 14)
 def from_last() -> Any:
     init_group()
     meter = Meter()
-    group = PipelineGroup(dist.new_group([1, 0], sort_ranks=False), meter, CPU)
+    group = PipelineGroup(new_group_in_order([1, 0]), meter, CPU)
     others = dist.new_group([0, 1])
     if rank() == 1:  # the first stage's
         dist.barrier(others)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
+from lightning_multigpu._torch_compat import new_group_in_order
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.pipeline.stages.gradients import StageSums
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
@@ -22,7 +23,7 @@ def norms_and_flags() -> tuple[float, list[float], list[list[float]]]:
     """
     init_group()
     rank = dist.get_rank()
-    lines = [dist.new_group([2 + number, number], sort_ranks=False) for number in range(2)]
+    lines = [new_group_in_order([2 + number, number]) for number in range(2)]
     tensor = [dist.new_group([2 * number, 2 * number + 1]) for number in range(2)]
     group = TensorGroup(tensor[rank // 2], meter=Meter())
     sums = StageSums(PipelineGroup(lines[rank % 2], Meter(), torch.device("cpu")), group)

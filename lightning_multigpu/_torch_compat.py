@@ -1,0 +1,45 @@
+"""Newer parts of torch for older versions that the package supports, each with the version that makes it needless."""
+
+from __future__ import annotations
+
+import inspect
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+# torch 2.13 keeps the order of a new group's ranks if asked; torch 2.11 always sorts them.
+CAN_KEEP_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
+
+
+def new_group_in_order(
+    ranks: list[int], *, timeout: timedelta | None = None, backend: str | None = None
+) -> dist.ProcessGroup:
+    """``dist.new_group`` that keeps the order of ``ranks``: the first of them is the group's rank 0.
+
+    ``sort_ranks=False`` does all of it where torch 2.13 is the oldest. Without it, this is what torch's
+    ``_new_group_with_tag`` does after it has sorted the ranks: the helper takes them in any order, and so does NCCL,
+    which orders the ranks of a split by their place in the group.
+    """
+    group: dist.ProcessGroup
+    if ranks == sorted(ranks):
+        group = dist.new_group(ranks, timeout=timeout, backend=backend)
+        return group
+    if CAN_KEEP_ORDER:
+        group = dist.new_group(ranks, timeout=timeout, backend=backend, sort_ranks=False)
+        return group
+    world, me = c10d._get_default_group(), dist.get_rank()
+    world_backend, store = c10d._world.pg_map[world]
+    kind = dist.Backend(backend or world_backend)
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(me) if me in ranks else None,
+        ranks,
+        kind,
+        store,
+        c10d._process_group_name(ranks, use_hashed_name=False),
+        timeout=timeout or c10d._get_default_timeout(kind),
+        device_id=world.bound_device_id,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
