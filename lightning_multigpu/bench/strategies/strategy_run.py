@@ -38,7 +38,8 @@ class StrategyPlan:
         repetitions: turns of each strategy.
         steps: timed steps of a turn.
         warm_up: steps before them, in each turn.
-        timeout_s: for a turn; the first has :data:`START_TIMEOUT_S` more.
+        timeout_s: for a turn.
+        start_timeout_s: for the start, which the first turn has besides.
     """
 
     contenders: Sequence[Contender]
@@ -48,6 +49,7 @@ class StrategyPlan:
     steps: int
     warm_up: int
     timeout_s: float
+    start_timeout_s: float = START_TIMEOUT_S
 
     @property
     def num_turns(self) -> int:
@@ -90,12 +92,20 @@ def measure(
         plan: of the bench.
         told: of the strategy of each of :attr:`Plan.num_turns`, after the turn.
     """
-    runners = [_Runner(hosts, contender, plan) for contender in (Contender(NO_COMMUNICATION), *plan.contenders)]
+    return take_turns([StrategyRun(hosts, each, plan) for each in (Contender(NO_COMMUNICATION), *plan.contenders)], told)
+
+
+def take_turns(
+    runners: Sequence[StrategyRun], told: Callable[[str], object] = lambda label: None
+) -> list[StrategyResult]:
+    """The rows of runs with equal plans, also of different numbers of ranks; they start at the same time."""
     try:
         for runner in runners:
             runner.start()
+        for runner in runners:
+            runner.first_turn()
             told(runner.contender.label)
-        for repetition in range(plan.repetitions):
+        for repetition in range(runners[0].plan.repetitions):
             first = repetition % len(runners)
             for runner in [*runners[first:], *runners[:first]]:
                 runner.turn()
@@ -107,7 +117,7 @@ def measure(
 
 
 @dataclass
-class _Runner:
+class StrategyRun:
     """One strategy in the course of the run."""
 
     hosts: HostAgents
@@ -122,11 +132,14 @@ class _Runner:
     _devices_per_rank: int = 1
 
     def start(self) -> None:
-        """Starts the ranks and has them train a turn that does not count."""
+        """Starts the ranks."""
         plan = self.plan
         settings = StrategySettings(self.contender, plan.subject, plan.device_type, plan.num_steps)
         self._job = self.hosts.start("strategy", serve, settings, one_process=self.contender.is_one_process)
-        self._ask(Turn(plan.warm_up, plan.steps), plan.timeout_s + START_TIMEOUT_S)
+
+    def first_turn(self) -> None:
+        """Waits for the ranks, and has them train a turn that does not count."""
+        self._ask(Turn(self.plan.warm_up, self.plan.steps), self.plan.timeout_s + self.plan.start_timeout_s)
 
     def turn(self) -> None:
         """One turn that counts."""
