@@ -1,9 +1,9 @@
 """Runs every check on the GPUs of this machine: ``python -m benchmarks.gpu``, or ``make gpu``.
 
 One line a check (held, failed, not possible here), the table, and figures; all of it is written to
-``benchmarks/results/gpu_<card>.txt`` too. Ranks have a GPU each where there are enough, and share one where there are not:
-over NCCL from version 2.31 on, else over Gloo. Exit status 1 if a check has failed. ``--device cpu`` runs the same checks on
-CPUs.
+``benchmarks/results/gpu_<card>.txt`` too. Ranks have a GPU each where there are enough, and share one where there are
+not: over NCCL from version 2.31 on, else over Gloo. Exit status 1 if a check has failed. ``--device cpu`` runs the same
+checks on CPUs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import training
+from benchmarks.gpu import benches, training
 from benchmarks.gpu.card import Card
+from benchmarks.gpu.figures import figures
 from benchmarks.gpu.table import Check, run_table, summary
 from benchmarks.heading import heading
 from tests import preforked
@@ -32,7 +33,7 @@ _PACKAGES = ("lightning", "torchmetrics", "fairscale", "transformers", "jsonargp
 
 def all_checks() -> list[Check]:
     """Every check, strategy by strategy."""
-    found = training.checks()
+    found = [*training.checks(), *benches.checks()]
     rows = list(dict.fromkeys(check.row for check in found))
     return sorted(found, key=lambda check: rows.index(check.row))
 
@@ -54,9 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     card = Card.found(options.device)
     os.environ.update(card.variables)
-    checks = [check for check in all_checks() if options.only is None or options.only in (check.row, check.column)]
-    if not checks:
-        rows = dict.fromkeys(check.row for check in all_checks())
+    every, timed = all_checks(), figures(card) if options.figures else []
+    checks, timed = _chosen(every, options.only), _chosen(timed, options.only)
+    if not checks and not timed:
+        rows = dict.fromkeys(check.row for check in [*every, *figures(card)])
         print(f"--only={options.only}: no such row or column; the rows are {', '.join(rows)}", file=sys.stderr)
         return 2
     output = _Output(options.results or _RESULTS / f"gpu_{_name_of(card)}.txt")
@@ -67,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lanes = options.lanes or max(1, min(4, (os.cpu_count() or 1) // 4))
     try:
         results = run_table(checks, card, lanes=lanes, say=output.say)
+        results += run_table(timed, card, lanes=1, say=output.say)  # alone: a neighbour would take time from them
     finally:
         preforked.close()
     output.say(f"\n{summary(results)}")
@@ -74,10 +77,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(result.verdict == "failed" for result in results) else 0
 
 
+def _chosen(checks: Sequence[Check], name: str | None) -> list[Check]:
+    """Those of one row or column, or all of them."""
+    return [check for check in checks if name is None or name in (check.row, check.column)]
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: GPUs where there are any")
     parser.add_argument("--only", metavar="NAME", help="one row (a strategy) or one column of the table")
+    parser.add_argument(
+        "--figures", action=argparse.BooleanOptionalAction, default=True, help="measure the figures after the checks"
+    )
     parser.add_argument("--lanes", type=int, metavar="N", help="checks at a time (default: a lane for 4 cores)")
     parser.add_argument("--results", type=Path, metavar="PATH", help="the file of the results")
     return parser.parse_args(arguments)
@@ -90,8 +101,7 @@ def _name_of(card: Card) -> str:
 
 def _driver() -> str:
     try:
-        import pynvml
-
+        pynvml = importlib.import_module("pynvml")
         pynvml.nvmlInit()
         return f"driver {pynvml.nvmlSystemGetDriverVersion()}, CUDA {torch.version.cuda}"
     except Exception:  # no package, no library or no GPU

@@ -1,4 +1,4 @@
-"""Ranks that share a GPU, where a host has more ranks than GPUs: their devices, and the back end that lets them share."""
+"""Ranks that share a GPU, where a host has more ranks than GPUs: their devices and their back end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def ask_nccl_to_share() -> None:
 
 def refusal_of_nccl() -> str | None:
     """The reason why NCCL does not let ranks share a GPU here; None where it does."""
-    version, variable = torch.cuda.nccl.version(), os.environ.get(SHARING_VARIABLE)
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    variable = os.environ.get(SHARING_VARIABLE)
     if version >= SHARING_NCCL and variable == "1":
         return None
     return (
@@ -48,7 +49,7 @@ def sharing_backend() -> str:
 
 
 def place(strategy: Any, devices: Sequence[torch.device], backend: str | None = None) -> None:
-    """Gives a strategy its devices and, where ranks share one and the user has not chosen, a back end.
+    """Gives a strategy its devices, and Gloo where ranks share one, NCCL does not let them, and the user has not chosen.
 
     Args:
         strategy: of Lightning or of this pack, for ``Trainer(accelerator="auto", devices="auto")``.
@@ -56,8 +57,9 @@ def place(strategy: Any, devices: Sequence[torch.device], backend: str | None = 
         backend: of ranks that share a GPU; None for :func:`sharing_backend`.
     """
     strategy.parallel_devices = list(devices)
-    if share_a_gpu(devices) and getattr(strategy, "_process_group_backend", "") is None:
-        strategy._process_group_backend = backend or sharing_backend()
+    may_choose = getattr(strategy, "_process_group_backend", "") is None
+    if may_choose and share_a_gpu(devices) and (backend or sharing_backend()) == "gloo":
+        strategy._process_group_backend = "gloo"
 
 
 def sharing_note(num_ranks: int, num_gpus: int) -> str | None:

@@ -111,8 +111,8 @@ def check_devices(devices: Sequence[torch.device], *, cpu_count: int, gpu_count:
         )
     if len(set(indices)) < len(indices):
         rank_zero_warn(
-            f"parallel_devices={indices}: ranks that share a GPU share its time and memory, which is good for tests and "
-            "courses only"
+            f"parallel_devices={indices}: ranks that share a GPU share its time and memory, which is good for tests "
+            "and courses only"
         )
 
 

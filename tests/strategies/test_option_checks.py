@@ -170,7 +170,8 @@ class TestDevices:
         assert message_of(option_checks.check_shared_gpus, gpus(0, 0), None) == (
             "parallel_devices=[0, 0]: ranks share a GPU over NCCL from version 2.31 on, where "
             f"NCCL_MULTI_RANK_GPU_ENABLE=1 is set (here: NCCL {'.'.join(map(str, version))}, "
-            f"NCCL_MULTI_RANK_GPU_ENABLE {variable or 'unset'}); pass process_group_backend='gloo', or name each GPU once"
+            f"NCCL_MULTI_RANK_GPU_ENABLE {variable or 'unset'}); pass process_group_backend='gloo', or name each GPU "
+            "once"
         )
         option_checks.check_shared_gpus(gpus(0, 0), "gloo")
         option_checks.check_shared_gpus(gpus(0, 0), "cpu:nccl,cuda:gloo")

@@ -66,16 +66,17 @@ class StrategyPlan:
 class StrategyResult:
     """One row: the step of one strategy, in seconds, on the slowest rank.
 
-    ``rank_medians_s`` are the medians of all ranks. ``metered`` is what the strategy's own meter says of a step, on the
-    rank that communicates longest: total_ms, hidden_ms, exposed_ms and sent_bytes. ``samples_per_s`` is of all ranks
-    together, from their medians; None where the samples of a batch are not known. A row whose status is not "ok" has a
-    reason in place of figures.
+    ``seconds`` are the steps of that rank, in order. ``rank_medians_s`` are the medians of all ranks. ``metered`` is
+    what the strategy's own meter says of a step, on the rank that communicates longest: total_ms, hidden_ms, exposed_ms
+    and sent_bytes. ``samples_per_s`` is of all ranks together, from their medians; None where the samples of a batch
+    are not known. A row whose status is not "ok" has a reason in place of figures.
     """
 
     label: str
     status: str = OK
     reason: str | None = None
     step_s: Spread | None = None
+    seconds: Sequence[float] = ()
     rank_medians_s: Sequence[float] = ()
     metered: dict[str, float] | None = None
     parameters: int = 0
@@ -92,7 +93,9 @@ def measure(
         plan: of the bench.
         told: of the strategy of each of :attr:`Plan.num_turns`, after the turn.
     """
-    return take_turns([StrategyRun(hosts, each, plan) for each in (Contender(NO_COMMUNICATION), *plan.contenders)], told)
+    return take_turns(
+        [StrategyRun(hosts, each, plan) for each in (Contender(NO_COMMUNICATION), *plan.contenders)], told
+    )
 
 
 def take_turns(
@@ -163,10 +166,12 @@ class StrategyRun:
         if self._out is not None:
             return StrategyResult(label=self.contender.label, status=self._out[0], reason=self._out[1])
         spreads = [Spread.of(seconds) for seconds in self._seconds]
+        slowest = max(range(len(spreads)), key=lambda rank: spreads[rank].median)
         steps_per_s = sum(owns / spread.median for owns, spread in zip(self._owns_batch, spreads, strict=True))
         return StrategyResult(
             label=self.contender.label,
-            step_s=max(spreads, key=lambda spread: spread.median),
+            step_s=spreads[slowest],
+            seconds=self._seconds[slowest],
             rank_medians_s=[spread.median for spread in spreads],
             metered=self._meter_figures(),
             parameters=self._parameters,
