@@ -49,7 +49,7 @@ def sharing_backend() -> str:
 
 
 def place(strategy: Any, devices: Sequence[torch.device], backend: str | None = None) -> None:
-    """Gives a strategy its devices, and Gloo where ranks share one, NCCL does not let them, and the user has not chosen.
+    """Gives a strategy its devices and, where ranks share one and NCCL does not let them, Gloo in place of the default.
 
     Args:
         strategy: of Lightning or of this pack, for ``Trainer(accelerator="auto", devices="auto")``.
