@@ -75,15 +75,16 @@ def ring_over_ddp(place: Place, *, model: type[SmallLayers | BenchGPT]) -> str:
             hosts = stack.enter_context(HostAgents(placement(devices, environment={}), threads=1))
             runs += [StrategyRun(hosts, contender, plan) for contender in plan.contenders]
         results = take_turns(runs)
-    failed = [f"{result.label}: {result.reason}" for result in results if result.reason is not None]
-    assert not failed, "; ".join(failed)
-    turns = [_turns(result, plan.steps) for result in results]
     lines = [
         f"{model.__name__}, batch {plan.subject.batch_size} a rank, {plan.repetitions} turns of {plan.steps} steps",
         columns(_RING, _DDP),
     ]
-    for name, (peer, ours) in {"one rank": turns[:2], "two ranks": turns[2:]}.items():
-        lines.append(compared(name, ours, peer, digits=2))
+    for name, pair in {"one rank": results[:2], "two ranks": results[2:]}.items():
+        if all(result.seconds for result in pair):
+            peer, ours = (_turns(result, plan.steps) for result in pair)
+            lines.append(compared(name, ours, peer, digits=2))
+    failed = [f"{result.label}: {result.reason}" for result in results if result.reason is not None]
+    assert not failed, "\n".join([*failed, *lines])  # the other contenders have their lines
     return _table(lines)
 
 
@@ -105,9 +106,11 @@ def _turns(result: StrategyResult, steps: int) -> list[float]:
     return [statistics.median(result.seconds[a : a + steps]) for a in range(0, len(result.seconds), steps)]
 
 
-def all_reduce(place: Place) -> str:
+def all_reduce(place: Place, *, over_nccl: bool) -> str:
     """What the meter says of all-reduces of float32 between two ranks of a card."""
-    ranks = place.run(2, all_reduce_seconds, place.card)
+    if over_nccl and not (place.card.is_gpu and place.card.backend_of(2) == "nccl"):
+        raise NotPossibleError("NCCL does not share a GPU here, or there is none")
+    ranks = place.run(2, all_reduce_seconds, place.card, over_nccl)
     lines = [f"{'size':8} {'':24} {'':28} {'algbw (GB/s)':>12}  ratio to Gloo"]
     for size in _ROUNDS:
         found = {way: _slowest([each[size][way] for each in ranks]) for way in ranks[0][size]}
@@ -119,16 +122,17 @@ def all_reduce(place: Place) -> str:
     return _table(lines)
 
 
-def all_reduce_seconds(card: Card) -> dict[int, dict[str, list[float]]]:
+def all_reduce_seconds(card: Card, over_nccl: bool) -> dict[int, dict[str, list[float]]]:
     """This rank's seconds by size and way, from its start to the end of the copy to the device."""
     init_group()
     device = card.device(rank())
     with ExitStack() as stack:
-        ways = _ways(card, device, stack)
+        ways = _ways(device if over_nccl else None, stack)
         return {size: _metered(ways, torch.empty(size // 4, device=device), rounds) for size, rounds in _ROUNDS.items()}
 
 
-def _ways(card: Card, device: torch.device, stack: ExitStack) -> dict[str, Callable[[Tensor], object]]:
+def _ways(nccl_device: torch.device | None, stack: ExitStack) -> dict[str, Callable[[Tensor], object]]:
+    """All-reduces through the host's memory and, if a device is given, through NCCL."""
     gloo, own = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
     shared = GradientReducer(own, Meter(), all_reduce=HierarchicalAllReduce(SharedMemoryAllReduce(own), None))
     stack.callback(shared.close)
@@ -136,8 +140,8 @@ def _ways(card: Card, device: torch.device, stack: ExitStack) -> dict[str, Calla
         "torch over Gloo": partial(dist.all_reduce, group=gloo),
         "ring_ddp, shared memory": shared.average,
     }
-    if card.backend_of(world_size()) == "nccl":
-        nccl = dist.new_group(backend="nccl", device_id=device)
+    if nccl_device is not None:
+        nccl = dist.new_group(backend="nccl", device_id=nccl_device)
         ways["torch over NCCL"] = partial(dist.all_reduce, group=nccl)
         ways["ring_ddp over NCCL"] = GradientReducer(nccl, Meter()).average
     return ways
@@ -260,7 +264,8 @@ def figures(card: Card) -> list[Check]:
     functions: dict[str, tuple[Callable[[Place], str], int]] = {
         "ring_ddp over ddp, small parameters": (partial(ring_over_ddp, model=SmallLayers), 0),
         "ring_ddp over ddp, GPT": (partial(ring_over_ddp, model=BenchGPT), 0),
-        "all-reduce inside a card": (all_reduce, 2),
+        "all-reduce through the host": (partial(all_reduce, over_nccl=False), 2),
+        "all-reduce through NCCL": (partial(all_reduce, over_nccl=True), 2),
         "coding of gradients": (coding, 1),
         "pipeline_1f1b over torch by hand": (pipeline, 2),
         "tensor_split over DTensor": (split_layers, 2),
