@@ -77,11 +77,20 @@ def median_ms(function: Callable[[], Any], rounds: int, clock: Callable[[], floa
 
 def coding_times(compressor: Any, numel: int, rounds: int) -> tuple[float, float]:
     """Processor time in ms to encode and to decode ``numel`` elements, error feedback included."""
-    values, errors = torch.randn(numel), torch.zeros(numel)
+    encode, decode = coders(compressor, numel)
+    return median_ms(encode, rounds, time.thread_time), median_ms(decode, rounds, time.thread_time)
+
+
+def coders(
+    compressor: Any, numel: int, device: torch.device | None = None
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """What encodes ``numel`` elements on a device, error feedback included, and what decodes them."""
+    values, errors = torch.randn(numel, device=device), torch.zeros(numel, device=device)
     if isinstance(compressor, ElementwiseCompressor):
         starts = range(0, numel, DEFAULT_SEGMENT_ELEMENTS)
         runs = [slice(a, min(a + DEFAULT_SEGMENT_ELEMENTS, numel)) for a in starts]
-        wires = [torch.empty(compressor.encoded_bytes(run.stop - run.start), dtype=torch.uint8) for run in runs]
+        sizes = [compressor.encoded_bytes(run.stop - run.start) for run in runs]
+        wires = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
         def encode() -> None:
             for run, wire in zip(runs, wires, strict=True):
@@ -95,8 +104,8 @@ def coding_times(compressor: Any, numel: int, rounds: int) -> tuple[float, float
         assert isinstance(compressor, PowerSGD)
         rank, columns = compressor.rank, 1024
         matrix, error = values.view(-1, columns), errors.view(-1, columns)
-        q = first_factor("weight", rank, columns)
-        p = torch.empty(matrix.shape[0], rank)
+        q = first_factor("weight", rank, columns).to(device)
+        p = torch.empty(matrix.shape[0], rank, device=device)
 
         def encode() -> None:
             torch.add(matrix, error, out=error)
@@ -108,7 +117,7 @@ def coding_times(compressor: Any, numel: int, rounds: int) -> tuple[float, float
             matrix.zero_()
             add_product(matrix, p, q)
 
-    return median_ms(encode, rounds, time.thread_time), median_ms(decode, rounds, time.thread_time)
+    return encode, decode
 
 
 def exchange_times(

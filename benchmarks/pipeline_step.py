@@ -16,11 +16,10 @@ import json
 import logging
 import os
 import platform
-import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor
 from typing_extensions import override
 
+from benchmarks.compared import columns, compared
 from benchmarks.raw_pipeline import RawPipeline, gpt_loss, gpt_stages
 from lightning_multigpu._torch_compat import new_group_in_order
 from lightning_multigpu.bench.strategies.models import BenchGPT, repeated
+from lightning_multigpu.communication.metering.clocks import synchronise
 from lightning_multigpu.planning.pipelines.schedule_order import SCHEDULES
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from tests.world import free_port
@@ -43,6 +44,7 @@ from tests.world import free_port
 NUM_RANKS = 2
 WARM_UP = 3  # turns that are not counted
 ALONE = "one device"
+_CPU = torch.device("cpu")
 
 ByHand = Callable[[Tensor], Tensor | None]
 """Trains one step on a batch; gives the loss where it is known."""
@@ -55,15 +57,19 @@ class TakesTurns(Callback):
         by_hand: makes the step by hand, once the ranks have joined.
         batches: what is trained on by hand, from a loader of its own.
         turns: of each.
+        device: of this rank; both are timed until it has done its work.
     """
 
-    def __init__(self, by_hand: Callable[[], ByHand], batches: Iterator[Tensor], turns: int) -> None:
+    def __init__(
+        self, by_hand: Callable[[], ByHand], batches: Iterator[Tensor], turns: int, device: torch.device
+    ) -> None:
         self.trainer_s: list[float] = []
         self.by_hand_s: list[float] = []
         self.losses: list[tuple[float, float]] = []
         self._make = by_hand
         self._batches = batches
         self._turns = turns
+        self._device = device
         self._start_s = 0.0
         self._output: Tensor | None = None
 
@@ -80,29 +86,33 @@ class TakesTurns(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx:
-            self.trainer_s.append(time.perf_counter() - self._start_s)
+            self.trainer_s.append(self._now_s() - self._start_s)
             self._by_hand()
             if len(self.trainer_s) == self._turns:
                 trainer.should_stop = True
         if dist.is_initialized():
             dist.barrier()
-        self._start_s = time.perf_counter()
+        self._start_s = self._now_s()
+
+    def _now_s(self) -> float:
+        synchronise(self._device)
+        return time.perf_counter()
 
     def _by_hand(self) -> None:
         if dist.is_initialized():
             dist.barrier()
-        start_s = time.perf_counter()
-        loss = self._step(next(self._batches))
-        self.by_hand_s.append(time.perf_counter() - start_s)
+        start_s = self._now_s()
+        loss = self._step(next(self._batches).to(self._device))
+        self.by_hand_s.append(self._now_s() - start_s)
         if loss is not None:
             self.losses.append((float(self._output), float(loss)))
 
 
-def raw_schedule(model: BenchGPT, schedule: str, num_micro_batches: int) -> ByHand:
+def raw_schedule(model: BenchGPT, schedule: str, num_micro_batches: int, device: torch.device) -> ByHand:
     """torch's schedule; the rank with the last stage is rank 0, as in the strategies."""
-    group = new_group_in_order(list(reversed(range(NUM_RANKS))), backend="gloo")
+    group = new_group_in_order(list(reversed(range(NUM_RANKS))), backend=dist.get_backend())
     stages = gpt_stages(model, schedule, dist.get_rank(group), NUM_RANKS)
-    pipeline = RawPipeline(group, schedule, num_micro_batches, stages, gpt_loss)
+    pipeline = RawPipeline(group, schedule, num_micro_batches, stages, gpt_loss, device)
     optimizer = torch.optim.SGD([p for stage in stages for p in stage.parameters()], lr=1e-3)
 
     def step(batch: Tensor) -> Tensor | None:
@@ -135,32 +145,61 @@ def run_rank(rank: int, port: int, schedule: str, num_micro_batches: int, given:
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    seed_everything(0, verbose=False)
-    model = BenchGPT(given.width)
-    batch = model.example_batch(given.batch_size)
-    by_hand = copy.deepcopy(model)
-    num_batches = given.turns + 1
-    callback = TakesTurns(
-        lambda: plain_loop(by_hand) if alone else raw_schedule(by_hand, schedule, num_micro_batches),
-        iter(repeated(batch, given.batch_size, num_batches, 1)),
-        given.turns,
-    )
-    options: dict[str, Any] = {"devices": 1}
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1}
     if not alone:
         strategy = PipelineStrategy(schedule=schedule, num_micro_batches=num_micro_batches)  # type: ignore[arg-type]
-        options = {"devices": NUM_RANKS, "strategy": strategy, "plugins": [LightningEnvironment()]}
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=1, callbacks=[callback], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
+        options |= {"devices": NUM_RANKS, "strategy": strategy}
     profiler = _profiler(given, rank)
-    trainer.fit(model, repeated(batch, given.batch_size, num_batches, 1))
+    seconds = turns_of(
+        schedule, num_micro_batches, options, batch_size=given.batch_size, width=given.width, turns=given.turns
+    )
     if profiler is not None:
         profiler.disable()
         profiler.dump_stats(f"{given.profile}.{schedule}.{num_micro_batches}.{rank}")
+    Path(path, f"{rank}.json").write_text(json.dumps(seconds))
+
+
+def turns_of(
+    schedule: str,
+    num_micro_batches: int,
+    options: dict[str, Any],
+    *,
+    batch_size: int,
+    width: int,
+    turns: int,
+    device: torch.device = _CPU,
+) -> tuple[list[float], list[float]]:
+    """Seconds of this rank's steps, turn by turn: of the Trainer, and by hand.
+
+    Args:
+        schedule: torch's name of the schedule, or :data:`ALONE`.
+        num_micro_batches: M.
+        options: the Trainer's strategy and devices.
+        batch_size: samples of a step.
+        width: of the model.
+        turns: of each.
+        device: of this rank.
+    """
+    alone = schedule == ALONE
+    seed_everything(0, verbose=False)
+    model = BenchGPT(width)
+    batch = model.example_batch(batch_size)
+    by_hand = copy.deepcopy(model).to(device)
+    num_batches = turns + 1
+    callback = TakesTurns(
+        lambda: plain_loop(by_hand) if alone else raw_schedule(by_hand, schedule, num_micro_batches, device),
+        iter(repeated(batch, batch_size, num_batches, 1)),
+        turns,
+        device,
+    )
+    trainer = Trainer(
+        max_epochs=1, callbacks=[callback], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, plugins=None if alone else [LightningEnvironment()], **options,
+    )  # fmt: skip
+    trainer.fit(model, repeated(batch, batch_size, num_batches, 1))
     if any(abs(ours - raw) > 1e-4 * raw for ours, raw in callback.losses):
         raise RuntimeError(f"the losses of both differ: {callback.losses}")
-    Path(path, f"{rank}.json").write_text(json.dumps([callback.trainer_s, callback.by_hand_s]))
+    return callback.trainer_s, callback.by_hand_s
 
 
 def _profiler(given: argparse.Namespace, rank: int) -> Any:
@@ -181,23 +220,13 @@ def measure(schedule: str, num_micro_batches: int, given: argparse.Namespace) ->
             run_rank, (free_port(), schedule, num_micro_batches, given, directory), nprocs=num_ranks
         )
         ranks = [json.loads(Path(directory, f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    return on_slowest_rank(ranks)
+
+
+def on_slowest_rank(ranks: Sequence[Sequence[list[float]]]) -> tuple[list[float], list[float]]:
+    """Both columns of :func:`turns_of` over all ranks, without the turns that warm up."""
     ours, raw = ([max(turn) for turn in zip(*(rank[i] for rank in ranks), strict=True)][WARM_UP:] for i in range(2))
     return ours, raw
-
-
-def show(name: str, ours: list[float], raw: list[float]) -> None:
-    """Medians, quartiles, and the median of the turns' ratios."""
-    cells = []
-    for seconds in (ours, raw):
-        low, middle, high = (1e3 * value for value in statistics.quantiles(seconds, n=4))
-        cells.append(f"{middle:7.1f} ms ({low:.1f} to {high:.1f})")
-    ratios = [a / b for a, b in zip(ours, raw, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    print(
-        f"{name:18} {cells[0]:28} {cells[1]:28} {statistics.median(ours) / statistics.median(raw):.3f}; "
-        f"turn by turn {middle:.3f} ({low:.3f} to {high:.3f})",
-        flush=True,
-    )
 
 
 def main() -> None:
@@ -215,11 +244,11 @@ def main() -> None:
         f"{time.strftime('%Y-%m-%d')}; {NUM_RANKS} ranks, batch {given.batch_size}, {given.turns - WARM_UP} "
         "steps of each, in turns"
     )
-    print(f"{'':18} {'Trainer.fit':28} {'by hand':28} ratio")
+    print(columns("Trainer.fit", "by hand"))
     for schedule in given.schedules:
         for num_micro_batches in given.micro_batches if schedule != ALONE else [1]:
             name = f"{schedule}, M = {num_micro_batches}" if schedule != ALONE else schedule
-            show(name, *measure(schedule, num_micro_batches, given))
+            print(compared(name, *measure(schedule, num_micro_batches, given)), flush=True)
 
 
 if __name__ == "__main__":

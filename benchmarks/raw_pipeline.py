@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from lightning_multigpu.bench.strategies.models import BenchGPT
 
+_CPU = torch.device("cpu")
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
@@ -40,6 +41,7 @@ class RawPipeline:
         num_micro_batches: M.
         modules: of this rank's stages.
         loss_fn: of the last stage's output and the micro-batch's target.
+        device: of the stages.
     """
 
     def __init__(
@@ -49,11 +51,12 @@ class RawPipeline:
         num_micro_batches: int,
         modules: Sequence[nn.Module],
         loss_fn: Callable[[Tensor, Tensor], Tensor],
+        device: torch.device = _CPU,
     ) -> None:
         self.position, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         num_stages = num_ranks * len(modules)
         stages = [
-            PipelineStage(module, self.position + index * num_ranks, num_stages, torch.device("cpu"), group=group)
+            PipelineStage(module, self.position + index * num_ranks, num_stages, device, group=group)
             for index, module in enumerate(modules)
         ]
         self._has_last = stages[-1].is_last

@@ -19,16 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
-import fairscale.nn.model_parallel as fairscale
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 from benchmarks.heading import heading
+from lightning_multigpu.communication.metering.clocks import synchronise
 from lightning_multigpu.engine.tensor_split.blocks import find_blocks, order_of_calls
 from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear, RowSplitLinear
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
@@ -88,7 +88,7 @@ def split_gpt(
     width: int, group: TensorGroup, x: Tensor, sequence_split: Literal["keep", "gather_again"] | None = None
 ) -> nn.Module:
     """Blocks that are found, tried and split as the strategy does it."""
-    model = GPT(width)
+    model = GPT(width).to(x.device)
 
     def gather(value: Any) -> list[Any]:
         values: list[Any] = [None] * _RANKS
@@ -116,22 +116,22 @@ def split_gpt(
     return model
 
 
-def gpt_models(width: int, group: TensorGroup, x: Tensor) -> dict[str, nn.Module]:
-    """The same blocks of GPT-2 in each way."""
+def gpt_models(width: int, group: TensorGroup, x: Tensor) -> dict[str, Callable[[], nn.Module]]:
+    """What makes the same blocks of GPT-2 in each way."""
     column, row = ("queries", "keys", "values", "up"), ("output", "down")
     plan = {f"blocks.*.{layer}": ColwiseParallel() if layer in column else RowwiseParallel() for layer in column + row}
     return {
-        "split": split_gpt(width, group, x),
-        "sequence": split_gpt(width, group, x, "keep"),
-        "sequence, gathered again": split_gpt(width, group, x, "gather_again"),
-        "DTensor": parallelize_module(GPT(width), init_device_mesh("cpu", (_RANKS,)), plan),
-        "without communication": GPT(width, _RANKS),
-        "one process": GPT(width),
+        "split": lambda: split_gpt(width, group, x),
+        "sequence": lambda: split_gpt(width, group, x, "keep"),
+        "sequence, gathered again": lambda: split_gpt(width, group, x, "gather_again"),
+        "DTensor": lambda: parallelize_module(GPT(width).to(x.device), _mesh(group, x.device), plan),
+        "without communication": lambda: GPT(width, _RANKS),
+        "one process": lambda: GPT(width),
     }
 
 
-def models(width: int, group: TensorGroup) -> dict[str, nn.Module]:
-    """The same pairs of layers in each way."""
+def models(width: int, group: TensorGroup, x: Tensor) -> dict[str, Callable[[], nn.Module]]:
+    """What makes the same pairs of layers in each way."""
     hidden, part = 4 * width, 4 * width // _RANKS
 
     def whole() -> nn.Sequential:
@@ -140,17 +140,28 @@ def models(width: int, group: TensorGroup) -> dict[str, nn.Module]:
     plan = {str(3 * block + layer): (ColwiseParallel(), RowwiseParallel())[layer // 2]
             for block in range(_BLOCKS) for layer in (0, 2)}  # fmt: skip
     return {
-        "split": chain(
+        "split": lambda: chain(
             lambda: ColumnSplitLinear(width, hidden, group=group), lambda: RowSplitLinear(hidden, width, group=group)
         ),
-        "DTensor": parallelize_module(whole(), init_device_mesh("cpu", (_RANKS,)), plan),
-        "FairScale": chain(
-            lambda: fairscale.ColumnParallelLinear(width, hidden, gather_output=False),
-            lambda: fairscale.RowParallelLinear(hidden, width, input_is_parallel=True),
-        ),
-        "without communication": chain(lambda: nn.Linear(width, part), lambda: nn.Linear(part, width)),
-        "one process": whole(),
+        "DTensor": lambda: parallelize_module(whole().to(x.device), _mesh(group, x.device), plan),
+        "FairScale": lambda: _fairscale(width, hidden),
+        "without communication": lambda: chain(lambda: nn.Linear(width, part), lambda: nn.Linear(part, width)),
+        "one process": whole,
     }
+
+
+def _mesh(group: TensorGroup, device: torch.device) -> DeviceMesh:
+    return DeviceMesh.from_group(group.group, device.type)
+
+
+def _fairscale(width: int, hidden: int) -> nn.Module:
+    import fairscale.nn.model_parallel as fairscale  # which an environment may not have
+
+    fairscale.initialize_model_parallel(_RANKS)
+    return chain(
+        lambda: fairscale.ColumnParallelLinear(width, hidden, gather_output=False),
+        lambda: fairscale.RowParallelLinear(hidden, width, input_is_parallel=True),
+    )
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
@@ -160,8 +171,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) ->
     optimizer.step()
 
 
-def measured(ways: dict[str, nn.Module], x: Tensor, turns: int) -> dict[str, list[float]]:
-    """Seconds of a step in each way and turn; all ranks call it."""
+def measured(ways: dict[str, nn.Module], x: Tensor, turns: int, turn_s: float = _TURN_S) -> dict[str, list[float]]:
+    """Seconds of a step in each way and turn, of about ``turn_s`` seconds; all ranks call it."""
     rank = dist.get_rank()
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=1e-4) for name, model in ways.items()}
     found: dict[str, list[float]] = {name: [] for name in ways}
@@ -173,11 +184,12 @@ def measured(ways: dict[str, nn.Module], x: Tensor, turns: int) -> dict[str, lis
             if name != "one process" or rank == 0:
                 for _ in range(steps):
                     step(ways[name], optimizers[name], x)
+            synchronise(x.device)
             dist.barrier()
             if turn:  # the first one warms up
                 seconds.append((time.perf_counter() - start_s) / steps)
             elif name == "split":
-                counted = torch.tensor([max(1.0, _TURN_S / (time.perf_counter() - start_s))])
+                counted = torch.tensor([max(1.0, turn_s / (time.perf_counter() - start_s))], device=x.device)
                 dist.broadcast(counted, 0)
                 steps = min(50, int(counted))
     return found
@@ -187,11 +199,11 @@ def work(rank: int, port: int, sizes: Sequence[tuple[int, ...]], gpt: Sequence[t
     """Times all ways on one rank; the first one prints."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=_RANKS)
-    fairscale.initialize_model_parallel(_RANKS)
     group = TensorGroup(dist.group.WORLD)
     for width, *shape in (*sizes, *gpt):
         x = torch.randn(*shape, width, generator=torch.Generator().manual_seed(1))
-        ways = models(width, group) if len(shape) == 1 else gpt_models(width, group, x)
+        makers = (models if len(shape) == 1 else gpt_models)(width, group, x)
+        ways = {name: make() for name, make in makers.items()}
         found = measured(ways, x, turns)
         if rank == 0:
             kind = f"{shape[0]} rows" if len(shape) == 1 else f"GPT-2 blocks, {shape[0]} x {shape[1]} tokens"

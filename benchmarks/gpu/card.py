@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
-from lightning_multigpu.strategies.option_checks import SHARING_NCCL, SHARING_VARIABLE
+from lightning_multigpu.runtime.shared_gpus import ask_nccl_to_share, place, rank_devices, sharing_backend
 
 _VARIABLES = {"kind": "TESTS_DEVICE_KIND", "count": "TESTS_DEVICE_COUNT", "backend": "TESTS_DEVICE_BACKEND"}
 
@@ -41,9 +41,8 @@ class Card:
             raise ValueError("--device=cuda: torch finds no GPU on this machine; pass --device=cpu")
         if kind == "cpu" or not count:
             return cls("cpu", 1, "gloo")
-        os.environ.setdefault(SHARING_VARIABLE, "1")  # ranks inherit it; older versions of NCCL ignore it
-        shares = torch.cuda.nccl.version() >= SHARING_NCCL and os.environ[SHARING_VARIABLE] == "1"
-        return cls("cuda", count, "nccl" if shares else "gloo")
+        ask_nccl_to_share()
+        return cls("cuda", count, sharing_backend())
 
     @classmethod
     def of_environment(cls) -> Card:
@@ -65,11 +64,11 @@ class Card:
 
     def device(self, rank: int = 0) -> torch.device:
         """The device of a rank."""
-        return torch.device("cuda", rank % self.count) if self.is_gpu else torch.device("cpu")
+        return self.devices(rank + 1)[rank]
 
     def devices(self, ranks: int) -> list[torch.device]:
         """One device for each rank; the same for several ranks where there are too few."""
-        return [self.device(rank) for rank in range(ranks)]
+        return rank_devices(self.kind, ranks, self.count)
 
     def backend_of(self, ranks: int) -> str:
         """The back end of a group of ``ranks``: NCCL where each has a GPU of its own."""
@@ -84,9 +83,7 @@ class Card:
         """
         if isinstance(strategy, str):
             return {"accelerator": "gpu" if self.is_gpu else "cpu", "devices": 1, "strategy": strategy}
-        strategy.parallel_devices = self.devices(ranks)  # type: ignore[attr-defined]
-        if hasattr(strategy, "_process_group_backend"):
-            strategy._process_group_backend = self.backend_of(ranks)
+        place(strategy, self.devices(ranks), self.backend)
         return {"accelerator": "auto", "devices": "auto", "strategy": strategy}
 
     def ddp(self) -> DDPStrategy:

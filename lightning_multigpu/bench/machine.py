@@ -17,6 +17,7 @@ import torch
 from lightning_multigpu.bench.jobs.placement import Placement
 from lightning_multigpu.callbacks.probes import machine_of
 from lightning_multigpu.commands.usage import PROGRAM
+from lightning_multigpu.runtime.shared_gpus import sharing_note
 
 _FILES = ("--json", "--plot", "--config")
 _PATH = re.compile(r"(?<![^\s'\"\[(=:,])(?:~|\.{0,2})/(?:[^\s:,;'\"\])/]+/)*([^\s:,;'\"\])/]+)")
@@ -32,10 +33,11 @@ def header(placement: Placement, *, threads: int, device_type: str, command: Seq
         device_type: "cpu" or "cuda".
         command: what follows the program's name.
     """
+    machine = machine_of(device_type)
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "command": _shown(command),
-        "machine": machine_of(device_type),
+        "machine": machine,
         "versions": {
             "lightning_multigpu": version("lightning-multigpu"),
             "lightning": version("lightning"),
@@ -47,6 +49,7 @@ def header(placement: Placement, *, threads: int, device_type: str, command: Seq
         "ranks_per_node": placement.devices,
         "threads_per_rank": threads,
         "device": device_type,
+        "note": sharing_note(placement.devices, len(machine["gpus"])) if device_type == "cuda" else None,
     }
 
 
@@ -61,6 +64,7 @@ def header_lines(header: dict[str, Any]) -> list[str]:
         "# " + ", ".join(f"{name} {number}" for name, number in versions.items()),
         f"# {header['ranks']} ranks ({header['nodes']} x {header['ranks_per_node']}), "
         f"{header['threads_per_rank']} intra-op thread(s) a rank, {header['device']} tensors",
+        *([f"# {header['note']}"] if header["note"] else []),
     ]
 
 

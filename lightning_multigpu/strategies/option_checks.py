@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_multigpu._lightning_internals import asked_precision
 from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu.runtime.run_context import RunContext
+from lightning_multigpu.runtime.shared_gpus import refusal_of_nccl, share_a_gpu
 
 DEVICE_TYPES = ("cpu", "cuda")
 SHORTEST_OF_HOSTS_S = 5.0
@@ -115,11 +116,6 @@ def check_devices(devices: Sequence[torch.device], *, cpu_count: int, gpu_count:
         )
 
 
-SHARING_NCCL = (2, 31)
-"""The first version of NCCL that lets several ranks share a GPU."""
-SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
-
-
 def check_shared_gpus(devices: Sequence[torch.device], backend: str | None) -> None:
     """Checks that the process group back end lets the ranks of this host share a GPU, where they do.
 
@@ -127,15 +123,13 @@ def check_shared_gpus(devices: Sequence[torch.device], backend: str | None) -> N
         devices: the device of each rank.
         backend: as for :func:`check_backend`.
     """
-    indices = [device.index or 0 for device in devices if device.type == "cuda"]
-    if len(set(indices)) == len(indices) or _backend_for(backend or "nccl", "cuda") != "nccl":
+    if not share_a_gpu(devices) or _backend_for(backend or "nccl", "cuda") != "nccl":
         return
-    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-    if version < SHARING_NCCL or os.environ.get(SHARING_VARIABLE) != "1":
+    refusal = refusal_of_nccl()
+    if refusal is not None:
         raise ValueError(
-            f"parallel_devices={indices}: ranks share a GPU over NCCL from version 2.31 on, where {SHARING_VARIABLE}=1 "
-            f"is set (here: NCCL {'.'.join(map(str, version))}, {SHARING_VARIABLE} "
-            f"{os.environ.get(SHARING_VARIABLE, 'unset')}); pass process_group_backend='gloo', or name each GPU once"
+            f"parallel_devices={[device.index or 0 for device in devices]}: {refusal}; pass "
+            "process_group_backend='gloo', or name each GPU once"
         )
 
 

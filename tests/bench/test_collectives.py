@@ -41,7 +41,7 @@ def test_every_operation_on_every_implementation_that_is_there(
     document = bench(tmp_path, *QUICK, "--link-gbit=400", f"--plot={tmp_path}/times.svg")
     assert list(document) == [
         *("schema_version", "date", "command", "machine", "versions", "ranks", "nodes", "ranks_per_node"),
-        *("threads_per_rank", "device", "settings", "results"),
+        *("threads_per_rank", "device", "note", "settings", "results"),
     ]
     assert (document["ranks"], document["nodes"], document["threads_per_rank"]) == (2, 1, 1)
     results = document["results"]

@@ -14,6 +14,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning_multigpu import ShardedStrategy
 from lightning_multigpu.registry import Regime
 from lightning_multigpu.runtime.run_context import RunContext
+from lightning_multigpu.runtime.shared_gpus import SHARING_VARIABLE
 from lightning_multigpu.strategies import option_checks
 from tests.strategies.tasks import regimes_of_each_strategy
 
@@ -163,9 +164,9 @@ class TestDevices:
         self, version: tuple[int, ...], variable: str | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
-        monkeypatch.delenv(option_checks.SHARING_VARIABLE, raising=False)
+        monkeypatch.delenv(SHARING_VARIABLE, raising=False)
         if variable is not None:
-            monkeypatch.setenv(option_checks.SHARING_VARIABLE, variable)
+            monkeypatch.setenv(SHARING_VARIABLE, variable)
         assert message_of(option_checks.check_shared_gpus, gpus(0, 0), None) == (
             "parallel_devices=[0, 0]: ranks share a GPU over NCCL from version 2.31 on, where "
             f"NCCL_MULTI_RANK_GPU_ENABLE=1 is set (here: NCCL {'.'.join(map(str, version))}, "
@@ -178,7 +179,7 @@ class TestDevices:
 
     def test_nccl_that_shares_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 31, 2))
-        monkeypatch.setenv(option_checks.SHARING_VARIABLE, "1")
+        monkeypatch.setenv(SHARING_VARIABLE, "1")
         option_checks.check_shared_gpus(gpus(0, 0), "nccl")
 
     def test_another_accelerator(self) -> None:

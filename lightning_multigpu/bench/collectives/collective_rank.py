@@ -16,6 +16,7 @@ from lightning_multigpu.bench.collectives.operations import BY_NAME, Buffers
 from lightning_multigpu.bench.collectives.pattern import Pattern
 from lightning_multigpu.bench.jobs.local_ranks import Requests, Seat
 from lightning_multigpu.communication.metering.clocks import clock_of
+from lightning_multigpu.runtime.shared_gpus import rank_devices, refusal_of_nccl, share_a_gpu
 
 _ESTIMATING_CALLS = 2
 _LATE_S = 0.05
@@ -95,6 +96,9 @@ def serve(settings: CollectiveSettings, seat: Seat, requests: Requests) -> None:
 
 def _join(settings: CollectiveSettings, seat: Seat) -> Store:
     device = _device(settings, seat)
+    refusal = refusal_of_nccl() if _meets_over_nccl(settings, seat) else None
+    if refusal is not None:
+        raise RuntimeError(refusal)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = PrefixStore(seat.job, TCPStore(seat.placement.main_address, seat.store_port, is_master=False))
@@ -109,10 +113,17 @@ def _join(settings: CollectiveSettings, seat: Seat) -> Store:
     return store
 
 
+def _meets_over_nccl(settings: CollectiveSettings, seat: Seat) -> bool:
+    """Whether ranks are to share a GPU over NCCL, which may refuse with a message that does not say why."""
+    return settings.implementation.backend == "nccl" and share_a_gpu(_devices(settings, seat))
+
+
 def _device(settings: CollectiveSettings, seat: Seat) -> torch.device:
-    if settings.device_type != "cuda":
-        return torch.device("cpu")
-    return torch.device("cuda", seat.local_rank % max(1, torch.cuda.device_count()))
+    return _devices(settings, seat)[seat.local_rank]
+
+
+def _devices(settings: CollectiveSettings, seat: Seat) -> list[torch.device]:
+    return rank_devices(settings.device_type, seat.placement.devices, max(1, torch.cuda.device_count()))
 
 
 class _Bench:

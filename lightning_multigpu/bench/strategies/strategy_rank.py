@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
@@ -19,6 +20,7 @@ from lightning_multigpu.bench.strategies.models import Subject, brings_batch, re
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.report.statistics import quantile
+from lightning_multigpu.runtime.shared_gpus import place, rank_devices
 
 
 @dataclass(frozen=True)
@@ -142,19 +144,18 @@ def serve(settings: StrategySettings, seat: Seat, requests: Requests) -> None:
 
 
 def _trainer(settings: StrategySettings, seat: Seat, callbacks: list[Callback]) -> Trainer:
-    on_gpus = settings.device_type == "cuda"
-    devices: Any = list(range(seat.placement.devices)) if on_gpus else seat.placement.devices
+    devices = rank_devices(settings.device_type, seat.placement.devices, torch.cuda.device_count())
     strategy: Strategy
     if settings.contender.strategy is None:
-        devices = [seat.local_rank] if on_gpus else 1
-        strategy, num_nodes = SingleDeviceStrategy(f"cuda:{seat.local_rank}" if on_gpus else "cpu"), 1
+        strategy, num_nodes = SingleDeviceStrategy(devices[seat.local_rank]), 1
     else:
         # As if this rank had been started by hand: Lightning then starts none.
         os.environ.update(LOCAL_RANK=str(seat.local_rank), NODE_RANK=str(seat.placement.node_rank))
         strategy, num_nodes = settings.contender.make(), seat.placement.num_nodes
+        place(strategy, devices)
     return Trainer(
-        accelerator="gpu" if on_gpus else "cpu",
-        devices=devices,
+        accelerator="gpu" if settings.device_type == "cuda" else "cpu",
+        devices="auto",
         num_nodes=num_nodes,
         strategy=strategy,
         # A rank whose turn is over sleeps with the next batch of its own loader in hand: at the end of an epoch whose

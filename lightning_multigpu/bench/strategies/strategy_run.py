@@ -38,7 +38,8 @@ class StrategyPlan:
         repetitions: turns of each strategy.
         steps: timed steps of a turn.
         warm_up: steps before them, in each turn.
-        timeout_s: for a turn; the first has :data:`START_TIMEOUT_S` more.
+        timeout_s: for a turn.
+        start_timeout_s: for the start, which the first turn has besides.
     """
 
     contenders: Sequence[Contender]
@@ -48,6 +49,7 @@ class StrategyPlan:
     steps: int
     warm_up: int
     timeout_s: float
+    start_timeout_s: float = START_TIMEOUT_S
 
     @property
     def num_turns(self) -> int:
@@ -64,16 +66,17 @@ class StrategyPlan:
 class StrategyResult:
     """One row: the step of one strategy, in seconds, on the slowest rank.
 
-    ``rank_medians_s`` are the medians of all ranks. ``metered`` is what the strategy's own meter says of a step, on the
-    rank that communicates longest: total_ms, hidden_ms, exposed_ms and sent_bytes. ``samples_per_s`` is of all ranks
-    together, from their medians; None where the samples of a batch are not known. A row whose status is not "ok" has a
-    reason in place of figures.
+    ``seconds`` are the steps of that rank, in order. ``rank_medians_s`` are the medians of all ranks. ``metered`` is
+    what the strategy's own meter says of a step, on the rank that communicates longest: total_ms, hidden_ms, exposed_ms
+    and sent_bytes. ``samples_per_s`` is of all ranks together, from their medians; None where the samples of a batch
+    are not known. A row whose status is not "ok" has a reason in place of figures.
     """
 
     label: str
     status: str = OK
     reason: str | None = None
     step_s: Spread | None = None
+    seconds: Sequence[float] = ()
     rank_medians_s: Sequence[float] = ()
     metered: dict[str, float] | None = None
     parameters: int = 0
@@ -90,12 +93,22 @@ def measure(
         plan: of the bench.
         told: of the strategy of each of :attr:`Plan.num_turns`, after the turn.
     """
-    runners = [_Runner(hosts, contender, plan) for contender in (Contender(NO_COMMUNICATION), *plan.contenders)]
+    return take_turns(
+        [StrategyRun(hosts, each, plan) for each in (Contender(NO_COMMUNICATION), *plan.contenders)], told
+    )
+
+
+def take_turns(
+    runners: Sequence[StrategyRun], told: Callable[[str], object] = lambda label: None
+) -> list[StrategyResult]:
+    """The rows of runs with equal plans, also of different numbers of ranks; they start at the same time."""
     try:
         for runner in runners:
             runner.start()
+        for runner in runners:
+            runner.first_turn()
             told(runner.contender.label)
-        for repetition in range(plan.repetitions):
+        for repetition in range(runners[0].plan.repetitions):
             first = repetition % len(runners)
             for runner in [*runners[first:], *runners[:first]]:
                 runner.turn()
@@ -107,7 +120,7 @@ def measure(
 
 
 @dataclass
-class _Runner:
+class StrategyRun:
     """One strategy in the course of the run."""
 
     hosts: HostAgents
@@ -122,11 +135,14 @@ class _Runner:
     _devices_per_rank: int = 1
 
     def start(self) -> None:
-        """Starts the ranks and has them train a turn that does not count."""
+        """Starts the ranks."""
         plan = self.plan
         settings = StrategySettings(self.contender, plan.subject, plan.device_type, plan.num_steps)
         self._job = self.hosts.start("strategy", serve, settings, one_process=self.contender.is_one_process)
-        self._ask(Turn(plan.warm_up, plan.steps), plan.timeout_s + START_TIMEOUT_S)
+
+    def first_turn(self) -> None:
+        """Waits for the ranks, and has them train a turn that does not count."""
+        self._ask(Turn(self.plan.warm_up, self.plan.steps), self.plan.timeout_s + self.plan.start_timeout_s)
 
     def turn(self) -> None:
         """One turn that counts."""
@@ -150,10 +166,12 @@ class _Runner:
         if self._out is not None:
             return StrategyResult(label=self.contender.label, status=self._out[0], reason=self._out[1])
         spreads = [Spread.of(seconds) for seconds in self._seconds]
+        slowest = max(range(len(spreads)), key=lambda rank: spreads[rank].median)
         steps_per_s = sum(owns / spread.median for owns, spread in zip(self._owns_batch, spreads, strict=True))
         return StrategyResult(
             label=self.contender.label,
-            step_s=max(spreads, key=lambda spread: spread.median),
+            step_s=spreads[slowest],
+            seconds=self._seconds[slowest],
             rank_medians_s=[spread.median for spread in spreads],
             metered=self._meter_figures(),
             parameters=self._parameters,

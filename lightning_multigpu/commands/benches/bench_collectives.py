@@ -14,6 +14,7 @@ not. ::
                   "system": str},                           of the first host
       "versions": {software: str},
       "ranks": int, "nodes": int, "ranks_per_node": int, "threads_per_rank": int, "device": "cpu" or "cuda",
+      "note": str or null,                                   that ranks share GPUs, whose times are no forecast
       "settings": {"dtype": str, "repetitions": int, "warm_up": int, "timeout_s": number, "link_gbit": number or null},
       "results": [
         {
@@ -56,7 +57,13 @@ from lightning_multigpu.bench.collectives.operations import BY_NAME, Operation
 from lightning_multigpu.bench.collectives.plot import draw
 from lightning_multigpu.bench.jobs.placement import Placement, placement
 from lightning_multigpu.bench.sizes import geometric_sizes, size_bytes, size_text
-from lightning_multigpu.commands.benches.bench_options import add_common_options, check_outputs, started, write_json
+from lightning_multigpu.commands.benches.bench_options import (
+    add_common_options,
+    check_device,
+    check_outputs,
+    started,
+    write_json,
+)
 from lightning_multigpu.commands.option_parser import OptionParser, names_of, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 
@@ -172,11 +179,7 @@ def _check(options: argparse.Namespace, place: Placement) -> None:
     if options.support and options.plot is not None:
         raise UsageError("--plot draws times, and --support takes none; leave one of them out")
     check_outputs(options)
-    if options.device == "cuda":
-        import torch
-
-        if not torch.cuda.device_count():
-            raise UsageError("--device=cuda: this machine has no GPU; pass --device=cpu")
+    check_device(options)
 
 
 def _check_memory(options: argparse.Namespace, plan: CollectivePlan, place: Placement) -> None:

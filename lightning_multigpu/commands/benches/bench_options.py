@@ -59,6 +59,22 @@ def check_outputs(options: argparse.Namespace) -> None:
         check_plot(options.plot)
 
 
+def check_device(options: argparse.Namespace) -> None:
+    """Checks that there is a GPU where one is asked for; the bench's ranks may share it.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if options.device == "cuda":
+        import torch
+
+        from lightning_multigpu.runtime.shared_gpus import ask_nccl_to_share
+
+        if not torch.cuda.device_count():
+            raise UsageError("--device=cuda: this machine has no GPU; pass --device=cpu")
+        ask_nccl_to_share()
+
+
 @contextmanager
 def started(
     place: Placement, options: argparse.Namespace, command: Sequence[str]

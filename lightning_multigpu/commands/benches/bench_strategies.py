@@ -8,8 +8,8 @@ not. ::
 
     {
       "schema_version": 1,
-      "date", "command", "machine", "versions", "ranks", "nodes", "ranks_per_node", "threads_per_rank", "device":
-                                                             as in "bench collectives"
+      "date", "command", "machine", "versions", "ranks", "nodes", "ranks_per_node", "threads_per_rank", "device",
+      "note":                                                as in "bench collectives"
       "settings": {"model": str, "parameters": int, "batch_size": int, "baseline": str, "repetitions": int,
                    "steps": int, "warm_up": int, "timeout_s": number},
       "results": [                                           "no communication" first
@@ -49,7 +49,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lightning_multigpu.bench.jobs.placement import placement
-from lightning_multigpu.commands.benches.bench_options import add_common_options, check_outputs, started, write_json
+from lightning_multigpu.commands.benches.bench_options import (
+    add_common_options,
+    check_device,
+    check_outputs,
+    started,
+    write_json,
+)
 from lightning_multigpu.commands.option_parser import OptionParser, number
 from lightning_multigpu.commands.settings.classes import ClassNotFoundError, find_class
 from lightning_multigpu.commands.settings.sources import load
@@ -82,7 +88,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
     try:
         _check_names(options)
         place, baseline = placement(options.devices, options.num_nodes), _baseline(options)
-        _check(options, place.devices)
+        check_outputs(options)
+        check_device(options)
         subject = _subject(options)
         plan = _plan(options, subject)
     except ValueError as error:
@@ -239,18 +246,6 @@ def _baseline(options: argparse.Namespace) -> str:
             f"--baseline={baseline} is not among --strategies {' '.join(options.strategies)}; add it there"
         )
     return baseline
-
-
-def _check(options: argparse.Namespace, devices: int) -> None:
-    check_outputs(options)
-    if options.device == "cuda":
-        import torch
-
-        if torch.cuda.device_count() < devices:
-            raise UsageError(
-                f"--device=cuda --devices={devices}: this machine has {torch.cuda.device_count()} GPU(s); pass as "
-                "many, or --device=cpu"
-            )
 
 
 def _parser(name: str) -> OptionParser:

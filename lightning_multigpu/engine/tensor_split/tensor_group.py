@@ -137,7 +137,7 @@ class TensorGroup:
         """
         if self.size == 1 or self._is_silent(tensor):
             return tensor
-        with self._begin("all_reduce", tensor.nbytes, name, blocking=True):
+        with self._begin("all_reduce", tensor, name, blocking=True):
             self._sum(tensor)
         return tensor
 
@@ -154,7 +154,7 @@ class TensorGroup:
         if self.size == 1 or self._is_silent(tensor):
             return Done(tensor)
         if self._is_nccl:
-            transfer = self._begin("all_reduce", tensor.nbytes, name)
+            transfer = self._begin("all_reduce", tensor, name)
             return _OnStream(tensor, dist.all_reduce(tensor, group=self.group, async_op=True), transfer)
         if tensor.nbytes < _BESIDE_FROM_BYTES:
             return Done(self.all_reduce(tensor, name))
@@ -186,10 +186,11 @@ class TensorGroup:
         if self._is_silent(tensor):
             whole[start:stop] = own
             return whole.movedim(0, dim)
-        with self._begin("all_gather", whole.nbytes, name, blocking=True):
-            if self._shared is not None:
+        shared = self._shared_for(tensor)
+        with self._begin("all_gather", whole, name, blocking=True):
+            if shared is not None:
                 whole[start:stop] = own
-                self._shared.all_gather(whole, bounds=[(a * row, b * row) for a, b in bounds])
+                shared.all_gather(whole, bounds=[(a * row, b * row) for a, b in bounds])
             else:
                 self._gather(own, whole, bounds)
         return whole.movedim(0, dim)
@@ -210,9 +211,10 @@ class TensorGroup:
         start, stop = bounds[self.rank]
         if self._is_silent(tensor):
             return whole[start:stop].movedim(0, dim).contiguous()
-        with self._begin("reduce_scatter", whole.nbytes, name, blocking=True):
-            if self._shared is not None:
-                self._shared.reduce_scatter(whole, bounds=[(a * row, b * row) for a, b in bounds])
+        shared = self._shared_for(tensor)
+        with self._begin("reduce_scatter", whole, name, blocking=True):
+            if shared is not None:
+                shared.reduce_scatter(whole, bounds=[(a * row, b * row) for a, b in bounds])
             elif self._is_nccl and len({b - a for a, b in bounds}) == 1:
                 own = whole.new_empty(stop - start, *whole.shape[1:])
                 dist.reduce_scatter_tensor(own, whole, group=self.group)
@@ -240,10 +242,15 @@ class TensorGroup:
         return self._is_alone or isinstance(tensor, Placeholder)
 
     def _sum(self, tensor: Tensor) -> None:
-        if self._shared is not None:
-            self._shared(tensor)
+        shared = self._shared_for(tensor)
+        if shared is not None:
+            shared(tensor)
         else:
             dist.all_reduce(tensor, group=self.group)
+
+    def _shared_for(self, tensor: Tensor) -> SharedMemoryAllReduce | None:
+        """The shared memory for CPU tensors; None for those on a GPU, which Gloo takes to the host by itself."""
+        return self._shared if tensor.is_cpu else None
 
     def _gather(self, own: Tensor, whole: Tensor, bounds: Bounds) -> None:
         longest = max(stop - start for start, stop in bounds)
@@ -258,13 +265,14 @@ class TensorGroup:
         while (item := self._work.get()) is not None:
             pending, name = item
             try:
-                with self._begin("all_reduce", pending.tensor.nbytes, name):
+                with self._begin("all_reduce", pending.tensor, name):
                     self._sum(pending.tensor)
             except BaseException as error:
                 pending.error = error
             pending.over.set()
 
-    def _begin(self, operation: str, size_bytes: int, name: str, *, blocking: bool = False) -> Transfer:
+    def _begin(self, operation: str, tensor: Tensor, name: str, *, blocking: bool = False) -> Transfer:
+        size_bytes, uses_memory = tensor.nbytes, self._shared_for(tensor) is not None
         if self.observer is not None:
             self.observer(operation, name, size_bytes)
         return self._meter.begin(
@@ -272,8 +280,8 @@ class TensorGroup:
             group=f"tensor {name}".rstrip(),
             group_size=self.size,
             size_bytes=size_bytes,
-            memory_bytes=size_bytes if self._shared is not None else 0,
-            sent_bytes=size_bytes if self._shared is not None else None,
+            memory_bytes=size_bytes if uses_memory else 0,
+            sent_bytes=size_bytes if uses_memory else None,
             blocking=blocking,
             ranks=self._ranks,
             on_stream=self._is_nccl,

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.engine.tensor_split.shared import counts, tensor_group
@@ -81,3 +82,24 @@ def _broken() -> str:
 
 def test_an_error_beside_is_raised_where_it_is_waited_for(world2: World) -> None:
     assert all(world2.run(_broken))
+
+
+def _of_a_gpu() -> list[tuple[str, int]]:
+    """The collectives of torch that tensors which are not on the CPU take."""
+    taken: list[tuple[str, int]] = []
+    with tensor_group() as (group, meter), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda tensor, group: taken.append(("all_reduce", tensor.numel())))
+        patch.setattr(dist, "all_gather", lambda parts, own, group: taken.append(("all_gather", own.numel())))
+        tensor = torch.ones(4, 2, device="meta")
+        group.all_reduce(tensor, "layer")
+        group.all_gather(tensor, 0, [(0, 4), (4, 8)], "layer")
+        group.reduce_scatter(tensor, 0, [(0, 2), (2, 4)], "layer")
+        meter.end_step()
+        assert all(totals.memory_bytes == 0 for totals in meter.steps[-1].operations)
+    return taken
+
+
+def test_tensors_on_a_gpu_were_given_to_shared_memory_which_refuses_them(world2: World) -> None:
+    """With ``process_group_backend="gloo"`` on GPUs: Gloo takes them to the host by itself."""
+    for taken in world2.run(_of_a_gpu):
+        assert taken == [("all_reduce", 8), ("all_gather", 8), ("all_reduce", 8)]
