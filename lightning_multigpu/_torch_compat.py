@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -48,6 +49,49 @@ def new_group_in_order(
     )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
+
+
+def make_schedule(
+    make: Callable[..., Any], stages: Any, num_micro_batches: int, *, num_stages: int, **options: Any
+) -> Any:
+    """A schedule of torch, also for fewer micro-batches than stages; can go where torch 2.11 is the oldest.
+
+    torch 2.9 refuses them for one stage a rank. For several it runs turn by turn, with too few turns before a rank's
+    second stage.
+    """
+    from torch.distributed.pipelining.schedules import ScheduleLoopedBFS, _PipelineScheduleRuntime
+
+    try:
+        schedule = make(stages, num_micro_batches, **options)
+    except ValueError:
+        if num_micro_batches >= num_stages:
+            raise
+        schedule = make(stages, num_stages, **options)
+        schedule._n_microbatches = num_micro_batches
+    if isinstance(schedule, ScheduleLoopedBFS) and not isinstance(schedule, _PipelineScheduleRuntime):
+        schedule.pipeline_order = _in_turns(schedule.pipeline_order, num_stages)
+    return schedule
+
+
+def _in_turns(orders: dict[int, list[Any]], num_stages: int) -> dict[int, list[Any]]:
+    """The same passes of each rank, in the same order, each in a later turn than the pass that it waits for."""
+    left = {rank: [each for each in order if each is not None] for rank, order in orders.items()}
+    table: dict[int, list[Any]] = {rank: [] for rank in orders}
+    done: set[tuple[str, int, int]] = set()
+    while any(left.values()):
+        turn = set()
+        for rank, passes in left.items():
+            table[rank].append(None)
+            if passes:
+                stage, of, micro_batch, *_ = passes[0]
+                kind = str(of)  # "F" or "B"
+                before = stage - 1 if kind == "F" else stage + 1
+                if before in (-1, num_stages) or (kind, before, micro_batch) in done:
+                    turn.add((kind, stage, micro_batch))
+                    table[rank][-1] = passes.pop(0)
+        assert turn
+        done |= turn
+    return table
 
 
 def step_without_outputs(schedule: Any, target: torch.Tensor | None) -> None:

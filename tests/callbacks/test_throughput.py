@@ -26,6 +26,7 @@ from tests.callbacks.training import (
     batches,
     trainer,
 )
+from tests.strategies.tasks import IS_LIGHTNING_2_5
 
 SAMPLES = "throughput/samples_per_sec"
 BATCHES = "throughput/batches_per_sec"
@@ -235,7 +236,8 @@ def test_a_resumed_fit_measures_its_own_steps_and_goes_on_in_the_curve(
     first.save_checkpoint(tmp_path / "half.ckpt")
     monitor = ThroughputMonitor()
     second = trainer(tmp_path, callbacks=[monitor], logger=logger, log_every_n_steps=2, max_epochs=2)
-    second.fit(Regression(clock), batches(12), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
+    loading = {} if IS_LIGHTNING_2_5 else {"weights_only": False}
+    second.fit(Regression(clock), batches(12), ckpt_path=tmp_path / "half.ckpt", **loading)
     assert monitor.steps == 3
     assert [step for step, _ in logger.curve(SAMPLES)] == [3, 5]
 

@@ -122,7 +122,7 @@ def test_what_is_mapped_can_be_used_while_the_file_changes(maps: bool, tmp_path:
     loaded = checkpoints.load_checkpoint(path)["weights"]
     assert is_mapped(path) == maps
     loaded[0] = 7.0
-    assert checkpoints.load_checkpoint(path, weights_only=True)["weights"][0] == 0, "the file is not written"
+    assert checkpoints.load_checkpoint(path)["weights"][0] == 0, "the file is not written"
     checkpoints.save_checkpoint({"weights": torch.zeros(5)}, path)
     checkpoints.remove_checkpoint(path)
     assert torch.equal(loaded[1:], torch.arange(1.0, 1000))

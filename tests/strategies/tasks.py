@@ -18,6 +18,9 @@ from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 NUM_FEATURES, NUM_CLASSES = 6, 3
 
+# It does not share SIGTERM among ranks, and its Trainer takes no weights_only and no time as val_check_interval.
+IS_LIGHTNING_2_5 = L.__version__.startswith("2.5.")
+
 
 def distinct_regimes() -> list[Regime]:
     """The registered regimes, without those that differ from an earlier one only in how processes are started."""

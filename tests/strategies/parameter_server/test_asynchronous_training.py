@@ -29,6 +29,7 @@ from lightning_multigpu import ParameterServerStrategy
 from lightning_multigpu.engine.parameter_server.coordination import Coordination
 from tests.strategies.parameter_server.test_parameter_server import Frozen, ReadsGradients, TwoOptimizers
 from tests.strategies.tasks import (
+    IS_LIGHTNING_2_5,
     NUM_CLASSES,
     Case,
     Classifier,
@@ -236,10 +237,12 @@ def test_all_ranks_end_with_what_rank_0_has(world2: World) -> None:
 def averages() -> list[dict[str, Any]]:
     average = moving_average(decay=0.8)
     # EMAWeightAveraging keeps float32, and would round the weights of another precision when it swaps them.
-    results = [fit(Buffered(), None, {"num_servers": 2}, callbacks=[average], max_epochs=2, precision="32-true")]
-    module = Buffered()
-    module.norm = nn.Identity()  # type: ignore[assignment]  # SWA makes a further epoch for BatchNorm
-    return [*results, fit(module, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)])]
+    module, later = Buffered(), Buffered()
+    later.norm = nn.Identity()  # type: ignore[assignment]  # SWA makes a further epoch for BatchNorm
+    if isinstance(average, StochasticWeightAveraging):
+        module.norm = nn.Identity()  # type: ignore[assignment]
+    results = [fit(module, None, {"num_servers": 2}, callbacks=[average], max_epochs=2, precision="32-true")]
+    return [*results, fit(later, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)])]
 
 
 @ABSENT_GROUP
@@ -306,7 +309,7 @@ VALIDATIONS: list[tuple[dict[str, Any], int]] = [
     ({"val_check_interval": NUM_BATCHES}, 2),
     ({"reload_dataloaders_every_n_epochs": 1}, 2),
     ({"val_check_interval": 0.5, "use_distributed_sampler": False}, 4),
-    ({"val_check_interval": "00:00:10:00"}, 0),
+    *[({"val_check_interval": "00:00:10:00"}, 0)] * (not IS_LIGHTNING_2_5),
 ]
 
 

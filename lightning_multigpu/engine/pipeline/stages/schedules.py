@@ -18,7 +18,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn import Module
 
-from lightning_multigpu._torch_compat import step_without_outputs
+from lightning_multigpu._torch_compat import make_schedule, step_without_outputs
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
 from lightning_multigpu.planning.pipelines.schedule_order import ExecutedSchedule, executed_schedule, schedule_orders
 
@@ -90,7 +90,14 @@ class TorchSchedules:
         key = cls, num_micro_batches
         if key not in self._made:
             stages: Any = self._stages[0] if cls in (ScheduleGPipe, Schedule1F1B) else self._stages
-            self._made[key] = cls(stages, num_micro_batches, loss_fn=lambda loss, target: loss, scale_grads=False)
+            self._made[key] = make_schedule(
+                cls,
+                stages,
+                num_micro_batches,
+                num_stages=self._stages[0].num_stages,
+                loss_fn=lambda loss, target: loss,
+                scale_grads=False,
+            )
         target = torch.arange(num_micro_batches) if any(stage.is_last for stage in self._stages) else None
         step_without_outputs(self._made[key], target)
 
