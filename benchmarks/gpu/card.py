@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
-from lightning_multigpu.strategies.option_checks import SHARING_NCCL, SHARING_VARIABLE
+from lightning_multigpu.strategies.option_checks import SHARING_NCCL, SHARING_VARIABLE, nccl_version
 
 _VARIABLES = {"kind": "TESTS_DEVICE_KIND", "count": "TESTS_DEVICE_COUNT", "backend": "TESTS_DEVICE_BACKEND"}
 
@@ -42,7 +42,7 @@ class Card:
         if kind == "cpu" or not count:
             return cls("cpu", 1, "gloo")
         os.environ.setdefault(SHARING_VARIABLE, "1")  # ranks inherit it; older versions of NCCL ignore it
-        shares = torch.cuda.nccl.version() >= SHARING_NCCL and os.environ[SHARING_VARIABLE] == "1"
+        shares = nccl_version() >= SHARING_NCCL and os.environ[SHARING_VARIABLE] == "1"
         return cls("cuda", count, "nccl" if shares else "gloo")
 
     @classmethod
@@ -97,6 +97,6 @@ class Card:
         if not self.is_gpu:
             return "CPUs, ranks over gloo"
         names = {torch.cuda.get_device_name(index) for index in range(self.count)}
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl = ".".join(map(str, nccl_version()))
         sharing = f"ranks that share a GPU over {self.backend}"
         return f"{self.count} x {' and '.join(sorted(names))}, NCCL {nccl}, {sharing}"

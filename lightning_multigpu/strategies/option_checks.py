@@ -5,6 +5,8 @@ Every function takes plain values, returns nothing, and raises ``ValueError`` wi
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 import os
 import resource
@@ -118,6 +120,23 @@ def check_devices(devices: Sequence[torch.device], *, cpu_count: int, gpu_count:
 SHARING_NCCL = (2, 31)
 """The first version of NCCL that lets several ranks share a GPU."""
 SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+_NCCL_LIBRARY = "libnccl.so.2"
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The version of the NCCL that this process has loaded.
+
+    ``torch.cuda.nccl.version()`` is that of the headers with which torch was built; another library may be preloaded.
+    """
+    number = ctypes.c_int()
+    # A preloaded library is in the global scope; that of torch's package is loaded, and found by its name only.
+    for name, mode in ((None, ctypes.DEFAULT_MODE), (_NCCL_LIBRARY, os.RTLD_NOW | os.RTLD_NOLOAD)):
+        with contextlib.suppress(OSError, AttributeError):
+            if ctypes.CDLL(name, mode=mode).ncclGetVersion(ctypes.byref(number)) == 0:
+                major, rest = divmod(number.value, 10_000)
+                return major, rest // 100, rest % 100
+    built_with: tuple[int, ...] = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
+    return built_with
 
 
 def check_shared_gpus(devices: Sequence[torch.device], backend: str | None) -> None:
@@ -130,7 +149,7 @@ def check_shared_gpus(devices: Sequence[torch.device], backend: str | None) -> N
     indices = [device.index or 0 for device in devices if device.type == "cuda"]
     if len(set(indices)) == len(indices) or _backend_for(backend or "nccl", "cuda") != "nccl":
         return
-    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    version = nccl_version()
     if version < SHARING_NCCL or os.environ.get(SHARING_VARIABLE) != "1":
         raise ValueError(
             f"parallel_devices={indices}: ranks share a GPU over NCCL from version 2.31 on, where {SHARING_VARIABLE}=1 "
