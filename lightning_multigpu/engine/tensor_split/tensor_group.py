@@ -137,7 +137,7 @@ class TensorGroup:
         """
         if self.size == 1 or self._is_silent(tensor):
             return tensor
-        with self._begin("all_reduce", tensor.nbytes, name, blocking=True):
+        with self._begin("all_reduce", tensor, name, blocking=True):
             self._sum(tensor)
         return tensor
 
@@ -154,7 +154,7 @@ class TensorGroup:
         if self.size == 1 or self._is_silent(tensor):
             return Done(tensor)
         if self._is_nccl:
-            transfer = self._begin("all_reduce", tensor.nbytes, name)
+            transfer = self._begin("all_reduce", tensor, name)
             return _OnStream(tensor, dist.all_reduce(tensor, group=self.group, async_op=True), transfer)
         if tensor.nbytes < _BESIDE_FROM_BYTES:
             return Done(self.all_reduce(tensor, name))
@@ -186,10 +186,10 @@ class TensorGroup:
         if self._is_silent(tensor):
             whole[start:stop] = own
             return whole.movedim(0, dim)
-        with self._begin("all_gather", whole.nbytes, name, blocking=True):
-            if self._shared is not None:
+        with self._begin("all_gather", whole, name, blocking=True):
+            if (shared := self._shared_by(whole)) is not None:
                 whole[start:stop] = own
-                self._shared.all_gather(whole, bounds=[(a * row, b * row) for a, b in bounds])
+                shared.all_gather(whole, bounds=[(a * row, b * row) for a, b in bounds])
             else:
                 self._gather(own, whole, bounds)
         return whole.movedim(0, dim)
@@ -210,9 +210,9 @@ class TensorGroup:
         start, stop = bounds[self.rank]
         if self._is_silent(tensor):
             return whole[start:stop].movedim(0, dim).contiguous()
-        with self._begin("reduce_scatter", whole.nbytes, name, blocking=True):
-            if self._shared is not None:
-                self._shared.reduce_scatter(whole, bounds=[(a * row, b * row) for a, b in bounds])
+        with self._begin("reduce_scatter", whole, name, blocking=True):
+            if (shared := self._shared_by(whole)) is not None:
+                shared.reduce_scatter(whole, bounds=[(a * row, b * row) for a, b in bounds])
             elif self._is_nccl and len({b - a for a, b in bounds}) == 1:
                 own = whole.new_empty(stop - start, *whole.shape[1:])
                 dist.reduce_scatter_tensor(own, whole, group=self.group)
@@ -239,9 +239,13 @@ class TensorGroup:
         """Whether nothing is sent: within :meth:`alone`, and for what has no values on this stage of a pipeline."""
         return self._is_alone or isinstance(tensor, Placeholder)
 
+    def _shared_by(self, tensor: Tensor) -> SharedMemoryAllReduce | None:
+        """The memory through which the tensor is reduced; None on GPUs, which also share one over Gloo."""
+        return self._shared if tensor.is_cpu else None
+
     def _sum(self, tensor: Tensor) -> None:
-        if self._shared is not None:
-            self._shared(tensor)
+        if (shared := self._shared_by(tensor)) is not None:
+            shared(tensor)
         else:
             dist.all_reduce(tensor, group=self.group)
 
@@ -258,13 +262,14 @@ class TensorGroup:
         while (item := self._work.get()) is not None:
             pending, name = item
             try:
-                with self._begin("all_reduce", pending.tensor.nbytes, name):
+                with self._begin("all_reduce", pending.tensor, name):
                     self._sum(pending.tensor)
             except BaseException as error:
                 pending.error = error
             pending.over.set()
 
-    def _begin(self, operation: str, size_bytes: int, name: str, *, blocking: bool = False) -> Transfer:
+    def _begin(self, operation: str, tensor: Tensor, name: str, *, blocking: bool = False) -> Transfer:
+        size_bytes, is_shared = tensor.nbytes, self._shared_by(tensor) is not None
         if self.observer is not None:
             self.observer(operation, name, size_bytes)
         return self._meter.begin(
@@ -272,8 +277,8 @@ class TensorGroup:
             group=f"tensor {name}".rstrip(),
             group_size=self.size,
             size_bytes=size_bytes,
-            memory_bytes=size_bytes if self._shared is not None else 0,
-            sent_bytes=size_bytes if self._shared is not None else None,
+            memory_bytes=size_bytes if is_shared else 0,
+            sent_bytes=size_bytes if is_shared else None,
             blocking=blocking,
             ranks=self._ranks,
             on_stream=self._is_nccl,
