@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import failures, measures, training
+from benchmarks.gpu import failures, measures, sharing, training
 from benchmarks.gpu.card import Card
 from benchmarks.gpu.table import Check, run_table, summary
 from benchmarks.heading import heading
@@ -66,7 +66,6 @@ class _Output:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     card = Card.found(options.device)
-    os.environ.update(card.variables)
     checks = [check for check in all_checks() if options.only is None or options.only in (check.row, check.column)]
     if not checks:
         rows = dict.fromkeys(check.row for check in all_checks())
@@ -76,11 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started_s = time.monotonic()
     output.say("# python -m benchmarks.gpu" + "".join(f" {word}" for word in arguments or sys.argv[1:]))
     output.say(heading())
-    output.say(f"# {card}, {_driver()}, {', '.join(_versions())}")
     if not preforked.works():
         os.environ[preforked.PLAIN] = "1"
         output.say("# processes are new interpreters: this kernel refuses what forked ones need")
     try:
+        card, refusal = sharing.tried(card)
+        if refusal:
+            output.say(f"# NCCL does not let ranks share a GPU here, so that they use Gloo: {refusal}")
+        output.say(f"# {card}, {_driver()}, {', '.join(_versions())}")
+        os.environ.update(card.variables)
         results = run_table(
             _by_importance(checks), card, lanes=options.lanes or _lanes(card), limit_s=options.limit, say=output.say
         )
