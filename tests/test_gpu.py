@@ -127,6 +127,7 @@ def test_ranks_share_a_card_where_there_are_too_few() -> None:
     assert one.devices(2) == [torch.device("cuda", 0)] * 2
     assert (one.backend_of(1), one.backend_of(2), four.backend_of(4)) == ("nccl", "gloo", "nccl")
     assert four.devices(2) == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert [one.slowness(2), four.slowness(4), Card("cuda", 1, "nccl").slowness(4), CPU.slowness(4)] == [1, 1, 4, 1]
 
 
 def test_a_card_that_is_not_there() -> None:

@@ -75,6 +75,13 @@ class Card:
         """The back end of a group of ``ranks``: NCCL where each has a GPU of its own."""
         return "nccl" if self.is_gpu and ranks <= self.count else self.backend
 
+    def slowness(self, ranks: int) -> float:
+        """By how much a check of ``ranks`` may be slower than with a GPU for each.
+
+        A kernel of NCCL that waits for another rank keeps the GPU until the driver gives it to the other process.
+        """
+        return float(ranks) if self.is_gpu and ranks > self.count and self.backend == "nccl" else 1.0
+
     def place(self, strategy: Strategy | str, ranks: int) -> dict[str, Any]:
         """Arguments of a ``Trainer`` that trains on this card.
 
