@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu import __main__ as program
+from benchmarks.gpu import sharing
 from benchmarks.gpu.card import Card
 from benchmarks.gpu.table import Check, NotPossibleError, Place, run_table, summary
 from tests.world import init_group, rank
@@ -21,7 +22,8 @@ CPU = Card("cpu", 1, "gloo")
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Place]:
-    made = Place(Card.found("cuda"))
+    card, _ = sharing.tried(Card.found("cuda"))
+    made = Place(card)
     yield made
     made.close()
 
@@ -125,6 +127,7 @@ def test_ranks_share_a_card_where_there_are_too_few() -> None:
     assert one.devices(2) == [torch.device("cuda", 0)] * 2
     assert (one.backend_of(1), one.backend_of(2), four.backend_of(4)) == ("nccl", "gloo", "nccl")
     assert four.devices(2) == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert [one.slowness(2), four.slowness(4), Card("cuda", 1, "nccl").slowness(4), CPU.slowness(4)] == [1, 1, 4, 1]
 
 
 def test_a_card_that_is_not_there() -> None:
@@ -132,3 +135,15 @@ def test_a_card_that_is_not_there() -> None:
         pytest.skip("there is one")
     with pytest.raises(ValueError, match=r"torch finds no GPU on this machine; pass --device=cpu"):
         Card.found("cuda")
+
+
+def test_nccl_that_refuses_to_share_a_card_leaves_gloo() -> None:
+    """Whatever the reason: here there is no card at all."""
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    claimed = Card("cuda", 1, "nccl")
+    card, refusal = sharing.tried(claimed)
+    assert (card.backend, card.backend_of(2)) == ("gloo", "gloo")
+    assert "Error: " in refusal
+    for other in (Card("cuda", 4, "nccl"), Card("cuda", 1, "gloo"), CPU):
+        assert sharing.tried(other) == (other, "")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import benches, failures, measures, training
+from benchmarks.gpu import benches, failures, measures, sharing, training
 from benchmarks.gpu.card import Card
 from benchmarks.gpu.figures import figures
 from benchmarks.gpu.table import Check, run_table, summary
@@ -68,7 +68,6 @@ class _Output:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     card = Card.found(options.device)
-    os.environ.update(card.variables)
     every, timed = all_checks(), figures(card) if options.figures else []
     checks, timed = _chosen(every, options.only), _chosen(timed, options.only)
     if not checks and not timed:
@@ -79,11 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started_s = time.monotonic()
     output.say("# python -m benchmarks.gpu" + "".join(f" {word}" for word in arguments or sys.argv[1:]))
     output.say(heading())
-    output.say(f"# {card}, {_driver()}, {', '.join(_versions())}")
     if not preforked.works():
         os.environ[preforked.PLAIN] = "1"
         output.say("# processes are new interpreters: this kernel refuses what forked ones need")
     try:
+        card, refusal = sharing.tried(card)
+        if refusal:
+            output.say(f"# NCCL does not let ranks share a GPU here, so that they use Gloo: {refusal}")
+        output.say(f"# {card}, {_driver()}, {', '.join(_versions())}")
+        os.environ.update(card.variables)
         lanes = options.lanes or _lanes(card)
         limit_s = options.limit - (_FIGURES_S if timed else 0.0)
         results = run_table(_by_importance(checks), card, lanes=lanes, limit_s=limit_s, say=output.say)

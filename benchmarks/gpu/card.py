@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
-from lightning_multigpu.runtime.shared_gpus import ask_nccl_to_share, place, rank_devices, sharing_backend
+from lightning_multigpu.runtime.shared_gpus import (
+    ask_nccl_to_share,
+    nccl_version,
+    place,
+    rank_devices,
+    sharing_backend,
+)
 
 _VARIABLES = {"kind": "TESTS_DEVICE_KIND", "count": "TESTS_DEVICE_COUNT", "backend": "TESTS_DEVICE_BACKEND"}
 
@@ -74,6 +80,13 @@ class Card:
         """The back end of a group of ``ranks``: NCCL where each has a GPU of its own."""
         return "nccl" if self.is_gpu and ranks <= self.count else self.backend
 
+    def slowness(self, ranks: int) -> float:
+        """By how much a check of ``ranks`` may be slower than with a GPU for each.
+
+        A kernel of NCCL that waits for another rank keeps the GPU until the driver gives it to the other process.
+        """
+        return float(ranks) if self.is_gpu and ranks > self.count and self.backend == "nccl" else 1.0
+
     def place(self, strategy: Strategy | str, ranks: int) -> dict[str, Any]:
         """Arguments of a ``Trainer`` that trains on this card.
 
@@ -94,6 +107,6 @@ class Card:
         if not self.is_gpu:
             return "CPUs, ranks over gloo"
         names = {torch.cuda.get_device_name(index) for index in range(self.count)}
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl = ".".join(map(str, nccl_version()))
         sharing = f"ranks that share a GPU over {self.backend}"
         return f"{self.count} x {' and '.join(sorted(names))}, NCCL {nccl}, {sharing}"

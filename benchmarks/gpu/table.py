@@ -92,7 +92,7 @@ class Place:
             self._start(ranks)
         with TemporaryDirectory(prefix="check-") as directory:
             self.directory = Path(directory)
-            self._until_s = time.monotonic() + check.deadline_s
+            self._until_s = time.monotonic() + check.deadline_s * self.card.slowness(check.ranks)
             yield
 
     @property

@@ -35,6 +35,7 @@ _LARGE_BATCHES = Case(max_epochs=2, num_samples=128, global_batch_size=32)  # al
 _SCALE = 2.0**10  # gradients of the task do not overflow at this scale
 _MARKED = 17  # the sample whose loss overflows
 _SLEEP_CYCLES = 2_000_000  # about a millisecond
+_COMPILED, _COMPILES_S = "compiled layers", 120.0
 
 
 @dataclass(frozen=True)
@@ -225,17 +226,42 @@ class Compiled(Classifier):
 
     def __init__(self, *options: Any) -> None:
         super().__init__(*options)
+        if self.backend == "inductor":
+            _compile_in_this_process()
         for layer in self.layers:
             if not isinstance(layer, nn.Identity):
                 layer.compile(backend=self.backend)
+
+
+def _compile_in_this_process() -> None:
+    """Has inductor start no pool of processes beside each rank."""
+    from torch._inductor import config  # its import takes seconds
+
+    config.compile_threads = 1
 
 
 class CompiledOnCPU(Compiled):
     backend = "aot_eager"  # inductor needs a C++ compiler there
 
 
+def _obstacle_to_compiling(card: Card) -> str:
+    """What torch says that keeps inductor from compiling for this card: Triton needs a C compiler and Python's headers.
+
+    Whatever this package does is no part of it.
+    """
+    _compile_in_this_process()
+    try:
+        torch.compile(torch.tanh)(torch.ones(8, device=card.device(), dtype=torch.float64))  # type: ignore[call-overload]
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"inductor compiles nothing here: {type(error).__name__}: {' '.join(lines[:3])[:300]}"
+    return ""
+
+
 def compiled(place: Place, *, name: str) -> str:
     make = Compiled if place.card.is_gpu else CompiledOnCPU
+    if place.card.is_gpu and (obstacle := place.reference(_obstacle_to_compiling, place.card)):
+        raise NotPossibleError(obstacle)
     expected = place.reference(train, place.card, None, PLAIN)
     if name in ("dp", "tensor_split", "hybrid"):
         return _refused("compile", place, name, PLAIN, make=make)
@@ -428,10 +454,12 @@ def _checks_of(regime: Regime) -> list[Check]:
         "accumulation, clipping, groups": partial(equal, name=name, case=GROUPS),
         "16-mixed, overflow on one rank": partial(overflow, name=name),
         "bf16-mixed": partial(bfloat16, name=name),
-        "compiled layers": partial(compiled, name=name),
+        _COMPILED: partial(compiled, name=name),
         "BatchNorm buffers": partial(batch_norm, name=name),
         "checkpoint to a CPU and back": partial(checkpoint, name=name),
         "activation checkpointing": partial(recomputed, name=name),
         "50 steps on busy streams": partial(busy_streams, name=name, case=_FIFTY_STEPS),
     }
-    return [Check(row=name, column=column, function=function, ranks=ranks) for column, function in columns.items()]
+    found = [Check(row=name, column=column, function=function, ranks=ranks) for column, function in columns.items()]
+    # Each rank imports inductor, and the first one of the machine compiles what Triton starts kernels with.
+    return [replace(check, deadline_s=_COMPILES_S) if check.column == _COMPILED else check for check in found]

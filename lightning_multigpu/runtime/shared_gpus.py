@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +13,23 @@ import torch
 SHARING_NCCL = (2, 31)
 """The first version of NCCL that lets several ranks share a GPU."""
 SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+_NCCL_LIBRARY = "libnccl.so.2"
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The version of the NCCL that this process has loaded.
+
+    ``torch.cuda.nccl.version()`` is that of the headers with which torch was built; another library may be preloaded.
+    """
+    number = ctypes.c_int()
+    # A preloaded library is in the global scope; that of torch's package is loaded, and found by its name only.
+    for name, mode in ((None, ctypes.DEFAULT_MODE), (_NCCL_LIBRARY, os.RTLD_NOW | os.RTLD_NOLOAD)):
+        with contextlib.suppress(OSError, AttributeError):
+            if ctypes.CDLL(name, mode=mode).ncclGetVersion(ctypes.byref(number)) == 0:
+                major, rest = divmod(number.value, 10_000)
+                return major, rest // 100, rest % 100
+    built_with: tuple[int, ...] = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
+    return built_with
 
 
 def rank_devices(device_type: str, num_ranks: int, num_gpus: int) -> list[torch.device]:
@@ -33,7 +52,7 @@ def ask_nccl_to_share() -> None:
 
 def refusal_of_nccl() -> str | None:
     """The reason why NCCL does not let ranks share a GPU here; None where it does."""
-    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    version = nccl_version()
     variable = os.environ.get(SHARING_VARIABLE)
     if version >= SHARING_NCCL and variable == "1":
         return None

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
 import resource
+import shutil
+import subprocess
+import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +18,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_multigpu import ShardedStrategy
 from lightning_multigpu.registry import Regime
+from lightning_multigpu.runtime import shared_gpus
 from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.runtime.shared_gpus import SHARING_VARIABLE
 from lightning_multigpu.strategies import option_checks
@@ -163,7 +169,7 @@ class TestDevices:
     def test_nccl_that_refuses_to_share_a_gpu(
         self, version: tuple[int, ...], variable: str | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+        monkeypatch.setattr(shared_gpus, "nccl_version", lambda: version)
         monkeypatch.delenv(SHARING_VARIABLE, raising=False)
         if variable is not None:
             monkeypatch.setenv(SHARING_VARIABLE, variable)
@@ -178,9 +184,27 @@ class TestDevices:
         option_checks.check_shared_gpus(gpus(0, 1), None)
 
     def test_nccl_that_shares_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 31, 2))
+        monkeypatch.setattr(shared_gpus, "nccl_version", lambda: (2, 31, 2))
         monkeypatch.setenv(SHARING_VARIABLE, "1")
         option_checks.check_shared_gpus(gpus(0, 0), "nccl")
+
+    def test_the_version_is_that_of_the_loaded_library(self, tmp_path: Path) -> None:
+        """Torch tells that of the headers with which it was built."""
+        source, library = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"
+        source.write_text("int ncclGetVersion(int *version) { *version = 23102; return 0; }")
+        compiler = shutil.which("cc")
+        if compiler is None:
+            pytest.skip("no C compiler")
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+        code = f"from {shared_gpus.__name__} import nccl_version; print(nccl_version())"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "LD_PRELOAD": str(library)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == "(2, 31, 2)\n"
 
     def test_another_accelerator(self) -> None:
         assert message_of(option_checks.check_devices, [torch.device("mps")], cpu_count=8, gpu_count=0) == (

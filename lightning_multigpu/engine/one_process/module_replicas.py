@@ -129,11 +129,28 @@ def _copied_tensors(module: nn.Module, devices: Sequence[torch.device]) -> list[
         if devices[0].type == "cpu":
             copies = [[tensor.clone() for tensor in originals] for _ in devices[1:]]
         else:
-            copies = [list(of_device) for of_device in comm.broadcast_coalesced(originals, devices)[1:]]  # type: ignore[no-untyped-call]
+            copies = _broadcast(originals, devices)
     return [
         {id(original): _as(original, copy) for original, copy in zip(originals, of_device, strict=True)}
         for of_device in copies
     ]
+
+
+def _broadcast(originals: list[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
+    """Copies for each device but the first; replicas that share a GPU have copies of their own.
+
+    For a device that is named twice torch would return the same copies twice, or the originals' own memory.
+    """
+    distinct = [*dict.fromkeys(devices)]
+    found: Sequence[Sequence[Tensor]] = [originals]
+    if len(distinct) > 1:
+        found = comm.broadcast_coalesced(originals, distinct)  # type: ignore[no-untyped-call]
+    of_device, taken = dict(zip(distinct, found, strict=True)), {devices[0]}
+    copies = []
+    for device in devices[1:]:
+        copies.append([tensor.clone() for tensor in of_device[device]] if device in taken else [*of_device[device]])
+        taken.add(device)
+    return copies
 
 
 def _as(original: Tensor, copy: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -71,7 +72,9 @@ class CPUParameterServerStrategy(OptimizerServerStrategy):
     def _reserve(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor that all ranks can access; if memory cannot be shared, ranks copy pieces of it instead."""
         assert self._memory is not None
-        flat = torch.zeros(numel, dtype=dtype)
+        on_gpu = self.root_device.type == "cuda"
+        # Memory of torch's own, not pages of the heap: two tensors may share one, which CUDA locks once only.
+        flat = torch.zeros(numel, dtype=dtype, pin_memory=on_gpu)
         if not numel:
             return flat
         if self._memory.num_ranks > 1:
@@ -80,8 +83,8 @@ class CPUParameterServerStrategy(OptimizerServerStrategy):
                 self._memory.ranks.move(flat, self._num_reserved)
             except SharedMemoryUnavailableError as error:
                 rank_zero_warn(f"gradients and weights are copied once more, between the ranks of this host: {error}")
-        if self.root_device.type == "cuda":
-            self._pin(flat)
+            if on_gpu and self._memory.ranks.has_moved(flat):
+                self._pin(flat)
         return flat
 
     def _pin(self, flat: Tensor) -> None:
@@ -90,6 +93,8 @@ class CPUParameterServerStrategy(OptimizerServerStrategy):
         if int(cudart.cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)) == 0:
             self._pinned.append(flat)
         else:
+            with contextlib.suppress(RuntimeError):  # CUDA keeps the error until the next launch of a kernel finds it
+                torch.ones((), device=self.root_device).add_(1)
             rank_zero_warn(
                 f"{flat.nbytes / 2**20:.0f} MiB of the host's memory cannot be locked (ulimit -l), so that copies to "
                 "and from the GPU do not overlap its work"

@@ -35,7 +35,8 @@ class CommonOverflow:
     def _unscale_together(self, optimizer: Optimizer) -> None:
         self._unscale(optimizer)
         found = self._scaler._found_inf_per_device(optimizer)
-        if not found:  # this rank has no gradient, and the scaler needs a value
-            found[torch.device("cpu")] = torch.zeros(1)
+        if not found:  # this rank has no gradient, and the scaler needs a value, where ranks can exchange it
+            device = self._scaler._scale.device
+            found[device] = torch.zeros(1, device=device)
         for flag in found.values():
             self._any_rank(flag)

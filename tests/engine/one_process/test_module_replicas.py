@@ -107,6 +107,26 @@ def test_copies_of_parameters_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(parameter.grad, expected[name])
 
 
+@pytest.mark.parametrize("indices", [[0, 0], [0, 0, 1, 1], [0, 1, 0]])
+def test_replicas_that_share_a_gpu_share_no_memory(indices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """BatchNorm's counter, alone of its dtype, was the module's own: it counted each replica's batch."""
+    asked: list[list[torch.device]] = []
+
+    def broadcast(tensors: list[torch.Tensor], devices: list[torch.device]) -> list[list[torch.Tensor]]:
+        asked.append(devices)
+        return [tensors, *([tensor.clone() for tensor in tensors] for _ in devices[1:])]
+
+    monkeypatch.setattr(module_replicas.comm, "broadcast_coalesced", broadcast)
+    devices = [torch.device("cuda", index) for index in indices]
+    replicas = ModuleReplicas(nn.BatchNorm1d(2), devices).make(len(indices))
+    for replica in replicas:
+        replica(torch.ones(3, 2))
+    assert [int(replica.num_batches_tracked) for replica in replicas] == [1] * len(indices)
+    places = [tensor.data_ptr() for each in replicas for tensor in (*each.parameters(), *each.buffers())]
+    assert len({*places}) == len(places)
+    assert all(len({*each}) == len(each) for each in asked)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_what_cannot_be_copied_is_named() -> None:
     for part, problem in (

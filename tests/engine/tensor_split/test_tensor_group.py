@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -40,6 +41,25 @@ def test_collectives(world: World, shared_memory: bool) -> None:
         assert torch.equal(result["beside"], torch.full((BIG,), total, dtype=torch.float64))
         assert torch.equal(result["gathered"], whole)
         assert torch.equal(result["scattered"], parts[rank])
+
+
+def _of_a_device() -> list[str]:
+    """Over Gloo, with memory that ranks share for what is on the CPU."""
+    with tensor_group() as (group, _), contextlib.ExitStack() as stack:
+        called: list[str] = []
+        for name in ("all_reduce", "all_gather"):
+            stack.enter_context(mock.patch.object(dist, name, lambda *_, name=name, **__: called.append(name)))
+        whole, bounds = torch.ones(4, 2, device="meta"), group.bounds(4)
+        start, stop = bounds[group.rank]
+        group.all_reduce(whole, "")
+        group.begin_all_reduce(whole.new_ones(BIG), "").finish()
+        group.all_gather(whole[start:stop], 0, bounds, "")
+        group.reduce_scatter(whole, 0, bounds, "")
+        return called
+
+
+def test_tensors_of_a_gpu_that_ranks_share_go_through_the_back_end(world2: World) -> None:
+    assert world2.run(_of_a_device) == [["all_reduce", "all_reduce", "all_gather", "all_reduce"]] * 2
 
 
 def test_alone_nobody_is_asked(world2: World) -> None:
