@@ -106,7 +106,7 @@ def test_the_program_on_cpus(
     chosen = ("as one process", "busy streams, offloaded optimizer")
     checks = [check for check in program.all_checks() if check.row == "ddp_sharded" and check.column in chosen]
     monkeypatch.setattr(program, "all_checks", lambda: checks)
-    assert program.main(["--device", "cpu", "--results", str(tmp_path / "gpu.txt")]) == 0
+    assert program.main(["--device", "cpu", "--no-figures", "--results", str(tmp_path / "gpu.txt")]) == 0
     printed = capsys.readouterr().out
     assert (tmp_path / "gpu.txt").read_text() == printed
     assert "1 held, 0 failed, 1 not possible, 0 not run" in printed
