@@ -151,6 +151,7 @@ def test_messages_of_a_schedule_are_exposed_while_no_pass_runs(meter: Meter, fak
     assert found["step"] == pytest.approx((6.0, 3.0))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="torch 2.9 has no fake send")
 def test_objects_between_stages_take_the_time_of_the_stream(meter: Meter, fake_gpu: FakeGPU) -> None:
     group = PipelineGroup(world(), meter, DEVICE)
     fake_gpu.run(2.0)
