@@ -100,6 +100,7 @@ class Event:
     """``torch.cuda.Event``."""
 
     gpu: FakeGPU
+    device = DEVICE
 
     def __init__(self, *, enable_timing: bool = False) -> None:
         assert enable_timing, "an event without timing has no time"

@@ -120,9 +120,9 @@ def leaks_since(
 
 def shared_memory_entries() -> frozenset[str]:
     """Names in /dev/shm, but for the semaphores of multiprocessing and loky: those of any job have random names,
-    and the own tracker of each job removes them."""
+    and the own tracker of each job removes them. Nor those of CUDA's driver, which a killed process cannot remove."""
     names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    return frozenset(name for name in names if not name.startswith(("sem.mp-", "sem.loky-")))
+    return frozenset(name for name in names if not name.startswith(("sem.mp-", "sem.loky-", "cuda.shm.")))
 
 
 def abandoned_shared_memory(before: frozenset[str], *, patience_s: float = 1.0) -> list[str]:

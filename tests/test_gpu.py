@@ -91,6 +91,25 @@ def test_a_check_that_hangs_or_fails_leaves_the_others_alone() -> None:
     assert len(lines) == len(checks)
 
 
+def test_checks_that_time_kernels_run_alone() -> None:
+    running: set[str] = set()
+    beside: dict[str, int] = {}
+
+    def look(column: str, place: Place) -> str:
+        running.add(column)
+        time.sleep(0.1)
+        beside[column] = len(running)
+        time.sleep(0.1)
+        running.discard(column)
+        return ""
+
+    columns = [f"{index}" for index in range(6)]
+    checks = [Check(row="machine", column=c, function=partial(look, c), alone=c in ("2", "3")) for c in columns]
+    assert {result.verdict for result in run_table(checks, CPU, lanes=3, say=lambda line: None)} == {"held"}
+    assert beside["2"] == beside["3"] == 1
+    assert max(beside.values()) > 1
+
+
 def test_no_check_begins_when_the_time_is_over() -> None:
     check = Check(row="machine", column="late", function=_cannot)
     (result,) = run_table([check], CPU, lanes=1, limit_s=-1.0, say=lambda line: None)

@@ -329,8 +329,9 @@ def launch_bound(place: Place) -> str:
 
 
 def checks() -> list[Check]:
-    found = [Check(row="ring_ddp", column="metered time of an all-reduce", function=metered_time, ranks=2)]
-    found.append(Check(row="machine", column="clock of the device", function=stopwatch_of_the_device, ranks=1))
+    found = [Check(row="ring_ddp", column="metered time of an all-reduce", function=metered_time, ranks=2, alone=True)]
+    clock = stopwatch_of_the_device
+    found.append(Check(row="machine", column="clock of the device", function=clock, ranks=1, alone=True))
     found += [
         Check(row=name, column="predicted memory", function=partial(predicted_memory, name=name), ranks=2)
         for name in ("pipeline_1f1b", "pipeline_interleaved", "tensor_split")
@@ -346,5 +347,7 @@ def checks() -> list[Check]:
         )
         for row, name in profiled
     ]
-    found.append(Check(row="machine", column="launch-bound is found", function=launch_bound, ranks=1, needs=_KERNELS))
+    found.append(
+        Check(row="machine", column="launch-bound is found", function=launch_bound, ranks=1, needs=_KERNELS, alone=True)
+    )
     return found

@@ -41,6 +41,7 @@ class Check:
         ranks: of the world that it uses, which starts before the time of the check begins; 0 for none.
         needs: the reason why it is not possible without a GPU; empty if CPUs can do it.
         deadline_s: its time limit, where the default is too short.
+        alone: no other check runs beside it: processes that share a GPU get it in turns, and its kernels wait.
     """
 
     row: str
@@ -49,6 +50,7 @@ class Check:
     ranks: int = 0
     needs: str = ""
     deadline_s: float = DEADLINE_S
+    alone: bool = False
 
     @property
     def name(self) -> str:
@@ -148,6 +150,31 @@ def _warm_up(card: Card) -> None:
         (square @ square).sum().item()
 
 
+class _Turns:
+    """Lets checks run beside each other, and those alone that ask for it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        self._is_asked = False
+
+    @contextmanager
+    def taken(self, *, alone: bool) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_asked)
+            if alone:
+                self._is_asked = True
+                self._changed.wait_for(lambda: self._running == 0)
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._is_asked &= not alone
+                self._changed.notify_all()
+
+
 def run_table(
     checks: Sequence[Check],
     card: Card,
@@ -166,7 +193,7 @@ def run_table(
         say: gets a line as each check ends.
     """
     until_s = time.monotonic() + limit_s
-    references, places = References(), threading.local()
+    references, places, turns = References(), threading.local(), _Turns()
     made: list[Place] = []
 
     def run(check: Check) -> Result:
@@ -175,7 +202,8 @@ def run_table(
         if not hasattr(places, "own"):
             places.own = Place(card, references)
             made.append(places.own)
-        return run_check(check, places.own)
+        with turns.taken(alone=check.alone):
+            return run_check(check, places.own)
 
     results = []
     try:

@@ -226,6 +226,7 @@ class Compiled(Classifier):
 
     def __init__(self, *options: Any) -> None:
         super().__init__(*options)
+        torch.compiler.reset()  # after a few modules of a kind torch would compile no more, and say so in a warning
         if self.backend == "inductor":
             _compile_in_this_process()
         for layer in self.layers:

@@ -188,3 +188,29 @@ def test_the_observer_hears_what_the_device_waits_for(meter: Meter, fake_gpu: Fa
         "operation": "all_reduce", "group": "data", "ranks": "0-1", "group_size": 2, "size_bytes": BYTES
     }  # fmt: skip
     meter.notes = None
+
+
+def test_a_transfer_has_no_time_before_both_its_events_have(meter: Meter, fake_gpu: FakeGPU) -> None:
+    """FairScale's reduces begin to be metered behind their launch: NCCL's stream may be ahead of the other one."""
+    fake_gpu.run(5.0)
+    transfer = meter.begin("reduce", group="shards", group_size=2, size_bytes=BYTES, on_stream=True)
+    with fake_gpu.on("of a callback"):
+        transfer.finish()
+    fake_gpu.now_s = 1.0
+    assert not transfer.done()
+    meter.end_step()
+    assert not meter.steps
+    fake_gpu.now_s = 5.0
+    assert transfer.done()
+
+
+def test_a_transfer_ends_on_the_device_on_which_it_began(
+    meter: Meter, fake_gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo's threads, which call back, are on device 0: CUDA tells no time between events of two devices."""
+    chosen: list[Any] = []
+    transfer = meter.begin("reduce", group="shards", group_size=2, size_bytes=BYTES, on_stream=True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE.index + 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: chosen.append(device) or fake_gpu.on(fake_gpu.stream))
+    transfer.finish()
+    assert chosen == [DEVICE]

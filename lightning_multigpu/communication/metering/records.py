@@ -27,7 +27,8 @@ class Wait:
     end: Any = None
 
     def done(self) -> bool:
-        return self.end is not None and self.clock.passed(self.end)
+        # The two may be on different streams, of which either may be behind.
+        return self.end is not None and self.clock.passed(self.end) and self.clock.passed(self.start)
 
     def interval(self) -> Interval:
         """Start and end on the host's clock."""
@@ -63,7 +64,7 @@ class Transfer(Wait):
             self.broke()
 
     def finish(self) -> None:
-        self.end = self.clock.mark()
+        self.end = self.clock.mark(self.start)
         if self.note is not None and self.clock.passed(self.end):
             self.note.ended()
 
@@ -85,7 +86,7 @@ class Transfer(Wait):
 
     def broke(self) -> None:
         """Ends the transfer after an error."""
-        self.end = self.clock.mark()
+        self.end = self.clock.mark(self.start)
         if self.note is not None:
             self.note.broke()
 
