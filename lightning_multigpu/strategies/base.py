@@ -28,7 +28,10 @@ from lightning_multigpu.communication.metering.collective_observer import ranks_
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice, Kept, Recomputation, check_choice
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
+from lightning_multigpu.engine.data_parallel.common_values import CommonValues
+from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradients
 from lightning_multigpu.engine.data_parallel.replicas import check_replicas
+from lightning_multigpu.engine.data_parallel.trained_parameters import check_embeddings
 from lightning_multigpu.runtime.batch_feed import BatchFeed, complete_resumed_epoch
 from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import await_file
 from lightning_multigpu.runtime.failure_watch import FailureWatch
@@ -42,6 +45,7 @@ from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.mesh import MeshStrategy
 from lightning_multigpu.strategies.pack import PackStrategy
 from lightning_multigpu.strategies.steps.global_batch import global_batch_text
+from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -154,6 +158,8 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         self._steps_unchecked = 0
         self._activation_checkpointing: Choice = activation_checkpointing
         self._recomputation: Recomputation | None = None
+        self._given: GivenGradients | None = None
+        self._common = CommonValues()
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -229,6 +235,8 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
     @override
     def check_before_launch(self, trainer: pl.Trainer) -> None:
         super().check_before_launch(trainer)
+        if self.data_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
+            check_embeddings(trainer.lightning_module)
         if not is_overridden("configure_model", trainer.lightning_module):  # it makes the layers later
             self._set_recomputation(trainer)
 
@@ -276,6 +284,8 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         client = self.failure_watch.client
         if client is not None and "://" not in directory:  # the guardian writes a failure's file to a local disk only
             client.report_to(directory, node_rank=self.node_rank if self.num_nodes > 1 else None)
+        if self.data_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
+            check_embeddings(self._module)  # those of configure_model too
         super().setup(trainer)
         self._set_recomputation(trainer)
 
@@ -304,6 +314,8 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
             meter=self.meter,
             control_group=self._control_group,
             ranks_a_batch=self._model_parallel_size,
+            common=self._common.number,
+            on_agreed=lambda found: self._common.check(found.common, self.gather_objects, self._why_values_differ),
         )
         if isinstance(distributed, AgreedLoader) and self.groups is not None:
             self.groups.settle_control = distributed.settle
@@ -354,6 +366,7 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         complete_resumed_epoch(self.lightning_module.trainer)
         self._stage_starts(training=True)
         self._tell_global_batch()
+        self._common.begin(self.optimizers, self._in_common())
         self.meter.discard()
 
     @override
@@ -406,6 +419,37 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         named = self._module.named_parameters()
         return [(self._data, [(name, value) for name, value in named if name not in ignored and self.holds(value)])]
 
+    @property
+    def _ranks_may_differ(self) -> bool:
+        """Whether ranks may hold different values of the same parameters at some time; for subclasses."""
+        return False
+
+    def _in_common(self) -> dict[str, Tensor]:
+        """The parameters of which all ranks hold the same values at all times, by name."""
+        if self.data_parallel_size == 1 or self._model_parallel_size > 1 or self._ranks_may_differ:
+            return {}
+        ignored = set(getattr(self._module, "_ddp_params_and_buffers_to_ignore", ()))
+        return {name: value for name, value in self._module.named_parameters() if name not in ignored}
+
+    def _why_values_differ(self) -> str:
+        configs = self._module.trainer.lr_scheduler_configs
+        followed = [f"{type(c.scheduler).__name__} follows {c.monitor!r}; " for c in configs if c.reduce_on_plateau]
+        return (
+            f"{''.join(followed)}log such a value with sync_dist=True, and set learning rates alike on all ranks. A "
+            "parameter that the code changes outside of the optimizer, by the samples of its rank: make it a buffer, "
+            "or compute the change from self.all_gather(...)"
+        )
+
+    def _watch_given_gradients(self) -> None:
+        """Makes ``_given`` if the user's code can set gradients between backward and the step; for subclasses."""
+        module, self._given = self._module, None
+        if self.data_parallel_size > 1 and (not module.automatic_optimization or reads_gradients(module)):
+            self._given = GivenGradients(self.metered(self._data_group, "data"), lambda: self.loss_scale)
+
+    def _note_averages(self) -> None:
+        if self._given is not None:
+            self._given.note(self._module.parameters())
+
     def _check_replicas(self) -> None:
         if self.replicas_differ or self.failure_watch.failed:
             return
@@ -457,7 +501,9 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.recomputing():
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        self._common.look()
+        return output
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -467,8 +513,10 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._common.look()
         output = super().optimizer_step(*args, **kwargs)
         self.on_optimizer_step_end()
+        self._common.accept()
         self._steps_unchecked += 1
         if self._check_replicas_every and self._steps_unchecked >= self._check_replicas_every:
             self._check_replicas()

@@ -25,6 +25,7 @@ from lightning_multigpu.communication.metering.traffic import StepTraffic
 from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice
 from lightning_multigpu.engine.batch_size import leading_size, tensors_in
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction, full_batch_size, is_stateful
+from lightning_multigpu.engine.data_parallel.trained_parameters import check_embeddings
 from lightning_multigpu.engine.micro_batches import (
     Wording,
     num_micro_batches_of,
@@ -176,6 +177,8 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        if len(self.devices) > 1 and trainer.state.fn == TrainerFn.FITTING:
+            check_embeddings(self._module)
         super().setup(trainer)
         self._metrics = ReplicaMetrics(self.devices)
         self._replicas = ModuleReplicas(self._module, self.devices, self._metrics.substitute)
