@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -46,6 +47,7 @@ from lightning_multigpu.strategies.mesh import MeshStrategy
 from lightning_multigpu.strategies.pack import PackStrategy
 from lightning_multigpu.strategies.steps.global_batch import global_batch_text
 from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
+from lightning_multigpu.strategies.steps.step_logs import uncounted_logs, uncounted_metrics
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -160,6 +162,7 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         self._recomputation: Recomputation | None = None
         self._given: GivenGradients | None = None
         self._common = CommonValues()
+        self._weighs = False
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -500,10 +503,35 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.recomputing():
+        with self.recomputing(), self._weighing(), self._uncounted():
             output = super().training_step(*args, **kwargs)
         self._common.look()
         return output
+
+    @contextmanager
+    def _weighing(self) -> Iterator[None]:
+        """Within the block means over the ranks are weighted as losses are: those of logged values of a step."""
+        self._weighs = self.feed.loss_reduction != "sum"
+        try:
+            yield
+        finally:
+            self._weighs = False
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """Within the block logs and metrics do not count if the present batch is a repeated one."""
+        if self.feed.counts:
+            yield
+            return
+        with uncounted_metrics(self._module), uncounted_logs(self._module):
+            yield
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        weighs = self._weighs and group is None and reduce_op in ("mean", "avg", ReduceOp.AVG)
+        if weighs and isinstance(tensor, Tensor) and tensor.is_floating_point() and self.loss_scale != 1.0:
+            tensor = tensor * self.loss_scale
+        return super().reduce(tensor, group, reduce_op)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -39,6 +39,7 @@ from lightning_multigpu.strategies.steps.same_batches import (
     share_random_states,
     write_no_predictions,
 )
+from lightning_multigpu.strategies.steps.step_logs import uncounted_metrics
 from lightning_multigpu.strategies.streamed_saves import StreamedSaves
 
 if TYPE_CHECKING:
@@ -286,7 +287,8 @@ class StagedStrategy(StreamedSaves):
         multiplier = self.precision_plugin.pre_backward(multiplier, self._module)
         (batch, *others), self._step_args = self._step_args, None
         accumulating = self._accumulating
-        outputs = self._pipeline.train(batch, others, multiplier=float(multiplier), accumulating=accumulating)
+        with self._weighing(), nullcontext() if self.feed.counts else uncounted_metrics(self._module):
+            outputs = self._pipeline.train(batch, others, multiplier=float(multiplier), accumulating=accumulating)
         self._outputs.of_batch = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
         with self._agreement.gradients_for("on_after_backward"):
             multiplier = self.precision_plugin.post_backward(multiplier, self._module)
