@@ -179,6 +179,20 @@ def test_stages_and_servers_follow_the_changes(strategy: str, names: tuple[str, 
     assert not problems, "\n".join(problems)
 
 
+def add_accumulate_hook(module: Frozen) -> None:
+    if module.current_epoch == 1:
+        module.second.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+@pytest.mark.parametrize("strategy", ["pipeline_1f1b", "hybrid"])
+def test_changes_that_stages_cannot_follow(strategy: str, world2: World) -> None:
+    """A new layer trained to other weights, and a hook ran after each micro-batch, without a word."""
+    words = r"extra.weight has come to the optimizer while training runs.*freeze it until it is used"
+    world2.run_raising(ValueError, words, train, Story(partial(add_layer, is_alike=True)), 2, strategy)
+    words = r"register_post_accumulate_grad_hook: in a pipeline.*use on_before_optimizer_step"
+    world2.run_raising(ValueError, words, train, Story(add_accumulate_hook), 2, strategy)
+
+
 def moved_tensors() -> list[int]:
     """The tensors that lie in shared memory after each of three epochs; in the second there is nothing to average."""
 

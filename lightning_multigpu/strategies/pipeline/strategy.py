@@ -257,9 +257,10 @@ class StagedStrategy(StreamedSaves):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._outputs is not None
+        assert self._split_model is not None
         self._outputs.add_first()
+        pipeline_checks.check_changes(self._module, self.optimizers, self._split_model.ownership.parameters())
         if batch_idx < 2:  # hooks before or after the first batch may have copied weights
-            assert self._split_model is not None
             module, known = self._split_model.module, self._split_model.ownership.holdings
             callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
             pipeline_checks.check_copies(module, callbacks, [holding.tensor for holding in known])
