@@ -33,6 +33,7 @@ from lightning_multigpu.engine.data_parallel.common_values import CommonValues
 from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradients
 from lightning_multigpu.engine.data_parallel.replicas import check_replicas
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_embeddings
+from lightning_multigpu.engine.step_state import seed_of
 from lightning_multigpu.runtime.batch_feed import BatchFeed, complete_resumed_epoch
 from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import await_file
 from lightning_multigpu.runtime.failure_watch import FailureWatch
@@ -56,6 +57,7 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
+_SEED = "PL_GLOBAL_SEED"  # which seed_everything sets
 _ON_ALL_RANKS = "Unfreeze, freeze and add layers on all ranks before the same batch"
 
 
@@ -163,6 +165,7 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         self._given: GivenGradients | None = None
         self._common = CommonValues()
         self._weighs = False
+        self._draws: list[Tensor] = []
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -503,10 +506,43 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.recomputing(), self._weighing(), self._uncounted():
-            output = super().training_step(*args, **kwargs)
+        with self._user_step():
+            return super().training_step(*args, **kwargs)
+
+    @contextmanager
+    def _user_step(self) -> Iterator[None]:
+        """The block in which the module's ``training_step`` runs on this rank's whole batch."""
+        with self.recomputing(), self._weighing(), self._uncounted(), self._own_draws():
+            yield
         self._common.look()
-        return output
+
+    @contextmanager
+    def _own_draws(self) -> Iterator[None]:
+        """Within the block ranks with batches of their own draw their own numbers from torch's generators.
+
+        Not after ``seed_everything``: all ranks then draw the same, so that a layer that a draw leaves out is left out
+        on all of them, as on one device. Samplers draw outside of the block, since ranks need the same order.
+        """
+        is_alike = self._model_parallel_size > 1 or self.data_parallel_rank == 0 or _SEED in os.environ
+        if is_alike:
+            yield
+            return
+        device = self.root_device
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            generators.append(torch.cuda.default_generators[device.index or 0])
+        before = [generator.get_state() for generator in generators]
+        for number, generator in enumerate(generators):
+            if self._draws:
+                generator.set_state(self._draws[number])
+            else:
+                generator.manual_seed(seed_of(generator.initial_seed(), self.data_parallel_rank))
+        try:
+            yield
+        finally:
+            self._draws = [generator.get_state() for generator in generators]
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
 
     @contextmanager
     def _weighing(self) -> Iterator[None]:

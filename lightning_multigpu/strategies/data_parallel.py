@@ -284,7 +284,9 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         losses = [output.get("loss") if isinstance(output, Mapping) else output for output in outputs]
         tensors = [loss for loss in losses if isinstance(loss, Tensor)]
         if len(tensors) < len(losses):
-            return _without_loss(outputs, losses)
+            output = _without_loss(outputs, losses)
+            self._log(hook, records, sizes, [None] * len(parts), sizes)
+            return output
         weights = weights_of(parts, self._loss_reduction)
         logged = [None if self._loss_reduction == "mean" else loss.detach() for loss in tensors]
         self._log(hook, records, weights if callable(self._loss_reduction) else sizes, logged, weights)

@@ -309,10 +309,8 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
             return super().training_step(*args, **kwargs)
         self._buffers_due = not self._gradients.accumulates
         module = self._module
-        with self.recomputing(), self._weighing(), self._uncounted(), self.precision_plugin.train_step_context():
-            output = self._forward_redirection(self._gradients, module, "training_step", *args, **kwargs)
-        self._common.look()
-        return output
+        with self._user_step(), self.precision_plugin.train_step_context():
+            return self._forward_redirection(self._gradients, module, "training_step", *args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
