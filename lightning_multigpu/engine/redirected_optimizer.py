@@ -15,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim import optimizer as hooks_of_all
 from torch.utils.hooks import RemovableHandle
 
+from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradients
 from lightning_multigpu.engine.optimizer_split import Split, split_of
 
 
@@ -32,6 +33,7 @@ class RedirectedOptimizer(ABC):
         gradients_are_whole: each ``.grad`` is the average over the ranks already, and the next step takes it as it is.
         clip_norm: the next step clips the gradients to this global norm; None for no clipping.
         clip_value: the next step clips each element of the gradients to this; None for no clipping.
+        given: averages gradients that user code has set before each step; None where user code sets none.
         pushes_early: gradients are pushed as soon as backward has them. For a backward pass whose gradients are
             complete, and that no hook changes.
 
@@ -49,6 +51,7 @@ class RedirectedOptimizer(ABC):
         self.gradients_are_whole = False
         self.clip_norm: float | None = None
         self.clip_value: float | None = None
+        self.given: GivenGradients | None = None
         self.pushes_early = False
         self._split = split or split_of(optimizer)
         self._own_step = optimizer.step
@@ -62,6 +65,9 @@ class RedirectedOptimizer(ABC):
                 self.gradients_are_whole = False  # backward adds to them
                 with torch.enable_grad():
                     loss = closure()
+            if self.given is not None:
+                self.given.average(self._parameters())
+                self.gradients_are_whole = True
             self._place_new()
             self._step(**options)
             self.gradients_are_whole = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from lightning_multigpu.engine.data_parallel.agreement import (
     loss_scale,
     shares_of,
 )
-from lightning_multigpu.engine.data_parallel.batch_distribution import CountedBatchSampler, distribute_batches
+from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
 from lightning_multigpu.runtime.loader_workers import leave_interrupts_to_rank
 from lightning_multigpu.runtime.run_signals import RunSignals
 
@@ -64,11 +64,14 @@ class BatchFeed:
         meter: Meter,
         control_group: Callable[[], dist.ProcessGroup],
         ranks_a_batch: int,
+        common: Callable[[], float],
+        on_agreed: Callable[[Announcement], None],
     ) -> Any:
         """The loader that rank ``rank`` of ``num_replicas`` data ranks iterates over; a collective in training.
 
         In training all ranks agree on each batch over ``control_group()``, also the ``ranks_a_batch`` of each data
-        rank. Prediction keeps Lightning's own sampler, which repeats nothing and keeps the indices for writers.
+        rank; ``common`` and ``on_agreed`` are those of :class:`.AgreedLoader`. Prediction keeps Lightning's own
+        sampler, which repeats nothing and keeps the indices for writers.
         """
         if trainer.predicting:
             distributed: Any = loader
@@ -82,7 +85,26 @@ class BatchFeed:
         if not trainer.training:
             return distributed
         group = control_group()
-        return self._agreed(distributed, batches, trainer, Announcer(group, meter, ranks_a_batch=ranks_a_batch), group)
+
+        def agreed(announcement: Announcement) -> None:
+            self._act_on_signals(announcement, trainer)
+            on_agreed(announcement)
+
+        stateful = is_stateful(distributed)
+        kind = StatefulAgreedLoader if stateful else AgreedLoader
+        return kind(
+            distributed,
+            Announcer(group, meter, ranks_a_batch=ranks_a_batch),
+            batches=batches,
+            uneven_inputs=self.uneven_inputs,
+            loss_reduction=self.loss_reduction,
+            skip=lambda: 0 if stateful else batches_to_skip(trainer),
+            flags=lambda: self._signals.received,
+            common=common,
+            on_agreed=agreed,
+            on_uneven=rank_zero_warn,
+            length=agreed_length(distributed, group, self.uneven_inputs),
+        )
 
     def start_batch(self, trainer: pl.Trainer, rank: int) -> None:
         """Takes the ranks' announcement of the next training batch."""
@@ -104,29 +126,6 @@ class BatchFeed:
         if self._filter in warnings.filters:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
         self._filter = None
-
-    def _agreed(
-        self,
-        loader: Iterable[Any],
-        batches: CountedBatchSampler | None,
-        trainer: pl.Trainer,
-        announcer: Announcer,
-        group: dist.ProcessGroup,
-    ) -> AgreedLoader:
-        stateful = is_stateful(loader)
-        kind = StatefulAgreedLoader if stateful else AgreedLoader
-        return kind(
-            loader,
-            announcer,
-            batches=batches,
-            uneven_inputs=self.uneven_inputs,
-            loss_reduction=self.loss_reduction,
-            skip=lambda: 0 if stateful else batches_to_skip(trainer),
-            flags=lambda: self._signals.received,
-            on_agreed=lambda announcement: self._act_on_signals(announcement, trainer),
-            on_uneven=rank_zero_warn,
-            length=agreed_length(loader, group, self.uneven_inputs),
-        )
 
     def _act_on_signals(self, announcement: Announcement, trainer: pl.Trainer) -> None:
         # Gradients that are being accumulated are not part of a checkpoint.

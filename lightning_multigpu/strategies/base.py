@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -28,7 +29,11 @@ from lightning_multigpu.communication.metering.collective_observer import ranks_
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice, Kept, Recomputation, check_choice
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
+from lightning_multigpu.engine.data_parallel.common_values import CommonValues
+from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradients
 from lightning_multigpu.engine.data_parallel.replicas import check_replicas
+from lightning_multigpu.engine.data_parallel.trained_parameters import check_embeddings
+from lightning_multigpu.engine.step_state import seed_of
 from lightning_multigpu.runtime.batch_feed import BatchFeed, complete_resumed_epoch
 from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import await_file
 from lightning_multigpu.runtime.failure_watch import FailureWatch
@@ -42,6 +47,8 @@ from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.mesh import MeshStrategy
 from lightning_multigpu.strategies.pack import PackStrategy
 from lightning_multigpu.strategies.steps.global_batch import global_batch_text
+from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
+from lightning_multigpu.strategies.steps.step_logs import uncounted_logs, uncounted_metrics
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -50,6 +57,7 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
+_SEED = "PL_GLOBAL_SEED"  # which seed_everything sets
 _ON_ALL_RANKS = "Unfreeze, freeze and add layers on all ranks before the same batch"
 
 
@@ -154,6 +162,10 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         self._steps_unchecked = 0
         self._activation_checkpointing: Choice = activation_checkpointing
         self._recomputation: Recomputation | None = None
+        self._given: GivenGradients | None = None
+        self._common = CommonValues()
+        self._weighs = False
+        self._draws: list[Tensor] = []
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -229,6 +241,8 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
     @override
     def check_before_launch(self, trainer: pl.Trainer) -> None:
         super().check_before_launch(trainer)
+        if self.data_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
+            check_embeddings(trainer.lightning_module)
         if not is_overridden("configure_model", trainer.lightning_module):  # it makes the layers later
             self._set_recomputation(trainer)
 
@@ -276,6 +290,8 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         client = self.failure_watch.client
         if client is not None and "://" not in directory:  # the guardian writes a failure's file to a local disk only
             client.report_to(directory, node_rank=self.node_rank if self.num_nodes > 1 else None)
+        if self.data_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
+            check_embeddings(self._module)  # those of configure_model too
         super().setup(trainer)
         self._set_recomputation(trainer)
 
@@ -304,6 +320,8 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
             meter=self.meter,
             control_group=self._control_group,
             ranks_a_batch=self._model_parallel_size,
+            common=self._common.number,
+            on_agreed=lambda found: self._common.check(found.common, self.gather_objects, self._why_values_differ),
         )
         if isinstance(distributed, AgreedLoader) and self.groups is not None:
             self.groups.settle_control = distributed.settle
@@ -354,6 +372,7 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         complete_resumed_epoch(self.lightning_module.trainer)
         self._stage_starts(training=True)
         self._tell_global_batch()
+        self._common.begin(self.optimizers, self._in_common())
         self.meter.discard()
 
     @override
@@ -406,6 +425,37 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         named = self._module.named_parameters()
         return [(self._data, [(name, value) for name, value in named if name not in ignored and self.holds(value)])]
 
+    @property
+    def _ranks_may_differ(self) -> bool:
+        """Whether ranks may hold different values of the same parameters at some time; for subclasses."""
+        return False
+
+    def _in_common(self) -> dict[str, Tensor]:
+        """The parameters of which all ranks hold the same values at all times, by name."""
+        if self.data_parallel_size == 1 or self._model_parallel_size > 1 or self._ranks_may_differ:
+            return {}
+        ignored = set(getattr(self._module, "_ddp_params_and_buffers_to_ignore", ()))
+        return {name: value for name, value in self._module.named_parameters() if name not in ignored}
+
+    def _why_values_differ(self) -> str:
+        configs = self._module.trainer.lr_scheduler_configs
+        followed = [f"{type(c.scheduler).__name__} follows {c.monitor!r}; " for c in configs if c.reduce_on_plateau]
+        return (
+            f"{''.join(followed)}log such a value with sync_dist=True, and set learning rates alike on all ranks. A "
+            "parameter that the code changes outside of the optimizer, by the samples of its rank: make it a buffer, "
+            "or compute the change from self.all_gather(...)"
+        )
+
+    def _watch_given_gradients(self) -> None:
+        """Makes ``_given`` if the user's code can set gradients between backward and the step; for subclasses."""
+        module, self._given = self._module, None
+        if self.data_parallel_size > 1 and (not module.automatic_optimization or reads_gradients(module)):
+            self._given = GivenGradients(self.metered(self._data_group, "data"), lambda: self.loss_scale)
+
+    def _note_averages(self) -> None:
+        if self._given is not None:
+            self._given.note(self._module.parameters())
+
     def _check_replicas(self) -> None:
         if self.replicas_differ or self.failure_watch.failed:
             return
@@ -456,8 +506,68 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.recomputing():
+        with self._user_step():
             return super().training_step(*args, **kwargs)
+
+    @contextmanager
+    def _user_step(self) -> Iterator[None]:
+        """The block in which the module's ``training_step`` runs on this rank's whole batch."""
+        with self.recomputing(), self._weighing(), self._uncounted(), self._own_draws():
+            yield
+        self._common.look()
+
+    @contextmanager
+    def _own_draws(self) -> Iterator[None]:
+        """Within the block ranks with batches of their own draw their own numbers from torch's generators.
+
+        Not after ``seed_everything``: all ranks then draw the same, so that a layer that a draw leaves out is left out
+        on all of them, as on one device. Samplers draw outside of the block, since ranks need the same order.
+        """
+        is_alike = self._model_parallel_size > 1 or self.data_parallel_rank == 0 or _SEED in os.environ
+        if is_alike:
+            yield
+            return
+        device = self.root_device
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            generators.append(torch.cuda.default_generators[device.index or 0])
+        before = [generator.get_state() for generator in generators]
+        for number, generator in enumerate(generators):
+            if self._draws:
+                generator.set_state(self._draws[number])
+            else:
+                generator.manual_seed(seed_of(generator.initial_seed(), self.data_parallel_rank))
+        try:
+            yield
+        finally:
+            self._draws = [generator.get_state() for generator in generators]
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
+
+    @contextmanager
+    def _weighing(self) -> Iterator[None]:
+        """Within the block means over the ranks are weighted as losses are: those of logged values of a step."""
+        self._weighs = self.feed.loss_reduction != "sum"
+        try:
+            yield
+        finally:
+            self._weighs = False
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """Within the block logs and metrics do not count if the present batch is a repeated one."""
+        if self.feed.counts:
+            yield
+            return
+        with uncounted_metrics(self._module), uncounted_logs(self._module):
+            yield
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        weighs = self._weighs and group is None and reduce_op in ("mean", "avg", ReduceOp.AVG)
+        if weighs and isinstance(tensor, Tensor) and tensor.is_floating_point() and self.loss_scale != 1.0:
+            tensor = tensor * self.loss_scale
+        return super().reduce(tensor, group, reduce_op)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -467,8 +577,10 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._common.look()
         output = super().optimizer_step(*args, **kwargs)
         self.on_optimizer_step_end()
+        self._common.accept()
         self._steps_unchecked += 1
         if self._check_replicas_every and self._steps_unchecked >= self._check_replicas_every:
             self._check_replicas()

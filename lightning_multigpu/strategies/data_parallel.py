@@ -25,6 +25,7 @@ from lightning_multigpu.communication.metering.traffic import StepTraffic
 from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice
 from lightning_multigpu.engine.batch_size import leading_size, tensors_in
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction, full_batch_size, is_stateful
+from lightning_multigpu.engine.data_parallel.trained_parameters import check_embeddings
 from lightning_multigpu.engine.micro_batches import (
     Wording,
     num_micro_batches_of,
@@ -176,6 +177,8 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        if len(self.devices) > 1 and trainer.state.fn == TrainerFn.FITTING:
+            check_embeddings(self._module)
         super().setup(trainer)
         self._metrics = ReplicaMetrics(self.devices)
         self._replicas = ModuleReplicas(self._module, self.devices, self._metrics.substitute)
@@ -281,7 +284,9 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         losses = [output.get("loss") if isinstance(output, Mapping) else output for output in outputs]
         tensors = [loss for loss in losses if isinstance(loss, Tensor)]
         if len(tensors) < len(losses):
-            return _without_loss(outputs, losses)
+            output = _without_loss(outputs, losses)
+            self._log(hook, records, sizes, [None] * len(parts), sizes)
+            return output
         weights = weights_of(parts, self._loss_reduction)
         logged = [None if self._loss_reduction == "mean" else loss.detach() for loss in tensors]
         self._log(hook, records, weights if callable(self._loss_reduction) else sizes, logged, weights)

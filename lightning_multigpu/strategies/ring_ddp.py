@@ -6,15 +6,17 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.communication.compression import Compressor
 from lightning_multigpu.communication.compression.compressors import TopK
 from lightning_multigpu.communication.compression.powersgd import PowerSGD
@@ -32,6 +34,9 @@ from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.pack import CHECKPOINT_KEY
 from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, unlogged_loss, without_trace
 from lightning_multigpu.strategies.steps.scaled_rate import ScaledRateStrategy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 _NCCL_ALGORITHM = "NCCL_ALGO"
 
@@ -249,6 +254,30 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
         return None if hook is None else (self._ddp_comm_state, hook)
 
     @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self._ranks_may_differ:
+            return  # ranks step with gradients of their own
+        self._watch_given_gradients()
+        if (given := self._given) is None:
+            return
+        plugin = self.precision_plugin
+        post_backward, hooks_before_step = plugin.post_backward, getattr(plugin, HOOKS_BEFORE_STEP)
+
+        def noted(*args: Any) -> Tensor:
+            self._note_averages()
+            return post_backward(*args)
+
+        def averaged(module: Module, optimizer: Optimizer) -> None:
+            hooks_before_step(module, optimizer)
+            ignored = set(getattr(self._module, "_ddp_params_and_buffers_to_ignore", ()))
+            left_out = {parameter for name, parameter in self._module.named_parameters() if name in ignored}
+            listed = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            given.average(parameter for parameter in listed if parameter not in left_out)
+
+        vars(plugin).update({"post_backward": noted, HOOKS_BEFORE_STEP: averaged})
+
+    @override
     def _configure_launcher(self) -> None:
         if self._average_every > 1 and getattr(self.precision_plugin, "scaler", None) is not None:
             raise ValueError(
@@ -351,6 +380,11 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
     @override
     def replicas_differ(self) -> bool:
         return self._model_averager is not None or (self._averager is not None and self._averager.steps_alone > 0)
+
+    @property
+    @override
+    def _ranks_may_differ(self) -> bool:
+        return self._averager is not None or self._model_averaging_period is not None
 
     def _check_gradients(self, batch: Any, *others: Any) -> None:
         module, plugin, scale = self._module, self.precision_plugin, self._loss_scaler_scale()
@@ -459,5 +493,9 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
+        if self._given is not None:
+            for name in ("post_backward", HOOKS_BEFORE_STEP):
+                vars(self.precision_plugin).pop(name, None)
+            self._given = None
         self._averager = self._compressed = self._trained = None
         super().teardown()

@@ -25,7 +25,6 @@ from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.steps.common_overflow import CommonOverflow
-from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
 from lightning_multigpu.strategies.steps.scaled_rate import ScaledRateStrategy
 from lightning_multigpu.strategies.streamed_saves import StreamedSaves
 
@@ -201,8 +200,10 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         self._in_parts.clear()
         self._check_optimizers()
         dtype = _DTYPES.get(self._broadcast_dtype or "")
+        self._watch_given_gradients()
         for optimizer in self.optimizers:
             sharded = ShardedOptimizer(optimizer, self._group, self.meter, broadcast_dtype=dtype, offload=self._offload)
+            sharded.given = self._given
             self._sharded[optimizer] = sharded
             self._undo.callback(sharded.close)
         self._wrap()
@@ -254,7 +255,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
             self.meter,
             bucket_bytes=int(bucket_cap_mb * 2**20),
             reduce_dtype=_DTYPES.get(self._reduce_dtype or ""),
-            shows_all=not module.automatic_optimization or reads_gradients(module),
+            shows_all=self._given is not None,
             find_unused=not module.automatic_optimization if self._find_unused is None else self._find_unused,
         )
 
@@ -307,7 +308,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
             return super().training_step(*args, **kwargs)
         self._buffers_due = not self._gradients.accumulates
         module = self._module
-        with self.recomputing(), self.precision_plugin.train_step_context():
+        with self._user_step(), self.precision_plugin.train_step_context():
             return self._forward_redirection(self._gradients, module, "training_step", *args, **kwargs)
 
     @contextmanager
@@ -329,6 +330,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
             elif self._gradients is not None:
                 self._gradients.finish()
                 self._average_missed()
+                self._note_averages()
             return post_backward(*args)
 
         return averaged
@@ -372,6 +374,11 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
     @override
     def replicas_differ(self) -> bool:
         return self._rounded
+
+    @property
+    @override
+    def _ranks_may_differ(self) -> bool:
+        return self._broadcast_dtype is not None
 
     @override
     def on_validation_start(self) -> None:

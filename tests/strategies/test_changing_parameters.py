@@ -21,7 +21,16 @@ from torch import Tensor, nn
 
 from lightning_multigpu import PipelineStrategy, RingDDPStrategy
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
-from tests.strategies.tasks import Case, Classifier, make_strategy, make_trainer, state, train_loader
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    assert_same_weights,
+    make_strategy,
+    make_trainer,
+    regimes_with_a_whole_model,
+    state,
+    train_loader,
+)
 from tests.world import World, rank
 
 
@@ -177,6 +186,20 @@ def test_stages_and_servers_follow_the_changes(strategy: str, names: tuple[str, 
         both = [result[name] for result in results]
         problems += problems_of(name, train(story, 1), both, is_exact=True)
     assert not problems, "\n".join(problems)
+
+
+def add_accumulate_hook(module: Frozen) -> None:
+    if module.current_epoch == 1:
+        module.second.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+@pytest.mark.parametrize("strategy", ["pipeline_1f1b", "hybrid"])
+def test_changes_that_stages_cannot_follow(strategy: str, world2: World) -> None:
+    """A new layer trained to other weights, and a hook ran after each micro-batch, without a word."""
+    words = r"extra.weight has come to the optimizer while training runs.*freeze it until it is used"
+    world2.run_raising(ValueError, words, train, Story(partial(add_layer, is_alike=True)), 2, strategy)
+    words = r"register_post_accumulate_grad_hook: in a pipeline.*use on_before_optimizer_step"
+    world2.run_raising(ValueError, words, train, Story(add_accumulate_hook), 2, strategy)
 
 
 def moved_tensors() -> list[int]:
@@ -335,3 +358,26 @@ def test_what_cannot_train_alike_is_refused(story: str, world2: World) -> None:
     messages = "\n".join(message for message, _ in results)
     assert re.search(words, messages, re.DOTALL), messages
     assert [global_step for _, global_step in results] == [steps, steps]
+
+
+class ClampsData(Classifier):
+    """Assigns clamped weights between the step and its backward, as old WGANs do."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data.clamp(-0.4, 0.4)
+
+
+def clamp(strategy: str | None, ranks: int) -> dict[str, Any]:
+    trainer = make_trainer(Case(), "auto" if strategy is None else make_strategy(strategy), ranks)
+    module = ClampsData()
+    trainer.fit(module, train_loader(Case(), trainer))
+    return {"weights": state(module)}
+
+
+@pytest.mark.parametrize("name", [*(regime.name for regime in regimes_with_a_whole_model()), "tensor_split"])
+def test_assigned_data(name: str, world2: World) -> None:
+    """ddp_sharded lost such values, and layers that tensor_split has split used them in backward."""
+    expected = clamp(None, 1)
+    for found in world2.run(clamp, name, 2):
+        assert_same_weights(found, expected)

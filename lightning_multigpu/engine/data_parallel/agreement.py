@@ -47,11 +47,13 @@ class Announcement:
         samples: of each data rank's batch; -1 for a data rank without a further batch.
         weights: of each data rank's loss.
         flags: the bits that any rank has set, also one of several ranks that train on the same batch.
+        common: a number of every rank, which has to be the same; see :class:`.CommonValues`.
     """
 
     samples: tuple[int, ...]
     weights: tuple[float, ...]
     flags: int
+    common: tuple[float, ...] = ()
 
     @property
     def exhausted(self) -> list[int]:
@@ -76,10 +78,10 @@ class Announcer:
         self._meter = meter
         self._pending: tuple[dist.Work, Tensor, Transfer] | None = None
 
-    def announce(self, samples: int, weight: float, *, flags: int) -> None:
+    def announce(self, samples: int, weight: float, *, flags: int, common: float = 0.0) -> None:
         """Announces this rank's next batch; returns at once."""
         self.drop()
-        mine = torch.tensor([samples, weight, flags], dtype=torch.float64)
+        mine = torch.tensor([samples, weight, flags, common], dtype=torch.float64)
         everyone = torch.empty(self._world_size * mine.numel(), dtype=torch.float64)
         size_bytes = everyone.nbytes
         transfer = self._meter.begin(
@@ -105,12 +107,13 @@ class Announcer:
             transfer.broke()
             raise
         self._meter.waited(start_s, self._meter.now())
-        rows = everyone.view(self._world_size, 3).tolist()
+        rows = everyone.view(self._world_size, -1).tolist()
         shares = [rows[first : first + self._ranks_a_batch] for first in range(0, len(rows), self._ranks_a_batch)]
         return Announcement(
             samples=tuple(-1 if any(row[0] < 0 for row in share) else int(share[0][0]) for share in shares),
             weights=tuple(share[0][1] for share in shares),
             flags=functools.reduce(operator.or_, (int(row[2]) for row in rows)),
+            common=tuple(row[3] for row in rows),
         )
 
     def settle(self) -> bool:
@@ -169,6 +172,7 @@ class AgreedLoader(LoaderWrapper):
             for the batch.
         skip: returns how many batches to leave out; called at the start of each iteration, to resume within an epoch.
         flags: returns the bits that this rank shows all ranks; called before each batch.
+        common: returns a number that has to be the same on all ranks; called before each batch.
         on_agreed: called on all ranks, between the same two batches, with the announcements of the next one.
         on_uneven: called with a message, once an iteration, when ranks run out of data at different times.
         length: batches of an iteration; None if a rank's loader has no length.
@@ -187,6 +191,7 @@ class AgreedLoader(LoaderWrapper):
         loss_reduction: LossReduction = "mean",
         skip: Callable[[], int] = lambda: 0,
         flags: Callable[[], int] = lambda: 0,
+        common: Callable[[], float] = lambda: 0.0,
         on_agreed: Callable[[Announcement], None] = lambda announcement: None,
         on_uneven: Callable[[str], None] = lambda message: None,
         length: int | None = None,
@@ -197,6 +202,7 @@ class AgreedLoader(LoaderWrapper):
         self._loss_reduction = loss_reduction
         self._skip = skip
         self._flags = flags
+        self._common = common
         self._on_agreed = on_agreed
         self._on_uneven = on_uneven
         self._length = length
@@ -266,7 +272,7 @@ class AgreedLoader(LoaderWrapper):
         else:
             samples = self._count(batch)
             weight = self._weight(batch, samples)
-        self._announcer.announce(samples, weight, flags=self._flags())
+        self._announcer.announce(samples, weight, flags=self._flags(), common=self._common())
         return batch
 
     def _count(self, batch: Any) -> int:

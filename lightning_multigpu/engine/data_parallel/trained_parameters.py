@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from operator import attrgetter
 
-from torch.nn import Module, Parameter
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.optim import Optimizer
 
 _requires_grad = attrgetter("requires_grad")
@@ -89,6 +89,23 @@ def check_belong(module: Module, optimizers: Iterable[Optimizer]) -> None:
                     "would differ from rank to rank. Make it a part of the module: self.name = nn.Parameter(...), and "
                     "nn.ModuleList in place of a list of layers"
                 )
+
+
+def check_embeddings(module: Module) -> None:
+    """Checks that no embedding changes its weights in its forward pass, by the samples of its rank or replica.
+
+    Raises:
+        ValueError: one does.
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, Embedding | EmbeddingBag) and part.max_norm is not None:
+            weight, norms = f"self.{name}.weight", f"{part.norm_type:g}, 0, {part.max_norm:g}"
+            raise ValueError(
+                f"self.{name} = nn.{type(part).__name__}(..., max_norm={part.max_norm:g}) shortens the rows of its own "
+                "samples in each forward pass, and each rank or replica has other samples: they would train different "
+                "weights. Leave max_norm out, and shorten all rows in on_train_batch_start, under torch.no_grad(): "
+                f"{weight}.copy_(torch.renorm({weight}, {norms}))"
+            )
 
 
 def _of(optimizers: Iterable[Optimizer]) -> Iterable[Parameter]:

@@ -8,6 +8,7 @@ from types import MethodType
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import comm
+from torch.utils._pytree import tree_iter, tree_map_only
 
 
 class ModuleReplicas:
@@ -20,6 +21,8 @@ class ModuleReplicas:
         parameters      its own               the same objects              copies, broadcast from the first GPU
         buffers         its own               copies                        copies, broadcast from the first GPU
         attributes      its own               those of the module           those of the module
+        lists of        its own               lists of copies               refused, if they have tensors
+          modules
 
     Changes of buffers and attributes in other replicas than the first are lost, as under torch's DataParallel.
 
@@ -42,6 +45,13 @@ class ModuleReplicas:
         self._module = module
         self._devices = devices
         self._substitute = substitute
+        self._containers = [
+            (part, name)
+            for part in module.modules()
+            for name, value in vars(part).items()
+            if name not in _OF_TORCH and any(isinstance(entry, nn.Module) for entry in tree_iter(value))
+        ]
+        _check_containers(self._containers, devices[0].type)
 
     def make(self, count: int) -> list[nn.Module]:
         """The ``count`` replicas for the next batch; the first is the module itself."""
@@ -56,6 +66,7 @@ class ModuleReplicas:
 
     def _copy(self, number: int, tensors: dict[int, Tensor]) -> nn.Module:
         copies: dict[int, nn.Module] = {}
+        substitutes: set[int] = set()
 
         def copied(part: nn.Module) -> nn.Module:
             if id(part) not in copies:
@@ -63,6 +74,8 @@ class ModuleReplicas:
                 copies[id(part)] = _shallow_copy(part) if substitute is None else substitute
                 if substitute is None:
                     fill(part, copies[id(part)])
+                else:
+                    substitutes.add(id(part))
             return copies[id(part)]
 
         def fill(part: nn.Module, copy: nn.Module) -> None:
@@ -74,7 +87,7 @@ class ModuleReplicas:
                 else:
                     setattr(copy, name, tensors.get(id(parameter), parameter))  # recurrent layers keep lists of them
             for name, buffer in part._buffers.items():
-                copy._buffers[name] = None if buffer is None else tensors[id(buffer)]
+                copy._buffers[name] = None if buffer is None else tensors.get(id(buffer), buffer)
 
         def bound(value: object) -> object:
             if isinstance(value, MethodType) and id(value.__self__) in copies:
@@ -82,6 +95,10 @@ class ModuleReplicas:
             return value
 
         whole = copied(self._module)
+        for part, name in self._containers:  # threads would share modules that are kept in a plain list
+            if id(part) not in substitutes and name in vars(part):
+                of_copies = tree_map_only(nn.Module, copied, vars(part)[name])
+                object.__setattr__(copies[id(part)], name, of_copies)
         for copy in copies.values():
             for name, value in [*vars(copy).items()]:
                 # A bound method in an attribute or a hook would use the module's own tensors.
@@ -90,6 +107,21 @@ class ModuleReplicas:
                 elif isinstance(value, dict) and "_hooks" in name:  # a step may register hooks on the replica
                     object.__setattr__(copy, name, type(value)((key, bound(hook)) for key, hook in value.items()))
         return whole
+
+
+_OF_TORCH = vars(nn.Module()).keys()
+
+
+def _check_containers(containers: Iterable[tuple[nn.Module, str]], device_type: str) -> None:
+    """Checks that modules in plain lists have no tensors that other GPUs need, since nobody copies these there."""
+    for part, name in containers if device_type != "cpu" else ():
+        for entry in tree_iter(vars(part)[name]):
+            own = {id(tensor) for tensor in (*part.parameters(), *part.buffers())}
+            if isinstance(entry, nn.Module) and any(id(t) not in own for t in (*entry.parameters(), *entry.buffers())):
+                raise ValueError(
+                    f"{type(part).__name__}.{name} keeps a {type(entry).__name__} in a plain list, or the like, whose "
+                    "tensors are not copied to the other devices: use nn.ModuleList, or strategy='ring_ddp'"
+                )
 
 
 def _shallow_copy(part: nn.Module) -> nn.Module:

@@ -100,6 +100,7 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
         self._averaged: list[Parameter] = []
         self._shown: list[Parameter] = []
         self._aside: dict[Parameter, Tensor] = {}
+        self._shown_before: dict[Parameter, Tensor] = {}
 
     @property
     def accumulates(self) -> bool:
@@ -115,6 +116,7 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
 
     def begin(self) -> None:
         """Begins a backward pass: puts gradients of earlier passes aside, so that they are not averaged twice."""
+        self._shown_before = {p: p.grad for p in self._shown if p.grad is not None}
         for parameter in self._shown:
             parameter.grad = None
         self._shown.clear()
@@ -164,6 +166,10 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
         self._aside.clear()
         if self._shows_all:
             self._show(sent)
+            for parameter in self._shown_before.keys() - {*self._shown}:
+                parameter.grad = self._shown_before[parameter]
+                self._shown.append(parameter)
+            self._shown_before.clear()
         self._ready.clear()
         self._sparse.clear()
         self._unused.clear()

@@ -128,6 +128,7 @@ class ShardedOptimizer(RedirectedOptimizer):
         """Does nothing: backward has averaged the gradients of this rank's parameters."""
 
     def _step(self, **options: Any) -> None:
+        self.shards.take_assigned()
         self.shards.step(**options)
 
     def state_dict(self) -> dict[str, Any]:
@@ -270,6 +271,18 @@ class _Shards(OSS):  # type: ignore[misc]  # without annotations
                 for parameter in parameters:
                     bucket.add_param(parameter)
                 self.buckets[device, dtype][rank] = bucket
+
+    def take_assigned(self) -> None:
+        """Copies values that code has assigned to ``parameter.data`` into the flat tensors, of which it was a view."""
+        for of_ranks in self.buckets.values():
+            for bucket in of_ranks.values():
+                start = 0
+                for parameter in bucket._params:
+                    view = bucket.buffer[start : start + parameter.numel()].view_as(parameter)
+                    start += parameter.numel()
+                    if parameter.data_ptr() != view.data_ptr():
+                        view.copy_(parameter.detach())
+                        parameter.data = view
 
     def _broadcast_params(self) -> None:
         self.broadcast(self._broadcast_dtype)

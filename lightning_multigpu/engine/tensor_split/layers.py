@@ -556,6 +556,9 @@ def split_sequence(tensor: Tensor, group: TensorGroup, dim: int, name: str) -> T
 
 
 class _ColumnLinear(Function):
+    # It saves the weight without its parameter: code may assign to parameter.data before backward, and torch's own
+    # linear layers compute backward with the weight of their forward pass.
+
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: Any, sums: bool, part: Any
@@ -564,12 +567,12 @@ class _ColumnLinear(Function):
         whole = input
         if part is not None:  # gathered where it has entered the block
             ctx.part = part.dim, part.bounds
-            ctx.save_for_backward(part.tensor, weight)
+            ctx.save_for_backward(part.tensor, weight.detach())
             return F.linear(input, weight, bias)
         if dim is not None:
             ctx.bounds = layer.group.bounds(layer.sequence_length or input.shape[dim] * layer.group.size)
             whole = layer.group.all_gather(input, dim, ctx.bounds, layer.meter_name)
-        ctx.save_for_backward(whole if layer.keeps_gathered else input, weight)
+        ctx.save_for_backward(whole if layer.keeps_gathered else input, weight.detach())
         return F.linear(whole, weight, bias)
 
     @staticmethod
@@ -602,7 +605,7 @@ class _RowLinear(Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: RowSplitLinear) -> Tensor:
         ctx.layer = layer
-        ctx.save_for_backward(input, weight)
+        ctx.save_for_backward(input, weight.detach())
         output = _joined(F.linear(input, weight), layer)
         return output if bias is None else output.add_(bias)
 

@@ -62,6 +62,11 @@ class OptimizerServerStrategy(MultiGPUStrategy):
     def options(self) -> dict[str, Any]:
         return {**super().options, "optimizer_split": self._split}
 
+    @property
+    @override
+    def _ranks_may_differ(self) -> bool:
+        return self._is_asynchronous
+
     @abstractmethod
     def _connect(self) -> None:
         """Starts the servers and connects to them; a collective."""
@@ -90,8 +95,11 @@ class OptimizerServerStrategy(MultiGPUStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self._connect()  # evaluation needs no server
         super().setup_optimizers(trainer)
+        if not self._is_asynchronous:  # else a worker's gradients are its own
+            self._watch_given_gradients()
         for number, optimizer in enumerate(self.optimizers):
             served = self._served[optimizer] = self._serve(optimizer)
+            served.given = self._given
             if served.imbalance > _NOTICED_IMBALANCE:
                 rank_zero_info(
                     f"optimizer {number} ({type(optimizer).__name__}): one server has {served.imbalance:.2f} times "
@@ -174,6 +182,7 @@ class OptimizerServerStrategy(MultiGPUStrategy):
             if not self._accumulating:
                 for served in self._served.values():
                     served.average_gradients()
+                self._note_averages()
             return post_backward(*args)
 
         return averaged

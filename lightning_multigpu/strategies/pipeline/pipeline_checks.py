@@ -92,10 +92,36 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
                 "that works parameter by parameter, such as SGD or AdamW, and clip by "
                 "Trainer(gradient_clip_val=...), which takes the norm over all stages"
             )
-        if any(getattr(p, "_post_accumulate_grad_hooks", None) for g in optimizer.param_groups for p in g["params"]):
+        check_accumulate_hooks(optimizer)
+
+
+def check_accumulate_hooks(optimizer: Optimizer) -> None:
+    """No parameter has a hook that runs when its gradient was added to."""
+    if any(getattr(p, "_post_accumulate_grad_hooks", None) for g in optimizer.param_groups for p in g["params"]):
+        raise ValueError(
+            "register_post_accumulate_grad_hook: in a pipeline such a hook runs after each micro-batch, when the "
+            "gradients of the batch are not complete; use on_before_optimizer_step"
+        )
+
+
+def check_changes(module: Module, optimizers: Iterable[Optimizer], known: Iterable[Tensor]) -> None:
+    """Hooks have neither given the optimizers new parameters, nor registered hooks that run after each micro-batch.
+
+    Args:
+        module: the user's module.
+        optimizers: its optimizers.
+        known: the parameters that the pipeline manages.
+    """
+    managed = {id(parameter) for parameter in known}
+    for optimizer in optimizers:
+        check_accumulate_hooks(optimizer)
+        new = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in managed]
+        if new:
+            names = [name for name, parameter in module.named_parameters() if parameter is new[0]]
             raise ValueError(
-                "register_post_accumulate_grad_hook: in a pipeline such a hook runs after each micro-batch, when the "
-                "gradients of the batch are not complete; use on_before_optimizer_step"
+                f"{names[0] if names else f'a parameter of shape {tuple(new[0].shape)}'} has come to the optimizer "
+                "while training runs, and a pipeline places parameters on its stages before that: make the layer in "
+                "__init__ or configure_model, and freeze it until it is used; or use ring_ddp"
             )
 
 

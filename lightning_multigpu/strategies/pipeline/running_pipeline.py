@@ -13,6 +13,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.nn import Parameter
 from torchmetrics import Metric
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
@@ -49,7 +50,7 @@ from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.step_checks import check_gradients, check_kept_state, check_losses
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
 from lightning_multigpu.strategies.steps.dry_run import trial_precisions, unlogged_loss, without_trace
-from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined
+from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined, uncounted_logs
 
 _SEED_BITS = 2**62 - 1
 
@@ -221,6 +222,7 @@ class RunningPipeline:
         kinds = [(signature_of(part), trainable) for part in parts]
         trainer = self._model.module.trainer
         seed = (self._seed, 0, trainer.current_epoch, trainer.fit_loop.batch_idx)
+        without_gradient = [parameter for parameter in self._model.ownership.held() if parameter.grad is None]
         with self._kept.batch(), self._kept.watching():
             losses = self._runner.train(step, kinds, [weight * multiplier for weight in weights], seed)
         message: Any = None
@@ -230,15 +232,29 @@ class RunningPipeline:
             logged, loss = combined(records, sizes, losses, weights), combined_loss(losses, weights)
             last = self._model.group.num_ranks - 1
             old_value = self._kept.old_value(self._kept.changes, self._kept.reads, self._model.modules_of(last))
-            message = logged, loss, trainer.should_stop, self._is_new_form, old_value
+            message = logged, loss, trainer.should_stop, self._is_new_form, old_value, self._runner.uses_layers
             further = _merged(outputs)
         received, further = self._outputs.from_last(message, further, "on_train_batch_end")
-        replayed, loss, stops, is_new, old_value = received
+        replayed, loss, stops, is_new, old_value, uses_layers = received
         if old_value is not None:
             raise PipelineError(old_value)
+        if not uses_layers:
+            self._drop_zeros(without_gradient)
         trainer.should_stop = trainer.should_stop or stops  # a step may ask for the end of training
-        self._logs.replay(replayed, "training_step")
+        with nullcontext() if multiplier else uncounted_logs(self._model.module):  # 0 for a batch that is repeated
+            self._logs.replay(replayed, "training_step")
         return {"loss": loss, **further}, is_new
+
+    def _drop_zeros(self, parameters: Sequence[Parameter]) -> None:
+        """Takes the gradients off parameters on which no loss depends: stages before the last one have got zeros.
+
+        An optimizer with momentum or weight decay would change such parameters, and on one device it does not.
+        """
+        if self._model.is_last and self._options.num_stages_of_rank == 1:
+            return
+        for parameter in parameters:
+            if parameter.grad is not None and not parameter.grad.any():
+                parameter.grad = None
 
     def _reduce_gradients(self) -> None:
         """Averages gradients of unshared parameters first: later stages do so while earlier ones still run backward."""

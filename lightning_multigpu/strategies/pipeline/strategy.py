@@ -39,6 +39,7 @@ from lightning_multigpu.strategies.steps.same_batches import (
     share_random_states,
     write_no_predictions,
 )
+from lightning_multigpu.strategies.steps.step_logs import uncounted_metrics
 from lightning_multigpu.strategies.streamed_saves import StreamedSaves
 
 if TYPE_CHECKING:
@@ -256,9 +257,10 @@ class StagedStrategy(StreamedSaves):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._outputs is not None
+        assert self._split_model is not None
         self._outputs.add_first()
+        pipeline_checks.check_changes(self._module, self.optimizers, self._split_model.ownership.parameters())
         if batch_idx < 2:  # hooks before or after the first batch may have copied weights
-            assert self._split_model is not None
             module, known = self._split_model.module, self._split_model.ownership.holdings
             callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
             pipeline_checks.check_copies(module, callbacks, [holding.tensor for holding in known])
@@ -286,7 +288,8 @@ class StagedStrategy(StreamedSaves):
         multiplier = self.precision_plugin.pre_backward(multiplier, self._module)
         (batch, *others), self._step_args = self._step_args, None
         accumulating = self._accumulating
-        outputs = self._pipeline.train(batch, others, multiplier=float(multiplier), accumulating=accumulating)
+        with self._weighing(), nullcontext() if self.feed.counts else uncounted_metrics(self._module):
+            outputs = self._pipeline.train(batch, others, multiplier=float(multiplier), accumulating=accumulating)
         self._outputs.of_batch = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
         with self._agreement.gradients_for("on_after_backward"):
             multiplier = self.precision_plugin.post_backward(multiplier, self._module)

@@ -85,6 +85,7 @@ class ScaledRateStrategy(MultiGPUStrategy):
         self._compare_changes(trained.differences(), "do not train the same parameters")
         check_belong(self._module, self.optimizers)
         self._buffers.broadcast_tensors([p.detach() for p in trained.added()], src=self._buffers.first_rank)
+        self._common.watch(self._in_common())
 
     def _counts_gradient(self, parameter: Tensor) -> bool:
         """Whether this rank adds the averaged gradient to the norm; one rank does for each parameter."""

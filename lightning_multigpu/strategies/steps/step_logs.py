@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,10 @@ from lightning_multigpu.engine.errors import PipelineError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+# The positional arguments of LightningModule.log after name and value.
+_POSITIONAL = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+_NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
 
 
 @dataclass(frozen=True)
@@ -73,9 +78,8 @@ class StepLogs:
                 self._module.log(record.name, value, **record.options)
 
     def _record(self, name: str, value: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Record:
-        # The positional arguments of LightningModule.log after name and value.
         options = {
-            **dict(zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args, strict=False)),
+            **dict(zip(_POSITIONAL, args, strict=False)),
             **options,
         }
         if options.get("sync_dist_group") is not None:
@@ -167,3 +171,40 @@ def _mean(values: Sequence[Any], sizes: Sequence[float]) -> Any:
     if not total or len(values) == 1:
         return sum(values) / len(values)
     return sum(value * size for value, size in zip(values, sizes, strict=True) if size) / total
+
+
+@contextmanager
+def uncounted_logs(module: pl.LightningModule) -> Iterator[None]:
+    """Within the block values that the module logs count for nothing: their batch is a repeated one.
+
+    They still take part in the collectives of ``sync_dist=True``, for which other ranks wait.
+    """
+    original = module.log
+
+    def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+        options = {**dict(zip(_POSITIONAL, args, strict=False)), **options, "batch_size": 0}
+        kind = options.get("reduce_fx", "mean")
+        neutral = _NEUTRAL.get(getattr(kind, "__name__", kind))
+        if neutral is not None and not isinstance(value, Metric):
+            value = torch.full_like(torch.as_tensor(value, dtype=torch.get_default_dtype()), neutral)
+        original(name, value, **options)
+
+    object.__setattr__(module, "log", log)
+    try:
+        yield
+    finally:
+        object.__delattr__(module, "log")
+
+
+@contextmanager
+def uncounted_metrics(module: pl.LightningModule) -> Iterator[None]:
+    """Within the block updates of the module's metrics count for nothing: their batch is a repeated one."""
+    metrics = [part for part in module.modules() if isinstance(part, Metric)]
+    states = [(metric._copy_state_dict(), metric._update_count) for metric in metrics]
+    try:
+        yield
+    finally:
+        for metric, (values, count) in zip(metrics, states, strict=True):
+            for name, value in values.items():
+                setattr(metric, name, value)
+            metric._update_count, metric._computed = count, None

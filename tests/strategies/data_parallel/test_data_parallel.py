@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 import traceback
 from typing import Any
 
@@ -349,6 +350,54 @@ def test_a_batch_is_skipped_as_a_whole_or_not_at_all() -> None:
         ValueError, match="training_step returns no loss on replica 1, 2 of 3, and a loss on the others"
     ):
         train(SkippingParts(), 3)
+
+
+class _LeavesOut(Classifier):
+    """Logs the loss of each batch, and leaves every third batch out."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 3 == 1 else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Sees no loss."""
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_logs_of_a_batch_that_is_left_out(accumulate: int) -> None:
+    """They were lost, and the epoch's mean was that of the other batches."""
+    alone, replicated = _LeavesOut(), _LeavesOut()
+    one, two = (
+        train(module, devices, accumulate_grad_batches=accumulate) for module, devices in ((alone, 1), (replicated, 2))
+    )
+    assert_same_weights({"weights": state(replicated)}, {"weights": state(alone)})
+    torch.testing.assert_close(two.callback_metrics, one.callback_metrics)
+
+
+class _Remembers(nn.Module):
+    """Keeps its input for a moment, which another thread must not replace."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x
+        time.sleep(0.005)
+        return self.kept * 2
+
+
+class _HasPlainList(Classifier):
+    """Keeps a module in a plain list, as one does to leave its weights out of checkpoints, and its own layers again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"parts": [_Remembers(), self.first]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.kept["parts"][1](self.kept["parts"][0](x))[:, :6])
+
+
+def test_modules_in_a_plain_list() -> None:
+    """Threads shared them, and one thread's input replaced that of another."""
+    assert_trains_alike(_HasPlainList, 2)
 
 
 class _UserError(Exception):

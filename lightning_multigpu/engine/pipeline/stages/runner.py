@@ -106,6 +106,7 @@ class PipelineRunner:
         self._scales: Sequence[float] = ()
         self._micro_batches: list[int] = []
         self._losses: dict[int, Tensor] = {}
+        self.uses_layers = False  # whether the losses of the newest batch depend on what the last stage receives
 
     @property
     def is_last(self) -> bool:
@@ -135,7 +136,7 @@ class PipelineRunner:
         Raises:
             PipelineError: the step cannot be split; or whatever the step raises.
         """
-        self._step, self._scales, self._losses = step, scales, {}
+        self._step, self._scales, self._losses, self.uses_layers = step, scales, {}, False
         groups = self._groups(kinds)
         with (
             preserved_random_state(self._device),
@@ -196,6 +197,7 @@ class PipelineRunner:
                 stage.drop()
         for stage in self.stages:
             stage.end()
+        self.uses_layers |= self.stages[-1].needs_input
 
     def _compute(self, number: int, chunk: int) -> Activations | Tensor:
         """A forward pass of one of this rank's stages; returns its output, on the last stage the scaled loss."""

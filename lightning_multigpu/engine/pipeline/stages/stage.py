@@ -36,6 +36,7 @@ from lightning_multigpu.engine.pipeline.stages.stage_messages import (
 
 Gradients = tuple[Tensor | None, ...]
 
+_NO_PATH = "one of its outputs depends on none of its inputs"
 _INDIVISIBLE = ("CompiledFunctionBackward", "CheckpointFunctionBackward")
 
 
@@ -54,6 +55,9 @@ class Stage:
         group: the ranks of the pipeline.
         device: where the stage computes.
         recorder: records the stage's work.
+
+    Attributes:
+        needs_input: some output of the step depends on a tensor that the stage before has sent.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Stage:
         self._recorder = recorder
         self._previous = (index - 1) % group.num_ranks
         self._following = (index + 1) % group.num_ranks
+        self.needs_input = False
         self._keys: list[Any] = []
         self._alternates = False
         self._headers_in: dict[Any, Header] = {}
@@ -99,6 +104,7 @@ class Stage:
             keys: one for each micro-batch; micro-batches with equal keys have equal shapes.
             alternates: the schedule is 1F1B.
         """
+        self.needs_input = False
         self._keys = keys
         self._alternates = alternates
         self.drop()
@@ -180,6 +186,7 @@ class Stage:
             gradients: Gradients = (None,) * len(outputs) if self.is_last else self._arrived_gradients(micro_batch)
             roots, given = [outputs[number] for number in wanted], [gradients[number] for number in wanted]
             computed = self._compute_gradients(micro_batch, roots, given, received, full=full)
+        self.needs_input |= any(gradient is not None for gradient in computed)
         if not self.is_first:
             self._send_gradients(micro_batch, received, computed)
         self._end_pass(micro_batch)
@@ -254,8 +261,11 @@ class Stage:
         key = self._keys[micro_batch]
         if not full and key not in self._divisible:
             obstacle = _obstacle_to_division(outputs, received, self._parameters())
-            self._divisible[key] = obstacle is None
-            if obstacle is not None and not self._undivided_is_said:
+            if self.is_last and obstacle == _NO_PATH:
+                full = True  # the loss of a batch that is left out says nothing about other batches
+            else:
+                self._divisible[key] = obstacle is None
+            if not (full or obstacle is None or self._undivided_is_said):
                 self._undivided_is_said = True
                 warnings.warn(
                     f"stage {self.index} computes the gradients of its inputs and of its weights together, because "
@@ -266,7 +276,10 @@ class Stage:
         if full or not self._divisible[key]:
             torch.autograd.backward(outputs, gradients)
         else:
+            losses = [output * 1 for output in outputs] if self.is_last else []  # torch detaches the outputs
             self._weight_parts[micro_batch] = _backward_of_inputs(outputs, gradients, received, self._parameters())
+            if losses and all(tensor.grad is None for tensor in received):  # it has no path to them, unlike others
+                self._weight_parts[micro_batch] = lambda: torch.autograd.backward(losses)
         computed = tuple(tensor.grad for tensor in received)
         for tensor in received:
             tensor.grad = None
@@ -387,7 +400,7 @@ def _obstacle_to_division(
     users = construct_reverse_graph(roots)
     behind_inputs, _ = reverse_closure(inputs, set(), users)
     if not behind_inputs.issuperset(roots):
-        return "one of its outputs depends on none of its inputs"
+        return _NO_PATH
     for group in get_param_groups(inputs, weights, users):
         nodes = group["intermediates"]
         if len(nodes) > 1 and any(reverse_closure([node], nodes - {node}, users)[1] for node in nodes):

@@ -1,0 +1,140 @@
+"""Values that ranks must have in common: learning rates, and parameters that the user's code changes by itself."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_multigpu.registry import Regime
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    assert_same_weights,
+    eval_loader,
+    make_strategy,
+    make_trainer,
+    regimes_with_a_whole_model,
+    state,
+    train_loader,
+)
+from tests.world import World, rank
+
+CASE = Case(max_epochs=4, num_samples=16)
+
+
+class FollowsItsOwnValue(Classifier):
+    """Lowers its learning rate by a value that each rank has logged for itself."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("own_value", (1.0 + self.current_epoch) * (-1 if rank() else 1))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "own_value"}}
+
+
+class ChangesItsLearningRate(Classifier):
+    """Sets a learning rate from the loss of its rank's samples, within the epoch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.optimizers().param_groups[0]["lr"] = float(outputs["loss"])  # type: ignore[union-attr]
+
+
+class LooksUp(Classifier):
+    """Has an embedding that shortens its rows when they are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(7, 6, max_norm=0.5)
+        nn.init.constant_(self.rows.weight, 0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.rows((x[:, 0].abs() * 3).long() % 7).to(x.dtype))
+
+
+class ShortensRows(Classifier):
+    """Looks up rows by the function, of which no module knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.full((7, 6), 0.4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = nn.functional.embedding((x[:, 0].abs() * 3).long() % 7, self.rows, max_norm=0.5)
+        return super().forward(x + found.to(x.dtype))
+
+
+class MovesCentres(Classifier):
+    """Moves a parameter towards the mean of its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = nn.Parameter(torch.zeros(6), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.centre.lerp_(batch[0].mean(0), 0.1)
+        return super().training_step((batch[0] - self.centre, batch[1]), batch_idx)
+
+
+class KeepsUnitRows(Classifier):
+    """Changes a parameter alike on all ranks: in the step, and after the optimizer's."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.first.weight.div_(self.first.weight.norm(dim=1, keepdim=True))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        with torch.no_grad():
+            self.second.weight.clamp_(-0.5, 0.5)
+
+
+def train(kind: type[Classifier], strategy: str | None, ranks: int, **options: Any) -> dict[str, Any]:
+    trainer = make_trainer(CASE, "auto" if strategy is None else make_strategy(strategy), ranks, **options)
+    module = kind()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "It is recommended to use `self.log")
+        trainer.fit(module, train_loader(CASE, trainer), eval_loader(8))
+    return {"weights": state(module)}
+
+
+NAMES = [*(regime.name for regime in regimes_with_a_whole_model()), "tensor_split"]
+LR = r"'lr' of parameter group 0 \(SGD\): "
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_learning_rates_that_differ_are_an_error(name: str, world2: World) -> None:
+    """ddp_sharded and the servers went on, with a learning rate of each owner, or with that of one rank."""
+    words = LR + r"0.02 on rank 0; 0.2 on rank 1\nReduceLROnPlateau follows 'own_value'"
+    world2.run_raising(RuntimeError, words, train, FollowsItsOwnValue, name, 2)
+    if name != "tensor_split":  # whose ranks have the same loss
+        words = LR + r".* on rank 0; .* on rank 1"
+        world2.run_raising(RuntimeError, words, train, ChangesItsLearningRate, name, 2)
+
+
+@pytest.mark.parametrize("regime", regimes_with_a_whole_model(), ids=lambda regime: regime.name)
+def test_parameters_that_a_step_changes(regime: Regime, world2: World) -> None:
+    """ddp_sharded and the servers trained other weights, in silence; ring_ddp said so at the end of the fit."""
+    world2.run_raising(ValueError, r"self.rows = nn.Embedding\(..., max_norm=0.5\)", train, LooksUp, regime.name, 2)
+    for kind, name in ((ShortensRows, "rows"), (MovesCentres, "centre")):
+        words = rf"{name}: changed to checksum .* on rank 0; changed to checksum .* on rank 1"
+        world2.run_raising(RuntimeError, words, train, kind, regime.name, 2)
+    expected = train(KeepsUnitRows, None, 1)
+    for found in world2.run(train, KeepsUnitRows, regime.name, 2):
+        assert_same_weights(found, expected)
+
+
+def test_embeddings_with_a_largest_norm_elsewhere(world2: World) -> None:
+    with pytest.raises(ValueError, match=r"self.rows = nn.Embedding\(..., max_norm=0.5\)"):
+        train(LooksUp, "dp", 2)
+    expected = train(LooksUp, None, 1)
+    for name in ("pipeline_1f1b", "tensor_split"):
+        for found in world2.run(train, LooksUp, name, 2):
+            assert_same_weights(found, expected)

@@ -1,0 +1,79 @@
+"""Logs of batches of which ranks have parts of different sizes, and of a last batch with fewer samples than ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    make_strategy,
+    make_trainer,
+    regimes_with_a_whole_model,
+    train_loader,
+)
+from tests.world import World
+
+
+class Logs(Classifier):
+    """Logs values of every reduction, by their steps too, and a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        loss = torch.nn.functional.cross_entropy(logits, y)
+        self.log("mean", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(y))
+        self.log_dict({"sum": float(len(y))}, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
+        self.log("max", x[:, 0].max(), on_step=False, on_epoch=True, sync_dist=True, reduce_fx=torch.max)
+        self.log("min", x[:, 0].min(), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="min")
+        self.accuracy(logits, y)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.steps.append(float(self.trainer.callback_metrics["mean_step"]))
+
+
+CASES = [
+    Case(num_samples=25, max_epochs=2),  # a last batch of 1
+    Case(num_samples=27, max_epochs=1, trainer={"accumulate_grad_batches": 2}),  # of 3
+]
+SPLIT = ("gpipe", "tensor_split")
+
+
+def logged(name: str | None, ranks: int) -> list[dict[str, Any]]:
+    found = []
+    for case in CASES:
+        options = {"data_parallel_size": 2} if name in SPLIT else {}
+        trainer = make_trainer(case, "auto" if name is None else make_strategy(name, **options), ranks)
+        module = Logs()
+        trainer.fit(module, train_loader(case, trainer))
+        epoch = {key: float(value) for key, value in trainer.callback_metrics.items() if key != "mean"}
+        found.append({**epoch, "steps": module.steps})
+    return found
+
+
+def assert_same_logs(found: list[list[dict[str, Any]]]) -> None:
+    expected = logged(None, 1)
+    for of_rank in found:
+        for own, alone in zip(of_rank, expected, strict=True):
+            assert own == {key: pytest.approx(value, rel=1e-9) for key, value in alone.items()}
+
+
+@pytest.mark.parametrize("name", [regime.name for regime in regimes_with_a_whole_model()])
+def test_logs_of_uneven_batches(name: str, world2: World) -> None:
+    """A rank without a sample counted the batch that it repeats, and step values were means without weights."""
+    assert_same_logs(world2.run(logged, name, 2))
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_logs_of_uneven_batches_of_several_models(name: str, world4: World) -> None:
+    assert_same_logs(world4.run(logged, name, 4))

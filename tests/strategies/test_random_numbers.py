@@ -1,0 +1,108 @@
+"""Random numbers of training steps: which ranks draw the same ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_multigpu.registry import Regime
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    assert_same_weights,
+    distinct_regimes,
+    make_strategy,
+    make_trainer,
+    regimes_with_a_whole_model,
+    state,
+    train_loader,
+)
+from tests.world import World
+
+CASE = Case(max_epochs=2, num_samples=32)
+
+
+class Draws(Classifier):
+    """Draws a number in each step, before its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: dict[tuple[int, int], list[float]] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.draws.setdefault((self.current_epoch, batch_idx), []).append(float(torch.rand(())))
+        return super().training_step(batch, batch_idx)
+
+
+class DropsLayers(Classifier):
+    """Leaves a layer out by a draw, as LayerDrop does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        drops = bool(torch.rand(()) < 0.5)
+        x = batch[0].sum(dim=1, keepdim=True).expand(-1, 16) if drops else self.layers[1](self.first(batch[0]))
+        return torch.nn.functional.cross_entropy(self.second(x), batch[1])
+
+
+@contextmanager
+def seeded(is_seeded: bool) -> Iterator[None]:
+    """Within the block seed_everything has been called, or has not, whatever earlier tests have done."""
+    before = {name: os.environ.pop(name) for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS") if name in os.environ}
+    torch.manual_seed(7)
+    if is_seeded:
+        L.seed_everything(0, verbose=False)  # the seed of the one device's sampler
+    try:
+        yield
+    finally:
+        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+def draws(name: str, is_seeded: bool) -> dict[tuple[int, int], list[float]]:
+    module = Draws()
+    options = {"check_loss": False} if "check_loss" in make_strategy(name).options else {}
+    trainer = make_trainer(CASE, make_strategy(name, **options), 2)
+    with seeded(is_seeded):
+        trainer.fit(module, train_loader(CASE, trainer))
+    return {key: values for key, values in module.draws.items() if key > (0, 0)}  # the first one has trials
+
+
+RANKED = [regime for regime in distinct_regimes() if regime.strategy.starts_ranks]
+
+
+@pytest.mark.parametrize("regime", RANKED, ids=lambda regime: regime.name)
+def test_which_ranks_draw_the_same_numbers(regime: Regime, world2: World) -> None:
+    """Without seed_everything all ranks added the same noise to their samples."""
+    has_own_batches = regime in regimes_with_a_whole_model() or not regime.synchronous
+    first, second = world2.run(draws, regime.name, False)
+    if has_own_batches:
+        assert not {x for values in first.values() for x in values} & {x for values in second.values() for x in values}
+    else:
+        assert {key: set(values) for key, values in first.items()} == {key: set(v) for key, v in second.items()}
+    if has_own_batches and regime.synchronous:
+        first, second = world2.run(draws, regime.name, True)
+        assert first == second
+
+
+def train(name: str | None, ranks: int) -> dict[str, Any]:
+    options = {"find_unused_parameters": True} if name in ("ring_ddp", "ddp_sharded") else {}
+    module = DropsLayers()
+    trainer = make_trainer(CASE, "auto" if name is None else make_strategy(name, **options), ranks)
+    with seeded(True):
+        trainer.fit(module, train_loader(CASE, trainer))
+    return {"weights": state(module)}
+
+
+@pytest.mark.parametrize("name", [regime.name for regime in regimes_with_a_whole_model()])
+def test_layers_that_draws_leave_out(name: str, world2: World) -> None:
+    """After seed_everything all ranks leave out the layers that one device leaves out."""
+    expected = train(None, 1)
+    for found in world2.run(train, name, 2):
+        assert_same_weights(found, expected)
