@@ -13,10 +13,12 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
 )
 
+from lightning_multigpu.engine.data_parallel import batch_distribution
 from lightning_multigpu.engine.data_parallel.batch_distribution import (
     CountedBatchSampler,
     ShardedBatchSampler,
@@ -178,3 +180,15 @@ def test_what_is_not_ours_to_deal_is_left_alone() -> None:
     assert [b.tolist() for b in distribute_batches(elsewhere, num_replicas=2, rank=1, even=False)[0]] == [
         b.tolist() for b in elsewhere
     ]
+
+
+def test_the_order_of_a_sampler_leaves_the_gpu_s_random_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.manual_seed`` seeds GPUs too: all ranks would drop the same values from each epoch's start on."""
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    before = torch.get_rng_state()
+    first, again = (batch_distribution._drawn(RandomSampler(range(9))) for _ in range(2))
+    assert first == again
+    assert sorted(first) == list(range(9))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not seeded

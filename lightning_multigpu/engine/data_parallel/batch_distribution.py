@@ -274,7 +274,7 @@ def _drawn(order: Sampler[int]) -> list[int]:
     seed = getattr(order, "seed", 0) + getattr(order, "epoch", 0)
     state = random.getstate()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too, alike on all ranks
         random.seed(seed)
         try:
             return list(order)

@@ -79,7 +79,7 @@ def _has_own_step(optimizer: Any) -> bool:
 def _updated(optimizer: Any, kept: int, factor: float, with_closure: bool) -> list[Tensor]:
     """The parameters of a copy after a few steps; those of index ``kept`` modulo 2 are the same for every factor."""
     generator = torch.Generator().manual_seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # that of the CPU alone, whose state the caller keeps
     memo: dict[int, Any] = {}
     tiny: list[Parameter] = []
     slopes: list[Tensor] = []
