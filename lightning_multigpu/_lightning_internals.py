@@ -45,6 +45,13 @@ from lightning.fabric.utilities.seed import (
 )
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.loops.fit_loop import (
+    # The loops of a fit read `should_stop` between two hooks: ranks can agree on it only there.
+    _FitLoop as FitLoop,
+)
+from lightning.pytorch.loops.training_epoch_loop import (
+    _TrainingEpochLoop as TrainingEpochLoop,
+)
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import (
     # Starts one copy of the script a rank; the command line of the copies (modules, hydra) is not public elsewhere.
@@ -82,9 +89,11 @@ __all__ = [
     "HOOKS_BEFORE_STEP",
     "IS_INTERACTIVE",
     "EndOfRun",
+    "FitLoop",
     "GlobalStateSnapshot",
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
+    "TrainingEpochLoop",
     "argument_of",
     "asked_precision",
     "attributes_of_lightning",

@@ -31,6 +31,7 @@ from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, Loss
 from lightning_multigpu.engine.data_parallel.replicas import check_replicas
 from lightning_multigpu.runtime.batch_feed import BatchFeed, complete_resumed_epoch
 from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import await_file
+from lightning_multigpu.runtime.common_stop import share_stops
 from lightning_multigpu.runtime.failure_watch import FailureWatch
 from lightning_multigpu.runtime.joining import Joining, check_model, table_of
 from lightning_multigpu.runtime.launchers.script_launcher import ScriptLauncher, is_notebook_fork_needed
@@ -263,8 +264,12 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
             self.joining.watch_again(run, world)
         watch.joined(groups.cut, run.world_size)
         self.meter.notes = watch.flight_recorder
-        on_interrupt = None if watch.client is None else watch.client.interrupted
-        counts = self.signals.begin(run.environment, patience_s=run.failure_timeout_s, on_interrupt=on_interrupt)
+        counts = self.signals.begin(
+            run.environment,
+            patience_s=run.failure_timeout_s,
+            on_signal=None if watch.client is None else watch.client.signalled,
+            on_stuck=watch.cut_loose,
+        )
         if watch.client is not None and counts:
             watch.client.counts_interrupts()
 
@@ -352,6 +357,7 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         super().on_train_start()
         assert self.lightning_module is not None
         complete_resumed_epoch(self.lightning_module.trainer)
+        share_stops(self.lightning_module.trainer)
         self._stage_starts(training=True)
         self._tell_global_batch()
         self.meter.discard()
