@@ -80,6 +80,8 @@ from lightning.pytorch.utilities.exceptions import (
 )
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 # The method of a precision plugin that calls the hooks before an optimizer's step and clips gradients, for every
 # optimizer and precision: no public one stands behind all of those hooks.
@@ -104,6 +106,7 @@ __all__ = [
     "disable_module_memory_sharing",
     "draws_graph",
     "further_ddp_options",
+    "given_loaders",
     "has_set_signal_handlers",
     "interrupt",
     "is_compiled",
@@ -130,6 +133,21 @@ def writes_logs_after_this_batch(trainer: Trainer) -> bool:
         return True
     interval = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # likewise
     return interval > 0 and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % interval == 0
+
+
+def given_loaders(trainer: Trainer) -> list[DataLoader[Any]]:
+    """The DataLoaders that were passed to the Trainer's method, and get a sampler for the ranks; not those of hooks.
+
+    Lightning makes them anew, with the sampler, only after the strategy's setup.
+    """
+    if not trainer._accelerator_connector.use_distributed_sampler:
+        return []
+    loops: list[Any] = [trainer._active_loop]
+    if trainer._active_loop is trainer.fit_loop:
+        loops.append(trainer.fit_loop.epoch_loop.val_loop)
+    sources = [loop._data_source for loop in loops if loop is not None]
+    given = [leaf for source in sources if not source.is_module() for leaf in tree_leaves(source.instance)]
+    return [loader for loader in given if isinstance(loader, DataLoader)]
 
 
 def asked_precision() -> str | None:

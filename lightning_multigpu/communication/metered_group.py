@@ -200,7 +200,12 @@ class MeteredGroup:
             table = torch.zeros(self.size, _ROW_BYTES, dtype=torch.uint8)
             table[self.rank, : len(row)] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
             table = table.to(self._device)
-            dist.all_reduce(table, group=self.group)
+            try:
+                dist.all_reduce(table, group=self.group)
+            except RuntimeError as error:  # as after a fit, where the other ranks' programs have ended
+                call = f"{what} at {self._place()}"
+                error.add_note(f"{call}: another rank has ended, has failed, or makes another call. {_SAME_ORDER}")
+                raise
             rows = [line.tobytes() for line in table.cpu().numpy()]
         else:
             rows = [row.ljust(_ROW_BYTES, b"\0")]

@@ -29,7 +29,8 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice, Kept, Recomputation, check_choice
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
 from lightning_multigpu.engine.data_parallel.replicas import check_replicas
-from lightning_multigpu.runtime.batch_feed import BatchFeed, complete_resumed_epoch
+from lightning_multigpu.engine.data_parallel.trained_parameters import check_has_shapes
+from lightning_multigpu.runtime.batch_feed import BatchFeed, check_loaders, complete_resumed_epoch
 from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import await_file
 from lightning_multigpu.runtime.common_stop import share_stops
 from lightning_multigpu.runtime.failure_watch import FailureWatch
@@ -231,7 +232,12 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
     def check_before_launch(self, trainer: pl.Trainer) -> None:
         super().check_before_launch(trainer)
         if not is_overridden("configure_model", trainer.lightning_module):  # it makes the layers later
+            self._check_shapes(trainer)
             self._set_recomputation(trainer)
+
+    def _check_shapes(self, trainer: pl.Trainer) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_has_shapes(trainer.lightning_module)
 
     def _set_recomputation(self, trainer: pl.Trainer) -> None:
         self._recomputation = None
@@ -275,6 +281,8 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._check_shapes(trainer)
+        check_loaders(trainer, self.data_parallel_size)
         if self._world is not None:
             check_model(self._module, self._world)
         directory = str(trainer.log_dir or trainer.default_root_dir)  # a collective
