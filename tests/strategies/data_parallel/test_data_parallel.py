@@ -496,6 +496,18 @@ def test_refused(module: Any, options: dict[str, Any], message: str) -> None:
     assert threading.active_count() == threads
 
 
+class _TwoBackwards(Classifier):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss / 2).backward(retain_graph=True)
+        (loss / 2).backward()
+
+
+def test_a_second_backward_of_a_step_is_refused() -> None:
+    """An IndexError in the threads of the replicas."""
+    with pytest.raises(RuntimeError, match=r"backward has come to the loss of a step twice.*use strategy='ring_ddp'"):
+        train(_TwoBackwards(), 2)
+
+
 @pytest.mark.filterwarnings("ignore:You passed `Trainer")
 def test_float16_on_cpu_is_refused() -> None:
     with pytest.raises(ValueError, match=r"precision='16-mixed' on CPU: .*; pass precision='bf16-mixed'"):
