@@ -48,6 +48,13 @@ from lightning.fabric.utilities.seed import (
     _set_rng_states as set_rng_states,
 )
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from lightning.pytorch.loops.fit_loop import (
+    # The loops of a fit read `should_stop` between two hooks: ranks can agree on it only there.
+    _FitLoop as FitLoop,
+)
+from lightning.pytorch.loops.training_epoch_loop import (
+    _TrainingEpochLoop as TrainingEpochLoop,
+)
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import (
     # Starts one copy of the script a rank; the command line of the copies (modules, hydra) is not public elsewhere.
@@ -77,6 +84,8 @@ from lightning.pytorch.utilities.exceptions import (
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 # The method of a precision plugin that calls the hooks before an optimizer's step and clips gradients, for every
 # optimizer and precision: no public one stands behind all of those hooks.
@@ -96,9 +105,11 @@ __all__ = [
     "LOADS_WEIGHTS_ONLY",
     "WEIGHT_AVERAGES",
     "EndOfRun",
+    "FitLoop",
     "GlobalStateSnapshot",
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
+    "TrainingEpochLoop",
     "argument_of",
     "asked_precision",
     "attributes_of_lightning",
@@ -109,6 +120,7 @@ __all__ = [
     "disable_module_memory_sharing",
     "draws_graph",
     "further_ddp_options",
+    "given_loaders",
     "has_set_signal_handlers",
     "interrupt",
     "is_compiled",
@@ -135,6 +147,21 @@ def writes_logs_after_this_batch(trainer: Trainer) -> bool:
         return True
     interval = int(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # likewise
     return interval > 0 and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % interval == 0
+
+
+def given_loaders(trainer: Trainer) -> list[DataLoader[Any]]:
+    """The DataLoaders that were passed to the Trainer's method, and get a sampler for the ranks; not those of hooks.
+
+    Lightning makes them anew, with the sampler, only after the strategy's setup.
+    """
+    if not trainer._accelerator_connector.use_distributed_sampler:
+        return []
+    loops: list[Any] = [trainer._active_loop]
+    if trainer._active_loop is trainer.fit_loop:
+        loops.append(trainer.fit_loop.epoch_loop.val_loop)
+    sources = [loop._data_source for loop in loops if loop is not None]
+    given = [leaf for source in sources if not source.is_module() for leaf in tree_leaves(source.instance)]
+    return [loader for loader in given if isinstance(loader, DataLoader)]
 
 
 def asked_precision() -> str | None:

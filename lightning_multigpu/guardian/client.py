@@ -75,6 +75,7 @@ class GuardianClient:
         self._on_failure = on_failure
         self._leaving, self._met, self._seen = threading.Event(), threading.Event(), threading.Event()
         self._all_at_end = threading.Event()
+        self._is_alone = False  # with its exception
         self._sending = threading.RLock()  # a signal's handler may send while its thread does
         self._deciding = threading.RLock()  # whether a stopped guardian goes on or is killed
         self._kill_at_s: float | None = None  # set when this rank has decided to kill the stopped guardian
@@ -133,6 +134,20 @@ class GuardianClient:
         if threading.current_thread() is not self._thread:
             self._seen.wait(_SEEN_S)
 
+    def all_raised(self, key: str, failure: Failure) -> bool:
+        """Whether all ranks of the job have raised the same exception: it is the program's, and no failure of a rank.
+
+        Returns once all have, or once one certainly has not: that rank has ended its run well, waits for this one, or
+        has not come within a third of ``failure_timeout_s``. This rank's failure is then reported.
+
+        Args:
+            key: the exception, the same on all ranks.
+            failure: this rank's failure, if the others do not raise it.
+        """
+        self._send("raised", key=key, failure=failure.to_message())
+        self._all_at_end.wait()
+        return self.failure is None and not self._is_alone
+
     def can_be_lost(self) -> None:
         """Declares that the job goes on without this rank, however its process ends before its :meth:`leave`.
 
@@ -179,9 +194,9 @@ class GuardianClient:
         """
         self._send("counts interrupts")
 
-    def interrupted(self, number: int) -> None:
-        """Reports that this rank has received its first or second SIGINT; the guardian may have received none."""
-        self._send("interrupted", number=number)
+    def signalled(self, status: int, number: int) -> None:
+        """Reports this rank's first, second... SIGINT or SIGTERM; the second ends the job with that exit status."""
+        self._send("signalled", status=status, number=number)
 
     def finish(self) -> Failure | None:
         """Reports that this rank has reached the end of its run; waits until all ranks have, or one has failed.
@@ -278,10 +293,11 @@ class GuardianClient:
                     self._seen.set()
                 elif message["kind"] == "lost":
                     self.lost.append(int(message["rank"]))
-                elif message["kind"] == "all at end":
+                elif message["kind"] in ("all at end", "alone"):
+                    self._is_alone = message["kind"] == "alone"
                     self._all_at_end.set()
                 elif message["kind"] == "end now" and not self._leaving.is_set():
-                    os._exit(INTERRUPTED_STATUS)
+                    os._exit(int(message.get("status", INTERRUPTED_STATUS)))
                 elif message["kind"] == "failure":
                     self._report(Failure.from_message(message.get("failure")))
             if self._connection.closed:

@@ -80,10 +80,14 @@ class Failure(NamedTuple):
         if isinstance(kind, type) and issubclass(kind, Exception):
             with contextlib.suppress(Exception):  # some classes take more than a message
                 error: Exception = kind(self.message)
-                error.add_note(f"Raised in another process: {self.summary()}\n{folded(self.traceback)}".rstrip())
+                error.add_note(self.note())
                 return error
         text = self.sentence() if self.rank is not None else f"the job failed: {self.sentence()}"
         return RankFailedError(f"{text}\n{folded(self.traceback)}".rstrip())
+
+    def note(self) -> str:
+        """The note of an exception that this failure raises in another process."""
+        return f"Raised in another process: {self.summary()}\n{folded(self.traceback)}".rstrip()
 
     @property
     def place(self) -> str:

@@ -27,10 +27,12 @@ class Interrupts:
 
     Attributes:
         counts: whether a second one ends the job; False if the user's program handles SIGINT itself.
+        status: the exit status of a job that a second signal ends.
     """
 
     def __init__(self) -> None:
         self.counts = False
+        self.status = INTERRUPTED_STATUS
         self._received = 0
         self._last_s = float("-inf")
         self._reported = 0
@@ -40,18 +42,20 @@ class Interrupts:
         """Takes SIGINT over; called in the main thread."""
         signal.signal(signal.SIGINT, self._note)
 
-    def reported(self, number: int) -> None:
-        """Counts a rank's first or second interrupt."""
-        self._reported = max(self._reported, number)
+    def reported(self, number: int, status: int) -> None:
+        """Counts a rank's first or second signal."""
+        if number > self._reported:
+            self._reported, self.status = number, status
 
     @property
     def number(self) -> int:
         """The number of interrupts so far: this process's count, or the ranks' reports."""
-        return max(self._received, self._reported) if self.counts else 0
+        own_program = not self.counts and self.status == INTERRUPTED_STATUS
+        return 0 if own_program else max(self._received, self._reported)
 
     def show_first(self) -> None:
         """Prints the effect of the first interrupt, unless the terminal's pipe is full."""
-        if self.number and not self._shown and sys.stderr is not None:
+        if self.number == 1 and not self._shown and sys.stderr is not None:
             self._shown = True
             try:
                 if select.select([], [sys.stderr], [], 0)[1]:

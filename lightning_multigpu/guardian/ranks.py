@@ -18,6 +18,20 @@ class Found(NamedTuple):
     since_s: float
 
 
+class Raised(NamedTuple):
+    """An exception that a rank has raised, and that other ranks may raise too.
+
+    Attributes:
+        key: the exception's class and the step.
+        failure: the rank's failure, if they do not.
+        since_s: the time at which it was raised.
+    """
+
+    key: str
+    failure: Failure
+    since_s: float
+
+
 class WatchedRank:
     """One rank: its process, and the messages that it has sent.
 
@@ -27,6 +41,7 @@ class WatchedRank:
         finished: True once the rank needs no other rank: it has left, or its process ended with exit status 0 before it
             had sent its rank.
         at_end: True once the rank has reached the end of its run, and waits for the others.
+        raised: the exception with which the rank has reached it, with its failure and the time; None otherwise.
         joining_until_s: the time by which the rank has to join the others; None before and afterwards.
         temporary: a directory of its workers, which it cannot remove if it is killed.
         reported_exit_code: the exit status that the rank's parent has reported.
@@ -42,6 +57,7 @@ class WatchedRank:
         self.introduced = introduced
         self.finished = False
         self.at_end = False
+        self.raised: Raised | None = None
         self.joining_until_s: float | None = None
         self.temporary: str | None = None
         self.reported_exit_code: int | None = None
@@ -104,7 +120,7 @@ class Ranks:
                 )
             known.introduced |= introduced
             known.finished = known.at_end = known.can_be_lost = known.has_left = False
-            known.lost_since_s = None
+            known.lost_since_s = known.raised = None
             return known
         if len(self._ranks) >= self.num_ranks:
             raise ValueError(
@@ -132,6 +148,17 @@ class Ranks:
     def all_at_end(self) -> bool:
         """True once every rank of the host has reached the end of its run."""
         return len(self._ranks) == self.num_ranks and all(rank.at_end for rank in self._ranks.values())
+
+    @property
+    def raised(self) -> list[Raised]:
+        """The exceptions with which ranks have reached the end of their run; the first one first."""
+        return sorted((rank.raised for rank in self._ranks.values() if rank.raised), key=lambda each: each.since_s)
+
+    @property
+    def end_key(self) -> str | None:
+        """What all ranks of the host have reached the end with: one exception, or none (empty). None: they differ."""
+        keys = {"" if rank.raised is None else rank.raised.key for rank in self._ranks.values() if rank.at_end}
+        return keys.pop() if len(keys) == 1 else None
 
     def left_early(self, others_wait: bool) -> WatchedRank | None:
         """A rank that ended with exit status 0 before the end of its run, if another one joins it or is at the end."""

@@ -18,7 +18,7 @@ from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, read_st
 from lightning_multigpu.guardian.hang.hang_reports import KINDS, HangReports, show
 from lightning_multigpu.guardian.hang.stacks import StackSignal
 from lightning_multigpu.guardian.hang.waits import HangWatch, in_message, last_waits
-from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, Interrupts
+from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS, WAS_INTERRUPTED, Interrupts
 from lightning_multigpu.guardian.link.host_links import Hosts
 from lightning_multigpu.guardian.link.protocol import (
     Connection,
@@ -31,12 +31,13 @@ from lightning_multigpu.guardian.link.protocol import (
     proves,
 )
 from lightning_multigpu.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
-from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
+from lightning_multigpu.guardian.ranks import Raised, Ranks, WatchedRank
 from lightning_multigpu.guardian.shutdown import OWN_TIME, Shutdown
 from lightning_multigpu.guardian.workers import Workers, remove_temporary
 
 _MAX_STRANGERS = 64  # and as many as there are ranks
 _SHORTEST_PAUSE_S = 1.0
+_MAY_RAISE_S = 0.5  # a rank that waits longer for a message, or for ranks that have raised, does not raise too
 _SHORTEST_ROUND_S = 0.05
 
 
@@ -79,7 +80,7 @@ class Watchdog:
         )  # fmt: skip
         limit_s: float | None = settings["hang_report_s"]
         self._hang_watch = HangWatch(limit_s, self._ranks, self._pages)
-        self._hangs = HangReports(limit_s, self._hang_watch, self._hosts, lambda: self._directory)
+        self._hangs = HangReports(limit_s, self._hang_watch, self._hosts, lambda: self._directory, self._end_deadlock)
 
     def run(self) -> None:
         """Watches until all ranks have finished, or until all have ended after a failure."""
@@ -180,26 +181,39 @@ class Watchdog:
 
     def _observe_end(self) -> None:
         """Releases the ranks once all have reached the end: until then the failure of one fails all."""
-        early = self._ranks.left_early(self._hosts.others_wait)
+        early, key = self._ranks.left_early(self._hosts.others_wait), self._ranks.end_key
         if early is not None:
             when = "in the middle of the run" if early.introduced else "before it joined the run"
             what = f"ended with exit status 0 {when}, and others wait for it"
             self._fail(early.failure(what, None), self._now_s)
-        elif not self._released and self._ranks.all_at_end and self._hosts.come_to_end():
+        elif self._released:
+            return
+        elif key is not None and self._ranks.all_at_end and self._hosts.come_to_end(key):
             self._released = True
             for connection in self._connections:
                 connection.send("all at end")
+        elif self._ranks.raised:
+            self._observe_exception(self._ranks.raised[0])
+
+    def _observe_exception(self, first: Raised) -> None:
+        """Reports an exception that not all ranks raise."""
+        is_late = self._now_s - first.since_s > self._timeout_s / 3
+        others = [rank for rank in self._ranks if rank.raised is not None]
+        if is_late or self._ranks.end_key is None or self._hang_watch.waits_for(others, at_least_s=_MAY_RAISE_S):
+            self._fail(first.failure, first.since_s)
 
     def _observe_interrupts(self) -> None:
         self._interrupts.show_first()
         if not self._hurries and (self._interrupts.number > 1 or self._hosts.end_now):
             self._hurries = True
-            self._fail(Failure("a second Ctrl-C has ended the job at once", host=host_name()), self._now_s)
+            status = self._hosts.end_now or self._interrupts.status
+            name = "Ctrl-C" if status == INTERRUPTED_STATUS else "SIGTERM"
+            self._fail(Failure(f"a second {name} has ended the job at once", host=host_name()), self._now_s)
             assert self._shutdown is not None
             self._shutdown.hurry(self._now_s)
-            self._hosts.send_end_now()
+            self._hosts.send_end_now(status)
             for connection in self._connections:
-                connection.send("end now")
+                connection.send("end now", status=status)
 
     def _workers_have_ended(self, ranks: list[WatchedRank]) -> bool:
         pids = self._pids()
@@ -269,6 +283,15 @@ class Watchdog:
             # The failed rank knows its failure; a stopped one receives it in case it is resumed.
             if rank is not failed or rank.process.state() == STOPPED:
                 connection.send("failure", failure=failure.to_message(), waited=waits)
+            elif rank.raised is not None:
+                connection.send("alone")
+
+    def _end_deadlock(self, ranks: str) -> None:
+        what = (
+            f"ranks wait for each other, and none can go on: {ranks}. Every rank has to call the same collectives in "
+            "the same order: self.log(sync_dist=True), self.all_gather, saves and barriers on all ranks, or on none"
+        )
+        self._fail(Failure(what, host=host_name()), self._now_s)
 
     def _lose(self, lost: WatchedRank, failure: Failure) -> None:
         """Goes on without a rank: it counts as finished, and the other ranks of this host are informed."""
@@ -386,6 +409,10 @@ class Watchdog:
         elif kind == "at end":
             rank.at_end = True
             self._looks_now |= self._ranks.all_at_end
+        elif kind == "raised":
+            rank.at_end = True
+            rank.raised = Raised(str(message["key"]), Failure.from_message(message["failure"]), self._now_s)
+            self._looks_now = True
         elif kind == "joining":
             rank.joining_until_s = self._now_s + float(message["limit_s"])
         elif kind == "joined":
@@ -399,8 +426,8 @@ class Watchdog:
             self._node_rank = None if node_rank is None else int(node_rank)
         elif kind == "counts interrupts":
             self._interrupts.counts = True
-        elif kind == "interrupted":
-            self._interrupts.reported(int(message["number"]))
+        elif kind == "signalled":
+            self._interrupts.reported(int(message["number"]), int(message["status"]))
         elif kind == "failed":
             self._fail(Failure.from_message(message.get("failure")), self._now_s)
             connection.send("seen", waited=[] if self._shutdown is None else in_message(self._shutdown.waits))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_multigpu._lightning_internals import given_loaders
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.data_parallel.agreement import (
     AgreedLoader,
@@ -131,6 +133,32 @@ class BatchFeed:
         # Gradients that are being accumulated are not part of a checkpoint.
         may_act = batches_trained_on(trainer) % trainer.accumulate_grad_batches == 0
         self._signals.agree(announcement.flags, may_act=may_act)
+
+
+def check_loaders(trainer: pl.Trainer, num_replicas: int) -> None:
+    """Checks that Lightning can distribute the given loaders over ``num_replicas`` data ranks.
+
+    Raises:
+        ValueError: a batch sampler cannot be made anew, or there are fewer samples to predict than ranks.
+    """
+    for loader in given_loaders(trainer):
+        kind = type(loader.batch_sampler)
+        if hasattr(loader.batch_sampler, "drop_last") and not hasattr(loader.batch_sampler, "__pl_saved_args"):
+            _, *others = inspect.signature(kind).parameters.values()
+            named = [p.name for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+            if further := [name for name in named if name not in ("batch_size", "drop_last")]:
+                raise ValueError(
+                    f"{kind.__name__} cannot get the ranks' sampler, since nobody knows its further arguments "
+                    f"({', '.join(further)}): give them defaults, return the loader from a hook such as "
+                    "train_dataloader(), or pass Trainer(use_distributed_sampler=False) and a batch sampler with "
+                    "each rank's batches"
+                )
+        size = len(loader.dataset) if isinstance(loader.dataset, Sized) else num_replicas
+        if trainer.predicting and 0 < size < num_replicas:
+            raise ValueError(
+                f"predict: {size} samples are fewer than {num_replicas} data ranks, and each rank needs one: predict "
+                f"on devices={size} or fewer"
+            )
 
 
 def complete_resumed_epoch(trainer: pl.Trainer) -> None:

@@ -62,11 +62,13 @@ class FailureWatch:
         signals: the signals of this run; a signal that has ended another rank ends this one too.
 
     Attributes:
+        signals: the signals of this run.
         client: the connection to the guardian of this host; None without a guardian.
         guardian: the guardian of this host, if this process has started it for this rank's run.
         failed: whether this run has failed.
         failure: the failure that has ended this run, this rank's own or another's; None while there is none.
         ranks_have_ended: in the process that has spawned ranks, whether they have failed, and their state is lost.
+        all_raised: whether all ranks have raised the same exception, which is the program's and no failure of a rank.
         is_lost: whether this rank has failed and the job goes on without it.
         on_can_be_lost: called by :meth:`can_be_lost`, for the process that has spawned this rank.
         earlier_children: processes that an earlier run of this process has started, by their ranks; this run needs
@@ -78,11 +80,11 @@ class FailureWatch:
         self.guardian: Guardian | None = None
         self.failed = False
         self.failure: Failure | None = None
-        self.ranks_have_ended = False
+        self.ranks_have_ended = self.all_raised = False
         self.is_lost = False
         self.on_can_be_lost: Callable[[], object] | None = None
         self.earlier_children: dict[int, subprocess.Popen[bytes]] = {}
-        self._signals = signals
+        self.signals = signals
         self._cut: Callable[[], object] | None = None
         self._world_size = 0  # once the ranks have joined
         self._hooks_follow = False
@@ -91,7 +93,7 @@ class FailureWatch:
     def begin(self, cut: Callable[[], object]) -> None:
         """Begins a new run, whose ranks have yet to join; ``cut`` ends their waits until then."""
         give_sigterm_back()
-        self.failed = self.is_lost = self._can_be_lost = False
+        self.failed = self.is_lost = self.all_raised = self._can_be_lost = False
         self.failure = None
         self._cut, self._world_size = cut, 0
 
@@ -142,7 +144,13 @@ class FailureWatch:
         """Receives another rank's failure from the guardian; called in a thread of its own."""
         self.failure = self.failure or failure
         if not self.failed:
-            self._signals.follow_failure(failure.what)
+            self.signals.follow_failure(failure.what)
+        self._abort()
+
+    def cut_loose(self) -> None:
+        """Ends this rank's waits in collectives: a signal has come, and the main thread does not act on it."""
+        if self._cut is not None:
+            sys.stderr.write("The rank waits in a collective, and acts on no signal: the wait is ended now.\n")
         self._abort()
 
     def leave(self) -> None:
@@ -171,8 +179,9 @@ class FailureWatch:
     ) -> Any:
         """Runs a rank's work; if the job fails, raises the exception of the rank that failed.
 
-        The first rank of each host raises it, or the second if the first one has died; further ranks end with exit
-        status 1 and one line in the log.
+        An exception that all ranks raise at the same step is raised on all of them. Otherwise the first rank of each
+        host raises it, or the second if the first one has died; further ranks end with exit status 1 and one line in
+        the log.
         """
         self._hooks_follow = True
         try:
@@ -194,7 +203,7 @@ class FailureWatch:
             if isinstance(error, SIGTERMException):
                 error.code = SIGTERM_STATUS  # Lightning sets none, and the process would seem to have succeeded
             # A rank that can be lost has no groups to agree on a signal in, and acts alone.
-            if (self._signals.agreed_on(error) and not self._can_be_lost) or isinstance(error, EndOfRun):
+            if (self.signals.agreed_on(error) and not self._can_be_lost) or isinstance(error, EndOfRun):
                 self._hooks_follow = False  # all ranks end together; later errors are no failures of the job
                 raise
             step = trainer.global_step if trainer is not None and self._world_size else None
@@ -223,7 +232,8 @@ class FailureWatch:
         assert failure is not None
         is_own = failure.rank == run.rank and bool(failure.traceback)  # without a traceback, the guardian has found it
         # Ranks that cannot join all raise the same exception.
-        in_full = is_own and (run.local_rank == 0 or not self._cannot_join)
+        alike = self._cannot_join or self.all_raised
+        in_full = is_own and (run.local_rank == 0 or not alike) and (run.node_rank == 0 or not self.all_raised)
         is_first = run.node_rank == 0 and run.local_rank == _printing_rank(failure, run)
         waited: list[str] = []
         if self.client is not None and (in_full or not failure.traceback):  # else the rank that raised prints it
@@ -263,6 +273,10 @@ class FailureWatch:
         self.failed = True
         self._hooks_follow = False
         self._cannot_join = isinstance(error, RendezvousError)  # each rank raises that for itself
+        if self._is_raised_by_all(error, run.rank, step):
+            self._abort()
+            self.stop()
+            return None
         _limit_exit(run.failure_timeout_s, from_exit=not isinstance(error, Exception))
         patience_s = _SETTLE_S if _is_connection_loss(error) else 0.0
         if isinstance(error, SIGTERMException):
@@ -284,6 +298,18 @@ class FailureWatch:
         self.is_lost = self._can_be_lost and other is None and not isinstance(error, KeyboardInterrupt)
         self._abort()
         return other
+
+    def _is_raised_by_all(self, error: BaseException, rank: int, step: int | None) -> bool:
+        """Waits until all ranks have raised ``error`` at this step, or one certainly does not."""
+        if self.client is None or self._world_size < 2 or self.failure is not None or self._can_be_lost:
+            return False
+        if not isinstance(error, Exception) or isinstance(error, RankFailedError) or _is_connection_loss(error):
+            return False
+        failure, kind = Failure.of(error, rank=rank, step=step), type(error)
+        self.all_raised = self.client.all_raised(f"{kind.__module__}.{kind.__qualname__} at step {step}", failure)
+        if self.all_raised:
+            self.failure = failure
+        return self.all_raised
 
     def _finish(self) -> None:
         """Waits until the run has ended well for all ranks.

@@ -7,10 +7,12 @@ import contextlib
 import ctypes
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -24,12 +26,17 @@ from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.interface import interface_towards
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.guardian.hang.stacks import place_of_frame
 
 log = logging.getLogger(__name__)
 
 AXES = ("data", "pipeline", "tensor")
 
 _ABORT_S = 5.0
+_COLLECTIVES = tuple(
+    os.path.join("lightning_multigpu", *names)
+    for names in (("communication", "metered_group.py"), ("runtime", "process_groups.py"), ("strategies", "mesh.py"))
+)
 
 KEPT: list[dist.ProcessGroup] = []
 """Groups that cannot be destroyed: see ``settle_control``."""
@@ -266,7 +273,16 @@ def _lines(ranks: torch.Tensor, axis: int) -> list[list[int]]:
 
 def metered_group(group: dist.ProcessGroup, meter: Meter, name: str, device: torch.device) -> MeteredGroup:
     """The collectives of ``group``; its tensors travel from ``device`` over NCCL, and else from the CPU."""
-    return MeteredGroup(group, meter, name=name, device=device if moves_by_nccl(group) else torch.device("cpu"))
+    where = device if moves_by_nccl(group) else torch.device("cpu")
+    return MeteredGroup(group, meter, name=name, device=where, place=_place_of_call)
+
+
+def _place_of_call() -> str:
+    """The line that has called a collective of the pack, outside of its own layers of collectives."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.endswith(_COLLECTIVES):
+        frame = frame.f_back
+    return "an unknown line" if frame is None else place_of_frame(frame)
 
 
 def moves_by_nccl(group: dist.ProcessGroup) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import threading
 from collections.abc import Callable
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _POLL_S = 0.25
+_STATUS = {signal.SIGINT: INTERRUPTED_STATUS, signal.SIGTERM: 128 + signal.SIGTERM}
 
 
 class RunSignals(DeferredSignals):
@@ -32,14 +35,22 @@ class RunSignals(DeferredSignals):
         super().__init__([])
         self._pusher: _Pusher | None = None
 
-    def begin(self, environment: Any, *, patience_s: float, on_interrupt: Callable[[int], None] | None) -> bool:
+    def begin(
+        self,
+        environment: Any,
+        *,
+        patience_s: float,
+        on_signal: Callable[[int, int], None] | None,
+        on_stuck: Callable[[], object],
+    ) -> bool:
         """Defers SIGINT from now on; workers that loaders fork later ignore it.
 
         Args:
             environment: Lightning's cluster environment, which detects SLURM.
             patience_s: how long a signal waits for the agreement.
-            on_interrupt: called with 1 and 2 at the first and second SIGINT; None without a guardian: the second then
-                ends this process.
+            on_signal: called with the exit status of the job and 1, 2... at the first, second... SIGINT, and at the
+                second SIGTERM; None without a guardian: the second then ends this process.
+            on_stuck: ends the waits in collectives of a main thread that does not act on a signal.
 
         Returns:
             False if the user's program has a handler for SIGINT: it is left alone.
@@ -51,12 +62,18 @@ class RunSignals(DeferredSignals):
         is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if is_ours:
             signals.append(signal.SIGINT)
-        super().__init__(signals, patience_s=patience_s, on_interrupt=on_interrupt or _end_at_second)
+        report = on_signal or _end_at_second
+
+        def count(signum: signal.Signals, number: int) -> None:
+            if signum in _STATUS and (signum == signal.SIGINT or number > 1):
+                report(_STATUS[signum], number)
+
+        super().__init__(signals, patience_s=patience_s, on_signal=count, on_stuck=on_stuck)
         self.waits = False
         if is_ours:
             self.hold(signal.SIGINT)
-        self._pusher = _Pusher(self)
-        self._pusher.start()
+        self._pusher = pusher = _Pusher(self)
+        pusher.start()
         return is_ours
 
     def stage_starts(self, trainer: pl.Trainer, *, training: bool) -> None:
@@ -76,6 +93,11 @@ class RunSignals(DeferredSignals):
         for received in gather(self.received):
             self.due |= received
         self.act()
+
+    @property
+    @override
+    def _counts_arrivals(self) -> bool:
+        return self._pusher is not None and self._pusher.sees_arrivals
 
     @property
     def holds_interrupts(self) -> bool:
@@ -116,23 +138,69 @@ class RunSignals(DeferredSignals):
 
 
 class _Pusher(threading.Thread):
-    """Acts on signals that have waited for the other ranks too long."""
+    """Counts signals as they arrive, also while the main thread waits in C code; acts on those that wait too long.
+
+    Python's C handler writes each signal's number to a pipe at once; the handlers in Python run in the main thread.
+    """
 
     def __init__(self, held: DeferredSignals) -> None:
         super().__init__(name="signal-watch", daemon=True)
         self._held = held
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.sees_arrivals = _take_wakeups(self._writer)
         self._stopped = threading.Event()
 
     @override
     def run(self) -> None:
-        while not self._stopped.wait(_POLL_S):
+        while not self._stopped.is_set():
+            if select.select([self._reader], [], [], _POLL_S)[0]:
+                for number in os.read(self._reader, 256):
+                    self._held.count(number)
             self._held.push()
 
     def stop(self) -> None:
         self._stopped.set()
         self.join(1)
+        if self.sees_arrivals:
+            _give_wakeups_back(self._writer)
+        os.close(self._writer)
+        os.close(self._reader)
 
 
-def _end_at_second(number: int) -> None:
+_wakeups = -1  # this process's descriptor, if the C handler writes to one of ours
+
+
+def _take_wakeups(descriptor: int) -> bool:
+    """Makes the C handler write to ``descriptor``; False if the user's program has its own, or in another thread."""
+    global _wakeups
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    before = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+    if before != -1:
+        signal.set_wakeup_fd(before)
+        return False
+    _wakeups = descriptor
+    return True
+
+
+def _give_wakeups_back(descriptor: int) -> None:
+    global _wakeups
+    _wakeups = -1
+    with contextlib.suppress(ValueError):  # in another thread than the main one
+        now = signal.set_wakeup_fd(-1)
+        if now != descriptor:
+            signal.set_wakeup_fd(now)
+
+
+def _forget_wakeups() -> None:
+    """In a forked process: signals of a loader's worker are not its rank's."""
+    if _wakeups != -1:
+        _give_wakeups_back(_wakeups)
+
+
+os.register_at_fork(after_in_child=_forget_wakeups)
+
+
+def _end_at_second(status: int, number: int) -> None:
     if number > 1:
-        os._exit(INTERRUPTED_STATUS)
+        os._exit(status)

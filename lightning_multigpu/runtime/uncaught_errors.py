@@ -42,6 +42,7 @@ class FailureMessage:
         checkpoint: the file to resume from, a function that finds it when the message is printed, or None.
         is_first_host: this is node 0. Other nodes print one line, unless the failed rank is theirs.
         goes_on: whether the job goes on without the failed rank.
+        pickled: the exception, for the process that has started this one; empty if it cannot be pickled.
     """
 
     failure: Failure
@@ -50,6 +51,7 @@ class FailureMessage:
     checkpoint: str | Callable[[], str | None] | None = None
     is_first_host: bool = True
     goes_on: bool = False
+    pickled: bytes = b""
 
     def __getstate__(self) -> dict[str, Any]:
         # The message is pickled with its exception, which a program may send to another process.

@@ -32,10 +32,11 @@ from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, Loss
 from lightning_multigpu.engine.data_parallel.common_values import CommonValues
 from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradients
 from lightning_multigpu.engine.data_parallel.replicas import check_replicas
-from lightning_multigpu.engine.data_parallel.trained_parameters import check_embeddings
+from lightning_multigpu.engine.data_parallel.trained_parameters import check_embeddings, check_has_shapes
 from lightning_multigpu.engine.step_state import seed_of
-from lightning_multigpu.runtime.batch_feed import BatchFeed, complete_resumed_epoch
+from lightning_multigpu.runtime.batch_feed import BatchFeed, check_loaders, complete_resumed_epoch
 from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import await_file
+from lightning_multigpu.runtime.common_stop import share_stops
 from lightning_multigpu.runtime.failure_watch import FailureWatch
 from lightning_multigpu.runtime.joining import Joining, check_model, table_of
 from lightning_multigpu.runtime.launchers.script_launcher import ScriptLauncher, is_notebook_fork_needed
@@ -244,7 +245,12 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         if self.data_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
             check_embeddings(trainer.lightning_module)
         if not is_overridden("configure_model", trainer.lightning_module):  # it makes the layers later
+            self._check_shapes(trainer)
             self._set_recomputation(trainer)
+
+    def _check_shapes(self, trainer: pl.Trainer) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_has_shapes(trainer.lightning_module)
 
     def _set_recomputation(self, trainer: pl.Trainer) -> None:
         self._recomputation = None
@@ -277,13 +283,19 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
             self.joining.watch_again(run, world)
         watch.joined(groups.cut, run.world_size)
         self.meter.notes = watch.flight_recorder
-        on_interrupt = None if watch.client is None else watch.client.interrupted
-        counts = self.signals.begin(run.environment, patience_s=run.failure_timeout_s, on_interrupt=on_interrupt)
+        counts = self.signals.begin(
+            run.environment,
+            patience_s=run.failure_timeout_s,
+            on_signal=None if watch.client is None else watch.client.signalled,
+            on_stuck=watch.cut_loose,
+        )
         if watch.client is not None and counts:
             watch.client.counts_interrupts()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._check_shapes(trainer)
+        check_loaders(trainer, self.data_parallel_size)
         if self._world is not None:
             check_model(self._module, self._world)
         directory = str(trainer.log_dir or trainer.default_root_dir)  # a collective
@@ -370,6 +382,7 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         super().on_train_start()
         assert self.lightning_module is not None
         complete_resumed_epoch(self.lightning_module.trainer)
+        share_stops(self.lightning_module.trainer)
         self._stage_starts(training=True)
         self._tell_global_batch()
         self._common.begin(self.optimizers, self._in_common())

@@ -34,8 +34,10 @@ class MeshStrategy(ParallelStrategy, ABC):
                                                               or both sizes 2: then also
         tensor_parallel_rank      0  1  0  1  0  1  0  1
 
-    Lightning's collectives run over the world or the data axis, and the meter records them. After a failure they do not
-    communicate: each returns this rank's value, so that saving and teardown do not wait for ranks that have ended.
+    Lightning's collectives run over the world or the data axis, and the meter records them. Where ranks make different
+    calls, or give tensors of different shapes, all raise an error that names the calls and their lines. After a failure
+    they do not communicate: each returns this rank's value, so that saving and teardown do not wait for ranks that have
+    ended.
 
     Args:
         process_group_backend: the default back end of all groups; None for the device's default.
@@ -177,7 +179,9 @@ class MeshStrategy(ParallelStrategy, ABC):
         if not isinstance(tensor, Tensor):
             return tensor
         metered = self._metered_group(group)
-        return tensor if metered is None else metered.all_reduce(tensor, reduce_op)
+        if metered is None:
+            return tensor
+        return metered.all_reduce(tensor, reduce_op, checked=f"reduce ({reduce_op})")
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -213,7 +217,7 @@ class MeshStrategy(ParallelStrategy, ABC):
         world = self._metered_group(dist.group.WORLD)
         if world is None:
             return decision
-        votes = int(world.all_reduce(torch.tensor(int(decision)), "sum"))
+        votes = int(world.all_reduce(torch.tensor(int(decision)), "sum", checked="reduce_boolean_decision"))
         return votes == world.size if all else votes > 0
 
     def _metered_group(self, group: Any | None) -> MeteredGroup | None:

@@ -104,7 +104,7 @@ def _group_events() -> tuple[list[str], list[dict[str, Any]]]:
     metered = MeteredGroup(group, meter, name="world", device=torch.device("cpu"))
     metered.all_reduce(torch.ones(3), "sum")
     metered.barrier()
-    metered.broadcast_object("x", 0)
+    metered.broadcast_object("x" * 100, 0)  # more than fits into the first message
     return told.events, told.fields
 
 

@@ -60,6 +60,48 @@ def test_a_rank_that_leaves_while_it_waits_for_the_others_fails_too() -> None:
         assert "ended with exit status 4" in printed[0]
 
 
+RAISED = (
+    "alike = client.all_raised({key!r}, Failure('raised Own', rank=client.rank)); print('alike', alike, flush=True); "
+)
+LEAVES = "client.leave()"
+FAILED = "alike or client.failed(Failure('raised Own', rank=client.rank)); sys.exit(1)"
+
+
+def test_an_exception_that_all_ranks_raise_is_no_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    raised = RAISED.format(key="Own at step 3") + LEAVES
+    with Job(raised, f"time.sleep(0.7); {raised}", directory=tmp_path) as job:
+        assert job.outcome() == ([0, 0], ["alike True\n"] * 2)
+        assert job.guardian_ends()
+    assert "The job failed" not in capfd.readouterr().err
+
+
+WAITS = (
+    "client.flight_recorder.began({operation!r}, group='data', ranks='0-1', group_size=2, size_bytes=8); "
+    "told.wait(60) and sys.exit(1)"
+)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        WAITS.format(operation="all_reduce"),
+        WAITS.format(operation="recv"),
+        "time.sleep(0.5); " + RAISED.format(key="Own at step 4") + "sys.exit(1)",
+        "client.finish(); sys.exit(1)",
+        "told.wait(60) and sys.exit(1)",
+    ],
+    ids=["waits in a collective", "waits for a message", "raises at another step", "has ended well", "computes"],
+)
+def test_an_exception_of_one_rank_alone_is_its_failure(other: str, capfd: pytest.CaptureFixture[str]) -> None:
+    timeout_s = 6.0 if other.startswith("told") else 300.0  # of which a third is longer than the test's deadline
+    with Job(RAISED.format(key="Own at step 3") + FAILED, other, failure_timeout_s=timeout_s) as job:
+        codes, printed = job.outcome()
+        assert codes == [1, 1]
+        assert printed[0] == "alike False\n"
+        assert job.guardian_ends()
+    assert "rank 0 (no step completed) raised Own" in capfd.readouterr().err
+
+
 COUNTS = "client.counts_interrupts(); "
 
 
@@ -93,7 +135,7 @@ def test_the_second_interrupt_ends_all_at_once(capfd: pytest.CaptureFixture[str]
 
 def test_a_second_interrupt_of_one_rank_ends_the_others_too(tmp_path: Path) -> None:
     blocked = "import ctypes; ctypes.PyDLL(None).sleep(60)"  # it cannot end by itself
-    told = f"{COUNTS}client.interrupted(1); time.sleep(0.5); client.interrupted(2); time.sleep(60)"
+    told = f"{COUNTS}client.signalled(130, 1); time.sleep(0.5); client.signalled(130, 2); time.sleep(60)"
     with Job(told, blocked, failure_timeout_s=50, directory=tmp_path) as job:
         assert job.outcome()[0] == [130, -signal.SIGKILL]
         assert job.guardian_ends()
@@ -101,7 +143,7 @@ def test_a_second_interrupt_of_one_rank_ends_the_others_too(tmp_path: Path) -> N
 
 
 def test_interrupts_of_a_program_that_handles_them_itself_do_not_count() -> None:
-    with Job("client.interrupted(1); client.interrupted(2); time.sleep(1.5); client.leave()") as job:
+    with Job("client.signalled(130, 1); client.signalled(130, 2); time.sleep(1.5); client.leave()") as job:
         for _ in range(2):
             os.kill(job.guardian.pid, signal.SIGINT)
             with pytest.raises(subprocess.TimeoutExpired):

@@ -300,10 +300,10 @@ def test_the_last_message_of_a_guardian_arrives_although_it_has_left_others_unre
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)  # sends 0.2 s later
         first.hosts.observe(network.now_s + 1, paused=False)
         assert select.select([link], [], [], 10)[0]
-        second.hosts.send_end_now()
+        second.hosts.send_end_now(143)
         second.hosts.close()
         network.deliver()
-        assert first.hosts.end_now
+        assert first.hosts.end_now == 143
 
 
 def test_a_message_behind_the_proof_of_another_is_not_believed(three: Network) -> None:

@@ -17,7 +17,7 @@ from lightning_multigpu.guardian.hang.flight_recorder import (
 )
 from lightning_multigpu.guardian.hang.hang_reports import full_stacks, hang_report
 from lightning_multigpu.guardian.hang.stacks import Frame, Stacks
-from lightning_multigpu.guardian.hang.waiting_graph import View, calls, verdict
+from lightning_multigpu.guardian.hang.waiting_graph import View, calls, deadlock, verdict
 from lightning_multigpu.guardian.link.protocol import decode, encode
 
 MAIN, RING = 7, 8
@@ -204,6 +204,93 @@ BEHIND = entry("data all_reduce 117", state=ENDED)
 def test_verdict(views: list[View], expected: list[str]) -> None:
     assert verdict(views) == expected
     assert verdict(reversed(views)) == expected, "the order in which hosts answer means nothing"
+
+
+SIGTERM_NEWS = (
+    *own_call("broadcast", 1)[:2],
+    Frame(SITE + "lightning/pytorch/loops/training_epoch_loop.py", 265, "_broadcast_sigterm_tensor"),
+    IN_STEP[1],
+)
+NEWS_PLACE = "lightning/pytorch/loops/training_epoch_loop.py:265 in _broadcast_sigterm_tensor"
+
+
+def in_world(number: int = 9, **fields: Any) -> Entry:
+    return entry(f"world barrier {number}", thread=MAIN, **fields)
+
+
+@pytest.mark.parametrize(
+    ("views", "expected"),
+    [
+        pytest.param(
+            [view(0, WAITS, in_world(8, state=ENDED), main=IN_BACKWARD), view(1, BEHIND, in_world())],
+            "rank 0 in all_reduce #118 of group data (lightning/pytorch/strategies/strategy.py:213 in backward); "
+            "rank 1 in barrier #9 of group world (me/train.py:42 in training_step)",
+            id="each has not come to the other's",
+        ),
+        pytest.param(
+            [view(0, entry("a barrier 2")), view(1, entry("b barrier 2")), view(2, entry("c barrier 2"))],
+            "rank 0 in barrier #2 of group a (me/train.py:42 in training_step); "
+            "rank 1 in barrier #2 of group b (me/train.py:42 in training_step); "
+            "rank 2 in barrier #2 of group c (me/train.py:42 in training_step)",
+            id="three",
+        ),
+        pytest.param(
+            [view(0, entry("world all_reduce 7")), *(view(rank, entry("world broadcast 7")) for rank in (1, 2))],
+            "rank 0 in all_reduce #7 of group world (me/train.py:42 in training_step); "
+            "ranks 1 and 2 in broadcast #7 of group world (me/train.py:42 in training_step)",
+            id="different collectives under one number",
+        ),
+        pytest.param(
+            [view(0, in_world()), *(view(rank, in_world(8, state=ENDED), main=SIGTERM_NEWS) for rank in (1, 2))],
+            f"rank 0 in barrier #9 of group world (me/train.py:42 in training_step); "
+            f"ranks 1 and 2 in broadcast, called at {NEWS_PLACE}",
+            id="a collective of all ranks that only stacks show",
+        ),
+        pytest.param(
+            [view(0, in_world()), *(view(rank, main=own_call("all_gather", 7)) for rank in (1, 2))],
+            "",
+            id="the ranks of the user's own collective may be all of its group",
+        ),
+        pytest.param(
+            [view(0, BEHIND, main=own_call("all_gather", 7)), view(1, WAITS, main=IN_BACKWARD)],
+            "rank 0 in all_gather, called at me/train.py:7 in training_step; rank 1 in all_reduce #118 of group data "
+            "(lightning/pytorch/strategies/strategy.py:213 in backward)",
+            id="the user's own on one rank",
+        ),
+        pytest.param(
+            [view(0, BEHIND, main=own_call("all_reduce", 7)), view(1, WAITS, main=IN_BACKWARD)],
+            "rank 0 in all_reduce, called at me/train.py:7 in training_step; rank 1 in all_reduce #118 of group data "
+            "(lightning/pytorch/strategies/strategy.py:213 in backward)",
+            id="the user's own on one rank, of the same name as the noted one",
+        ),
+        pytest.param([view(0, WAITS), view(1, BEHIND)], "", id="one works, and may come"),
+        pytest.param([view(0, WAITS), view(1, WAITS)], "", id="all have come"),
+        pytest.param([view(0, WAITS), view(1, BEHIND, gone="it has finished")], "", id="one has gone"),
+        pytest.param(
+            [view(0, entry("a barrier 2", ranks="0,1")), view(1, entry("b barrier 2", ranks="1,2")), view(2)],
+            "",
+            id="a chain that ends at a rank that works",
+        ),
+        pytest.param(
+            [
+                view(0, WAITS, in_world(8, state=ENDED)),
+                view(1, entry("data all_reduce 117", state=UNDER_WAY), in_world()),
+            ],
+            "",
+            id="a thread is still at an earlier collective of the group",
+        ),
+        pytest.param(
+            [view(0, entry("pipeline all_gather 118")), view(1, in_world())], "", id="a group that counts messages too"
+        ),
+        pytest.param([view(0, entry("data recv 118")), view(1, in_world())], "", id="a message"),
+    ],
+)  # fmt: skip
+def test_deadlock(views: list[View], expected: str) -> None:
+    lasting = {f"{rank}: broadcast {NEWS_PLACE}" for rank in (1, 2)}
+    lasting |= {f"{rank}: all_gather me/train.py:7 in training_step" for rank in range(3)}
+    lasting |= {"0: all_reduce me/train.py:7 in training_step"}
+    assert deadlock(views, lasting=lasting, at_least_s=5) == expected
+    assert deadlock(views, lasting=(), at_least_s=70) == "", "it may have changed while other ranks were looked at"
 
 
 def test_the_noted_collective_of_the_main_thread_is_not_counted_twice() -> None:

@@ -1,4 +1,4 @@
-"""A user's script whose training breaks on one rank: ``failing_script.py STRATEGY DEVICES RANK HOW``.
+"""A user's script whose training breaks on one rank (-1: all): ``failing_script.py STRATEGY DEVICES RANK HOW``.
 
 Under a pipeline, it breaks on the third of a batch's eight micro-batches.
 """
@@ -32,11 +32,12 @@ class Breaks(Classifier):
         self.calls = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        due = self.how != "nothing" and self.trainer.global_rank == self.rank and self.trainer.global_step == 3
+        is_here = self.rank in (-1, self.trainer.global_rank)
+        due = self.how != "nothing" and is_here and self.trainer.global_step == 3
         self.calls += due
         if due and self.calls == (3 if isinstance(self.trainer.strategy, PipelineStrategy) else 1):
             if self.how in ("raise", "again"):
-                raise OwnError(f"the data on rank {self.rank} is spoilt")
+                raise OwnError(f"the data on rank {self.trainer.global_rank} is spoilt")
             if self.how == "exit":
                 os._exit(7)
             os.kill(os.getpid(), signal.SIGSTOP if self.how == "stop" else signal.SIGKILL)
@@ -77,6 +78,7 @@ def main() -> None:
     except OwnError:
         if how != "again":
             raise
+        print("caught OwnError", flush=True)
         make_trainer(case, chosen, devices, default_root_dir=place).fit(Breaks(rank, "nothing"), loader)
     weights = sum(float(parameter.double().sum()) for parameter in module.parameters())
     if how == "nothing" and trainer.is_global_zero:

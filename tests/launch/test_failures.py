@@ -64,7 +64,24 @@ def test_the_exception_of_any_rank_is_what_the_user_sees(
     if strategy == "ring_ddp":  # where ranks are spawned, callbacks see exceptions in the first process only
         assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 3
     else:
-        assert "rank 0 saw RankFailedError" in finished.stdout, "the exception came as text, and was not unpickled"
+        assert "rank 0 saw OwnError" in finished.stdout, "as from Lightning's own launchers that spawn"
+
+
+@pytest.mark.parametrize("strategy", ["ring_ddp", "ring_ddp_spawn"])
+def test_an_exception_that_all_ranks_raise_is_the_programs(strategy: str, tmp_path: Path) -> None:
+    """Pruned trials: the second rank ended, and the program's next fit was refused."""
+    finished = run(tmp_path, strategy, "2", "-1", "again")
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert finished.stdout.count("caught OwnError") == (2 if strategy == "ring_ddp" else 1)
+    assert "The job failed" not in finished.stderr
+
+
+def test_an_exception_that_all_ranks_raise_is_shown_once(tmp_path: Path) -> None:
+    finished = run(tmp_path, "ring_ddp", "2", "-1", "raise")
+    assert finished.returncode == 1
+    assert sum(line.startswith("Traceback") for line in finished.stderr.splitlines()) == 1, finished.stderr[-3000:]
+    for rank in range(2):
+        assert f"raised OwnError: the data on rank {rank} is spoilt" in finished.stderr
 
 
 STOPPED = "stopped by a signal"

@@ -161,3 +161,28 @@ def test_sigterm_outside_training_lets_callbacks_save(job: Interrupted) -> None:
         time.sleep(0.2)
     job.end()
     assert seen(job, "SIGTERMException") == {job.saved()}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("job", [("popen", "hang")], indirect=True)
+def test_one_signal_ends_ranks_that_wait_for_each_other(job: Interrupted, number: signal.Signals) -> None:
+    """Python's handlers run in the main thread, which waited in C code: only SIGKILL ended such a job."""
+    pids = job.ready().values()
+    time.sleep(1.0)
+    for pid in pids:
+        os.kill(pid, number)
+    assert job.end() == 128 + number
+    assert "the wait is ended now" in job.output()
+    assert "SIGKILL" not in job.output()
+
+
+@pytest.mark.parametrize("job", [("popen", "hang")], indirect=True)
+def test_a_second_sigterm_ends_ranks_that_wait_for_each_other_at_once(job: Interrupted) -> None:
+    first, second = job.ready().values()
+    time.sleep(1.0)
+    for pid in (first, second, first):
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(1.0)
+    assert job.end() == 143
+    assert "a second SIGTERM has ended the job at once" in job.output()
+    assert "the wait is ended now" not in job.output()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -12,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_multigpu.guardian.interrupts import SAME_INTERRUPT_S
 from lightning_multigpu.runtime.deferred_signals import DeferredSignals
+from lightning_multigpu.runtime.run_signals import RunSignals
 
 
 @pytest.fixture
@@ -71,7 +74,7 @@ def interrupts(signals: DeferredSignals, number: int) -> None:
 
 def test_interrupts_are_counted_and_a_wrapper_sends_each_twice() -> None:
     told: list[int] = []
-    signals = DeferredSignals([signal.SIGINT], on_interrupt=told.append)
+    signals = DeferredSignals([signal.SIGINT], on_signal=lambda signum, number: told.append(number))
     signals.hold()
     try:
         send(signal.SIGINT)
@@ -146,3 +149,38 @@ def test_a_signal_that_was_acted_on_is_not_handled_again_at_the_end(handled: lis
     send(signal.SIGUSR2)
     signals.release()
     assert handled == [signal.SIGUSR1, signal.SIGUSR2]
+
+
+def test_a_main_thread_that_waits_in_c_code_is_cut_loose() -> None:
+    """Its handler cannot run: SIGTERM had no effect on ranks that waited for each other."""
+    c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)  # zeros are a mutex of pthreads
+    signals = RunSignals()
+    signals.begin(None, patience_s=0.2, on_signal=None, on_stuck=lambda: c.pthread_mutex_unlock(mutex))
+    signals.hold(signal.SIGTERM)
+    try:
+        c.pthread_mutex_lock(mutex)
+        threading.Timer(0.2, send, [signal.SIGTERM]).start()
+        with pytest.raises(SIGTERMException):
+            c.pthread_mutex_lock(mutex)
+        assert signals.cut_loose
+    finally:
+        signals.end(None)
+
+
+def test_signals_of_forked_processes_are_not_counted() -> None:
+    """The C handler of a loader's worker writes to the pipe of its rank: torch ends workers by SIGTERM."""
+    told: list[int] = []
+    signals = RunSignals()
+    signals.begin(None, patience_s=60, on_signal=lambda status, number: told.append(number), on_stuck=lambda: None)
+    signals.hold(signal.SIGTERM)
+    try:
+        for _ in range(2):
+            if (pid := os.fork()) == 0:
+                send(signal.SIGINT)
+                time.sleep(0.1)
+                os._exit(0)
+            os.waitpid(pid, 0)
+            time.sleep(1.1 * SAME_INTERRUPT_S)
+        assert told == []
+    finally:
+        signals.end(None)

@@ -42,6 +42,9 @@ class Client:
         self.watch, self.known = watch, known
         self.told: list[Failure] = []
 
+    def all_raised(self, key: str, failure: Failure) -> bool:
+        return False
+
     def failed(self, failure: Failure) -> None:
         self.told.append(failure)
         if self.known is not None:

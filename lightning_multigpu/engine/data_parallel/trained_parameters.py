@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 _requires_grad = attrgetter("requires_grad")
@@ -71,6 +72,16 @@ class TrainedParameters:
         found = [parameter for parameter in self._others if parameter.grad is not None]
         optimized = {id(parameter) for parameter in _of(optimizers)} if found else set()
         return {self._names[parameter]: parameter for parameter in found if id(parameter) in optimized}
+
+
+def check_has_shapes(module: Module) -> None:
+    """Raises ValueError for a lazy layer: ranks compare, split and send parameters before the first batch."""
+    for name, part in module.named_modules():
+        if any(is_lazy(tensor) for tensor in [*part.parameters(False), *part.buffers(False)]):
+            raise ValueError(
+                f"{name or type(part).__name__} ({type(part).__name__}) is lazy, its parameters have no shapes yet: "
+                "run one batch through it in __init__ or configure_model, or use a layer that names its input's size"
+            )
 
 
 def check_belong(module: Module, optimizers: Iterable[Optimizer]) -> None:

@@ -72,7 +72,17 @@ class JointLoss:
         return joint
 
     def gradients(self) -> Gradients:
-        """The sum of all replicas' gradients for each parameter; None if no loss depends on it."""
+        """The sum of all replicas' gradients for each parameter; None if no loss depends on it.
+
+        Raises:
+            RuntimeError: backward has been here before.
+        """
+        if not self.losses:
+            raise RuntimeError(
+                "backward has come to the loss of a step twice, and under dp the first time uses up the graphs of the "
+                "replicas, also with retain_graph=True: call backward once, for the sum of the losses, or use "
+                "strategy='ring_ddp'"
+            )
         calls = [partial(self._gradients_of, number) for number in range(len(self.losses))]
         # Layers that run again need the default dtype of their forward pass: threads must not set it one by one.
         generator = same_generator() if self.has_drawn else nullcontext()

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import comm
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from lightning_multigpu.engine.data_parallel.trained_parameters import check_has_shapes
+
 
 class ModuleReplicas:
     """The replicas of a module: the module itself on the first device, and shallow copies on the other devices.
@@ -131,14 +133,13 @@ def _shallow_copy(part: nn.Module) -> nn.Module:
 
 def check_can_be_copied(module: nn.Module) -> None:
     """Raises ValueError for a submodule that a shallow copy would not copy: scripted, compiled or lazy ones."""
+    check_has_shapes(module)
     for name, part in module.named_modules():
         problem = None
         if isinstance(part, torch.jit.ScriptModule):
             problem = "is a ScriptModule; pass the module that it was made from"
         elif "_orig_mod" in part._modules or part._compiled_call_impl is not None:
             problem = "is compiled, for the tensors of one device; pass the module without torch.compile"
-        elif any(nn.parameter.is_lazy(tensor) for tensor in [*part.parameters(False), *part.buffers(False)]):
-            problem = "is lazy; run one batch through it in configure_model, which gives its parameters their shapes"
         if problem is not None:
             raise ValueError(
                 f"{name or type(part).__name__} cannot be copied to the devices: it {problem}, or use devices=1"

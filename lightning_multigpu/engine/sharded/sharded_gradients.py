@@ -211,8 +211,9 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
             return
         if parameter in self._ready:
             raise RuntimeError(
-                f"backward has come to {self._names[parameter]} twice, after its gradient was sent: layers that share "
-                "parameters are checkpointed with use_reentrant=True. Pass use_reentrant=False, or use "
+                f"backward has come to {self._names[parameter]} twice, after its gradient was sent: backward is called "
+                "twice in a step, or layers that share parameters are checkpointed with use_reentrant=True. Call it "
+                "once, for the sum of the losses, pass use_reentrant=False, or use "
                 "ShardedStrategy(find_unused_parameters=True)"
             )
         self._ready.add(parameter)

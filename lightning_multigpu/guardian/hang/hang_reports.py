@@ -1,5 +1,7 @@
 """Reports about hangs: collected from the guardians of all hosts, on the terminal of node 0 and in a file.
 
+A report ends the run only if it proves that ranks wait for each other.
+
 ::
 
     another host                       node 0
@@ -20,7 +22,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from lightning_multigpu.guardian.blocking import done_within, no_link
 from lightning_multigpu.guardian.failure import host_name
-from lightning_multigpu.guardian.hang.waiting_graph import Call, View, calls, verdict
+from lightning_multigpu.guardian.hang.waiting_graph import Call, View, calls, deadlock, verdict
 from lightning_multigpu.guardian.hang.waits import HangWatch, Waits
 from lightning_multigpu.guardian.link.host_links import Hosts
 from lightning_multigpu.guardian.link.protocol import Message
@@ -42,17 +44,25 @@ class HangReports:
         watch: the watch of this host's ranks.
         hosts: the connections to the other hosts.
         directory: returns the present directory of the file, or None for no file.
+        on_deadlock: called with the ranks that wait for each other, and their collectives.
     """
 
     def __init__(
-        self, limit_s: float | None, watch: HangWatch, hosts: Hosts, directory: Callable[[], str | None]
+        self,
+        limit_s: float | None,
+        watch: HangWatch,
+        hosts: Hosts,
+        directory: Callable[[], str | None],
+        on_deadlock: Callable[[str], None] = lambda ranks: None,
     ) -> None:
         self._limit_s = limit_s
-        self._watch, self._hosts, self._directory = watch, hosts, directory
+        self._watch, self._hosts, self._directory, self._on_deadlock = watch, hosts, directory, on_deadlock
         self._now_s = 0.0
         self._waits: dict[Hashable, Waits] = {}
         self._reported: Waits = {}
+        self._seen: set[str] = set()  # waits since the first report, of which a later one may complete a proof
         self._again_s = 0.0
+        self._begun_s = 0.0
         # On node 0 while a report is being collected: the deadline, the hosts that have yet to answer, and the views.
         self._until_s: float | None = None
         self._awaited: dict[Hashable, int] = {}  # the views that each may still send
@@ -81,7 +91,7 @@ class HangReports:
             waited_s = now_s - min(self._reported.values())
             self._reported = {}
             self._write(f"The wait that was reported has ended after {waited_s:.0f} s, and the run goes on.\n", "")
-        elif current and (not self._reported or now_s >= self._again_s):
+        elif current and (not self._reported or now_s >= self._again_s or current.keys() - self._seen):
             self._collect()
 
     def handle(self, host: Hashable, message: Message) -> None:
@@ -108,7 +118,7 @@ class HangReports:
         return {name: since_s for waits in self._waits.values() for name, since_s in waits.items()}
 
     def _collect(self) -> None:
-        self._until_s = self._now_s + _COLLECT_S
+        self._begun_s, self._until_s = self._now_s, self._now_s + _COLLECT_S
         self._views = []
         self._awaited = dict.fromkeys([_OWN, *self._hosts.send("look")], _MAX_VIEWS)
         self._watch.look(self._own_views)
@@ -131,12 +141,21 @@ class HangReports:
         self._until_s = None
         if not current or self._limit_s is None:
             return  # the run has gone on meanwhile
+        ranks = deadlock(self._views, lasting=current, at_least_s=self._now_s - self._begun_s)
         since_s = min(current.values())
-        self._reported = current
-        self._again_s = self._now_s + (_AGAIN - 1) * (self._now_s - since_s)
-        text = hang_report(self._views, waited_s=self._now_s - since_s, limit_s=self._limit_s, file=self._path())
-        self._write(text, full_stacks(self._views))
+        is_due = not self._reported or self._now_s >= self._again_s
+        self._seen = set(current) if is_due else self._seen | set(current)
+        if is_due or ranks:
+            self._reported = current
+            self._again_s = self._now_s + (_AGAIN - 1) * (self._now_s - since_s)
+            waited_s = self._now_s - since_s
+            text = hang_report(
+                self._views, waited_s=waited_s, limit_s=self._limit_s, file=self._path(), ends=bool(ranks)
+            )
+            self._write(text, full_stacks(self._views))
         self._views = []
+        if ranks:
+            self._on_deadlock(ranks)
 
     def _path(self) -> str | None:
         directory = self._directory()
@@ -175,7 +194,7 @@ _SHOWN_RANKS = 16
 _SHOWN_FRAMES = 8
 
 
-def hang_report(views: Sequence[View], *, waited_s: float, limit_s: float, file: str | None) -> str:
+def hang_report(views: Sequence[View], *, waited_s: float, limit_s: float, file: str | None, ends: bool = False) -> str:
     """The text of a report: the verdict, then a table of all ranks, then the place of each rank.
 
     Args:
@@ -183,10 +202,12 @@ def hang_report(views: Sequence[View], *, waited_s: float, limit_s: float, file:
         waited_s: the length of the longest wait.
         limit_s: ``hang_report_s``.
         file: the path of the file with all stacks, or None.
+        ends: ranks wait for each other, so that the run is ended.
     """
     views = sorted(views, key=_most_telling_first)
+    outcome = "Ranks wait for each other: the run ends" if ends else "The run goes on; this is only a report"
     lines = [
-        f"No progress for {waited_s:.0f} s (hang_report_s={limit_s:g}). The run goes on; this is only a report.",
+        f"No progress for {waited_s:.0f} s (hang_report_s={limit_s:g}). {outcome}.",
         *(f"  {line}." for line in verdict(views)),
         "",
         *_table(views),

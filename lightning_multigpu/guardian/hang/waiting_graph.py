@@ -5,7 +5,7 @@ A pure function of the views of the ranks, so that tests can give every case as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
 
 from lightning_multigpu.guardian.failure import end_within, start_within
@@ -18,6 +18,11 @@ _MAX_FILE_BYTES = 1_200
 _MAX_FUNCTION_BYTES = 300
 _MAX_TEXT = 1_500
 _MAX_OTHERS = 16
+
+# Operations that all ranks of a group call in the same order; and groups whose ranks count messages to one rank, too.
+_COLLECTIVES = ("all_gather", "all_reduce", "barrier", "broadcast", "reduce", "reduce_scatter")
+_POINT_TO_POINT = ("pipeline", "checkpoint")
+_OF_ALL_RANKS = "_broadcast_sigterm_tensor"  # Lightning's, at each batch
 
 _Row = TypeVar("_Row", bound=NamedTuple)
 
@@ -224,6 +229,78 @@ def _not_noted(by_rank: dict[int, View], found: list[Call]) -> list[str]:
     there = {call.rank for call in found}
     others = [f"rank {rank} is not: {_doing(view)}" for rank, view in sorted(by_rank.items()) if rank not in there]
     return ["; ".join([head, *others])]
+
+
+def deadlock(views: Iterable[View], *, lasting: Container[str], at_least_s: float) -> str:
+    """The ranks that wait for each other and can never go on, with their collectives; empty if that is not certain.
+
+    A rank is stuck if it waits for another stuck rank::
+
+        rank 0   all_reduce #6 of group data   <-- rank 1 has not come, and none of its threads is in that group
+        rank 1   barrier #9 of group world     <-- rank 0 has not come
+
+    All ranks begin a group's collectives in the same order, so that neither can come before the other goes on.
+
+    Args:
+        views: all known ranks.
+        lasting: the names of waits that nobody has noted and two looks have shown.
+        at_least_s: the time that the views have taken: a noted wait has to be older.
+    """
+    by_rank = {view.rank: view for view in sorted(views)}
+    found: dict[int, list[tuple[Call, set[int]]]] = {}
+    for view in by_rank.values():
+        for call in calls(view):
+            noted = call.operation in _COLLECTIVES and call.for_s > at_least_s and call.group not in _POINT_TO_POINT
+            if noted if call.number else unnoted_name(call.rank, call.operation, call.place) in lasting:
+                found.setdefault(view.rank, []).append((call, _awaited(by_rank, view, call)))
+    stuck = set(found)
+    while free := {rank for rank in stuck if not any(awaited & stuck for _, awaited in found[rank])}:
+        stuck -= free
+    in_call: dict[str, list[int]] = {}
+    for rank in sorted(stuck):
+        call = next(call for call, awaited in found[rank] if awaited & stuck)
+        place = by_rank[rank].stacks.place if call.number else ""
+        in_call.setdefault(call.name + (f" ({place})" if place else ""), []).append(rank)
+    return "; ".join(f"{_ranks(ranks)} in {name}" for name, ranks in in_call.items())
+
+
+def waits_for(view: View, others: Iterable[View], *, at_least_s: float) -> bool:
+    """Whether a rank has waited for a message, or for one of ``others``, which will begin no collective any more."""
+    by_rank = {other.rank: other for other in others}
+    return any(
+        call.for_s >= at_least_s and (call.operation not in _COLLECTIVES or bool(_awaited(by_rank, view, call)))
+        for call in calls(view)
+    )
+
+
+def unnoted_name(rank: int, operation: str, place: str) -> str:
+    """The name of a wait that only a rank's stack shows."""
+    return f"{rank}: {operation} {place}"
+
+
+def _awaited(by_rank: dict[int, View], view: View, call: Call) -> set[int]:
+    """The ranks that certainly have not come to ``call``, or have come with another operation."""
+    if not call.number:
+        # Only the stack shows it, and not its group: ranks in the same operation may be all of the group.
+        same = {rank for rank, other in by_rank.items() if _calls_unnoted(other, call.operation)}
+        of_all_ranks = any(frame.function == _OF_ALL_RANKS for frame in view.stacks.main)
+        return set(by_rank) - same if same == {call.rank} or of_all_ranks else set()
+    members = parse_ranks(call.ranks) or by_rank
+    return {rank for rank in members if rank in by_rank and rank != call.rank and _is_elsewhere(by_rank[rank], call)}
+
+
+def _calls_unnoted(view: View, operation: str) -> bool:
+    return any(call.operation == operation and not call.number for call in calls(view))
+
+
+def _is_elsewhere(view: View, call: Call) -> bool:
+    entry = _entry(view, call)
+    if entry is None:
+        return True
+    if entry.state not in (UNDER_WAY, AWAITED):
+        return entry.begun < call.number
+    differs = entry.operation != call.operation and entry.operation in _COLLECTIVES
+    return entry.state == AWAITED and entry.number == call.number and differs
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from lightning_multigpu.guardian.failure import host_name, start_within
 from lightning_multigpu.guardian.hang.flight_recorder import AWAITED, BROKEN, Entry, read_entries, read_steps
 from lightning_multigpu.guardian.hang.stacks import CollectiveCall, Question, Stacks, StackSignal
-from lightning_multigpu.guardian.hang.waiting_graph import View
+from lightning_multigpu.guardian.hang.waiting_graph import View, unnoted_name, waits_for
 from lightning_multigpu.guardian.proc import ENDED, STOPPED
 from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
 
@@ -105,9 +105,15 @@ class HangWatch:
                     waits[name] = since_s
             silence = self._silence(rank, entries)
             if silence.confirmed and silence.seen is not None:
-                waits[f"{rank.rank}: {silence.seen.operation} {silence.seen.place}"] = silence.since_s
+                waits[unnoted_name(rank.rank, silence.seen.operation, silence.seen.place)] = silence.since_s
         self._waits = waits
         return waits
+
+    def waits_for(self, others: list[WatchedRank], *, at_least_s: float) -> bool:
+        """Whether another rank of this host waits for one of ``others``, which begin no collective any more."""
+        known = [self._view(rank, None) for rank in others]
+        waiting = (self._view(rank, None) for rank in self._ranks.at_work if rank not in others)
+        return any(waits_for(view, known, at_least_s=at_least_s) for view in waiting)
 
     def look(self, seen: Callable[[list[View]], None], *, ranks: list[WatchedRank] | None = None) -> None:
         """Takes the views of ``ranks``, by default of all but the lost ones, and then calls ``seen``.

@@ -58,7 +58,7 @@ class Peer:
         trusted: True once it has proved that it knows the secret.
         received_s: time of its last message.
         paused: True while all ranks of its host are stopped.
-        at_end: True once its ranks have reached the end of their run.
+        end_key: once its ranks have reached the end of their run, the exception that all have raised, or empty.
         done: True once its ranks have finished, and it may leave.
     """
 
@@ -71,7 +71,7 @@ class Peer:
         self.came_from = ""
         self.trusted = False
         self.paused = False
-        self.at_end = False
+        self.end_key: str | None = None
         self.done = False
         self._secret = secret
         self._nonce = nonce()
@@ -164,7 +164,7 @@ class Hosts:
         on_message: called with another host and its message, if the message is not about the connection itself.
 
     Attributes:
-        end_now: True once another host has sent that the job has to end at once.
+        end_now: the exit status with which the job has to end at once, once another host has sent it; else 0.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Hosts:
         self._on_met: Callable[[], None] = lambda: None
         self._finished = self._paused = False
         self._at_end = self._all_at_end = False
-        self.end_now = False
+        self.end_now = 0
         self._peers: list[Peer] = []
         self._strangers: list[Peer] = []
         self._listener: socket.socket | None = None  # while hosts have yet to connect
@@ -279,21 +279,27 @@ class Hosts:
             peer.connection.send(kind, **fields)
         return list(peers)
 
-    def send_end_now(self) -> None:
-        """Sends to all known hosts that the job has to end at once."""
+    def send_end_now(self, status: int) -> None:
+        """Sends to all known hosts that the job has to end at once, with that exit status."""
         for peer in self._known():
-            peer.connection.send("end now")
+            peer.connection.send("end now", status=status)
 
-    def come_to_end(self) -> bool:
+    def come_to_end(self, key: str = "") -> bool:
         """Called when all ranks of this host have reached the end of their run; True once the ranks of all hosts have.
 
         It is called again until then. The other hosts report to node 0, which informs them when all have.
+
+        Args:
+            key: the exception that all ranks have raised, or empty; the same on all hosts.
         """
-        if self.is_first and (self._awaited or not all(peer.at_end or peer.done for peer in self._peers)):
+        if self.is_first and (self._awaited or not all(peer.end_key == key or peer.done for peer in self._peers)):
             return False
         if not self._at_end:
             self._at_end = True
-            self.send("all at end" if self.is_first else "at end")
+            if self.is_first:
+                self.send("all at end")
+            else:
+                self.send("at end", key=key)
         return self.is_first or self._all_at_end or not self._peers
 
     def finish(self) -> None:
@@ -441,11 +447,11 @@ class Hosts:
                 raise ValueError(f"a failure is {age_s} s old; it must be 0 or more")
             self._found = Found(Failure.from_message(message.get("failure")), self._now_s - age_s)
         elif kind == "at end":
-            peer.at_end = True
+            peer.end_key = str(message["key"])
         elif kind == "all at end":
             self._all_at_end = True
         elif kind == "end now":
-            self.end_now = True
+            self.end_now = int(message["status"])
         elif kind == "done":
             peer.done = True
         else:

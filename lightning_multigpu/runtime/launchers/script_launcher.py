@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_multigpu._lightning_internals import EndOfRun, SubprocessScriptLauncher, set_num_threads_if_needed
 from lightning_multigpu._waiting_ranks import are_waiting, launch_rank
 from lightning_multigpu.guardian import Guardian
+from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS
 from lightning_multigpu.guardian.proc import note_refusal
 from lightning_multigpu.runtime.joining import Joining, start_guardian
 from lightning_multigpu.runtime.run_context import RunContext
@@ -76,7 +77,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         except Exception as error:
             show_if_uncaught(error, watch.message(self._run, trainer))
             watch.announce()
-            if not watch.is_lost:
+            if not (watch.is_lost or watch.all_raised):
                 children.end_all(_PATIENCE * self._run.failure_timeout_s)
             raise
 
@@ -110,10 +111,19 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     @override
     def kill(self, signum: signal.Signals | int) -> None:
-        """Signals the other ranks of this host. After a Ctrl-C they have time to end in order before SIGKILL."""
+        """Signals the other ranks of this host.
+
+        After a Ctrl-C they have time to end in order before SIGKILL. All ranks act on SIGTERM at the same batch: they
+        would take another one for the user's second, which ends them at once.
+        """
+        signals = self._joining.watch.signals
+        if signum == signal.SIGTERM and signals.has_agreed(signal.SIGTERM):
+            return
         if signum == signal.SIGKILL:
             _wait(self.procs, self._run.failure_timeout_s)
         super().kill(signum)
+        if signum == signal.SIGKILL and signals.cut_loose:  # Lightning ends this process with exit status 1 otherwise
+            raise SystemExit(INTERRUPTED_STATUS)
 
 
 class ChildWatch(threading.Thread):

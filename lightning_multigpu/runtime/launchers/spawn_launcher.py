@@ -148,7 +148,7 @@ class SpawnLauncher(MultiProcessingLauncher):
 
         Raises:
             SystemExit: SIGTERM has ended the run, in order.
-            Exception: a rank has failed; the exception is that of :meth:`Failure.exception`.
+            Exception: a rank has failed; the exception is the rank's own, or that of :meth:`Failure.exception`.
         """
         ranks = _Ranks(self.run, self._start_method, task, guardian)
         self.procs = ranks.processes
@@ -162,7 +162,7 @@ class SpawnLauncher(MultiProcessingLauncher):
             ranks.end()
             raise
         finally:
-            if ranks.were_interrupted_twice:
+            if ranks.were_cut_off:
                 os._exit(INTERRUPTED_STATUS)
 
     def _take_over(self, result: _Result, trainer: pl.Trainer) -> None:
@@ -241,7 +241,8 @@ class _Task:
                 interrupt(self.trainer, error)
                 self.trainer._teardown()
             watch.stop()
-            raise SystemExit(1 if isinstance(error, KeyboardInterrupt) else SIGTERM_STATUS) from None
+            status = INTERRUPTED_STATUS if watch.signals.cut_loose else 1
+            raise SystemExit(status if isinstance(error, KeyboardInterrupt) else SIGTERM_STATUS) from None
         except SystemExit:
             watch.stop()
             raise
@@ -254,7 +255,7 @@ class _Task:
             if watch.is_lost:  # the process that has started the ranks goes on
                 sys.stderr.write(message.text(error))
                 raise SystemExit(1) from None
-            message = replace(message, checkpoint=self._checkpoint())
+            message = replace(message, checkpoint=self._checkpoint(), pickled=_pickled(error, watch.failure))
             answers.send_bytes(pickle.dumps(message))
             watch.announce()
             raise SystemExit(1) from None
@@ -266,6 +267,24 @@ class _Task:
             with contextlib.suppress(Exception):  # as when the message is printed
                 return last_checkpoint_of(self.trainer)
         return None
+
+
+def _pickled(error: Exception, failure: Failure) -> bytes:
+    """The exception of this rank; empty if it is about another rank's failure, or cannot be pickled."""
+    with contextlib.suppress(Exception):
+        if failure.pid == os.getpid():
+            return pickle.dumps(error)
+    return b""
+
+
+def _exception_of(message: FailureMessage) -> Exception:
+    """The exception of a rank, of its own class; if it cannot be unpickled, that of :meth:`Failure.exception`."""
+    with contextlib.suppress(Exception):  # as where its class takes other arguments than its args
+        error = pickle.loads(message.pickled)
+        if isinstance(error, Exception):
+            error.add_note(message.failure.note())
+            return error
+    return message.failure.exception()
 
 
 class _Ranks:
@@ -338,7 +357,7 @@ class _Ranks:
             failed = [FailureMessage(failure, False, [])]
         if failed:
             message = min(failed, key=lambda message: not message.in_full)
-            error = message.failure.exception()
+            error = _exception_of(message)
             show_if_uncaught(error, message)
             raise error from None
         result = self._answers[0]
@@ -346,8 +365,8 @@ class _Ranks:
         return result
 
     @property
-    def were_interrupted_twice(self) -> bool:
-        """True if the ranks have ended at once, upon a second Ctrl-C."""
+    def were_cut_off(self) -> bool:
+        """True if the ranks have ended at once, at a second Ctrl-C, or at the first one in a deadlock."""
         return any(process.exitcode == INTERRUPTED_STATUS for process in self.processes)
 
     def interrupt(self) -> None:

@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
@@ -32,6 +33,7 @@ from lightning_multigpu.engine.micro_batches import (
     split_batch,
     weights_of,
 )
+from lightning_multigpu.engine.one_process.gathering import gathered
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.measuring.stage_bytes import end_bytes, layer_bytes
@@ -228,12 +230,13 @@ class RunningPipeline:
         message: Any = None
         further: dict[str, Any] = {}
         if self._model.is_last:
-            sizes = weights if callable(self._loss_reduction) else [float(leading_size(part) or 1) for part in parts]
+            samples = [leading_size(part) or 1 for part in parts]
+            sizes = weights if callable(self._loss_reduction) else [float(size) for size in samples]
             logged, loss = combined(records, sizes, losses, weights), combined_loss(losses, weights)
             last = self._model.group.num_ranks - 1
             old_value = self._kept.old_value(self._kept.changes, self._kept.reads, self._model.modules_of(last))
             message = logged, loss, trainer.should_stop, self._is_new_form, old_value, self._runner.uses_layers
-            further = _merged(outputs)
+            further = tree_map_only(Tensor, Tensor.detach, gathered(outputs, samples, self._model.device))
         received, further = self._outputs.from_last(message, further, "on_train_batch_end")
         replayed, loss, stops, is_new, old_value, uses_layers = received
         if old_value is not None:
@@ -527,13 +530,3 @@ class RunningPipeline:
             memory=self._recorder.memory(optimizers),
             predicted=held_bytes(self._model.ownership.held(), optimizers),
         )
-
-
-def _merged(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The further outputs of the micro-batches, combined for the batch: tensors along their samples, else lists."""
-    merged: dict[str, Any] = {}
-    for key in outputs[0]:
-        values = [output[key] for output in outputs]
-        tensors = all(isinstance(value, Tensor) and value.ndim > 0 for value in values)
-        merged[key] = torch.cat(values).detach() if tensors else values
-    return merged

@@ -535,7 +535,7 @@ def _compiled() -> L.LightningModule:
         (Classifier, {"plugins": [_Started()]}, "_Started has started 2 processes, and dp is one process"),
         (_Manual, {}, r"automatic_optimization=False: under dp each replica .*, or strategy='ring_ddp'"),
         (_compiled, {}, "the module is compiled, for the tensors of one device; pass the module without torch.compile"),
-        (_Lazy, {}, r"head cannot be copied to the devices: it is lazy; run one batch through it in configure_model"),
+        (_Lazy, {}, r"head \(LazyLinear\) is lazy, .* run one batch through it in __init__ or configure_model"),
     ],
 )
 def test_refused(module: Any, options: dict[str, Any], message: str) -> None:
@@ -543,6 +543,18 @@ def test_refused(module: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(module(), 2, **options)
     assert threading.active_count() == threads
+
+
+class _TwoBackwards(Classifier):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss / 2).backward(retain_graph=True)
+        (loss / 2).backward()
+
+
+def test_a_second_backward_of_a_step_is_refused() -> None:
+    """An IndexError in the threads of the replicas."""
+    with pytest.raises(RuntimeError, match=r"backward has come to the loss of a step twice.*use strategy='ring_ddp'"):
+        train(_TwoBackwards(), 2)
 
 
 @pytest.mark.filterwarnings("ignore:You passed `Trainer")

@@ -66,10 +66,11 @@ class Collecting(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        return {"loss": loss, "targets": batch[1]}
+        return {"loss": loss, "targets": batch[1], "twice": 2 * loss.detach()}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert torch.equal(outputs["targets"], batch[1])
+        torch.testing.assert_close(outputs["twice"], 2 * outputs["loss"])  # a list of the micro-batches' values once
 
     def on_train_epoch_end(self) -> None:
         self.log("mean of seen", sum(loss for loss, _ in self.seen) / len(self.seen))

@@ -1,0 +1,73 @@
+"""Modules and loaders that are refused with the name, the limit and the fix, under every name alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from lightning_multigpu.registry import Regime
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    dataset,
+    eval_loader,
+    make_strategy,
+    make_trainer,
+    regimes_of_each_strategy,
+    train_loader,
+)
+from tests.world import World
+
+regimes = pytest.mark.parametrize(
+    "regime",
+    [regime for regime in regimes_of_each_strategy() if regime.name != "dp"],  # data_parallel/test_data_parallel.py
+    ids=lambda regime: regime.name,
+)
+
+
+class Lazy(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = nn.LazyLinear(16)
+
+
+def fit_lazy(name: str) -> None:
+    trainer = make_trainer(Case(), make_strategy(name), 2)
+    trainer.fit(Lazy(), train_loader(Case(), trainer))
+
+
+@regimes
+def test_a_lazy_layer(regime: Regime, world2: World) -> None:
+    """torch's error about uninitialized parameters came after the start of the ranks, and named no layer."""
+    world2.run_raising(ValueError, r"layers\.0 \(LazyLinear\) is lazy", fit_lazy, regime.name)
+
+
+class Further(BatchSampler):
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, weights: Any) -> None:
+        super().__init__(sampler, batch_size, drop_last)
+
+
+def fit_with_own_batches(name: str) -> None:
+    data = dataset(16)
+    loader: DataLoader[Any] = DataLoader(data, batch_sampler=Further(SequentialSampler(data), 4, False, None))
+    make_trainer(Case(), make_strategy(name), 2).fit(Classifier(), loader)
+
+
+def predict_few(name: str) -> Any:
+    return make_trainer(Case(), make_strategy(name), 2).predict(Classifier(), eval_loader(1))
+
+
+def test_a_batch_sampler_with_a_further_argument(world2: World) -> None:
+    """Lightning makes it anew without that argument: a TypeError that named no way out."""
+    words = r"Further cannot get the ranks' sampler.*\(weights\): .*use_distributed_sampler=False"
+    world2.run_raising(ValueError, words, fit_with_own_batches, "ring_ddp")
+
+
+def test_fewer_samples_to_predict_than_ranks(world2: World) -> None:
+    """A bare AssertionError of Lightning's sampler."""
+    words = "predict: 1 samples are fewer than 2 data ranks, .* predict on devices=1 or fewer"
+    world2.run_raising(ValueError, words, predict_few, "ring_ddp")
+    assert len(world2.run(predict_few, "gpipe")[0]) == 1, "both ranks have the same batch"

@@ -1,0 +1,66 @@
+"""``trainer.should_stop`` on one rank stops all ranks, at the same place."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import lightning as L
+import pytest
+
+from lightning_multigpu.registry import Regime
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    data_ranks,
+    eval_loader,
+    make_strategy,
+    make_trainer,
+    regimes_of_each_strategy,
+    state,
+    synchronous_regimes,
+    train_loader,
+)
+from tests.world import World
+
+CASE = Case(num_samples=48)
+PLACES = {"on_train_batch_end": 3, "on_validation_epoch_end": 4, "on_train_epoch_end": 6}
+
+
+class Stops(L.Callback):
+    """The last rank asks for the end of training at a place of the first epoch."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self.validations = 0
+        setattr(self, place, self.stop)
+
+    def stop(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == PLACES[self.place] and trainer.global_rank == trainer.world_size - 1:
+            trainer.should_stop = True
+
+    def on_validation_start(self, trainer: L.Trainer, *args: Any) -> None:
+        self.validations += 1
+
+
+def fit(strategy_name: str | None, ranks: int, place: str) -> dict[str, Any]:
+    strategy: Any = "auto" if strategy_name is None else make_strategy(strategy_name)
+    module, stops = Classifier(), Stops(place)
+    trainer = make_trainer(CASE, strategy, ranks, callbacks=[stops], val_check_interval=2)
+    trainer.fit(module, train_loader(CASE, trainer), eval_loader(batch_size=8 // data_ranks(trainer)))
+    return {"weights": state(module), "steps": trainer.global_step, "validations": stops.validations}
+
+
+fit_on_one_device = functools.cache(functools.partial(fit, None, 1))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "regime", [r for r in regimes_of_each_strategy() if r in synchronous_regimes()], ids=lambda regime: regime.name
+)
+def test_a_stop_of_one_rank_is_a_stop_of_all(regime: Regime, place: str, world2: World) -> None:
+    """The rank left the loop, and the ranks waited for each other until the timeout."""
+    reference = fit_on_one_device(place)
+    assert reference["steps"] == PLACES[place]
+    for result in world2.run(fit, regime.name, 2, place):
+        assert (result["steps"], result["validations"]) == (reference["steps"], reference["validations"])
