@@ -17,9 +17,9 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from lightning_multigpu.commands.usage import COMMAND
 from lightning_multigpu.guardian.proc import note_refusal
 
 _PIPE = "LIGHTNING_MULTIGPU_WAITING_RANK"
@@ -35,7 +35,7 @@ def ranks_started(local_ranks: Sequence[int], arguments: Sequence[str]) -> Itera
         local_ranks: of this host, without 0, which is this process.
         arguments: of the command line.
     """
-    _command[:] = [sys.executable, "-m", "lightning_multigpu", *arguments]
+    _command[:] = [*COMMAND, *arguments]
     try:
         for local_rank in local_ranks:
             reader, writer = os.pipe()

@@ -195,7 +195,7 @@ def _report(error: UsageError, arguments: Sequence[str]) -> None:
 
 
 def _make_current_directory_importable() -> None:
-    """As ``python -m`` does: the console script has its own directory in ``sys.path`` instead."""
+    """Behind all others: no file there, of another user perhaps, is taken for the standard library's or a package's."""
     here = os.getcwd()
-    if not sys.flags.safe_path and "" not in sys.path and here not in sys.path:
-        sys.path.insert(0, here)
+    if "" not in sys.path and here not in sys.path:
+        sys.path.append(here)

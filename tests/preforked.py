@@ -263,7 +263,7 @@ def _fork_what_is_started(namespace: str | None) -> None:
 
     def is_forked(command: Any) -> bool:
         is_python = not isinstance(command, str) and os.fsdecode(command[0]) == sys.executable and len(command) > 1
-        if not is_python or (command[1].startswith("-") and command[1] not in ("-u", "-m", "-c")):
+        if not is_python or (command[1].startswith("-") and command[1] not in ("-u", "-m", "-c", "-P")):
             return False
         # Where the kernel is to refuse a fork (launch/without_memory.py), it must be asked.
         own, next_child = (os.readlink(f"/proc/thread-self/ns/{name}") for name in ("pid", "pid_for_children"))
@@ -362,7 +362,8 @@ def _enter(namespace: str) -> None:
 
 def run_main(command: Sequence[str]) -> None:
     """Runs the command as this process's ``__main__``."""
-    arguments = command[2:] if command[1] == "-u" else command[1:]
+    arguments = command[2:] if command[1] in ("-u", "-P") else command[1:]
+    is_safe = command[1] == "-P"
     # multiprocessing's name for it too, under which exceptions of spawned processes come back.
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
@@ -372,12 +373,12 @@ def run_main(command: Sequence[str]) -> None:
         runpy._run_module_as_main(arguments[1])
         return
     if arguments[0] == "-c":
-        sys.path.insert(0, "")
+        sys.path[:0] = [""] * (not is_safe)
         sys.argv = ["-c", *arguments[2:]]
         text, name = arguments[1], "<string>"
     else:
         assert not arguments[0].startswith("-"), arguments
-        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        sys.path[:0] = [str(Path(arguments[0]).resolve().parent)] * (not is_safe)
         sys.argv = arguments
         text, name = Path(arguments[0]).read_text(), arguments[0]
         main.__file__ = name

@@ -7,7 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from lightning_multigpu.cli import COMMANDS, main
 from lightning_multigpu.commands.early_checks import checked_settings, settings_of
 from lightning_multigpu.commands.settings.training_help import page
 from lightning_multigpu.commands.training import TrainingCLI, TrainingParser, _instance
+from lightning_multigpu.commands.usage import COMMAND
 from lightning_multigpu.strategies import option_checks
 from tests import preforked
 
@@ -531,6 +532,18 @@ class TestProcesses:
         assert refused.stderr.splitlines() == [
             "lightning-multigpu fit: error: bucket_cap_mb=-1.0 is out of range; pass a number above 0"
         ]
+
+
+@pytest.mark.parametrize("command", [[sys.executable, "-m", "lightning_multigpu"], COMMAND], ids=["module", "path"])
+def test_files_of_the_working_folder_come_last(command: Sequence[str], tmp_path: Path) -> None:
+    """A torch.py in a folder that another user may write to ran as the user of the command, and of its ranks."""
+    for name in ("torch", "yaml", "json", "lightning"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a stranger ran')")
+    (tmp_path / "project.py").write_text(MODULE)
+    arguments = [*command, "fit", *ON_CPU, "--print_config"]
+    ended = subprocess.run(arguments, cwd=tmp_path, env=with_package(), capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert "class_path: project.Model" in ended.stdout
 
 
 def test_the_parser_goes_to_spawned_ranks_which_save_the_settings() -> None:

@@ -32,7 +32,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 if "LOCAL_RANK" not in os.environ:
     commands = [" ".join(child.cmdline()) for child in psutil.Process().children()]
-    print("ranks before the launch:", sum("-m lightning_multigpu fit" in command for command in commands))
+    print("ranks before the launch:", sum("__main__.py fit" in command for command in commands))
 
 
 class Model(BoringModel):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_multigpu.commands.early_checks import checked_settings
 from lightning_multigpu.commands.option_parser import OptionParser
-from lightning_multigpu.commands.usage import PROGRAM, UsageError
+from lightning_multigpu.commands.usage import COMMAND, PROGRAM, UsageError
 from lightning_multigpu.report import document
 from lightning_multigpu.report.profile import profile_document, profile_page, profile_text
 
@@ -49,7 +49,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         print(f"{strategy}:", flush=True)
         (folder / profile_document.FILE_NAME).unlink(missing_ok=True)
         own = ["--trainer.logger=false", f"--trainer.default_root_dir={folder}", f"--trainer.callbacks+={_CALLBACK}"]
-        command = [sys.executable, "-m", "lightning_multigpu", "fit", *commands[strategy], *own]
+        command = [*COMMAND, "fit", *commands[strategy], *own]
         status = subprocess.run(command, check=False).returncode
         if status or not (folder / profile_document.FILE_NAME).is_file():
             failed.append(strategy)

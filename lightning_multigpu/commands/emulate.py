@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from lightning_multigpu.commands.option_parser import OptionParser
-from lightning_multigpu.commands.usage import PROGRAM, UsageError
+from lightning_multigpu.commands.usage import COMMAND, PROGRAM, UsageError
 from lightning_multigpu.emulation import EmulatedHosts, HostsUnavailable, InterfaceCounters
 from lightning_multigpu.emulation.job import HostsJob
 from lightning_multigpu.emulation.rootless import check_rootless, run_rootless
@@ -60,7 +60,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         )
         if os.geteuid() != 0:
             check_rootless()
-            return run_rootless([sys.executable, "-m", "lightning_multigpu", name, *arguments])
+            return run_rootless([*COMMAND, name, *arguments])
         return _emulate(hosts, command, options)
     except ValueError as error:
         raise UsageError(str(error)) from error

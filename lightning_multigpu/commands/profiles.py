@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,24 @@ def run(name: str, arguments: Sequence[str]) -> int:
     if len(profiles) == 1:
         [(folder, profile)] = profiles.items()
         page_path = _file(Path(folder)).with_name(profile_page.FILE_NAME)
-        document.write_bytes(profile_page.page(profile).encode(), page_path)
-        print(f"{profile_text.text(profile)}\nwritten to {page_path}")
+        text, page = _made(profile_text.text, profile), _made(profile_page.page, profile)
+        document.write_bytes(page.encode(), page_path)
+        print(f"{text}\nwritten to {page_path}")
         return 0
-    print(profile_text.comparison(profiles))
+    print(_made(profile_text.comparison, profiles))
     if options.page is not None:
-        document.write_bytes(profile_page.comparison(profiles).encode(), options.page)
+        document.write_bytes(_made(profile_page.comparison, profiles).encode(), options.page)
         print(f"written to {options.page}")
     return 0
+
+
+def _made(make: Callable[[dict[str, Any]], str], profile: dict[str, Any]) -> str:
+    """The text or page of a profile, or of profiles by folder; a file may hold anything under the right version."""
+    try:
+        return make(profile)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise UsageError(f"a profile.json is not as ProfilerReport writes it ({what:.200}); run it again") from error
 
 
 def _file(folder: Path) -> Path:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 PROGRAM = "lightning-multigpu"
+COMMAND = (sys.executable, "-P", str(Path(__file__).parents[1] / "__main__.py"))
+"""The command line in a process of its own; ``-m`` would put the working folder before the installed packages."""
 
 
 class UsageError(Exception):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -31,6 +32,7 @@ class MainStore:
     Args:
         address, port: the address of rank 0.
         rank: this process's rank.
+        is_one_host: all ranks are on this host: the store listens at loopback, which no other host reaches.
         is_kept: torchrun's agent keeps the store, not rank 0.
         connections: can cut the store's connections.
         deadline_s: the time by which the store has to be open, on the monotonic clock.
@@ -45,6 +47,7 @@ class MainStore:
     port: int
     _: KW_ONLY
     rank: int
+    is_one_host: bool
     is_kept: bool
     connections: Connections
     deadline_s: float
@@ -61,13 +64,15 @@ class MainStore:
         Raises:
             RendezvousError: the port is taken, the address is wrong, or no process listens there in time.
         """
+        if self.is_one_host and not self.is_kept and self._is_local():
+            return replace(self, address=_LOOPBACK, is_one_host=False).open()
         if self.rank != 0 or self.is_kept:
             return self._connect()
         if self._is_local():
-            return self._listen(self.address)
+            return self._listen(self.address, listening_socket)
         if self._problem() is None:  # then both processes that claim rank 0 see each other's note
             return self._connect()
-        store = self._listen(_LOOPBACK)
+        store = self._listen(_LOOPBACK, lambda address, port: None)
         if (problem := self._problem()) is not None:
             raise RendezvousError(
                 f"MASTER_ADDR={self.address} is no address of {own_host()}, where rank 0 runs, and does not lead here "
@@ -76,10 +81,16 @@ class MainStore:
             )
         return store
 
-    def _listen(self, address: str) -> TCPStore:
+    def _listen(self, address: str, socket_at: Callable[[str, int], socket.socket | None]) -> TCPStore:
         try:
-            return self._tcp_store(address, is_master=True)
-        except RuntimeError as error:
+            try:
+                listener = socket_at(address, self.port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                listener = None  # by this process perhaps, whose store torch then returns
+            return self._tcp_store(address, is_master=True, listener=listener)
+        except (OSError, RuntimeError) as error:
             if os.strerror(errno.EADDRINUSE).lower() in str(error).lower():
                 raise RendezvousError(
                     f"rank 0 cannot listen at port {self.port} of {own_host()}: another program, or another job, has "
@@ -114,7 +125,7 @@ class MainStore:
             time.sleep(pause_s)
             pause_s = min(_POLL_S, 1.5 * pause_s)
 
-    def _tcp_store(self, address: str, *, is_master: bool) -> TCPStore:
+    def _tcp_store(self, address: str, *, is_master: bool, listener: socket.socket | None = None) -> TCPStore:
         # The store's own timeout does not end its wait for a silent peer.
         patience_s = min(_HANDSHAKE_S, max(1.0, self.deadline_s - time.monotonic()))
         with self.connections.cut_after(patience_s):
@@ -125,6 +136,7 @@ class MainStore:
                 timeout=timedelta(seconds=patience_s),
                 wait_for_workers=False,
                 multi_tenant=True,  # this process may still have the store of an earlier, failed run
+                master_listen_fd=None if listener is None else listener.detach(),  # torch closes it
             )
 
     def _is_local(self) -> bool:
@@ -136,8 +148,8 @@ class MainStore:
             except OSError as error:
                 if time.monotonic() > self.deadline_s:
                     raise RendezvousError(
-                        f"rank 0 on {own_host()} does not know the host MASTER_ADDR={self.address}: {error}; set it "
-                        f"to a name or an address of {own_host()} that all hosts know"
+                        f"rank {self.rank} on {own_host()} does not know the host MASTER_ADDR={self.address}: {error}; "
+                        f"set it to a name or an address of {own_host()} that all hosts know"
                     ) from None
             self.check()
             time.sleep(_POLL_S)
@@ -157,6 +169,35 @@ class MainStore:
                 return None
         except OSError as error:
             return str(error) or type(error).__name__
+
+
+def listening_socket(address: str, port: int) -> socket.socket | None:
+    """A socket for TCPStore's ``master_listen_fd`` at one interface: without it torch listens at all of them.
+
+    Args:
+        address: an address of this host, or a name of one.
+        port: 0 for a free one.
+
+    Returns:
+        None where the address is a name that leads to loopback here, and perhaps to a network on other hosts (Debian's
+        127.0.1.1), or is none of this host.
+
+    Raises:
+        OSError: the socket cannot listen there.
+    """
+    for family, kind, protocol, _, place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+        if address not in (place[0], "localhost") and ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback:
+            return None
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
+            return listener
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    return None
 
 
 def hold_port(port: int) -> socket.socket:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -24,6 +25,8 @@ _LOCKS = Path("/run/lightning-multigpu")
 _FILES = _LOCKS / "etc"
 _MOUNT_AND_RUN = 'mount --bind "$0" /etc/hosts && exec "$@"'
 _END_TIMEOUT_S = 5.0
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 class HostsUnavailable(RuntimeError):  # noqa: N818 - a state of the machine more than an error of the caller
@@ -160,6 +163,11 @@ def command_in(name: str, command: Sequence[str]) -> list[str]:
     file = _FILES / name
     with_hosts = ["sh", "-c", _MOUNT_AND_RUN, str(file), *command] if file.exists() else command
     return ["ip", "netns", "exec", name, *with_hosts]
+
+
+def end_with_parent() -> None:
+    """In a child before its program starts: the kernel kills it when the thread that has started it has ended."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def processes_in(name: str) -> list[int]:

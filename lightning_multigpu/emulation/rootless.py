@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from lightning_multigpu.emulation.namespaces import HostsUnavailable, starting
+from lightning_multigpu.emulation.namespaces import HostsUnavailable, end_with_parent, starting
 
 # Process ids of its own: when the first process in there ends, the kernel ends all others. Mounts of its own: `ip
 # netns` needs a /run that it may write to.
@@ -51,7 +51,7 @@ def run_rootless(command: Sequence[str]) -> int:
         The exit status, as a shell reports it.
     """
     with starting("`unshare`"):
-        process = subprocess.Popen([*_UNSHARE, *command])
+        process = subprocess.Popen([*_UNSHARE, *command], preexec_fn=end_with_parent)
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         for child in _children(process.pid):

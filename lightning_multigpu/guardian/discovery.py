@@ -101,7 +101,8 @@ def find(address: str, *, rank: int, on_failure: OnFailure, timeout_s: float) ->
     while True:
         for name in _addresses(address):
             try:
-                return GuardianClient(name, None, rank=rank, on_failure=on_failure)
+                # A stranger's queue may be full for ever: the next name is tried at once, and this one again later.
+                return GuardianClient(name, None, rank=rank, on_failure=on_failure, stands_in_line=False)
             except NoGuardianError as error:
                 if time.monotonic() > deadline_s:
                     raise GuardianError(

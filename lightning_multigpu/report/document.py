@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -125,15 +124,15 @@ def write_bytes(contents: bytes, path: Path) -> None:
         OSError: the folder cannot be made or written to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+    with open(temporary, "xb") as file:  # with the rights that the umask leaves, and no link is followed
+        try:
             file.write(contents)
-        os.chmod(temporary, 0o644)  # mkstemp lets nobody else read
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+            file.flush()
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
 
 
 def read(path: Path, *, kind: str = "report", schema_version: int = SCHEMA_VERSION) -> dict[str, Any]:
@@ -150,9 +149,9 @@ def read(path: Path, *, kind: str = "report", schema_version: int = SCHEMA_VERSI
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no text, no JSON, a number or a depth beyond Python's limits
         raise ReportError(f"{path}: the {kind} is no JSON: {error}") from error
     version = found.get("schema_version") if isinstance(found, dict) else None
     if version != schema_version:
-        raise ReportError(f"{path}: schema_version={version!r}: only version {schema_version} can be read")
+        raise ReportError(f"{path}: schema_version={version!r:.80}: only version {schema_version} can be read")
     return dict(found)

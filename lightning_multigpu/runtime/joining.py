@@ -24,7 +24,7 @@ from lightning_multigpu.communication.interface import NO_WAY, source_address, u
 from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
 from lightning_multigpu.communication.main_store import MainStore, kept_by_torchrun
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError, own_host
+from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError, conflict, own_host
 from lightning_multigpu.guardian import Guardian, GuardianClient
 from lightning_multigpu.guardian.discovery import address_of_job, find, start_at
 from lightning_multigpu.guardian.start import ADDRESS, SECRET
@@ -165,18 +165,22 @@ class Joining:
             "timeout_s": run.join_timeout_s,
             "check": self.watch.check,
         }
-        store = MainStore(
-            run.main_address,
-            run.main_port,
-            rank=run.rank,
-            is_kept=kept_by_torchrun(os.environ),
-            connections=CONNECTIONS,
-            **limits,
-        ).open()
         world_size = run.environment.world_size()
         address = source_address(run.main_address) or ""
         table = {**alike, "loads a checkpoint": "yes" if self._resumes else "no"}
         own = Arrival(run.rank, own_host(), run.node_rank, os.getpid(), world_size, table, address)
+        # Another host that was started by mistake does not reach the store, where all would see it.
+        if run.num_nodes == 1 and (problem := conflict([own])) is not None:
+            raise RendezvousError(problem)
+        store = MainStore(
+            run.main_address,
+            run.main_port,
+            rank=run.rank,
+            is_one_host=run.num_nodes == 1,
+            is_kept=kept_by_torchrun(os.environ),
+            connections=CONNECTIONS,
+            **limits,
+        ).open()
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         rendezvous = Rendezvous(store, own, attempt=f"{restart}-{self._attempt}", **limits)
         if client is not None and run.num_nodes > 1 and run.rank == 0:

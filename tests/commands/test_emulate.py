@@ -75,7 +75,11 @@ def test_a_trainer_takes_the_number_of_hosts_from_it_and_trains() -> None:
 
 
 @pytest.mark.hosts
-def test_sigterm_ends_the_command_on_all_hosts_and_leaves_nothing(before: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_the_command_on_all_hosts_and_leaves_nothing(
+    before: list[str], number: signal.Signals, tmp_path: Path
+) -> None:
+    """After SIGKILL of ``emulate`` its commands went on."""
     mark = {**os.environ, "EMULATE_MARK": tmp_path.name}
     command = "echo started; exec sleep 1000"
     with subprocess.Popen(
@@ -84,8 +88,8 @@ def test_sigterm_ends_the_command_on_all_hosts_and_leaves_nothing(before: list[s
         assert running.stdout is not None
         lines = sorted(running.stdout.readline() for _ in range(2))
         assert lines == ["[host1] started\n", "started\n"]
-        running.send_signal(signal.SIGTERM)
-        assert running.wait(timeout=30) == 128 + signal.SIGTERM
+        running.send_signal(number)
+        assert running.wait(timeout=30) == (-number if number == signal.SIGKILL else 128 + number)
     deadline = time.monotonic() + 10
     while (left := _marked(tmp_path.name)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psutil
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from lightning_multigpu.communication.connections import Connections
-from lightning_multigpu.communication.main_store import MainStore, hold_port, kept_by_torchrun
+from lightning_multigpu.communication.main_store import MainStore, hold_port, kept_by_torchrun, listening_socket
 from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError, conflict
 from tests.world import free_port
 
+OTHER_LOOPBACK = "127.0.0.2"  # an address of its own, as those of networks are
 LONG_S = 60.0  # nobody waits so long unless something is broken
 
 
@@ -202,10 +204,16 @@ def port_of(sock: socket.socket) -> int:
     return int(sock.getsockname()[1])
 
 
+def listening_at(port: int) -> set[str]:
+    connections = psutil.Process().net_connections("tcp")
+    return {found.laddr.ip for found in connections if found.status == "LISTEN" and found.laddr.port == port}
+
+
 def main_store(
     rank: int, port: int, address: str = "127.0.0.1", timeout_s: float = LONG_S, **options: Any
 ) -> MainStore:
     values: dict[str, Any] = {
+        "is_one_host": False,
         "is_kept": False,
         "connections": Connections(),
         "deadline_s": time.monotonic() + timeout_s,
@@ -236,6 +244,31 @@ class TestMainStore:
                 other.bind(("", port))
             store = main_store(0, port).open()
             assert main_store(1, port).open().num_keys() == store.num_keys()
+
+    @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", socket.gethostname(), OTHER_LOOPBACK])
+    def test_the_store_of_one_host_listens_at_loopback_alone(self, address: str) -> None:
+        """It listened at all interfaces: a client from the network ended the job, or filled its memory."""
+        store = main_store(0, port := free_port(), address, is_one_host=True).open()
+        main_store(1, port, address, is_one_host=True).open().set("key", "value")
+        assert store.get("key") == b"value"
+        assert listening_at(port) == {"127.0.0.1"}
+        assert main_store(0, port, address, is_one_host=True).open().get("key") == b"value"  # a second run's
+
+    def test_the_store_of_several_hosts_listens_at_the_main_address_alone(self) -> None:
+        store = main_store(0, port := free_port(), OTHER_LOOPBACK).open()
+        assert main_store(1, port, OTHER_LOOPBACK).open().num_keys() == store.num_keys()
+        assert listening_at(port) == {OTHER_LOOPBACK}
+
+    def test_a_name_that_leads_to_loopback_here_may_lead_to_a_network_elsewhere(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Debian gives the host's own name 127.0.1.1."""
+        found = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [found])
+        assert listening_socket("node0", 0) is None
+        monkeypatch.undo()
+        with listening_socket(OTHER_LOOPBACK, 0) as sock:  # type: ignore[union-attr]
+            assert sock.getsockname()[0] == OTHER_LOOPBACK
 
     def test_nobody_there(self) -> None:
         port = free_port()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from lightning_multigpu.guardian import Failure, Guardian, GuardianClient, GuardianError
+from lightning_multigpu.guardian import client as client_module
 from lightning_multigpu.guardian.discovery import address_of_job, find, start_at
 from lightning_multigpu.guardian.start import AddressTakenError
 from tests.guardian.job import REPOSITORY, eventually, is_alive
@@ -183,6 +185,26 @@ def test_another_user_has_taken_the_address(address: str, listens: bool) -> None
         assert again.guardian_pid == started.pid
         for one in (again, client):
             one.leave()
+        started.stop()
+        assert eventually(lambda: not is_alive(started.pid))
+
+
+def test_queues_that_are_full_hold_nobody_up(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name at which another user listened, without accepting, cost 30 s."""
+    names = [address, f"{address}-0", f"{address}-1"]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            squatter, waiting = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
+            squatter.bind("\0" + name)
+            squatter.listen(0)
+            waiting.connect("\0" + name)
+        started = Guardian.start(num_ranks=1, address=f"{address}-9")
+        started.withdraw()
+        # Whoever waits in a queue looks at it again and again, and sleeps in between.
+        monkeypatch.setattr(client_module, "_IN_LINE_S", 3600.0)
+        found = find(address, rank=0, on_failure=lambda failure: None, timeout_s=10)
+        assert found.guardian_pid == started.pid
+        found.leave()
         started.stop()
         assert eventually(lambda: not is_alive(started.pid))
 

@@ -81,7 +81,16 @@ def test_written_and_read_back(tmp_path: Path) -> None:
     write(report, path)
     assert read(path) == report
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_report_has_the_rights_that_the_umask_leaves(tmp_path: Path) -> None:
+    """Everybody could read it, whatever the umask was."""
+    before = os.umask(0o077)
+    try:
+        write_bytes(b"{}", tmp_path / "report")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "report").stat().st_mode & 0o777 == 0o600
 
 
 def test_what_cannot_be_written_leaves_the_old_report(tmp_path: Path) -> None:
@@ -100,10 +109,14 @@ def test_only_json_of_this_version_is_read(tmp_path: Path) -> None:
     path = tmp_path / "multigpu_report.json"
     for text, message in (
         ("{", "no JSON"),
+        ("[" * 100_000, "no JSON"),  # a RecursionError
+        ("\udcff", "no JSON"),  # no UTF-8
+        ("9" * 5000, "no JSON"),
+        (json.dumps({"schema_version": "x" * 10**6}), "schema_version='x{30,80}: only"),
         ("[]", "schema_version=None"),
         (json.dumps({**report_of(record(0)), "schema_version": 1}), "schema_version=1: only version 2 can be read"),
     ):
-        path.write_text(text)
+        path.write_text(text, errors="surrogateescape")
         with pytest.raises(ReportError, match=message):
             read(path)
 

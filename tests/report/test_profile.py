@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -246,6 +247,20 @@ def test_what_is_no_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             profile_document.read(tmp_path / profile_document.FILE_NAME)
     assert main(["report", str(tmp_path), "--page=x.html"]) == 2
     assert "name two folders or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("changes", [{}, {"ranks": [7]}, {"findings": "x\ny" * 1000}, {"strategy": None}])
+def test_a_profile_with_other_contents_is_named_in_one_line(
+    changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A traceback of the pack, of the length of what the file held."""
+    hostile = {**profile(), **changes} if changes else {"schema_version": profile_document.SCHEMA_VERSION}
+    document.write(hostile, tmp_path / profile_document.FILE_NAME)
+    assert main(["report", str(tmp_path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "is not as ProfilerReport writes it" in line
+    assert len(line) < 500
+    assert main(["report", str(tmp_path), str(tmp_path / profile_document.FILE_NAME)]) == 2
 
 
 @pytest.mark.parametrize("width", [400, 1400])

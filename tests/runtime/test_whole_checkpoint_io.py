@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 import re
@@ -65,6 +66,39 @@ def test_replaces_and_reads_what_it_writes(unnamed: bool, tmp_path: Path, monkey
     mask = os.umask(0)
     os.umask(mask)
     assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_the_next_save_removes_what_a_killed_one_has_left(is_killed: bool, tmp_path: Path) -> None:
+    """Where files need names from their start, each killed save left its part for ever."""
+    left = tmp_path / ".epoch=3.ckpt.77.partial"
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))
+    (tmp_path / ".settings").write_text("the user's")
+    with open(left, "r+b") as file:
+        if not is_killed:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        WholeCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "last.ckpt")
+    assert left.exists() != is_killed
+    assert (tmp_path / ".settings").exists()
+
+
+@pytest.mark.parametrize("unnamed", [True, False])
+def test_a_save_is_locked_until_its_file_has_its_name(
+    unnamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a save of another process in this folder would remove it."""
+    if not unnamed:
+        monkeypatch.setattr(whole_checkpoint_io, "_write_unnamed", lambda *arguments: False)
+
+    def replace(source: Any, target: Any) -> None:
+        os.utime(source, (0, 0))
+        whole_checkpoint_io._remove_left(str(tmp_path))
+        os.rename(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    WholeCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "last.ckpt")
+    assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
 def test_the_new_name_is_on_the_disk_before_an_older_file_is_removed(

@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from lightning_multigpu.bench.jobs.local_ranks import Entry, LocalRanks, RankFailure, Seat
 from lightning_multigpu.bench.jobs.placement import Placement
+from lightning_multigpu.communication.main_store import listening_socket
 
 _JOIN = timedelta(minutes=10)
 _MARGIN = timedelta(minutes=1)
@@ -55,12 +56,15 @@ class HostAgents:
         self._verbose = verbose
         self._jobs: set[RankJob] = set()
         self._shared = 0
+        is_master = placement.agent == 0 and not placement.has_store
+        listener = listening_socket(placement.main_address, placement.main_port) if is_master else None
         store = TCPStore(
             placement.main_address,
-            placement.main_port,
-            is_master=placement.agent == 0 and not placement.has_store,
+            placement.main_port if listener is None else listener.getsockname()[1],
+            is_master=is_master,
             timeout=_JOIN,
             wait_for_workers=False,
+            master_listen_fd=None if listener is None else listener.detach(),
         )
         self._port = int(store.port)
         self._store = PrefixStore("lightning-multigpu-bench", store)

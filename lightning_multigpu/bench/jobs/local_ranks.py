@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -124,6 +125,7 @@ class LocalRanks:
         self._connections: list[Connection] = []
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, entry.__module__])
+        _start_forkserver()
         try:
             for seat in self._seats:
                 ours, theirs = context.Pipe()
@@ -200,6 +202,18 @@ class LocalRanks:
                 return RankFailure(kind, ranks, len(ranks) == len(self._seats), f"rank {first}: {reason}")
         late = tuple(seat.rank for index, seat in enumerate(self._seats) if index not in answers)
         return RankFailure("late", late, len(late) == len(self._seats), f"no answer within {timeout_s:g} s")
+
+
+def _start_forkserver() -> None:
+    """Python starts it with ``-c``, which puts the working folder before all other folders."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _ended(exitcode: int | None) -> str:

@@ -636,12 +636,11 @@ def _usable() -> Iterator[None]:
 def main() -> None:
     """Runs a server for the process that has started it: prints the port, and ends with that process.
 
-    Standard input brings one line, ``{"host": ..., "secret": ..., "num_threads": ..., "path": ...}``, the last where
-    modules are found. Its end means that this process has ended.
+    Standard input brings one line, ``{"host": ..., "secret": ..., "num_threads": ...}``. Its end means that the process
+    has ended.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers, who leave in order
     settings = json.loads(sys.stdin.readline())
-    sys.path[:] = settings["path"]
     torch.set_num_threads(int(settings["num_threads"]))
     server = Server(settings["host"], 0, bytes.fromhex(settings["secret"]))
     print(json.dumps({"port": server.port}), flush=True)
@@ -654,7 +653,3 @@ def main() -> None:
     problem = server.serve()
     sys.stdout.flush()
     os._exit(1 if problem else 0)  # threads of lost workers may still be receiving
-
-
-if __name__ == "__main__":
-    main()

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
+import time
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import LOADS_WEIGHTS_ONLY
 
+_PARTIAL = ".partial"
+_UNLOCKED_S = 60.0  # between the making of a file and its lock
+
 
 class WholeCheckpointIO(TorchCheckpointIO):
     """Lightning's format; a process that dies during a save leaves the previous file unchanged, and no other file.
@@ -21,8 +25,9 @@ class WholeCheckpointIO(TorchCheckpointIO):
     Lightning writes to the directory for temporary files and moves the result. To another file system that is a copy,
     which can end half-way, and a killed process leaves the temporary file. Here the data goes to a file without a name
     in the directory of the checkpoint, which the kernel removes with the process; it gets its name when it is complete
-    and on the disk. File systems without such files get a hidden file with a name. The directory is on the disk, too,
-    before a save returns: an older checkpoint may be removed then.
+    and on the disk. File systems without such files get a hidden file with a name; the next save removes it if its
+    process was killed. The directory is on the disk, too, before a save returns: then an older checkpoint may be
+    removed.
 
     If the system refuses to write, a save raises OSError with the path and the reason, for a full disk with the free
     space. The previous file stays.
@@ -40,13 +45,16 @@ class WholeCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         directory, name = os.path.split(os.path.abspath(path))
-        partial = os.path.join(directory, f".{name}.{os.getpid()}")
+        partial = os.path.join(directory, f".{name}.{os.getpid()}{_PARTIAL}")
         try:
             os.makedirs(directory, exist_ok=True)
-            if not _write_unnamed(checkpoint, directory, partial):
-                with open(partial, "wb") as file:
+            _remove_left(directory)
+            with contextlib.ExitStack() as stack:  # the file is open, and so locked, until it has its name
+                if not _write_unnamed(checkpoint, directory, partial, stack):
+                    file = stack.enter_context(open(partial, "wb"))
+                    _lock(file.fileno())
                     _write(checkpoint, file)
-            os.replace(partial, path)
+                os.replace(partial, path)
             _sync_directory(directory)
         except BaseException as error:
             with contextlib.suppress(OSError):
@@ -79,27 +87,51 @@ def map_files(io: CheckpointIO) -> None:
         found.maps_files = True
 
 
-def _write_unnamed(checkpoint: dict[str, Any], directory: str, name: str) -> bool:
-    """Writes a file without a name, then names it; False if the system cannot."""
+def _remove_left(directory: str) -> None:
+    """Removes files of saves that were killed: nobody holds their locks."""
+    for entry in os.scandir(directory):
+        if entry.name.startswith(".") and entry.name.endswith(_PARTIAL) and entry.is_file(follow_symlinks=False):
+            with contextlib.suppress(OSError), open(entry.path, "r+b") as file:
+                if _lock(file.fileno()) and time.time() - entry.stat().st_mtime > _UNLOCKED_S:
+                    os.unlink(entry.path)
+
+
+def _lock(descriptor: int) -> bool:
+    """Locks an open file until it is closed; False if another process has it, or the file system cannot."""
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _write_unnamed(checkpoint: dict[str, Any], directory: str, name: str, stack: contextlib.ExitStack) -> bool:
+    """Writes a file without a name, then names it; it stays open until the end of ``stack``.
+
+    Returns:
+        False if the system cannot.
+    """
     if not hasattr(os, "O_TMPFILE"):
         return False
     try:
         descriptor = os.open(directory, os.O_TMPFILE | os.O_WRONLY, 0o666)
     except OSError:
         return False
-    with open(descriptor, "wb") as file:
-        _write(checkpoint, file)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+    file = stack.enter_context(open(descriptor, "wb"))  # noqa: SIM115 - the stack closes it
+    _lock(descriptor)
+    _write(checkpoint, file)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name)
+    try:
+        folder = os.open("/proc/self/fd", os.O_RDONLY)
         try:
-            folder = os.open("/proc/self/fd", os.O_RDONLY)
-            try:
-                # Given a directory, os.link follows the link in /proc to the file itself.
-                os.link(str(descriptor), name, src_dir_fd=folder, follow_symlinks=True)
-            finally:
-                os.close(folder)
-        except OSError:  # no /proc, or a file system without links
-            return False
+            # Given a directory, os.link follows the link in /proc to the file itself.
+            os.link(str(descriptor), name, src_dir_fd=folder, follow_symlinks=True)
+        finally:
+            os.close(folder)
+    except OSError:  # no /proc, or a file system without links
+        return False
     return True
 
 
