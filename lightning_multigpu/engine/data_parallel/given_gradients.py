@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from lightning_multigpu.communication.checksums import checksums
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.engine.parameter_server.wire import checksums
 
 _ABSENT, _AS_AVERAGED = -1, -2
 
