@@ -33,7 +33,7 @@ class GivenGradients:
     def note(self, parameters: Iterable[Tensor]) -> None:
         """Notes that the gradients of now are averages."""
         found = ((parameter, parameter.grad) for parameter in parameters)
-        self._averaged = {p: (weakref.ref(grad), grad._version) for p, grad in found if grad is not None}
+        self._averaged.update((p, (weakref.ref(grad), grad._version)) for p, grad in found if grad is not None)
 
     @torch.no_grad()
     def average(self, parameters: Iterable[Tensor]) -> None:
