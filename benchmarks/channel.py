@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from benchmarks.heading import heading
 from lightning_multigpu.bench.spread import Spread
 from lightning_multigpu.communication.channel import Channel, Listener, connect
-from lightning_multigpu.engine.parameter_server.wire import bytes_of
+from lightning_multigpu.communication.checksums import bytes_of
 from tests.world import free_port
 
 _SECRET = b"of this benchmark alone"

@@ -35,9 +35,10 @@ import torch
 from benchmarks.guardian_fuzz import MAX_GROWTH_KB, Outcome, resident_kb
 from benchmarks.heading import heading
 from lightning_multigpu.communication.channel import Channel, ChannelError, connect
+from lightning_multigpu.communication.checksums import bytes_of
 from lightning_multigpu.communication.shared_memory.segment import mapped
 from lightning_multigpu.engine.parameter_server.server import Server
-from lightning_multigpu.engine.parameter_server.wire import bytes_of, packed
+from lightning_multigpu.engine.parameter_server.wire import packed
 
 _SECRET = os.urandom(32)
 _END_S = 10.0

@@ -28,11 +28,11 @@ from benchmarks.heading import heading
 from lightning_multigpu.bench.spread import Spread
 from lightning_multigpu.bench.strategies.models import BenchMLP
 from lightning_multigpu.communication.channel import _receive_all, _send_all
+from lightning_multigpu.communication.checksums import bytes_of
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
-from lightning_multigpu.engine.parameter_server.wire import bytes_of
 from lightning_multigpu.runtime.server_process import ServerProcess
 
 _WORKERS = 2

@@ -313,6 +313,7 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         self.meter.notes = None
         self.signals.end(None if self.lightning_module is None else self.lightning_module._trainer)
         self.feed.restore_warning()
+        self._given, self._common = None, CommonValues()
         super().teardown()
         self._leave_groups()
 

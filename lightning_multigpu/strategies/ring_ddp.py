@@ -265,7 +265,8 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
         post_backward, hooks_before_step = plugin.post_backward, getattr(plugin, HOOKS_BEFORE_STEP)
 
         def noted(*args: Any) -> Tensor:
-            self._note_averages()
+            if isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync:
+                self._note_averages()
             return post_backward(*args)
 
         def averaged(module: Module, optimizer: Optimizer) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_multigpu.communication.checksums import checksums
 from lightning_multigpu.communication.digest import disagreement, fingerprint, value_text
-from lightning_multigpu.engine.parameter_server.wire import checksums
 
 _version = attrgetter("_version")
 _ALWAYS, _EVERY = 10, 20

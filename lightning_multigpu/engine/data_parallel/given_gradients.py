@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from lightning_multigpu.communication.checksums import checksums
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.engine.parameter_server.wire import checksums
 
 _ABSENT, _AS_AVERAGED = -1, -2
 
@@ -33,7 +33,7 @@ class GivenGradients:
     def note(self, parameters: Iterable[Tensor]) -> None:
         """Notes that the gradients of now are averages."""
         found = ((parameter, parameter.grad) for parameter in parameters)
-        self._averaged = {p: (weakref.ref(grad), grad._version) for p, grad in found if grad is not None}
+        self._averaged.update((p, (weakref.ref(grad), grad._version)) for p, grad in found if grad is not None)
 
     @torch.no_grad()
     def average(self, parameters: Iterable[Tensor]) -> None:

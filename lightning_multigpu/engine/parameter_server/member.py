@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_multigpu.communication.channel import Channel, ChannelError
+from lightning_multigpu.communication.checksums import bytes_of
 from lightning_multigpu.engine.parameter_server.bucket_memory import BucketMemory
 from lightning_multigpu.engine.parameter_server.wire import (
-    bytes_of,
     packed,
 )
 

@@ -27,6 +27,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_multigpu.communication.channel import Channel
+from lightning_multigpu.communication.checksums import bytes_of, checksums
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.clipping import ABSENT, SPARSE, kind_of, rows_of, sparse
@@ -36,8 +37,6 @@ from lightning_multigpu.engine.parameter_server.server_connections import Fields
 from lightning_multigpu.engine.parameter_server.sharding import bucket_parts, imbalance_of
 from lightning_multigpu.engine.parameter_server.wire import (
     WireError,
-    bytes_of,
-    checksums,
     class_path,
     dtype_name,
     packed,

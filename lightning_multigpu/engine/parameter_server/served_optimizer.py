@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_multigpu.communication.checksums import bytes_of
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
 from lightning_multigpu.engine.clipping import (
@@ -32,7 +33,6 @@ from lightning_multigpu.engine.parameter_server.consistency import Clocks, Consi
 from lightning_multigpu.engine.parameter_server.member import Member
 from lightning_multigpu.engine.parameter_server.wire import (
     WireError,
-    bytes_of,
     dtype_of,
     elementwise,
     optimizer_class,

@@ -37,13 +37,13 @@ from typing import Any
 import torch
 
 from lightning_multigpu.communication.channel import Channel, ChannelError, Listener
+from lightning_multigpu.communication.checksums import bytes_of
 from lightning_multigpu.engine.parameter_server.batch_queue import BatchQueue
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.member import Member
 from lightning_multigpu.engine.parameter_server.served_optimizer import Job, ServedOptimizer, request_of
 from lightning_multigpu.engine.parameter_server.wire import (
     WireError,
-    bytes_of,
     room_for,
     unpacked,
 )

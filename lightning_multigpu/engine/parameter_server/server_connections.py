@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lightning_multigpu.communication.channel import Channel, ChannelError, connect
+from lightning_multigpu.communication.checksums import bytes_of
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.communication.shared_memory.segment import mapped
@@ -34,7 +35,6 @@ from lightning_multigpu.engine.parameter_server.bucket_memory import BucketMemor
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.server_statistics import COUNTED, ServerStatistics
 from lightning_multigpu.engine.parameter_server.wire import (
-    bytes_of,
     packed,
     room_for,
 )

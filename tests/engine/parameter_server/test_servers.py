@@ -20,6 +20,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_multigpu.communication.channel import Channel, ChannelError, connect
+from lightning_multigpu.communication.checksums import bytes_of, checksums, device_checksum
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.communication.metering.meter import Meter
@@ -34,7 +35,7 @@ from lightning_multigpu.engine.parameter_server.served_optimizer import ServedOp
 from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections, ServerError
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
-from lightning_multigpu.engine.parameter_server.wire import WireError, bytes_of, checksums, device_checksum, packed
+from lightning_multigpu.engine.parameter_server.wire import WireError, packed
 from tests.engine.parameter_server.test_host_optimizer import (
     OPTIMIZERS,
     STEPS,
