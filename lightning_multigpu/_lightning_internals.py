@@ -85,7 +85,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 # The method of a precision plugin that calls the hooks before an optimizer's step and clips gradients, for every
 # optimizer and precision: no public one stands behind all of those hooks.
@@ -161,7 +161,13 @@ def given_loaders(trainer: Trainer) -> list[DataLoader[Any]]:
         loops.append(trainer.fit_loop.epoch_loop.val_loop)
     sources = [loop._data_source for loop in loops if loop is not None]
     given = [leaf for source in sources if not source.is_module() for leaf in tree_leaves(source.instance)]
-    return [loader for loader in given if isinstance(loader, DataLoader)]
+    return [
+        loader
+        for loader in given
+        if isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and not isinstance(loader.sampler, DistributedSampler)
+    ]
 
 
 def asked_precision() -> str | None:

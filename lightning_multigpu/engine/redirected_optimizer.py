@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MethodType
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim import optimizer as hooks_of_all
 from torch.utils.hooks import RemovableHandle
 
@@ -42,10 +43,11 @@ class RedirectedOptimizer(ABC):
     """
 
     def __init__(self, optimizer: Optimizer, split: Split | None) -> None:
-        if isinstance(optimizer, LBFGS):
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:  # LBFGS, SAM
             raise ValueError(
-                "LBFGS evaluates the loss several times within a step, and new weights are back only after it: use SGD "
-                "or Adam, or train on one device"
+                f"{type(optimizer).__name__} evaluates the loss several times within a step (which needs its closure), "
+                "and new weights are back only after it: use SGD or Adam, strategy='ring_ddp', or one device"
             )
         self.optimizer = optimizer
         self.gradients_are_whole = False

@@ -9,6 +9,7 @@ not replaced.
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import os
 import signal
@@ -112,6 +113,7 @@ def show_if_uncaught(error: BaseException, message: FailureMessage) -> None:
             give_sigterm_back()
             sys.stderr.write(found.text(error))
             sys.stderr.flush()
+            gc.freeze()  # the interpreter's last collections take seconds on a busy machine
 
     if _is_pythons_own(before):
         sys.excepthook = show

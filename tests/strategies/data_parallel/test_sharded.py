@@ -577,8 +577,20 @@ class Coupled(Classifier):
         return False
 
 
+class NeedsClosure(torch.optim.SGD):
+    """As SAM: a TypeError about a missing argument came from within the step."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "LBFGS": (lambda: OtherOptimizer(torch.optim.LBFGS), ValueError, "LBFGS evaluates the loss several times"),
+    "an own optimizer whose step needs its closure": (
+        lambda: OtherOptimizer(NeedsClosure),
+        ValueError,
+        r"NeedsClosure evaluates the loss several times within a step \(which needs its closure\).*'ring_ddp'",
+    ),
     "a parameter of two optimizers": (
         Coupled,
         ValueError,
