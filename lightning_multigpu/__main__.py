@@ -6,7 +6,7 @@ import sys
 if __name__ == "__main__" and not sys.flags.safe_path:
     # The working folder, or this one: files there would come before installed packages.
     del sys.path[0]
-if not __package__:  # by path: this very package, wherever the starter has found it
+if not __package__ and "lightning_multigpu" not in sys.modules:  # by path: this very package, also beside another one
     from importlib.util import module_from_spec, spec_from_file_location
 
     _file = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__init__.py")

@@ -34,24 +34,26 @@ def run(name: str, arguments: Sequence[str]) -> int:
     if len(profiles) == 1:
         [(folder, profile)] = profiles.items()
         page_path = _file(Path(folder)).with_name(profile_page.FILE_NAME)
-        text, page = _made(profile_text.text, profile), _made(profile_page.page, profile)
+        text, page = _made(profile_text.text, profile, folder), _made(profile_page.page, profile, folder)
         document.write_bytes(page.encode(), page_path)
         print(f"{text}\nwritten to {page_path}")
         return 0
-    print(_made(profile_text.comparison, profiles))
+    print(_made(profile_text.comparison, profiles, *profiles))
     if options.page is not None:
-        document.write_bytes(_made(profile_page.comparison, profiles).encode(), options.page)
+        document.write_bytes(_made(profile_page.comparison, profiles, *profiles).encode(), options.page)
         print(f"written to {options.page}")
     return 0
 
 
-def _made(make: Callable[[dict[str, Any]], str], profile: dict[str, Any]) -> str:
+def _made(make: Callable[[dict[str, Any]], str], profile: dict[str, Any], *folders: str) -> str:
     """The text or page of a profile, or of profiles by folder; a file may hold anything under the right version."""
     try:
         return make(profile)
     except Exception as error:
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise UsageError(f"a profile.json is not as ProfilerReport writes it ({what:.200}); run it again") from error
+        raise UsageError(
+            f"{', '.join(folders)}: a profile is not as ProfilerReport writes it ({what:.200}); record it again"
+        ) from error
 
 
 def _file(folder: Path) -> Path:

@@ -54,7 +54,7 @@ class Failure(NamedTuple):
     @classmethod
     def of(cls, error: BaseException, *, rank: int | None, step: int | None) -> Failure:
         """The failure of this process by ``error``."""
-        kind, text = type(error), str(error)
+        kind, text = type(error), text_of(error)
         if _BEGINS in text:  # a data loader puts the traceback of its worker into its message
             text = f"{text.partition(chr(10))[0]} {text.rstrip().rpartition(chr(10))[2]}"
         # str() of a KeyError is the quoted key, which another KeyError would quote again.
@@ -67,7 +67,7 @@ class Failure(NamedTuple):
             step=step,
             traceback="".join(traceback.format_exception(error)),
             error_type=kind.__name__ if kind.__module__ == "builtins" else "",
-            message=error.args[0] if is_text else str(error),
+            message=error.args[0] if is_text else text_of(error),
         )
 
     def exception(self) -> Exception:
@@ -144,6 +144,14 @@ class Failure(NamedTuple):
             if not isinstance(value, wanted) or (isinstance(value, int) and not -1 << 63 <= value < 1 << 63):
                 raise ValueError(f"the field {name} of a failure is {value!r:.80}; it must be {wanted[0].__name__}")
         return cls(**numbers, **texts)  # type: ignore[arg-type]
+
+
+def text_of(error: BaseException) -> str:
+    """The exception's message; Python's own words where the ``str()`` of a user's class raises."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
 
 
 def start_within(text: str, limit_bytes: int) -> str:

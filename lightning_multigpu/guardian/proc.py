@@ -199,13 +199,21 @@ def clock_s() -> float:
 
 
 def refusal(error: BaseException) -> str:
-    """The fix if the system has refused a new process; empty for another error."""
+    """The fix if the system has refused a new process or thread; empty for another error."""
     number = error.errno if isinstance(error, OSError) else None
+    if is_refused_thread(error):
+        return "no more threads are allowed: see `ulimit -u`, and pids.max of the container"
     return {
         errno.EAGAIN: "no more processes are allowed: see `ulimit -u`, and pids.max of the container",
         errno.ENOMEM: "there is no memory for another process: see `free`, and memory.max of the container",
         errno.EMFILE: "no more files may be open: see `ulimit -n`",
     }.get(number or 0, "")
+
+
+def is_refused_thread(error: BaseException) -> bool:
+    """Whether it is Python's error about a thread that cannot start, which has no number, or C++'s."""
+    words = ("can't start new thread", os.strerror(errno.EAGAIN))
+    return type(error) is RuntimeError and any(isinstance(what, str) and what.startswith(words) for what in error.args)
 
 
 def note_refusal(error: BaseException, rank: int, num_ranks: int) -> None:

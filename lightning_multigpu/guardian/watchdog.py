@@ -169,14 +169,14 @@ class Watchdog:
             self._observe_workers(rank)
 
     def _observe_workers(self, rank: WatchedRank) -> None:
-        """Finds a stopped worker: its rank waits for data, and all others wait for the rank."""
+        """Finds a stopped worker: its rank waits for data or weights, and all others wait for the rank."""
         if self._shutdown is not None or rank.process.state() == STOPPED:
             self._workers.restart_timers()
             return
         found = self._workers.stopped(rank.process.pid, self._now_s)
         if found is not None and self._now_s - found[1] > self._timeout_s / 2:
-            pid, since_s = found
-            what = f"waits for its worker (pid {pid}), which a signal has stopped {self._now_s - since_s:.1f} s ago"
+            worker, since_s = found
+            what = f"waits for its {worker}, which a signal has stopped {self._now_s - since_s:.1f} s ago"
             self._fail(rank.failure(what, None), since_s)
 
     def _observe_end(self) -> None:

@@ -1,4 +1,4 @@
-"""The worker processes of ranks, mostly of data loaders: none outlives its rank."""
+"""The worker processes of ranks, of data loaders and parameter servers: none outlives its rank."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from lightning_multigpu.guardian.proc import Stat, read_stat
 # Commands of processes that run the rank's own code. Multiprocessing's resource tracker is not among them: it removes
 # files of the others, and then ends itself.
 _SPAWNED = (b"multiprocessing.spawn", b"multiprocessing.forkserver")
+SERVER = "lightning_multigpu.engine.parameter_server.server"
+"""The module of a parameter server, which is on its command line. It ends by itself, unless it is stopped."""
 _TEMPORARY = "pymp-"
 _PROC = "/proc"
 _READ_S = 0.2
@@ -36,7 +38,7 @@ class Workers:
             if stat is not None and noted.get(pid) != stat.start_ticks and _is_worker(_command(pid), command):
                 noted[pid] = stat.start_ticks
 
-    def stopped(self, rank: int, now_s: float) -> tuple[int, float] | None:
+    def stopped(self, rank: int, now_s: float) -> tuple[str, float] | None:
         """A stopped worker of ``rank``, and the time since when: the rank waits for it, and others wait for the rank.
 
         Call it often, while ``rank`` itself is not stopped.
@@ -45,7 +47,8 @@ class Workers:
             stat = _stat(pid)
             is_stopped = stat is not None and stat.start_ticks == start_ticks and stat.state == "T"
             if is_stopped and self._is_still_one(pid, rank):
-                return pid, self._stopped.setdefault(pid, now_s)
+                kind = "parameter server" if _is_server(_command(pid)) else "worker"
+                return f"{kind} (pid {pid})", self._stopped.setdefault(pid, now_s)
             self._stopped.pop(pid, None)
         return None
 
@@ -60,7 +63,7 @@ class Workers:
             alive = [pid for pid, start_ticks in noted.items() if pid not in ranks and _is_alive(pid, start_ticks)]
         except OSError:  # the kernel cannot answer now: it is asked again
             return False
-        left = [pid for pid in alive if self._is_still_one(pid, rank)]
+        left = [pid for pid in alive if self._is_still_one(pid, rank) and not _ends_itself(pid)]
         for pid in left:
             directories = temporary_directories(pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -128,7 +131,17 @@ def _children(pid: int) -> list[int]:
 def _is_worker(command: bytes | None, command_of_rank: bytes) -> bool:
     if not command:
         return False
-    return command == command_of_rank or any(name in command for name in _SPAWNED)
+    return command == command_of_rank or any(name in command for name in _SPAWNED) or _is_server(command)
+
+
+def _is_server(command: bytes | None) -> bool:
+    return command is not None and SERVER.encode() in command
+
+
+def _ends_itself(pid: int) -> bool:
+    """Whether it is a server that runs: it ends with its rank, unless other ranks go on with it."""
+    stat = _stat(pid)
+    return _is_server(_command(pid)) and stat is not None and stat.state != "T"
 
 
 def _stat(pid: int) -> Stat | None:

@@ -30,6 +30,7 @@ from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.rendezvous import RendezvousError
 from lightning_multigpu.guardian import Failure, Guardian, GuardianClient, RankFailedError
+from lightning_multigpu.guardian.failure import text_of
 from lightning_multigpu.guardian.hang.flight_recorder import FlightRecorder
 from lightning_multigpu.guardian.hang.waits import shortened
 from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
@@ -375,4 +376,4 @@ def _limit_exit(timeout_s: float, *, from_exit: bool) -> None:
 
 
 def _is_connection_loss(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and bool(_CONNECTION_LOST.search(str(error)))
+    return isinstance(error, RuntimeError) and bool(_CONNECTION_LOST.search(text_of(error)))

@@ -15,7 +15,7 @@ from typing import Any
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader
 
-from lightning_multigpu.guardian.proc import refusal
+from lightning_multigpu.guardian.proc import is_refused_thread, refusal
 
 _STARTS = re.compile(r"/multiprocessing/popen_\w+\.py$")
 
@@ -52,7 +52,10 @@ def ignoring_ends_of_workers() -> Iterator[None]:
 
 
 def note_refused_worker(error: BaseException, rank: int) -> None:
-    """Adds the fix to an error by which the system refuses a worker process."""
+    """Adds the fix to an error by which the system refuses a worker process, or a thread."""
+    if is_refused_thread(error):
+        error.add_note(f"rank {rank} cannot start a thread: {refusal(error)}; or lower num_workers and OMP_NUM_THREADS")
+        return
     starts = any(_STARTS.search(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
     if starts and (hint := refusal(error)):
         error.add_note(f"rank {rank} cannot start a worker process: {hint}; or lower the loader's num_workers")

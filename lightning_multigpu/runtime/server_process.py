@@ -9,9 +9,13 @@ import subprocess
 import sys
 
 from lightning_multigpu.guardian.proc import ended_text
+from lightning_multigpu.guardian.workers import SERVER
 
-# With -P and this process's path: -m would put the working folder before all other folders.
-_CODE = "import sys; sys.path[:] = {}; from lightning_multigpu.engine.parameter_server.server import main; main()"
+# With -P, and this process's path on standard input: -m would put the working folder before all other folders.
+_CODE = (
+    "import json, sys; settings = json.loads(sys.stdin.readline()); sys.path[:] = settings.pop('path'); "
+    f"from {SERVER} import main; main(**settings)"
+)
 _START_S = 120.0
 _END_S = 5.0
 _STATE_S = 1.0
@@ -30,12 +34,12 @@ class ServerProcess:
 
     def __init__(self, host: str, secret: bytes, *, num_threads: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _CODE.format(sys.path)],
+            [sys.executable, "-P", "-c", _CODE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        settings = {"host": host, "secret": secret.hex(), "num_threads": num_threads}
+        settings = {"host": host, "secret": secret.hex(), "num_threads": num_threads, "path": sys.path}
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # port raises if it has ended
             self._process.stdin.write(json.dumps(settings).encode() + b"\n")

@@ -16,6 +16,7 @@ from lightning.pytorch.plugins import LayerSync, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -40,6 +41,7 @@ from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 from lightning_multigpu.planning.numbers import ms
 from lightning_multigpu.runtime.batch_feed import batches_to_skip, complete_resumed_epoch
+from lightning_multigpu.runtime.failure_watch import SIGTERM_STATUS
 from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.pack import PackStrategy
@@ -137,6 +139,12 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         return self.devices[0]
 
     # Starting and ending
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if isinstance(exception, SIGTERMException):
+            exception.code = SIGTERM_STATUS  # Lightning sets none, and the process would seem to have succeeded
 
     @override
     def _configure_launcher(self) -> None:

@@ -205,7 +205,7 @@ def port_of(sock: socket.socket) -> int:
 
 
 def listening_at(port: int) -> set[str]:
-    connections = psutil.Process().net_connections("tcp")
+    connections = psutil.net_connections("tcp")
     return {found.laddr.ip for found in connections if found.status == "LISTEN" and found.laddr.port == port}
 
 

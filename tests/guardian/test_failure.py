@@ -38,6 +38,19 @@ def test_an_exception_of_pythons_own_comes_as_the_same_class(error: Exception) -
     assert "in heard" in note, "the traceback of the failed rank"
 
 
+class MuteError(ValueError):
+    def __str__(self) -> str:
+        raise AttributeError("no message")
+
+
+@pytest.mark.parametrize("error", [MuteError(), KeyError(MuteError())])
+def test_an_exception_without_a_text_is_told(error: Exception) -> None:
+    """Its ``str()`` raised while the rank reported its failure, and the other ranks blamed each other."""
+    failure = Failure.of(error, rank=3, step=7)
+    assert failure.what.startswith(f"raised {type(error).__name__}")
+    assert isinstance(heard(error), Exception)
+
+
 def test_any_other_exception_is_told_in_full() -> None:
     error = OwnError("spoilt")
     error.add_note("look at row 4")

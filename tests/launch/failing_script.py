@@ -15,7 +15,11 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_multigpu import PipelineStrategy, RingDDPStrategy  # importing the pack makes its strategies known
+from lightning_multigpu import (
+    ParameterServerStrategy,
+    PipelineStrategy,
+    RingDDPStrategy,
+)  # importing the pack makes its strategies known
 from lightning_multigpu.callbacks import RunReport
 from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
 
@@ -40,6 +44,9 @@ class Breaks(Classifier):
                 raise OwnError(f"the data on rank {self.trainer.global_rank} is spoilt")
             if self.how == "exit":
                 os._exit(7)
+            if self.how == "stop server":
+                os.kill(self.trainer.strategy._processes[-1]._process.pid, signal.SIGSTOP)
+                return super().training_step(batch, batch_idx)
             os.kill(os.getpid(), signal.SIGSTOP if self.how == "stop" else signal.SIGKILL)
         if self.how == "slow":
             print(f"step {self.trainer.global_step}", flush=True)
@@ -62,6 +69,10 @@ def main() -> None:
     if how == "stop":  # a stopped rank has failed after half of the time
         kinds = {"ring_ddp": RingDDPStrategy, "pipeline_1f1b": PipelineStrategy}
         chosen = kinds[strategy](failure_timeout_s=6.0)
+    elif how == "stop server":
+        servers = 2 if strategy == "sharded_ps" else 1
+        mode: Any = "async" if strategy == "async_ps" else "sync"
+        chosen = ParameterServerStrategy(mode=mode, num_servers=servers, failure_timeout_s=6.0)
     place = os.environ["SAVE_TO"]
     case = Case(num_samples=48, max_epochs=epochs)
     report = RunReport(print_table=False)

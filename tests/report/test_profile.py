@@ -259,6 +259,7 @@ def test_a_profile_with_other_contents_is_named_in_one_line(
     assert main(["report", str(tmp_path)]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "is not as ProfilerReport writes it" in line
+    assert str(tmp_path) in line
     assert len(line) < 500
     assert main(["report", str(tmp_path), str(tmp_path / profile_document.FILE_NAME)]) == 2
 

@@ -90,6 +90,17 @@ def test_a_failure_of_this_rank(watch: FailureWatch) -> None:
     assert "last completed step 3" in error.__notes__[0]
 
 
+def test_a_thread_that_the_system_refuses(watch: FailureWatch) -> None:
+    """Under pids.max a rank said "can't start new thread" alone."""
+    under(watch)
+    error = RuntimeError("can't start new thread")
+    watch.settle(error, RUN, 3)
+    assert any("`ulimit -u`, and pids.max of the container; or lower num_workers" in note for note in error.__notes__)
+    other = RuntimeError(3)
+    watch.settle(other, RUN, 3)
+    assert not any("ulimit" in note for note in getattr(other, "__notes__", ()))
+
+
 def test_news_of_a_worker_does_not_keep_a_failure_from_being_told(
     watch: FailureWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

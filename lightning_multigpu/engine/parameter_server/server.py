@@ -633,16 +633,19 @@ def _usable() -> Iterator[None]:
         ) from error
 
 
-def main() -> None:
+def main(host: str, secret: str, num_threads: int) -> None:
     """Runs a server for the process that has started it: prints the port, and ends with that process.
 
-    Standard input brings one line, ``{"host": ..., "secret": ..., "num_threads": ...}``. Its end means that the process
-    has ended.
+    The end of standard input means that the process has ended.
+
+    Args:
+        host: the address at which it listens.
+        secret: the secret of the job, in hexadecimal.
+        num_threads: threads for averages and updates.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers, who leave in order
-    settings = json.loads(sys.stdin.readline())
-    torch.set_num_threads(int(settings["num_threads"]))
-    server = Server(settings["host"], 0, bytes.fromhex(settings["secret"]))
+    torch.set_num_threads(num_threads)
+    server = Server(host, 0, bytes.fromhex(secret))
     print(json.dumps({"port": server.port}), flush=True)
 
     def await_end() -> None:

@@ -131,6 +131,7 @@ def _write_unnamed(checkpoint: dict[str, Any], directory: str, name: str, stack:
         finally:
             os.close(folder)
     except OSError:  # no /proc, or a file system without links
+        file.close()  # gives its space back
         return False
     return True
 

@@ -20,6 +20,7 @@ from lightning_multigpu.guardian import Guardian
 from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS
 from lightning_multigpu.guardian.proc import note_refusal
 from lightning_multigpu.runtime.joining import Joining, start_guardian
+from lightning_multigpu.runtime.loader_workers import note_refused_worker
 from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.runtime.uncaught_errors import show_if_uncaught
 
@@ -67,8 +68,12 @@ class ScriptLauncher(SubprocessScriptLauncher):
         else:
             watch.earlier_children = dict(_STARTED)
             children = ChildWatch(watch.earlier_children, None)
-        self._joining.begin(self._run, guardian=guardian)
-        children.start()
+        try:
+            self._joining.begin(self._run, guardian=guardian)
+            children.start()
+        except RuntimeError as error:
+            note_refused_worker(error, self._run.rank)
+            raise
         set_num_threads_if_needed(num_processes=self.num_processes)
         try:
             return watch.guarded(function, args, kwargs, run=self._run, trainer=trainer)

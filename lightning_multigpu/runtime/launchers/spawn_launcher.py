@@ -38,6 +38,7 @@ from lightning_multigpu.guardian.proc import ended_text, note_refusal
 from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import last_checkpoint_of
 from lightning_multigpu.runtime.failure_watch import SIGTERM_STATUS, has_trained
 from lightning_multigpu.runtime.joining import Joining, start_guardian
+from lightning_multigpu.runtime.loader_workers import note_refused_worker
 from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.runtime.uncaught_errors import FailureMessage, show_if_uncaught
 
@@ -250,7 +251,9 @@ class _Task:
             if isinstance(error, EndOfRun):
                 error = ValueError(_TUNED_IN_VAIN)
                 watch.settle(error, run, None)
-            watch.failure = watch.failure or Failure.of(error, rank=run.rank, step=None)
+            if watch.failure is None:  # it has not joined
+                note_refused_worker(error, run.rank)
+                watch.failure = Failure.of(error, rank=run.rank, step=None)
             message = watch.message(run, None)
             if watch.is_lost:  # the process that has started the ranks goes on
                 sys.stderr.write(message.text(error))

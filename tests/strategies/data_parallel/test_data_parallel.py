@@ -476,6 +476,18 @@ def test_ctrl_c(sample: int) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
 
 
+def test_sigterm() -> None:
+    """The program ended with status 0, as if it had trained to the end."""
+
+    class Terminated(_Failing):
+        def fails(self, *args: Any) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        train(Terminated(False, 7), 3)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
 class _Listed(torch.utils.data.Dataset[Any]):
     """Samples that no collate function stacks."""
 
