@@ -55,9 +55,9 @@ docs: install ## the documentation pages in site/; a broken link or reference is
 test: check ## check, and the whole test suite
 	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --no-loadscope-reorder $(PYTEST_ARGS)
 
-# uv, since pip cannot be asked for the oldest versions.
+# uv, since pip cannot be asked for the oldest versions; a new environment, since uv would keep newer ones.
 oldest: ## the contract of every strategy on the oldest versions that pyproject.toml admits, in .venv-oldest
-	$(PYTHON) -m venv $(OLDEST)
+	$(PYTHON) -m venv --clear $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --disable-pip-version-check --quiet uv
 	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --editable '.[test]'
 	rm -f $(OLDEST_RESULTS)

@@ -106,7 +106,7 @@ class TestMetadata:
     def test_ranges(self) -> None:
         needs = {need.name: need.specifier for need in map(Requirement, PROJECT["dependencies"])}
         assert PROJECT["requires-python"] == ">=3.11"
-        assert str(needs["lightning"]) == "<2.7,>=2.5"
+        assert str(needs["lightning"]) == "<2.7,>=2.5.3"
         assert str(needs["torch"]) == "<2.15,>=2.9"
         assert "torchmetrics" in needs
         assert PROJECT["version"] == lightning_multigpu.__version__

@@ -270,8 +270,8 @@ def test_nothing_is_trained() -> None:
         ("--trainer.strategy=ring_ddp", "strategy=RingDDPStrategy is no pipeline; pass strategy='pipeline_1f1b'"),
         ("--trainer.strategy=hybrid", "tensor_parallel_size=2: the plan is for 2 stages or more; pass pipeline_parall"),
         ("--trainer.strategy=auto --trainer.devices=1", "strategy=SingleDeviceStrategy is no pipeline; pass"),
-        ("--trainer.callbacks=StochasticWeightAveraging --trainer.callbacks.swa_lrs=0.1",
-         "callbacks=[StochasticWeightAveraging()] averages a copy of the whole model"),
+        ("--trainer.callbacks=ModelPruning --trainer.callbacks.pruning_fn=l1_unstructured",
+         "callbacks=[ModelPruning()] chooses among all weights"),
         ("--trainer.limit_train_batches=0", "the training loader has given no batch to measure"),
         ("--trainer.max_epoch=1", "--trainer.max_epoch is not a setting. Did you mean '--trainer.max_epochs'?"),
         ("--model=tests.commands.planned.Residual", "the input of layer layers.1 is not the output of layer layers.0: "
