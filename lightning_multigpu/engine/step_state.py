@@ -25,8 +25,9 @@ from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
 
 
 def seed_of(*parts: int) -> int:
-    """A seed of 63 bits that depends on all parts and their order."""
-    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
+    """A seed of 63 bits that depends on all parts and their order; parts have 64 bits, as torch's seeds have."""
+    words = struct.pack(f"<{len(parts)}Q", *(part % 2**64 for part in parts))
+    digest = hashlib.blake2b(words, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
