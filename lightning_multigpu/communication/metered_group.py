@@ -47,7 +47,7 @@ class MeteredGroup:
         rank 0   | digest of "all_gather of torch.int64, shape (2,)" | 16 | value ...  |
         rank 1   | digest of "all_gather of torch.int64, shape (1,)" |  8 | value      |   <-- all ranks raise
 
-    On GPUs only calls that wait for the device in any case are checked.
+    On GPUs reductions and barriers, for which the host need not wait, are not checked.
 
     Args:
         group: the ranks.

@@ -60,7 +60,8 @@ def test_strategies_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert rows["ddp"]["ratio"] == 1
     assert rows["ddp"]["metered"] is rows[NO_COMMUNICATION]["metered"] is None
     metered = rows["ring_ddp:bucket_cap_mb=1"]["metered"]
-    assert metered["sent_bytes"] == 2 * 4 + 24, "2(N-1)/N of two float32, and who still has data"
+    # 2(N-1)/N of two float32, four float64 about the next batch, and the agreement on the end of training.
+    assert metered["sent_bytes"] == 2 * 4 + 4 * 8 + 2 * 64
     assert metered["total_ms"] > 0
     assert "failed: rank 1: RuntimeError: planted" in capsys.readouterr().out
 
@@ -119,7 +120,7 @@ class TestTurns:
     def model(self, monkeypatch: pytest.MonkeyPatch) -> Counting:
         model = Counting()
         clock = "lightning_multigpu.communication.metering.clocks.HostClock.mark"
-        monkeypatch.setattr(clock, lambda timeline: model.now_s)
+        monkeypatch.setattr(clock, lambda timeline, after=None: model.now_s)
         return model
 
     def fit(self, tmp_path: Path, model: LightningModule, requests: Any) -> None:
@@ -154,7 +155,8 @@ class TestTurns:
         monkeypatch.setattr("lightning_multigpu.bench.strategies.strategy_rank._meter_of", lambda trainer: meter)
         measured = type("Measured", (Counting,), {"training_step": step})()
         monkeypatch.setattr(
-            "lightning_multigpu.communication.metering.clocks.HostClock.mark", lambda timeline: measured.now_s
+            "lightning_multigpu.communication.metering.clocks.HostClock.mark",
+            lambda timeline, after=None: measured.now_s,
         )
         monkeypatch.setattr(meter, "now", lambda: measured.now_s)
         requests = FakeRequests(measured, Turn(1, 3), Turn(2, 1))

@@ -195,10 +195,10 @@ def test_two_ranks_log_the_same_figures(world2: World, tmp_path: Path) -> None:
     assert set(first) == {key for key in keys_of("communication") if not key.startswith("parameter_server")}
     assert 0 < first["communication/exposed_ms"] <= first["communication/total_ms"]
     assert 0 < first["communication/all_reduce_ms"] <= first["communication/total_ms"]
-    # One rank's share of the gradients (4 float32), of what announces the next batch (3 float64 a rank), and of the
+    # One rank's share of the gradients (4 float32), of what announces the next batch (4 float64 a rank), and of the
     # agreement on the end of training (a row of 64 bytes a rank).
     assert len(sent_first) == 5
-    assert 4 * 4 + 3 * 8 + 2 * 64 in sent_first
+    assert 4 * 4 + 4 * 8 + 2 * 64 in sent_first
 
 
 def test_one_collective_an_interval_and_none_in_between(world2: World, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.step_phases import PHASES, Span
 from lightning_multigpu.report.profile import profile_document, profile_page, profile_text
 from tests.report.shape import assert_follows_profile_schema
-from tests.strategies.tasks import IS_LIGHTNING_2_5, make_strategy
+from tests.strategies.tasks import make_strategy
 from tests.world import World, rank
 
 STEP_S = 0.1
@@ -284,7 +284,7 @@ def test_the_parts_of_a_step_have_no_gaps_and_the_files_are_there(world2: World,
     assert averaging["sent_bytes"] == 4 * (16 + 4) * 4  # float32 gradients of four layers
     signals = [o for o in profile["operations"] if o["group"] == "Lightning"]
     found = [(signal["operation"], signal["count"], signal["group_size"]) for signal in signals]
-    assert found == [("broadcast", 1, 2)] * (not IS_LIGHTNING_2_5)
+    assert found == [], "ranks agree on signals with each batch, and Lightning does not broadcast them"
     events = json.loads((tmp_path / profile_document.TRACE_NAME).read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
         f"rank {of_rank['rank']} on {of_rank['host']}" for of_rank in profile["ranks"]

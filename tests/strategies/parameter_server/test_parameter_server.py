@@ -164,8 +164,9 @@ def test_gradients_and_weights_travel_once_a_step_and_over_no_socket(world2: Wor
         for operations in result["operations"][1:]:
             assert operations.pop(("push", "host")) == (PARAMETER_BYTES, PARAMETER_BYTES, PARAMETER_BYTES)
             assert operations.pop(("pull", "host")) == (PARAMETER_BYTES, 0, 0)
-            # What is left are the few bytes by which ranks agree on a batch, and on what is logged.
-            assert sum(sent for _, sent, _ in operations.values()) < PARAMETER_BYTES / 2
+            # What is left are the few bytes by which ranks agree on a batch, on the end of training and on what is
+            # logged: a row of 64 bytes a rank for each of these. The small model's gradients are more than all of them.
+            assert sum(sent for _, sent, _ in operations.values()) < PARAMETER_BYTES
 
 
 def test_gradients_and_weights_travel_once_a_step_to_servers_and_back(world2: World) -> None:
@@ -173,7 +174,7 @@ def test_gradients_and_weights_travel_once_a_step_to_servers_and_back(world2: Wo
         for operations in result["operations"][1:]:
             assert operations.pop(("push", "servers")) == (PARAMETER_BYTES, PARAMETER_BYTES, PARAMETER_BYTES)
             assert operations.pop(("pull", "servers")) == (PARAMETER_BYTES, 0, 0)
-            assert sum(sent for _, sent, _ in operations.values()) < PARAMETER_BYTES / 2
+            assert sum(sent for _, sent, _ in operations.values()) < PARAMETER_BYTES  # as above
 
 
 def told_of_servers(name: str, directory: str) -> dict[str, Any]:

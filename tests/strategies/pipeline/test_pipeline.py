@@ -510,7 +510,7 @@ def test_layers_of_another_stage_are_unfrozen_in_the_middle(schedule: str, world
 class OneSided(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if trainer.global_rank == 0:
-            trainer.optimizers[0].add_param_group({"params": pl_module.second.parameters()})
+            trainer.optimizers[0].param_groups[0]["params"].extend(pl_module.second.parameters())
 
 
 class FirstOnly(Classifier):
