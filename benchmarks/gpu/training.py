@@ -167,7 +167,8 @@ def world_of(name: str) -> int:
 
 def converges(place: Place, *, name: str) -> str:
     """What an asynchronous strategy promises: the loss falls."""
-    ranks = place.run(world_of(name), train, place.card, name, Case(max_epochs=6))
+    # Stale gradients and SGD's momentum of 0.9 at this rate may diverge; AdamW does not.
+    ranks = place.run(world_of(name), train, place.card, name, Case(optimizer="adamw", max_epochs=12))
     losses = ranks[0].losses
     first, last = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
     assert last < 0.8 * first, f"the loss went from {first:.3f} to {last:.3f}"
