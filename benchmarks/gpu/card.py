@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 
 from lightning_multigpu.runtime.shared_gpus import (
     ask_nccl_to_share,
@@ -98,10 +98,6 @@ class Card:
             return {"accelerator": "gpu" if self.is_gpu else "cpu", "devices": 1, "strategy": strategy}
         place(strategy, self.devices(ranks), self.backend)
         return {"accelerator": "auto", "devices": "auto", "strategy": strategy}
-
-    def ddp(self) -> DDPStrategy:
-        """Lightning's own strategy, as a peer."""
-        return DDPStrategy()
 
     def __str__(self) -> str:
         if not self.is_gpu:
