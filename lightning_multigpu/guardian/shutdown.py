@@ -11,7 +11,7 @@ import time
 from lightning_multigpu.guardian.blocking import done_within, no_link
 from lightning_multigpu.guardian.failure import Failure, folded, host_name
 from lightning_multigpu.guardian.hang.waits import in_one_line, shortened
-from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
+from lightning_multigpu.guardian.interrupts import signal_of
 from lightning_multigpu.guardian.proc import ENDED, STOPPED, clock_s
 from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
 from lightning_multigpu.guardian.workers import remove_temporary
@@ -45,7 +45,7 @@ class Shutdown:
         self._killed: list[WatchedRank] = []
         self.announcer: WatchedRank | None = None
         self.waits: list[str] = []
-        self._wants_file = failure.what not in (WAS_INTERRUPTED, WAS_TERMINATED)
+        self._wants_file = signal_of(failure.what) is None
 
     def hurry(self, now_s: float) -> None:
         """Leaves ranks only the time to receive the message: the user has ended the job, and needs no file."""

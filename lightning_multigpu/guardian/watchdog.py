@@ -18,7 +18,7 @@ from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, read_st
 from lightning_multigpu.guardian.hang.hang_reports import KINDS, HangReports, show
 from lightning_multigpu.guardian.hang.stacks import StackSignal
 from lightning_multigpu.guardian.hang.waits import HangWatch, in_message, last_waits
-from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS, WAS_INTERRUPTED, Interrupts
+from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS, Interrupts, signal_of
 from lightning_multigpu.guardian.link.host_links import Hosts
 from lightning_multigpu.guardian.link.protocol import (
     Connection,
@@ -268,7 +268,7 @@ class Watchdog:
         failed = self._ranks.get(failure.rank)
         if failed is not None and failure.step is None:
             failure = failure._replace(step=read_steps(self._pages, failed.slot))
-        if failed is not None and failed.can_be_lost and failure.what != WAS_INTERRUPTED:  # Ctrl-C ends the job
+        if failed is not None and failed.can_be_lost and signal_of(failure.what) != signal.SIGINT:  # Ctrl-C ends the job
             self._lose(failed, failure)
             return
         # Before the failure is sent: ranks that receive it stop waiting.

@@ -42,7 +42,7 @@ class DeferredSignals:
         due: bits of the signals that some process of the job has received, and all processes know.
         waits: whether ranks will agree on another batch. If not, SIGINT and SIGTERM act at once.
         agreed: bits of the signals that all ranks have acted on together.
-        cut_loose: whether the main thread's wait was ended for a signal.
+        late: whether a signal has waited out ``patience_s``, here or on the rank that this one follows.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DeferredSignals:
         self.due = 0
         self.waits = True
         self.agreed = 0
-        self.cut_loose = False
+        self.late = False
         self._signals = signals
         self._patience_s = patience_s
         self._on_signal = on_signal
@@ -68,6 +68,7 @@ class DeferredSignals:
         self._numbers: Counter[signal.Signals] = Counter()
         self._pushed: signal.Signals | None = None
         self._pushed_s = 0.0
+        self._cut_loose = False
         self._own: Counter[signal.Signals] = Counter()  # signals of this object, which are still to be counted
         self._process = os.getpid()
 
@@ -116,10 +117,11 @@ class DeferredSignals:
         """
         for signum in (signal.SIGINT, signal.SIGTERM):
             if self._pushed is None and self._is_overdue(signum):
+                self.late = True
                 self.follow(signum)
         pushed, waited_s = self._pushed, time.monotonic() - self._pushed_s
-        if pushed is not None and not self.cut_loose and waited_s > _MAIN_THREAD_S:
-            self.cut_loose = True
+        if pushed is not None and not self._cut_loose and waited_s > _MAIN_THREAD_S:
+            self._cut_loose = True
             if self._on_stuck is not None:
                 self._on_stuck()
         elif pushed is not None and waited_s > _MAIN_THREAD_S + self._patience_s:

@@ -33,7 +33,7 @@ from lightning_multigpu.guardian import Failure, Guardian, GuardianClient, RankF
 from lightning_multigpu.guardian.failure import text_of
 from lightning_multigpu.guardian.hang.flight_recorder import FlightRecorder
 from lightning_multigpu.guardian.hang.waits import shortened
-from lightning_multigpu.guardian.interrupts import WAS_INTERRUPTED, WAS_TERMINATED
+from lightning_multigpu.guardian.interrupts import report_of, signal_of
 from lightning_multigpu.guardian.proc import ended_text
 from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import last_checkpoint_of
 from lightning_multigpu.runtime.loader_workers import ignoring_ends_of_workers, note_refused_worker
@@ -252,7 +252,7 @@ class FailureWatch:
         """Prints the waits and the failure, after the end of a run by a signal or by an exit of the user's program."""
         if self.client is not None:
             sys.stderr.write("".join(f"Meanwhile {line}\n" for line in shortened(self.client.waited)))
-        if failure is not None and failure.what not in (WAS_INTERRUPTED, WAS_TERMINATED):
+        if failure is not None and signal_of(failure.what) is None:
             # A launcher that has seen a rank end sends SIGTERM to the others; the cause is the rank's failure.
             sys.stderr.write(f"The job failed: {failure.sentence()}\n")
 
@@ -291,9 +291,11 @@ class FailureWatch:
             if not self._cannot_join:
                 error.add_note(own.summary())
             if self.client is not None:
-                ended_by = {KeyboardInterrupt: WAS_INTERRUPTED, SIGTERMException: WAS_TERMINATED}.get(type(error))
-                # The place at which a signal has struck is not the cause.
-                self.client.failed(own if ended_by is None else own._replace(what=ended_by, traceback=""))
+                signum = {KeyboardInterrupt: signal.SIGINT, SIGTERMException: signal.SIGTERM}.get(type(error))
+                if signum is not None:  # the place at which a signal has struck is not the cause
+                    what = report_of(signum, late=self.signals.late)
+                    own = own._replace(what=what, traceback="")
+                self.client.failed(own)
         other = None if self._cannot_join else self.failure  # the guardian may have found another failure first
         self.failure = other or own
         self.is_lost = self._can_be_lost and other is None and not isinstance(error, KeyboardInterrupt)
@@ -348,7 +350,7 @@ def has_trained(trainer: pl.Trainer | None) -> TypeGuard[pl.Trainer]:
 def _printing_rank(failure: Failure, run: RunContext) -> int:
     """The local rank that prints another rank's failure on its host: the first one, unless that has died."""
     first_died = failure.rank == run.node_rank * run.ranks_per_host and not failure.traceback
-    by_signal = failure.what in (WAS_INTERRUPTED, WAS_TERMINATED)
+    by_signal = signal_of(failure.what) is not None
     return 1 if first_died and not by_signal and run.ranks_per_host > 1 else 0
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import has_set_signal_handlers, restore_handler_at_teardown
-from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS, WAS_INTERRUPTED, WAS_TERMINATED
+from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS, signal_of, was_late
 from lightning_multigpu.runtime.deferred_signals import DeferredSignals
 
 if TYPE_CHECKING:
@@ -116,9 +116,13 @@ class RunSignals(DeferredSignals):
         return number is not None and self.has_agreed(number)
 
     def follow_failure(self, what: str) -> None:
-        """Acts on the signal that has ended another rank, if ``what`` names one; called in another thread."""
-        number = {WAS_INTERRUPTED: signal.SIGINT, WAS_TERMINATED: signal.SIGTERM}.get(what)
+        """Acts on the signal that has ended another rank, if ``what`` names one; called in another thread.
+
+        A signal that was late for that rank is late for this one, since both end with the same exit status.
+        """
+        number = signal_of(what)
         if number is not None:
+            self.late = self.late or was_late(what)
             self.follow(number)
 
     def end(self, trainer: pl.Trainer | None) -> None:

@@ -162,7 +162,7 @@ def test_a_main_thread_that_waits_in_c_code_is_cut_loose() -> None:
         threading.Timer(0.2, send, [signal.SIGTERM]).start()
         with pytest.raises(SIGTERMException):
             c.pthread_mutex_lock(mutex)
-        assert signals.cut_loose
+        assert signals.late
     finally:
         signals.end(None)
 

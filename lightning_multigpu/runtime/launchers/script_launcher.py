@@ -127,7 +127,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         if signum == signal.SIGKILL:
             _wait(self.procs, self._run.failure_timeout_s)
         super().kill(signum)
-        if signum == signal.SIGKILL and signals.cut_loose:  # Lightning ends this process with exit status 1 otherwise
+        if signum == signal.SIGKILL and signals.late:  # Lightning ends this process with exit status 1 otherwise
             raise SystemExit(INTERRUPTED_STATUS)
 
 

@@ -242,7 +242,7 @@ class _Task:
                 interrupt(self.trainer, error)
                 self.trainer._teardown()
             watch.stop()
-            status = INTERRUPTED_STATUS if watch.signals.cut_loose else 1
+            status = INTERRUPTED_STATUS if watch.signals.late else 1
             raise SystemExit(status if isinstance(error, KeyboardInterrupt) else SIGTERM_STATUS) from None
         except SystemExit:
             watch.stop()
