@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import Strategy
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong
 from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
@@ -38,6 +40,32 @@ class PackStrategy(ObservedStrategy, Strategy):
     @override
     def held_bytes(self) -> HeldBytes | None:
         return measured_bytes(self._module.parameters(), self.optimizers)
+
+    @property
+    def _owned(self) -> Collection[Optimizer]:
+        """The optimizers whose states were given to owners at the start of this fit; empty where ranks hold them."""
+        return ()
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of this fit.
+
+        Raises:
+            ValueError: on assignment, if another optimizer comes in mid-fit and states have owners.
+        """
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        for number, optimizer in enumerate(map(plain_optimizer, optimizers)):
+            if self._owned and optimizer not in self._owned:
+                raise ValueError(
+                    f"optimizer {number} ({type(optimizer).__name__}) was put in place during a fit, and the strategy "
+                    "gives the states of optimizers to their owners when a fit starts: change its param_groups, or "
+                    "start another fit with it, or use strategy='ring_ddp'"
+                )
+        Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

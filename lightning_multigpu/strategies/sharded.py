@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
@@ -212,6 +212,11 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         self._undo.callback(overflow.end)
         self._replace("post_backward", self._averaged_before(plugin.post_backward))
         self._replace("clip_grad_by_norm", self._clip_by_norm)
+
+    @property
+    @override
+    def _owned(self) -> Collection[Optimizer]:
+        return self._sharded
 
     def _check_optimizers(self) -> None:
         scales = getattr(self.precision_plugin, "scaler", None) is not None

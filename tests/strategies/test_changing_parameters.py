@@ -95,6 +95,16 @@ def add_layer(module: Frozen, *, is_alike: bool = False) -> None:
         module.trainer.optimizers[0].add_param_group({"params": module.extra.parameters()})
 
 
+def take_another_optimizer(module: Frozen) -> None:
+    if module.current_epoch == 1:
+        module.trainer.optimizers = [torch.optim.Adam(module.parameters(), lr=0.05)]
+
+
+def set_up_again(module: Frozen) -> None:
+    if module.current_epoch == 1:
+        module.trainer.strategy.setup_optimizers(module.trainer)
+
+
 @dataclass
 class Story:
     change: Callable[[Frozen], None] | None = unfreeze
@@ -119,6 +129,8 @@ STORIES = {
     "frozen while batches are accumulated": Story(
         freeze_while_accumulating, "on_train_batch_start", trainer=ACCUMULATING
     ),
+    "another optimizer": Story(take_another_optimizer),
+    "optimizers that are set up again": Story(set_up_again),
     "accumulating, over sockets": Story(strategy={"shared_memory": False}, trainer=ACCUMULATING),
     "without views of buckets": Story(strategy={"gradient_as_bucket_view": False}),
     "unused parameters": Story(strategy={"find_unused_parameters": True}),
@@ -166,13 +178,14 @@ def test_what_changes_during_training_trains_as_on_one_device(world2: World) -> 
 
 
 IN_TURNS = ("at the start of a batch", "frozen and unfrozen in turns")
+OTHER_OPTIMIZERS = ("another optimizer", "optimizers that are set up again")
 WHILE_ACCUMULATING = ("unfrozen while batches are accumulated", "frozen while batches are accumulated")
 
 
 @pytest.mark.parametrize(
     ("strategy", "names"),
     [
-        ("pipeline_1f1b", IN_TURNS),
+        ("pipeline_1f1b", (*IN_TURNS, *OTHER_OPTIMIZERS)),
         ("cpu_ps", (*IN_TURNS, *WHILE_ACCUMULATING, "in the training step", "a new layer, the same on all ranks")),
         ("sync_ps", (*IN_TURNS, *WHILE_ACCUMULATING, "in the training step", "a new layer, the same on all ranks")),
     ],
@@ -186,6 +199,14 @@ def test_stages_and_servers_follow_the_changes(strategy: str, names: tuple[str, 
         both = [result[name] for result in results]
         problems += problems_of(name, train(story, 1), both, is_exact=True)
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_sharded", "cpu_ps", "sync_ps"])
+def test_optimizers_whose_states_have_owners_are_not_replaced(strategy: str, world2: World) -> None:
+    """Each rank stepped another optimizer with its own gradients, until the end of the fit compared the weights."""
+    words = r"optimizer 0 \((SGD|Adam)\) was put in place during a fit.*use strategy='ring_ddp'"
+    for name in OTHER_OPTIMIZERS:
+        world2.run_raising(ValueError, words, train, STORIES[name], 2, strategy)
 
 
 def add_accumulate_hook(module: Frozen) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,11 @@ class OptimizerServerStrategy(MultiGPUStrategy):
 
     # Starting and ending
 
+    @property
+    @override
+    def _owned(self) -> Collection[Optimizer]:
+        return self._served
+
     @override
     def _setup_model(self, model: Module) -> Module:
         assert self.lightning_module is not None
@@ -93,8 +98,8 @@ class OptimizerServerStrategy(MultiGPUStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        self._connect()  # evaluation needs no server
         super().setup_optimizers(trainer)
+        self._connect()  # evaluation needs no server
         if not self._is_asynchronous:  # else a worker's gradients are its own
             self._watch_given_gradients()
         for number, optimizer in enumerate(self.optimizers):
