@@ -345,9 +345,9 @@ class Trials:
             with self._observed("backward", traffic):
                 _backward(loss)
         self._begin_step()
-        with self._traceless(), self._no_dropout(), torch.no_grad():
+        with self._traceless(), self._no_dropout():  # and with gradients: a step may take some itself
             self._module.eval()
-            evaluated = float(self._loss())
+            evaluated = float(self._loss().detach())
         return Computed(float(loss.detach()), gradients, evaluated, traffic, draws)
 
     def _no_dropout(self) -> NoDropout:

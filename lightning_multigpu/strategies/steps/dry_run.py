@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
-from lightning_utilities import apply_to_collection
-from torch import Tensor
 
 from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
+from lightning_multigpu.engine.batch_size import tensors_in
 from lightning_multigpu.engine.gradient_check import gradient_tolerance
 from lightning_multigpu.engine.step_state import preserved_state
 
@@ -89,7 +88,7 @@ def trial_precisions(
 def _in_float32(module: pl.LightningModule, plugin: Precision, batch: Any) -> Iterator[float]:
     """Within the block 16-bit parameters, buffers and batches are float32, without casts and without TF32."""
     tensors = [*module.parameters(), *module.buffers()]
-    apply_to_collection(batch, Tensor, tensors.append)
+    tensors += tensors_in(batch)
     halves = [(tensor, tensor.dtype) for tensor in tensors if tensor.dtype in (torch.float16, torch.bfloat16)]
     settings = [(backend, backend.fp32_precision) for backend in _MULTIPLYING]
     casts = isinstance(plugin, MixedPrecision | HalfPrecision)

@@ -293,6 +293,17 @@ class SplitLayers:
         roles = {name: role for block, _ in self.split or () for name, role in block.roles.items()}
         return [(name, roles[name]) for name in self._called if name in roles]
 
+    def explain(self, error: BaseException) -> None:
+        """Adds a note to an error that the user's code may have got from a part of a split layer."""
+        if self.split is None or type(error) not in (RuntimeError, IndexError, AssertionError):
+            return
+        names = [name for name, _ in self.roles()]
+        error.add_note(
+            f"tensor_split gives each rank a part of {len(names)} layers, such as {names[0]}, and code that runs "
+            "outside of training_step meets the part: trainer.strategy.whole(parameter) gathers the whole one, on all "
+            "ranks; layers that plan={...} does not name stay whole"
+        )
+
     def make_whole(self, optimizers: Iterable[Optimizer]) -> None:
         """Makes the layers on every rank whole, except placeholders; a collective of the tensor group."""
         assert self.split is not None

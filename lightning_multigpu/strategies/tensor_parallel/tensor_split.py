@@ -199,6 +199,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._undo.callback(self._tensor.close)
         self._layers = SplitLayers(module, self._tensor, self._plan, sequence_split=self._sequence_split)
         self._undo.callback(self._layers.close)
+        self.failure_watch.explain = self._layers.explain
         self._gradients = SplitGradients(self.precision_plugin, self._tensor, module)
         self._undo.callback(self._gradients.end)
         self._share_random_states(self._peers)
@@ -240,6 +241,7 @@ class TensorSplitStrategy(RingDDPStrategy):
             assert self._layers is not None
             self._layers.make_whole(self.optimizers)
         self._undo.close()
+        self.failure_watch.explain = None
         self._tensor = self._peers = self._layers = self._gradients = None
         super().teardown()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -1137,3 +1138,71 @@ def test_steps_read_whole_weights(world2: World, model: str) -> None:
         assert result["read"] == pytest.approx(reference["read"], rel=1e-9)
         assert_same_weights(result, reference)
         assert result["classes"] == {nn.Parameter}
+
+
+class Small(L.LightningModule):
+    """Two layers; ``own_code`` is what its user has written beside them."""
+
+    def __init__(self, own_code: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.own_code = own_code
+        self.reader = nn.LSTM(3, 12, batch_first=True, dtype=torch.float64)
+        self.net = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5)).double()
+        self.averages: list[Tensor] = []
+
+    def on_train_start(self) -> None:
+        self.averages = [p.detach().clone() for p in self.parameters()]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for average, parameter in zip(self.averages, self.parameters(), strict=True):
+            if self.own_code == "average":
+                average.lerp_(parameter.detach(), 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        _, (hidden, _) = self.reader(batch[0])
+        hidden = hidden[-1].detach().requires_grad_() if self.own_code == "penalty" else hidden[-1]
+        loss = F.cross_entropy(self.net(hidden), batch[1])
+        if self.own_code == "penalty":
+            loss = loss + torch.autograd.grad(loss, hidden, create_graph=True)[0].norm()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+def train_small(ranks: int, own_code: str = "", *, packs: bool = False) -> dict[str, Any]:
+    """The weights, or the lines of an error."""
+
+    def pack(samples: list[Any]) -> Any:
+        rows = [x[: 2 + int(y) % 3] for x, y in samples]
+        return nn.utils.rnn.pack_sequence(rows, enforce_sorted=False), torch.stack([y for _, y in samples])
+
+    generator, module = torch.Generator().manual_seed(6), Small(own_code)
+    x = torch.randn(16, 4, 3, dtype=torch.float64, generator=generator)
+    loader = DataLoader(TensorDataset(x, torch.arange(16) % 5), 8, collate_fn=pack if packs else None)
+    strategy = make_strategy("tensor_split") if ranks > 1 else "auto"
+    try:
+        make_trainer(Case(max_epochs=1), strategy, ranks, use_distributed_sampler=False).fit(module, loader)
+    except (RuntimeError, ValueError) as error:
+        return {"error": "".join([str(error), *getattr(error, "__notes__", [])])}
+    return {"weights": state(module)}
+
+
+def test_own_code_that_meets_parts_of_layers_is_told_how_to_read_whole_ones(world2: World) -> None:
+    """torch's error about sizes did not say that the layers are split."""
+    for result in world2.run(train_small, 2, "average"):
+        assert re.search(r"part of 2 layers, such as net.0, .*strategy\.whole\(parameter\) gathers", result["error"])
+
+
+def test_a_step_that_takes_gradients_of_gradients_is_refused(world2: World) -> None:
+    """The trial ran the step without gradients, which it takes itself: torch's error told nothing of that."""
+    for result in world2.run(train_small, 2, "penalty"):
+        assert re.search("no layer to split.*trying to differentiate twice", result["error"])
+
+
+def test_packed_sequences(world2: World) -> None:
+    """A trial made the batch's named tuple again from its fields, which PackedSequence does not take."""
+    reference = train_small(1, packs=True)
+    for result in world2.run(train_small, 2, packs=True):
+        assert_same_weights(result, reference)
