@@ -91,6 +91,27 @@ def test_which_ranks_draw_the_same_numbers(regime: Regime, world2: World) -> Non
         assert first == second
 
 
+class Gives(Classifier):
+    """Gives the number that it draws in a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "drawn": torch.rand(1)}
+
+
+def test_replicas_of_dp_draw_different_numbers() -> None:
+    drawn: list[list[float]] = []
+
+    class Notes(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
+            drawn.append(outputs["drawn"].tolist())
+
+    trainer = make_trainer(CASE, make_strategy("dp"), 2, callbacks=[Notes()])
+    with seeded(False):
+        trainer.fit(Gives(), train_loader(CASE, 1))
+    assert len(drawn) == len({tuple(each) for each in drawn})
+    assert all(first != second for first, second in drawn)
+
+
 def train(name: str | None, ranks: int) -> dict[str, Any]:
     options = {"find_unused_parameters": True} if name in ("ring_ddp", "ddp_sharded") else {}
     module = DropsLayers()
