@@ -64,9 +64,12 @@ def refusal(cls: type, name: str, value: object) -> str | None:
 
 
 def _class_of_name(name: str) -> type:
-    classes = _classes()
-    if name in classes:
-        return classes[name]
+    found = [cls for cls in _classes() if cls.__name__ == name]
+    if len(found) > 1:
+        paths = " or ".join(sorted(map(_short_path, found), reverse=True))
+        raise ClassNotFoundError(f"{len(found)} classes have this name: write {paths}")
+    if found:
+        return found[0]
     for regime in REGIMES:
         if regime.name == name:
             raise ClassNotFoundError(
@@ -80,11 +83,18 @@ def _did_you_mean_class(name: str) -> str:
     ours = "lightning_multigpu.callbacks"
     module = importlib.import_module(ours)
     paths = {found: f"{ours}.{found}" for found in module.__all__ if isinstance(getattr(module, found), type)}
-    near = nearest(name, _classes())
+    near = nearest(name, [cls.__name__ for cls in _classes()])
     return "" if near is None else f"Did you mean {paths.get(near, near)!r}?"
 
 
-def _classes() -> dict[str, type]:
+def _short_path(cls: type) -> str:
+    """The shortest path at which the class can be imported."""
+    parts = cls.__module__.split(".")
+    short = (".".join([*parts[:number], cls.__name__]) for number in range(1, len(parts)))
+    return next((path for path in short if locate(path) is cls), f"{cls.__module__}.{cls.__name__}")
+
+
+def _classes() -> set[type]:
     """The classes that a command line may give by their bare names: those that have been imported."""
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
     from lightning.pytorch.loggers import Logger
@@ -94,7 +104,7 @@ def _classes() -> dict[str, type]:
     from torch.optim.lr_scheduler import LRScheduler
 
     bases = (Strategy, Callback, Logger, Profiler, LightningModule, LightningDataModule, Optimizer, LRScheduler)
-    return {cls.__name__: cls for base in bases for cls in _subclasses(base)}
+    return {cls for base in bases for cls in _subclasses(base)}
 
 
 def _subclasses(cls: type) -> Iterator[type]:
