@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
+from lightning_multigpu._suggest import did_you_mean
+
 if TYPE_CHECKING:
     from lightning_multigpu.strategies.observed import ObservedStrategy
 
@@ -209,10 +213,25 @@ REGIMES: tuple[Regime, ...] = (
 )
 
 
+class _Names(list[str]):
+    """Names of strategies, of which the Trainer asks whether they have the user's: a misspelt one of ours is told."""
+
+    @override
+    def __contains__(self, name: object) -> bool:
+        found = super().__contains__(name)
+        hint = "" if found or not isinstance(name, str) else did_you_mean(name, [regime.name for regime in REGIMES])
+        if hint:
+            raise ValueError(f"strategy={name!r}: there is no such strategy. {hint}")
+        return found
+
+
 def register_all() -> None:
     """Register every strategy with Lightning under its name; calling it again changes nothing."""
     from lightning.pytorch.strategies import StrategyRegistry
 
+    if "available_strategies" not in vars(StrategyRegistry):
+        names = StrategyRegistry.available_strategies
+        vars(StrategyRegistry)["available_strategies"] = lambda: _Names(names())
     for regime in REGIMES:
         if regime.name not in StrategyRegistry:
             StrategyRegistry.register(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_multigpu.commands.early_checks import checked_settings
-from lightning_multigpu.commands.option_parser import OptionParser
+from lightning_multigpu.commands.option_parser import OptionParser, strategies_of
 from lightning_multigpu.commands.usage import COMMAND, PROGRAM, UsageError
 from lightning_multigpu.report import document
 from lightning_multigpu.report.profile import profile_document, profile_page, profile_text
@@ -31,13 +31,11 @@ def run(name: str, arguments: Sequence[str]) -> int:
         f"goes. Options that are not listed here go to {PROGRAM} fit, --trainer.max_steps=30 for example.",
     )
     parser.add_argument("--config", type=Path, required=True, help="a configuration of fit")
-    parser.add_argument("--strategies", required=True, help="names with commas between: ring_ddp,cpu_ps")
+    parser.add_argument("--strategies", required=True, nargs="+", metavar="NAME", help="such as ring_ddp cpu_ps")
     parser.add_argument("--folder", type=Path, default=Path("runs/compared"), help="for the runs; default: %(default)s")
     parser.add_argument("--open", action="store_true", help="show the page of the comparison in a browser")
     options, further = parser.parse_known_args(list(arguments))
-    strategies = [strategy for strategy in options.strategies.split(",") if strategy]
-    if not strategies or len({*strategies}) < len(strategies):
-        raise UsageError(f"--strategies={options.strategies}: give each name once, with commas between")
+    strategies = strategies_of(options.strategies)
     if not options.config.is_file():
         raise UsageError(f"--config={options.config}: there is no such file")
     commands = {s: [f"--config={options.config}", *further, f"--trainer.strategy={s}"] for s in strategies}

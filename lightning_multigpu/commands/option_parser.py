@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -75,6 +76,25 @@ def names_of(name: str, given: Sequence[str], known: Collection[str]) -> list[st
     for wrong in (candidate for candidate in names if candidate not in known):
         raise UsageError(f"--{name}: {wrong!r} is unknown. {did_you_mean(wrong, known)} Known: {', '.join(known)}")
     return list(dict.fromkeys(names))
+
+
+def strategies_of(given: Sequence[str]) -> list[str]:
+    """Strategies that were given with spaces or commas between them, as in ``ddp,ring_ddp:compression=int8``.
+
+    A comma before ``option=`` belongs to the options of the strategy before it, and so does one within brackets.
+
+    Raises:
+        UsageError: none is given, or one twice.
+    """
+    found: list[str] = []
+    for part in re.findall(r"(?:\{.*?\}(?=,|$)|\[.*?\](?=,|$)|[^,])+", ",".join(given)):
+        if found and re.match(r"[^:]+=", part):
+            found[-1] += f",{part}"
+        elif part.strip():
+            found.append(part.strip())
+    if not found or len({*found}) < len(found):
+        raise UsageError(f"--strategies={' '.join(given)}: give each strategy once, with spaces or commas between")
+    return found
 
 
 def number(kind: Callable[[str], float], at_least: float, *, above: bool = False) -> Callable[[str], float]:

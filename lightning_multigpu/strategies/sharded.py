@@ -95,9 +95,8 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
         if find_spec("fairscale") is None:
             raise ModuleNotFoundError(
-                "ddp_sharded needs FairScale, which is not installed: pip install 'lightning-multigpu[sharded]'. It is "
-                "a source package; where its build fails: pip install setuptools wheel ninja torch, and then "
-                "pip install --no-build-isolation 'lightning-multigpu[sharded]'"
+                "ddp_sharded needs FairScale: pip install setuptools wheel && "
+                "pip install --no-build-isolation fairscale==0.4.13"
             )
         option_checks.check_bools(
             find_unused_parameters=False if find_unused_parameters is None else find_unused_parameters,

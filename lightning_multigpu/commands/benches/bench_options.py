@@ -30,7 +30,14 @@ def add_common_options(parser: OptionParser, *, timed: str, timeout_s: float) ->
         timeout_s: the default limit of a turn.
     """
     add = parser.add_argument
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the tensors are (default: cpu)")
+    add(
+        *("--accelerator", "--device"),
+        dest="device",
+        type=lambda name: "cuda" if name == "gpu" else name,
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the tensors are: cpu (default), or gpu or cuda",
+    )
     add("--devices", type=number(int, 1), metavar="N", help=f"ranks on each host (default: {DEFAULT_DEVICES})")
     add("--num-nodes", type=number(int, 1), metavar="N", help="hosts; run the command on each of them (default: 1)")
     add("--threads", type=number(int, 1), default=1, metavar="N", help="intra-op threads a rank (default: 1)")

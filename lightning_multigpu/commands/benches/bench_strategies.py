@@ -56,7 +56,7 @@ from lightning_multigpu.commands.benches.bench_options import (
     started,
     write_json,
 )
-from lightning_multigpu.commands.option_parser import OptionParser, number
+from lightning_multigpu.commands.option_parser import OptionParser, number, strategies_of
 from lightning_multigpu.commands.settings.classes import ClassNotFoundError, find_class
 from lightning_multigpu.commands.settings.sources import load
 from lightning_multigpu.commands.settings.spelling import check_class, check_strategy
@@ -85,6 +85,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         SystemExit: for ``--help``.
     """
     options = _parser(name).parse(arguments)
+    options.strategies = strategies_of(options.strategies)
     try:
         _check_names(options)
         place, baseline = placement(options.devices, options.num_nodes), _baseline(options)

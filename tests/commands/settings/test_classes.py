@@ -36,6 +36,8 @@ def test_found(path: str, found: type | None) -> None:
         ("lightning_multigpu.CommunicationMonitor", "lightning_multigpu has no 'CommunicationMonitor'. Did you mean "
          "'lightning_multigpu.callbacks.CommunicationMonitor'?"),
         ("lightning_multigpu.Zzz", "lightning_multigpu has no 'Zzz'."),
+        ("ThroughputMonitor", "2 classes have this name: write lightning_multigpu.callbacks.ThroughputMonitor or "
+         "lightning.pytorch.callbacks.ThroughputMonitor"),
         ("ring_ddp", "a strategy's name takes no options; with options, pass its class RingDDPStrategy"),
     ],
 )  # fmt: skip
