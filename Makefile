@@ -11,6 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.runtime
 INSTALLED := $(VENV)/.installed
 OLDEST := .venv-oldest
 OLDEST_RESULTS := benchmarks/results/oldest.txt
@@ -31,17 +32,22 @@ help: ## this list
 install: $(INSTALLED) ## .venv with the package in editable mode and all that its tests need
 
 # torch comes first: packages that are built from source look for it.
-$(INSTALLED): pyproject.toml constraints.txt
+$(RUNTIME): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("$(PYTHON) is Python %d.%d; 3.11 or newer is needed, as in: make install PYTHON=python3.11" % v[:2])'
-	$(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) torch
+	@echo "Installing torch, Lightning and scikit-learn into $(VENV): 1 GB and a minute or two (6 GB with CUDA)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) --quiet torch
+	@$(PIP_INSTALL) --quiet --editable . scikit-learn
+	@touch $@
+
+$(INSTALLED): $(RUNTIME)
 	$(PIP_INSTALL) --editable '.[dev,gpu]'
 	@touch $@
 
 gpu: install ## every strategy on the GPUs of this machine; one is enough
 	$(BIN)/python -m benchmarks.gpu $(GPU_ARGS)
 
-demo: install ## train and test on real handwritten digits with ring_ddp, two processes
+demo: $(RUNTIME) ## train and test on real handwritten digits with ring_ddp, two processes
 	$(BIN)/python examples/digits.py --strategy ring_ddp --devices 2 $(DEMO_ARGS)
 
 check: install docs ## style, formatting, types and documentation

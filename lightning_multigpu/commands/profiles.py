@@ -1,36 +1,46 @@
-"""``lightning-multigpu report``: profiles of earlier runs, shown again and side by side."""
+"""``lightning-multigpu report``: tables and profiles of earlier runs, shown again and side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_multigpu.commands.option_parser import OptionParser
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.report import document
+from lightning_multigpu.report import document, run_table
 from lightning_multigpu.report.profile import profile_document, profile_page, profile_text
 from lightning_multigpu.report.schema import ReportError
 
+T = TypeVar("T")
+
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Prints the profile of a run and writes its page again, or compares several runs.
+    """Prints the table and the profile of a run and writes its page again, or compares several runs.
 
     Raises:
-        UsageError: an option is unknown, or a folder has no profile.
+        UsageError: an option is unknown, a folder does not exist, or it has no table and no profile.
         SystemExit: for ``--help``.
     """
     parser = OptionParser(
         f"{PROGRAM} {name}",
-        "Show the profile that ProfilerReport has written to a run's folder, and write its page (report.html) again. "
-        "Of several folders, print a table with a row for each run.",
+        "Show the table of RunReport and the profile of ProfilerReport in a run's folder, and write the profile's page "
+        "(report.html) again. Of several folders, print a table with a row for each profile.",
     )
-    parser.add_argument("folder", nargs="+", type=Path, help="folder of a run, with its profile.json")
+    parser.add_argument("folder", nargs="+", type=Path, help="folder of a run: of multigpu_report.json, profile.json")
     parser.add_argument("--page", type=Path, help="write the comparison of several runs to this HTML file")
     options = parser.parse(arguments)
     if options.page is not None and len(options.folder) == 1:
         raise UsageError(f"--page={options.page} is the comparison of several runs: name two folders or more")
-    profiles = {str(folder): _profile(folder) for folder in options.folder}
+    for folder in options.folder:
+        if not folder.exists():
+            raise UsageError(f"{folder}: there is no such folder")
+    table = options.folder[0] / document.FILE_NAME
+    if len(options.folder) == 1 and table.is_file():
+        _made(run_table.show, _read(document.read, table), str(table), by="RunReport")
+        if not _file(options.folder[0]).is_file():
+            return 0
+    profiles = {str(folder): _read(profile_document.read, _file(folder)) for folder in options.folder}
     if len(profiles) == 1:
         [(folder, profile)] = profiles.items()
         page_path = _file(Path(folder)).with_name(profile_page.FILE_NAME)
@@ -45,14 +55,14 @@ def run(name: str, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _made(make: Callable[[dict[str, Any]], str], profile: dict[str, Any], *folders: str) -> str:
-    """The text or page of a profile, or of profiles by folder; a file may hold anything under the right version."""
+def _made(make: Callable[[dict[str, Any]], T], profile: dict[str, Any], *files: str, by: str = "ProfilerReport") -> T:
+    """The text or page of a document, or of several by folder; a file may hold anything under the right version."""
     try:
         return make(profile)
     except Exception as error:
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise UsageError(
-            f"{', '.join(folders)}: a profile is not as ProfilerReport writes it ({what:.200}); record it again"
+            f"{', '.join(files)}: a file is not as {by} writes it ({what:.200}); record it again"
         ) from error
 
 
@@ -61,13 +71,13 @@ def _file(folder: Path) -> Path:
     return folder if folder.name == profile_document.FILE_NAME else folder / profile_document.FILE_NAME
 
 
-def _profile(folder: Path) -> dict[str, Any]:
-    path = _file(folder)
+def _read(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
     try:
-        return profile_document.read(path)
+        return read(path)
     except OSError as error:
         raise UsageError(
-            f"{path}: {error.strerror}; add lightning_multigpu.callbacks.ProfilerReport to the run's callbacks"
+            f"{path}: {error.strerror}; add ProfilerReport or RunReport of lightning_multigpu.callbacks to the run's "
+            "callbacks"
         ) from error
     except ReportError as error:
         raise UsageError(str(error)) from error

@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class TextData(L.LightningDataModule):
-    """A text in windows of ``context + 1`` bytes, eight bytes apart; the last tenth of them is for validation.
+    """A text in windows of ``context + 1`` bytes, eight bytes apart.
+
+    The last tenth of them is for validation, the tenth before it for the test and for predictions.
 
     Args:
         text: a file; by default Python's documentation, 466 kB of English in Python 3.11.
@@ -36,13 +38,21 @@ class TextData(L.LightningDataModule):
             raise ValueError(f"text={self.text} has {len(text)} bytes; pass a text of {shortest} or more")
         windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, self.context + 1, 8)
         num_val = len(windows) // 10
-        self.train_set, self.val_set = TensorDataset(windows[:-num_val]), TensorDataset(windows[-num_val:])
+        self.train_set = TensorDataset(windows[: -2 * num_val])
+        self.test_set = TensorDataset(windows[-2 * num_val : -num_val])
+        self.val_set = TensorDataset(windows[-num_val:])
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return DataLoader(self.train_set, batch_size=self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return DataLoader(self.val_set, batch_size=self.batch_size)
+
+    def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(self.test_set, batch_size=self.batch_size)
+
+    def predict_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return self.test_dataloader()
 
 
 def python_documentation() -> bytes:

@@ -54,5 +54,12 @@ class NextByte(L.LightningModule):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True)  # sync_dist: the mean over all ranks
 
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """The most likely last byte of each window, of shape (batch,)."""
+        return self(batch[0].long()[:, :-1]).argmax(dim=1)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.learning_rate)

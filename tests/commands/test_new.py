@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import lightning as L
 import pytest
+import torch
 import yaml
 
 from lightning_multigpu.cli import main
 from lightning_multigpu.commands import new
+from lightning_multigpu.new_project.data import TextData
+from lightning_multigpu.new_project.model import NextByte
 
 
 def refusal(capsys: pytest.CaptureFixture[str], directory: Path) -> str:
@@ -54,3 +58,15 @@ def test_no_file_of_the_project_is_left_out() -> None:
     assert {path.name for path in folder.iterdir()} - {"__init__.py", "__pycache__"} == set(new.FILES)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["model"]["init_args"]["context"] == config["data"]["init_args"]["context"]
+
+
+def test_module_and_data_have_what_all_four_commands_need() -> None:
+    """The project had neither test_step nor predict_step."""
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(accelerator="cpu", devices=1, fast_dev_run=True, **options)
+    module, data = NextByte(), TextData(batch_size=4)
+    trainer.fit(module, data)
+    (validated,) = trainer.validate(module, data)
+    (tested,) = trainer.test(module, data)
+    assert validated["val_loss"] != tested["test_loss"], "of different samples"
+    assert [batch.shape for batch in trainer.predict(module, data) or ()] == [torch.Size([4])]

@@ -16,7 +16,8 @@ import pytest
 from lightning_multigpu.cli import main
 from lightning_multigpu.report import document
 from lightning_multigpu.report.profile import page_figures, profile_document, profile_page, profile_text
-from lightning_multigpu.report.schema import ReportError
+from lightning_multigpu.report.schema import SCHEMA_VERSION, ReportError
+from tests.report.examples import record, report_of
 from tests.report.profiles import PHASES_S, profile, told, with_all
 from tests.report.shape import assert_follows_profile_schema
 
@@ -240,13 +241,27 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_what_is_no_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
-    assert "add lightning_multigpu.callbacks.ProfilerReport to the run's callbacks" in capsys.readouterr().err
+    assert "add ProfilerReport or RunReport of lightning_multigpu.callbacks" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere: there is no such folder" in capsys.readouterr().err
     for contents, words in (("{", "the profile is no JSON"), ('{"schema_version": 9}', "schema_version=9")):
         (tmp_path / profile_document.FILE_NAME).write_text(contents)
         with pytest.raises(ReportError, match=words):
             profile_document.read(tmp_path / profile_document.FILE_NAME)
     assert main(["report", str(tmp_path), "--page=x.html"]) == 2
     assert "name two folders or more" in capsys.readouterr().err
+
+
+def test_a_run_without_a_profile_shows_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document.write(report_of(record(0)), tmp_path / document.FILE_NAME)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "ring_ddp: 1 rank on 1 node" in capsys.readouterr().out
+    document.write(profile(), tmp_path / profile_document.FILE_NAME)
+    assert main(["report", str(tmp_path)]) == 0
+    assert re.search(r"1 rank on 1 node.*Profile of ring_ddp", capsys.readouterr().out, re.DOTALL)
+    document.write({"schema_version": SCHEMA_VERSION, "steps": 3}, tmp_path / document.FILE_NAME)
+    assert main(["report", str(tmp_path)]) == 2
+    assert "is not as RunReport writes it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("changes", [{}, {"ranks": [7]}, {"findings": "x\ny" * 1000}, {"strategy": None}])
