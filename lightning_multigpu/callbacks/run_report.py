@@ -14,6 +14,7 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
@@ -192,6 +193,16 @@ class RunReport(SilentMonitors):
             run_table.show(self.report)
         if self._write_file and not is_fast_dev_run(trainer):
             self._write(directory, pipeline.picture(self._picture_suffix))
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Reports on the steps before a Ctrl-C, if all ranks have ended at the same batch."""
+        strategy, fits = trainer.strategy, trainer.state.fn == TrainerFn.FITTING and trainer.global_step > 0
+        is_common = strategy.is_common(exception) if isinstance(strategy, ObservedStrategy) else trainer.world_size == 1
+        if isinstance(exception, KeyboardInterrupt) and fits and is_common and self._gathered is None:
+            self.on_train_end(trainer, pl_module)
+            self.on_fit_end(trainer, pl_module)
+        super().on_exception(trainer, pl_module, exception)
 
     def _record(self, trainer: Trainer) -> document.RankRecord:
         return document.RankRecord(

@@ -590,6 +590,10 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
+    def is_common(self, error: BaseException) -> bool:
+        return self.failure_watch.signals.agreed_on(error)
+
+    @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         self._common.look()
         output = super().optimizer_step(*args, **kwargs)

@@ -99,6 +99,10 @@ class ObservedStrategy:
         """
         return None
 
+    def is_common(self, error: BaseException) -> bool:
+        """True if all ranks have raised ``error`` at the same batch, so that collectives still work."""
+        return True
+
     def server_statistics(self) -> ServerStatistics | None:
         """The counts of the parameter servers on rank 0, which asks the servers; None elsewhere and without servers."""
         return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -15,7 +17,10 @@ from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong
 from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
+from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import last_checkpoint_of
 from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import WholeCheckpointIO
+from lightning_multigpu.runtime.failure_watch import has_trained
+from lightning_multigpu.runtime.uncaught_errors import resume_advice
 from lightning_multigpu.strategies.observed import ObservedStrategy
 
 if TYPE_CHECKING:
@@ -71,6 +76,16 @@ class PackStrategy(ObservedStrategy, Strategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
         check_belong(self._module, self.optimizers)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Prints how to resume, after the callbacks have saved: a signal has ended the run."""
+        super().on_exception(exception)
+        trainer = self._module.trainer if self.lightning_module is not None else None
+        if isinstance(exception, KeyboardInterrupt | SIGTERMException) and has_trained(trainer):
+            advice = resume_advice(last_checkpoint_of(trainer))
+            if advice and self.is_global_zero:
+                sys.stderr.write(f"{advice}\n")
 
     @override
     def on_validation_end(self) -> None:

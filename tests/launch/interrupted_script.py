@@ -14,9 +14,11 @@ from typing import Any
 
 import lightning as L
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_multigpu import RingDDPStrategy
+from lightning_multigpu.callbacks import RunReport
 from tests.strategies.tasks import Case, Classifier, eval_loader, make_trainer, train_loader
 
 STEP_S = 0.05
@@ -64,12 +66,17 @@ class Saves(L.Callback):
 def main() -> None:
     method, phase = sys.argv[1:]
     case = Case(num_samples=48, max_epochs=1000)
+    reports: list[L.Callback] = []
+    if phase == "workers":
+        place = os.environ["SAVE_TO"]
+        reports = [RunReport(), ModelCheckpoint(place, filename="kept", save_on_exception=True)]
     trainer = make_trainer(
         case,
         RingDDPStrategy(start_method=method, failure_timeout_s=PATIENCE_S),  # type: ignore[arg-type]
         2,
-        callbacks=[Saves()],
+        callbacks=[Saves(), *reports],
         default_root_dir=os.environ["SAVE_TO"],
+        enable_checkpointing=bool(reports),
         num_sanity_val_steps=1 if phase == "sanity" else 0,
         check_val_every_n_epoch=1,
     )

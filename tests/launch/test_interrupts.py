@@ -108,8 +108,13 @@ def test_ctrl_c_in_a_terminal_ends_all_ranks_at_the_same_batch(job: Interrupted)
     assert job.end() == 1
     (step,) = seen(job, "KeyboardInterrupt")
     assert job.saved() == step > 2
-    assert job.output().count("Another Ctrl-C ends it at once.") == 1
-    assert "Error" not in job.output()
+    output = job.output()
+    assert output.count("Another Ctrl-C ends it at once.") == 1
+    assert "Error" not in output
+    assert re.search(
+        r"ring_ddp: 2 ranks on 1 node.*written to .*Resume with ckpt_path='.*kept.ckpt'", output, re.DOTALL
+    )
+    assert output.count("Resume with") == 1
 
 
 @pytest.mark.parametrize("job", [("popen", "training")], indirect=True)
