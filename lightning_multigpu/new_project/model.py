@@ -59,7 +59,8 @@ class NextByte(L.LightningModule):
 
     def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """The most likely last byte of each window, of shape (batch,)."""
-        return self(batch[0].long()[:, :-1]).argmax(dim=1)
+        logits: Tensor = self(batch[0].long()[:, :-1])
+        return logits.argmax(dim=1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.learning_rate)
