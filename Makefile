@@ -18,7 +18,7 @@ OLDEST_RESULTS := benchmarks/results/oldest.txt
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install gpu demo check docs test oldest clean
+.PHONY: help install gpu demo check docs test oldest release clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,19 @@ oldest: ## the contract of every strategy on the oldest versions that pyproject.
 	$(OLDEST)/bin/uv pip install --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --editable '.[test]'
 	rm -f $(OLDEST_RESULTS)
 	$(OLDEST)/bin/python -m benchmarks.versions --output $(OLDEST_RESULTS) tests/strategies/test_contract.py -q --numprocesses=2 $(PYTEST_ARGS)
+
+# Environments of their own: what is not in the wheel is missed there.
+release: ## the distributions in dist/, checked, and tried in a fresh environment
+	rm -rf dist build/release
+	$(PYTHON) -m venv build/release/tools
+	build/release/tools/bin/python -m pip install --disable-pip-version-check --quiet build twine
+	build/release/tools/bin/python -m build --outdir dist
+	build/release/tools/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m venv build/release/user
+	build/release/user/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt torch dist/*.whl
+	build/release/user/bin/lightning-multigpu new build/release/project
+	cd build/release/project && ../user/bin/lightning-multigpu fit --config config.yaml --trainer.max_steps=20
+	@echo "To upload: build/release/tools/bin/python -m twine upload" dist/*
 
 clean: ## removes .venv, .venv-oldest, builds and caches; results in runs/ stay
 	rm -rf $(VENV) $(OLDEST) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
