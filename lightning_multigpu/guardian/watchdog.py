@@ -268,7 +268,9 @@ class Watchdog:
         failed = self._ranks.get(failure.rank)
         if failed is not None and failure.step is None:
             failure = failure._replace(step=read_steps(self._pages, failed.slot))
-        if failed is not None and failed.can_be_lost and signal_of(failure.what) != signal.SIGINT:  # Ctrl-C ends the job
+        if (
+            failed is not None and failed.can_be_lost and signal_of(failure.what) != signal.SIGINT
+        ):  # Ctrl-C ends the job
             self._lose(failed, failure)
             return
         # Before the failure is sent: ranks that receive it stop waiting.
