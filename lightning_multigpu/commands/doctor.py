@@ -81,7 +81,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
         place = placement(None, options.num_nodes)
         is_alone = place.num_agents == 1
         address = os.environ.get("MASTER_ADDR", here.main_address) if is_alone else place.main_address
-        place = here if place.world_size == 1 else place
+        if place.num_agents == place.num_nodes:
+            place = here if is_alone else replace(place, devices=1, local_ranks=(0,))
         hosts = [facts_of_host(address, place.devices)]
         if not is_alone:
             store, hosts = _meet(place, hosts[0], options.timeout)
@@ -152,7 +153,7 @@ def _try_all_reduce(agents: HostAgents, backend: str, timeout_s: float) -> dict[
         job = agents.start(f"doctor-{backend}", all_reduce, (backend, timeout_s))
         sums = job.ask("all-reduce", timeout_s)
         job.end()
-    except RuntimeError as error:  # also of the store, if the process of another host has gone
+    except (RuntimeError, OSError, EOFError) as error:  # also of the store, and where no process can be started
         is_late = isinstance(error, JobError) and error.failure.kind == "late"
         return {"status": "timed out" if is_late else "failed", "reason": str(error).partition("\n")[0]}
     expected = sum(range(1, agents.placement.world_size + 1))

@@ -133,7 +133,9 @@ def test_two_processes_of_a_launcher_make_one_report() -> None:
     (first, _), (second, _) = (process.communicate(timeout=120) for process in started)
     assert "all-reduce of 2 over gloo  ok" in first
     assert "2 hosts; the facts above are those of node 0" in first
-    assert [line.split("  ")[-1].strip().partition(":")[0] for line in first.splitlines() if "back end variables" in line] == [
+    assert [
+        line.split("  ")[-1].strip().partition(":")[0] for line in first.splitlines() if "back end variables" in line
+    ] == [
         "none",
         "NCCL_ALGO=Ring",
     ]
