@@ -171,6 +171,10 @@ def all_reduce(settings: tuple[str, float], seat: Seat, requests: Requests) -> N
     backend, timeout_s = settings
     device = torch.device("cpu")
     if backend == "nccl":
+        if seat.placement.devices > torch.cuda.device_count():
+            from lightning_multigpu.runtime.shared_gpus import ask_nccl_to_share  # imports Lightning
+
+            ask_nccl_to_share()
         device = torch.device("cuda", seat.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     store = TCPStore(seat.placement.main_address, seat.store_port, is_master=False)

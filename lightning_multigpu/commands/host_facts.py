@@ -182,11 +182,12 @@ def _nccl(num_ranks: int) -> Facts:
         return {"nccl": None, "no_nccl_because": "torch sees no GPU"}
     if not dist.is_nccl_available():
         return {"nccl": None, "no_nccl_because": "torch is built without it"}
-    from lightning_multigpu.runtime import shared_gpus  # imports Lightning
+    from lightning_multigpu.runtime.shared_gpus import SHARING_NCCL, nccl_version  # imports Lightning
 
-    shared_gpus.ask_nccl_to_share()
-    refusal = shared_gpus.refusal_of_nccl() if num_ranks > torch.cuda.device_count() else None
-    return {"nccl": ".".join(map(str, shared_gpus.nccl_version())), "no_nccl_because": refusal}
+    found = nccl_version()
+    must_share = num_ranks > torch.cuda.device_count() and found < SHARING_NCCL
+    reason = "there are fewer GPUs than ranks, which can share one from NCCL 2.31 on" if must_share else None
+    return {"nccl": ".".join(map(str, found)), "no_nccl_because": reason}
 
 
 def _gpus() -> Facts:

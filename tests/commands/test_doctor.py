@@ -25,6 +25,7 @@ from lightning_multigpu.commands.host_facts import (
     shown_variables,
 )
 from lightning_multigpu.communication.job_secret import JOB_SECRET
+from lightning_multigpu.runtime import shared_gpus
 from tests import preforked
 from tests.bench.planted import broken, silent
 from tests.world import free_port
@@ -220,6 +221,21 @@ def test_gpus_driver_and_links_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["gpus"], found["driver"]) == (["NVIDIA H100 (85.0 GB)"] * 4, "580.65.06")
     assert found["gpus_joined_by"] == "NVLink (0-1, 2-3), the link between NUMA nodes (0-2, 0-3, 1-2, 1-3)"
     assert fake.users == 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "version", "may"), [(2, (2, 28, 9), True), (1, (2, 31, 0), True), (1, (2, 28, 9), False)]
+)
+def test_two_ranks_share_a_gpu_where_nccl_lets_them(
+    gpus: int, version: tuple[int, int, int], may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(shared_gpus, "nccl_version", lambda: version)
+    found = facts_of_host("127.0.0.1", 2)
+    assert found["nccl"] == ".".join(map(str, version))
+    assert (found["no_nccl_because"] is None) == may
 
 
 @pytest.mark.parametrize(
