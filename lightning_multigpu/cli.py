@@ -101,6 +101,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("bench", "time collectives or strategies on this machine", "benches.bench", _BENCHES),
     Command("serve", "run a parameter server on this machine, for workers that name it", "serve"),
     Command("emulate", "run a command on emulated hosts of this machine", "emulate"),
+    Command("doctor", "check this host, or all hosts of a job, and print what a bug report needs", "doctor"),
 )
 
 

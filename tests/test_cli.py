@@ -174,7 +174,7 @@ class TestWithoutLightning:
         "bench collectives --jsno", "bench strategies --strategies ring_dpd", "bench strategies --model=project.Modl",
         "pipeline plan --jsno=a", "bench collectives --backends glo", "fit --model=projct.Model",
         "fit --model=project.Modl", "fit --model=project.Model --trainer.strategy=ring_dpp", "fit --resume=no",
-        "validate --ckpt_path=no.ckpt",
+        "validate --ckpt_path=no.ckpt", "doctor --help", "doctor --jsno",
         "fit --model=project.Model --trainer.callbacks+=lightning.pytorch.callbacks.EarlyStoping",
     )  # fmt: skip
 

@@ -81,3 +81,13 @@ def obey(settings: Any, seat: Seat, requests: Requests) -> None:
             return
         elif word == "hang":
             threading.Event().wait()
+
+
+def silent(settings: Any, seat: Seat, requests: Requests) -> None:
+    """A rank that joins nobody, and never answers."""
+    threading.Event().wait()
+
+
+def broken(settings: Any, seat: Seat, requests: Requests) -> None:
+    """A rank whose back end refuses."""
+    raise RuntimeError("no device of that name")

@@ -1,0 +1,262 @@
+"""``lightning-multigpu doctor``: the report of a host, what is broken there, and what differs between hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from lightning_multigpu.cli import main
+from lightning_multigpu.commands import doctor
+from lightning_multigpu.commands.host_facts import (
+    differences,
+    facts_of_host,
+    pids_max,
+    problems_of,
+    problems_of_differences,
+    shown_variables,
+)
+from lightning_multigpu.communication.job_secret import JOB_SECRET
+from lightning_multigpu.runtime import shared_gpus
+from tests import preforked
+from tests.bench.planted import broken, silent
+from tests.world import free_port
+
+SECRET = "0123456789abcdef" * 4
+LAUNCHED = {"TORCHELASTIC_RUN_ID": "job", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "2"}
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, Any]:
+    """Those of a host without problems."""
+    limits: dict[str, Any] = {"open_files": 20_000, "processes": 4096, "pids_max": "unlimited"}
+    return {**facts_of_host("127.0.0.1", 2), **limits, "shm_free_bytes": 10**10}
+
+
+def test_the_report_of_one_host(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(JOB_SECRET, SECRET)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth 0")
+    status = main(["doctor", "--json"])
+    printed = capsys.readouterr().out
+    assert SECRET not in printed
+    document = json.loads(printed)
+    assert list(document) == ["schema_version", "hosts", "differences", "all_reduce", "problems"]
+    assert status == bool(document["problems"])
+    [host] = document["hosts"].values()
+    assert host["torch"] == torch.__version__
+    assert host["interfaces"].keys() == psutil.net_if_addrs().keys()
+    assert host["process_groups_through"] == "lo"
+    assert host["launcher_variables"][JOB_SECRET] == "set"
+    assert document["differences"] == {}
+    gloo, nccl = document["all_reduce"]
+    assert gloo == {"backend": "gloo", "ranks": 2, "status": "ok", "reason": None}
+    if not torch.cuda.device_count():
+        assert nccl == {"backend": "nccl", "ranks": 2, "status": "not tried", "reason": "torch sees no GPU"}
+    text = doctor.lines(document)
+    words = [line.split(maxsplit=1) for line in text]
+    assert ["torch", torch.__version__] in words
+    assert any(line.split("  ")[0] == "back end variables" and "NCCL_SOCKET_IFNAME='eth 0'" in line for line in text)
+    assert any(line.startswith("all-reduce of 2 over gloo  ok") for line in text)
+
+
+def test_a_rank_that_raises_and_one_that_hangs_are_problems_with_a_fix(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "all_reduce", broken)
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "over gloo failed: rank 0: RuntimeError: no device of that name\n  fix: check routes" in printed
+    monkeypatch.setattr(doctor, "all_reduce", silent)
+    assert main(["doctor", "--timeout=0.2"]) == 1
+    assert "over gloo timed out: no answer within 0.2 s\n  fix: check routes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem", "fix"),
+    [
+        ({"shm_free_bytes": 67_108_864}, "67.1 MB are free in /dev/shm, too little", "docker run --shm-size=8g"),
+        ({"open_files": 256}, "only 256 open files and connections are allowed", "ulimit -n 4096"),
+        ({"processes": 100}, "only 100 processes and threads of this user", "ulimit -u 4096"),
+        ({"pids_max": 64}, "only 64 processes and threads of this container", "docker run --pids-limit=-1"),
+        ({"process_groups_through": None, "main_address": "10.0.0.1"}, "no route to 10.0.0.1", "set MASTER_ADDR"),
+        ({"gpus": ["H100"] * 2, "driver": "550.1", "cuda": "13.0"}, "none of 2 GPUs (driver 550.1)", "CUDA 13.0"),
+        ({"gpus": ["H100"], "cuda": None}, "none of 1 GPUs", "install a torch that is built with CUDA"),
+        ({"launcher_variables": {"WORLD_SIZE": "8"}}, "WORLD_SIZE=8", "start it by torchrun"),
+    ],
+)
+def test_what_is_broken(facts: dict[str, Any], changes: dict[str, Any], problem: str, fix: str) -> None:
+    good = {**facts, "gpus_seen_by_torch": 0, "gpus": [], "launcher_variables": {}}
+    assert problems_of(good) == []
+    [(found, to_do)] = problems_of({**good, **changes})
+    assert problem in found
+    assert fix in to_do
+
+
+def test_what_differs_between_hosts(facts: dict[str, Any]) -> None:
+    other = {**facts, "torch": "2.9.0", "shm_bytes": 67_108_864, "shm_free_bytes": 5, "host": "b", "interfaces": {}}
+    assert differences({"a": facts, "c": dict(facts)}) == {}
+    found = differences({"a": {**facts, "shm_bytes": 10**10}, "b": other, "c": other})
+    assert found == {
+        "torch": {facts["torch"]: ["a"], "2.9.0": ["b", "c"]},
+        "/dev/shm": {"10.0 GB": ["a"], "67.1 MB": ["b", "c"]},
+    }
+    assert [what for what, _ in problems_of_differences(found)] == [
+        f"torch differs between hosts: {facts['torch']}, 2.9.0"
+    ]
+
+
+@pytest.mark.launch
+def test_two_processes_of_a_launcher_make_one_report() -> None:
+    port = str(free_port())
+    command = [sys.executable, "-m", "lightning_multigpu", "doctor"]
+    started = [
+        preforked.Process(
+            command,
+            env={
+                **os.environ,
+                **{**LAUNCHED, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": node, "GROUP_RANK": node},
+                **({"NCCL_ALGO": "Ring"} if node == "1" else {}),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in "01"
+    ]
+    (first, _), (second, _) = (process.communicate(timeout=120) for process in started)
+    assert "all-reduce of 2 over gloo  ok" in first
+    assert "2 hosts; the facts above are those of node 0" in first
+    assert [
+        line.split("  ")[-1].strip().partition(":")[0] for line in first.splitlines() if "back end variables" in line
+    ] == [
+        "none",
+        "NCCL_ALGO=Ring",
+    ]
+    assert second == ""
+    assert [process.returncode for process in started] == [int("PROBLEM" in first)] * 2
+
+
+def test_the_process_that_did_not_come_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        doctor, "_try_back_ends", lambda *_: [{"backend": "gloo", "ranks": 2, "status": "ok", "reason": None}]
+    )
+    for name, value in {**LAUNCHED, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    for node in "01":
+        monkeypatch.setenv("RANK", node)
+        monkeypatch.setenv("GROUP_RANK", node)
+        assert main(["doctor", "--timeout=0.2"]) == 1
+    captured = capsys.readouterr()
+    assert ": rank 1 of 2 did not come within 0.2 s (--timeout). There are: rank 0" in captured.out
+    assert "rank 1 on " in captured.err
+    assert "cannot reach rank 0 at 127.0.0.1" in captured.err
+
+
+def test_a_port_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "70000", "NODE_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor", "--num-nodes=2"]) == 2
+    assert "MASTER_PORT=70000 is out of range" in capsys.readouterr().err
+
+
+def test_secrets_and_foreign_variables_are_not_shown() -> None:
+    given = {
+        JOB_SECRET: SECRET,
+        "MASTER_PORT": "29500",
+        "SLURM_JWT": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "HOME": "/root",
+    }
+    assert shown_variables(given) == {JOB_SECRET: "set", "MASTER_PORT": "29500"}
+
+
+class NVMLError(Exception): ...
+
+
+class FakeNvml(types.ModuleType):
+    """Four GPUs: 0 and 1, and 2 and 3, have NVLink. ``is_lost``: they do not answer."""
+
+    NVMLError = NVMLError
+    NVML_TOPOLOGY_INTERNAL, NVML_TOPOLOGY_SINGLE, NVML_TOPOLOGY_MULTIPLE = 0, 10, 20
+    NVML_TOPOLOGY_HOSTBRIDGE, NVML_TOPOLOGY_NODE, NVML_TOPOLOGY_SYSTEM = 30, 40, 50
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
+
+    def __init__(self, *, is_lost: bool = False) -> None:
+        super().__init__("pynvml")
+        self.users = 0
+
+        def shut_down() -> None:
+            self.users -= 1
+
+        def start() -> None:
+            self.users += 1
+
+        def handle(index: int) -> int:
+            if is_lost:
+                raise NVMLError("GPU is lost")
+            return index
+
+        self.nvmlInit, self.nvmlShutdown = start, shut_down
+        self.nvmlDeviceGetCount, self.nvmlDeviceGetHandleByIndex = lambda: 4, handle
+        self.nvmlSystemGetDriverVersion, self.nvmlDeviceGetName = lambda: "580.65.06", lambda handle: "NVIDIA H100"
+        self.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(total=85 * 10**9)
+        self.nvmlDeviceGetTopologyCommonAncestor = lambda one, other: 50
+        self.nvmlDeviceGetP2PStatus = lambda one, other, kind: 0 if one // 2 == other // 2 else 1
+
+
+def test_gpus_driver_and_links_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    found = facts_of_host("127.0.0.1", 2)
+    assert (found["gpus"], found["driver"]) == (["NVIDIA H100 (85.0 GB)"] * 4, "580.65.06")
+    assert found["gpus_joined_by"] == "NVLink (0-1, 2-3), the link between NUMA nodes (0-2, 0-3, 1-2, 1-3)"
+    assert fake.users == 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "version", "may"), [(2, (2, 28, 9), True), (1, (2, 31, 0), True), (1, (2, 28, 9), False)]
+)
+def test_two_ranks_share_a_gpu_where_nccl_lets_them(
+    gpus: int, version: tuple[int, int, int], may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(shared_gpus, "nccl_version", lambda: version)
+    found = facts_of_host("127.0.0.1", 2)
+    assert found["nccl"] == ".".join(map(str, version))
+    assert (found["no_nccl_because"] is None) == may
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"), [(FakeNvml(is_lost=True), "GPU is lost"), (None, "pip install 'lightning-multigpu[gpu]'")]
+)
+def test_without_nvml_the_reason_is_there(
+    module: FakeNvml | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    found = facts_of_host("127.0.0.1", 2)
+    assert (found["nvml"], found["driver"]) == (reason, None)
+    assert module is None or module.users == 0
+
+
+@pytest.mark.parametrize(("lines", "base"), [("0::/a/b\n", ""), ("9:name=systemd:/a\n8:pids:/a/b\n0::/\n", "pids")])
+def test_the_lowest_limit_of_a_container(lines: str, base: str, tmp_path: Path) -> None:
+    cgroup, groups = tmp_path / "cgroup", tmp_path / "groups"
+    cgroup.write_text(lines)
+    assert pids_max(cgroup, groups) == "unlimited"
+    (groups / base / "a" / "b").mkdir(parents=True)
+    (groups / base / "a" / "pids.max").write_text("500\n")
+    (groups / base / "a" / "b" / "pids.max").write_text("max\n")
+    assert pids_max(cgroup, groups) == 500
+    assert pids_max(tmp_path / "no", groups) == "unlimited"
