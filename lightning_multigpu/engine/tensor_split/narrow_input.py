@@ -65,8 +65,9 @@ def narrow_inputs(module: Module, size: int, width: int) -> list[RemovableHandle
     """
 
     def narrow(value: Tensor) -> Tensor:
-        is_input = value.is_floating_point() and value.dim() > 1 and value.shape[-1] == size
-        return NarrowInput.of(value, width) if is_input else value
+        if type(value) is not Tensor or value.dim() < 2 or value.shape[-1] != size or not value.is_floating_point():
+            return value  # or a placeholder, on another stage of a pipeline
+        return NarrowInput.of(value, width)
 
     def before(_: Module, args: Any, kwargs: Any) -> Any:
         return tree_map_only(Tensor, narrow, (args, kwargs))

@@ -219,8 +219,14 @@ class GPT(L.LightningModule):
 
 def train(block: str, ranks: int, *, tied: bool = False, depth: int = 2, **options: Any) -> dict[str, Any]:
     module, noting = GPT(block, tied=tied, depth=depth), Noting()
-    strategy = "auto" if ranks == 1 else make_strategy("tensor_split", **options)
-    trainer = make_trainer(Case(max_epochs=1), strategy, ranks, callbacks=[noting], use_distributed_sampler=False)
+    strategy = "auto" if ranks == 1 else make_strategy("tensor_split" if ranks == 2 else "hybrid", **options)
+    trainer = make_trainer(
+        Case(max_epochs=1),
+        strategy,
+        ranks,
+        callbacks=[] if ranks == 4 else [noting],
+        use_distributed_sampler=False,
+    )
     trainer.fit(module, text())
     return {"weights": state(module), "split": noting.split, "plan": noting.plan}
 
@@ -238,6 +244,14 @@ def test_trains_as_on_one_device(world2: World, block: str, tied: bool) -> None:
         assert_same_weights(result, on_one_device(block, tied))
         plan = result["plan"]
         assert plan.ranks[1].parameters_bytes < 0.55 * plan.one_device.parameters_bytes
+
+
+@pytest.mark.parametrize("block", ["nanoGPT", "flat"])
+def test_a_pipeline_of_split_layers_trains_as_on_one_device(world4: World, block: str) -> None:
+    """On another stage than its own, a layer that reads the shape of its input gets a placeholder."""
+    sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    for result in world4.run(train, block, 4, **sizes):
+        assert_same_weights(result, on_one_device(block, False))
 
 
 @pytest.mark.parametrize("block", ["nanoGPT", "separate"])
