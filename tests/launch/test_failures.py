@@ -194,7 +194,7 @@ trainer = L.Trainer(strategy="ring_ddp_spawn", devices=2, accelerator="cpu", max
     enable_progress_bar=False, enable_checkpointing=False)
 module = Typed(); before = module.layer.weight.clone()
 trainer.fit(module, data)
-print("trained", not torch.equal(before, module.layer.weight))
+print("trained", not torch.equal(before, module.layer.weight), trainer.global_step, trainer.current_epoch)
 """
 
 
@@ -203,7 +203,7 @@ def test_a_module_that_was_typed_at_a_prompt(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     finished = subprocess.run([sys.executable, "-i", "-q"], input=TYPED, env=environment, cwd=tmp_path,
                               capture_output=True, text=True, timeout=90, check=False)  # fmt: skip
-    assert "trained True" in finished.stdout, finished.stderr[-3000:]
+    assert "trained True 4 1" in finished.stdout, finished.stderr[-3000:]
 
 
 def test_sigterm_at_different_times_ends_all_ranks(tmp_path: Path) -> None:

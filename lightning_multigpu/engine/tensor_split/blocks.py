@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
+from torch.utils.hooks import RemovableHandle
 
 from lightning_multigpu.engine.tensor_split.attention import SplitMultiheadAttention
 from lightning_multigpu.engine.tensor_split.block_input import BlockInput, enter
@@ -32,11 +33,15 @@ from lightning_multigpu.engine.tensor_split.layers import (
     is_linear,
     linear_sizes,
 )
+from lightning_multigpu.engine.tensor_split.narrow_input import narrow_inputs
 from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+_MOST_GUESSES = 4
+"""Attributes of an attention that are tried as the number of its heads, or as the size of one, if none has its name."""
+
 _ABSENT = object()
 _LARGE_VOCABULARY = 0.05
 """Of a model's parameters; an embedding without a head is worth an all-reduce of its output from there on."""
@@ -49,11 +54,17 @@ class Way:
     Attributes:
         options: of the layers, by name.
         heads, sizes: attributes of modules that count heads, or elements of all heads, and shrink; by module name.
+        groups: heads of keys and values, which are divided among the ranks with the queries that use them.
+        narrowed: the module that reads the size of all heads from the shape of its input, and that size.
+        problem: why the block cannot be split.
     """
 
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     heads: tuple[tuple[str, str], ...] = ()
     sizes: tuple[tuple[str, str], ...] = ()
+    groups: int = 1
+    narrowed: tuple[str, int] | None = None
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,30 +75,34 @@ class Block:
         shape: of the block, as in this module's table.
         roles: "column", "row", "vocab", "head" or "attention" by the name of the layer.
         ways: to be tried in this order.
-        groups: heads of keys and values, which are divided among the ranks with the queries that use them.
     """
 
     shape: str
     roles: Mapping[str, str]
     ways: tuple[Way, ...] = (Way(),)
-    groups: int = 1
 
     @property
     def kind(self) -> str:
         """What blocks of the same structure have in common: the names without the numbers of layers."""
-        return self._text({re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in self.roles})
+        return kind_of(self.roles)
 
     @property
     def name(self) -> str:
         """The names of its layers."""
-        return self._text(set(self.roles))
+        return _joined(set(self.roles))
 
-    def _text(self, of_layers: set[str]) -> str:
-        names = sorted(of_layers)
-        parent = names[0].rpartition(".")[0]
-        if parent and all(name.startswith(f"{parent}.") for name in names) and len(names) > 1:
-            return f"{parent}.({', '.join(name[len(parent) + 1 :] for name in names)})"
-        return ", ".join(names)
+
+def kind_of(names: Iterable[str]) -> str:
+    """The names of layers without the numbers of others."""
+    return _joined({re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names})
+
+
+def _joined(of_layers: set[str]) -> str:
+    names = sorted(of_layers)
+    parent = names[0].rpartition(".")[0]
+    if parent and all(name.startswith(f"{parent}.") for name in names) and len(names) > 1:
+        return f"{parent}.({', '.join(name[len(parent) + 1 :] for name in names)})"
+    return ", ".join(names)
 
 
 @contextmanager
@@ -140,7 +155,7 @@ def find_blocks(module: Module, called: Mapping[str, int]) -> list[Block]:
         block = _block_at(parts, linears[start : start + 4], called)
         if block is not None:
             blocks.append(block)
-        start += 1 if block is None else len(block.roles)
+        start += 1 if block is None or block.ways[0].problem else len(block.roles)
     for name in called:
         if isinstance(parts[name], nn.MultiheadAttention):
             blocks.append(Block("attention", {name: "attention"}))
@@ -182,33 +197,10 @@ def find_pairs(module: Module, called: Mapping[str, int]) -> list[Block]:
 
 def _block_at(parts: Mapping[str, Module], names: Sequence[str], called: Mapping[str, int]) -> Block | None:
     """The block that begins with the first of these layers."""
+    attention = _attention_at(parts, names, called)
+    if attention is not None:
+        return attention
     sizes = [linear_sizes(parts[name]) for name in names]  # (in, out)
-    if len(names) == 4:
-        (q_in, q), (_, k), (_, v), (o_in, _) = sizes
-        heads = _heads_near(parts, names[0], names[3])
-        if heads and k == v and q == o_in and q % heads[0] == 0 and k == q // heads[0] * heads[1] and q_in:
-            unit = q // heads[0]
-            roles = dict.fromkeys(names[:3], "column") | {names[3]: "row"}
-            options = {
-                names[0]: {"unit": q // heads[1]},
-                names[1]: {"unit": unit},
-                names[2]: {"unit": unit},
-                names[3]: {"unit": q // heads[1]},
-            }
-            return Block("attention", roles, _head_ways(parts, names, [options], q), heads[1])
-    if len(names) >= 2:
-        (_, fused), (o_in, _) = sizes[:2]
-        heads = _heads_near(parts, names[0], names[1])
-        is_gate = fused == 2 * o_in and not _counts_heads(parts, names[0], names[1])
-        if heads and not is_gate and o_in % heads[0] == 0 and fused == o_in + 2 * (o_in // heads[0]) * heads[1]:
-            unit = o_in // heads[0]
-            of_keys = unit * heads[1]
-            group = o_in // heads[1]
-            row = {names[1]: {"unit": group}}
-            in_sections = {names[0]: {"sections": (o_in, of_keys, of_keys), "unit": (group, unit, unit)}, **row}
-            by_heads = {names[0]: {"unit": fused // heads[1]}, **row}
-            roles = {names[0]: "column", names[1]: "row"}
-            return Block("attention", roles, _head_ways(parts, names[:2], [in_sections, by_heads], o_in), heads[1])
     have_one_input = len(names) >= 2 and called[names[0]] == called[names[1]]
     if (
         len(names) >= 3
@@ -220,11 +212,51 @@ def _block_at(parts: Mapping[str, Module], names: Sequence[str], called: Mapping
         return Block("gate, up, down", {names[0]: "column", names[1]: "column", names[2]: "row"})
     if len(names) >= 2 and not have_one_input and _are_near(names[:2]):
         if sizes[0][1] == sizes[1][0]:
+            if len(names) >= 3 and sizes[1][1] == sizes[2][0] and _distance(*names[1:3]) < _distance(*names[:2]):
+                return None  # the output layer of an attention before a feed-forward block
             return Block("first, second", {names[0]: "column", names[1]: "row"})
         if sizes[0][1] == 2 * sizes[1][0]:
             half = sizes[1][0]
             way = Way({names[0]: {"sections": (half, half)}})
             return Block("gate, up, down", {names[0]: "column", names[1]: "row"}, (way,))
+    return None
+
+
+def _attention_at(parts: Mapping[str, Module], names: Sequence[str], called: Mapping[str, int]) -> Block | None:
+    """The attention that begins with the first of these layers."""
+    sizes = [linear_sizes(parts[name]) for name in names]  # (in, out)
+    if len(names) == 4:
+        (q_in, q), (k_in, k), (v_in, v), (o_in, _) = sizes
+        is_one = q == k == o_in and q_in == k_in == v_in and len({called[name] for name in names[:3]}) == 1
+        ways: list[Way] = []
+        for heads in _heads_of(parts, names[0], names[3], q, guesses=is_one) if k == v and q == o_in and q_in else ():
+            if q % heads.number == 0 and k == q // heads.number * heads.of_keys:
+                of_keys, group = {"unit": q // heads.number}, {"unit": q // heads.of_keys}
+                options = {names[0]: group, names[1]: of_keys, names[2]: of_keys, names[3]: group}
+                ways += _head_ways(parts, names, options, heads, q)
+        if ways:
+            return Block("attention", dict.fromkeys(names[:3], "column") | {names[3]: "row"}, tuple(ways))
+    if len(names) >= 2:
+        names = names[:2]
+        (q_in, fused), (o_in, _) = sizes[:2]
+        is_gate = fused == 2 * o_in and not _counts_heads(parts, *names)
+        is_one = fused == 3 * o_in == 3 * q_in
+        roles = {names[0]: "column", names[1]: "row"}
+        ways = []
+        for heads in () if is_gate else _heads_of(parts, names[0], names[1], o_in, guesses=is_one):
+            unit = o_in // heads.number
+            if o_in % heads.number == 0 and fused == o_in + 2 * unit * heads.of_keys:
+                size, of_queries = unit * heads.of_keys, o_in // heads.of_keys
+                in_sections = {"sections": (o_in, size, size), "unit": (of_queries, unit, unit)}
+                for fused_options in (in_sections, {"unit": fused // heads.of_keys}):
+                    of_layers: dict[str, dict[str, Any]] = {names[0]: fused_options, names[1]: {"unit": of_queries}}
+                    ways += _head_ways(parts, names, of_layers, heads, o_in)
+        if ways:
+            return Block("attention", roles, tuple(ways))
+        if is_one and _are_near(names):
+            around = kind_of([_ancestors(parts, *names)[-1]]) or "the module"
+            problem = f"no attribute of {around} counts the heads: store their number in __init__, as self.num_heads"
+            return Block("attention", roles, (Way(problem=problem),))
     return None
 
 
@@ -236,6 +268,13 @@ def _are_near(names: Sequence[str]) -> bool:
         if len(found) > 1:
             return not any(part.isdecimal() for part in found) or all(position == len(path) - 1 for path in paths)
     return True
+
+
+def _distance(first: str, second: str) -> int:
+    """The number of steps from one layer to the other in the tree of modules."""
+    one, other = first.split("."), second.split(".")
+    common = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+    return len(one) + len(other) - 2 * common
 
 
 def _ancestors(parts: Mapping[str, Module], first: str, last: str) -> list[str]:
@@ -255,11 +294,28 @@ def _counts_heads(parts: Mapping[str, Module], first: str, last: str) -> bool:
     return any("head" in name for each in _ancestors(parts, first, last) for name in vars(parts[each]))
 
 
-def _heads_near(parts: Mapping[str, Module], first: str, last: str) -> tuple[int, int] | None:
-    """The heads of an attention and those of its keys and values, as attributes of its modules say."""
+class _Heads(NamedTuple):
+    """The heads of an attention, those of its keys and values, and the attributes of modules that count them."""
+
+    number: int
+    of_keys: int
+    attributes: tuple[tuple[str, str], ...]
+
+
+def _heads_of(parts: Mapping[str, Module], first: str, last: str, size: int, *, guesses: bool) -> Iterator[_Heads]:
+    """What the heads of an attention may be, by attributes of its modules with usual names.
+
+    Args:
+        parts: all modules, by name.
+        first, last: the names of layers of the attention.
+        size: of all heads together.
+        guesses: without such an attribute, any number of the attention's own module that divides the size may count
+            its heads, or their elements.
+    """
     if not _are_near((first, last)):
-        return None
-    for name in _ancestors(parts, first, last):
+        return
+    near = _ancestors(parts, first, last)
+    for name in near:
         known = vars(parts[name])
         heads = next((known[each] for each in _HEADS if type(known.get(each)) is int), None)
         config = known.get("config")
@@ -269,23 +325,35 @@ def _heads_near(parts: Mapping[str, Module], first: str, last: str) -> tuple[int
             of_keys = next((known[each] for each in _KEY_VALUE_HEADS if type(known.get(each)) is int), None)
             if of_keys is None:
                 of_keys = next((n for each in _KEY_VALUE_HEADS if type(n := getattr(config, each, None)) is int), heads)
-            return int(heads), int(of_keys)
-    return None
+            counting = [
+                (m, a) for m in near for a in (*_HEADS, *_KEY_VALUE_HEADS) if type(vars(parts[m]).get(a)) is int
+            ]
+            yield _Heads(int(heads), int(of_keys), tuple(counting))
+            return
+    if guesses:
+        own = {a: n for a, n in vars(parts[near[-1]]).items() if type(n) is int and 1 < n < size and size % n == 0}
+        likely = sorted(own, key=lambda name: name != "h" and "head" not in name)[:_MOST_GUESSES]
+        yield from (_Heads(own[each], own[each], ((near[-1], each),)) for each in likely)
+        yield from (_Heads(size // own[each], size // own[each], ()) for each in likely)
 
 
 def _head_ways(
-    parts: Mapping[str, Module], names: Sequence[str], options: Sequence[Mapping[str, Any]], size: int
-) -> tuple[Way, ...]:
-    """With the modules' attributes as they are, with fewer heads, and with smaller sizes too."""
+    parts: Mapping[str, Module], names: Sequence[str], options: Mapping[str, Any], heads: _Heads, size: int
+) -> Iterator[Way]:
+    """With the modules' attributes as they are, with fewer heads, and with smaller sizes and inputs that look so."""
     near = _ancestors(parts, names[0], names[-1])
-    heads = [(m, a) for m in near for a in (*_HEADS, *_KEY_VALUE_HEADS) if type(vars(parts[m]).get(a)) is int]
-    sizes = [(m, a) for m in near for a, v in vars(parts[m]).items() if type(v) is int and v == size]
-    attributes: list[dict[str, Any]] = [{}]
-    if heads:
-        attributes.insert(0, {"heads": tuple(heads)})
-    if heads and sizes:
-        attributes.append({"heads": tuple(heads), "sizes": tuple(sizes)})
-    return tuple(replace(Way(of_layers), **each) for of_layers in options for each in attributes)
+    sizes = tuple((m, a) for m in near for a, v in vars(parts[m]).items() if type(v) is int and v == size)
+    way = Way(options, groups=heads.of_keys)
+    fewer = replace(way, heads=heads.attributes)
+    yield fewer
+    if heads.attributes:
+        yield way
+    if heads.attributes and sizes:
+        yield replace(fewer, sizes=sizes)
+    if linear_sizes(parts[names[0]])[0] == size:
+        yield replace(fewer, narrowed=(near[-1], size))
+        if sizes:
+            yield replace(fewer, sizes=sizes, narrowed=(near[-1], size))
 
 
 def _vocabularies(module: Module, called: Iterable[str]) -> Iterator[Block]:
@@ -333,13 +401,19 @@ class Applied:
     ) -> None:
         self._kept: list[tuple[Module, type[Module], dict[str, Any]]] = []
         self._whole: list[tuple[Parameter, Tensor]] = []
+        self._handles: list[RemovableHandle] = []
+        if way.problem:
+            raise ValueError(way.problem)
         parts = dict(module.named_modules())
         try:
             for name, role in block.roles.items():
                 self._split(parts[name], name, role, way.options.get(name, {}), group, wrap_logits)
             self._share_input(parts, block, group)
             for name, attribute in (*way.heads, *way.sizes):
-                self._shrink(parts[name], attribute, group, block.groups)
+                self._shrink(parts[name], attribute, group, way.groups)
+            if way.narrowed is not None:
+                name, size = way.narrowed
+                self._handles += narrow_inputs(parts[name], size, _own_part(size, group, way.groups))
         except BaseException:
             self.undo()
             raise
@@ -358,6 +432,9 @@ class Applied:
 
     def restore(self) -> None:
         """Makes the layers what they were; their parameters stay as they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
         for part, kind, attributes in reversed(self._kept):
             part.__class__ = kind
             for name, value in attributes.items():
@@ -423,6 +500,11 @@ class Applied:
                 setattr(part, name, value)
 
     def _shrink(self, part: Module, attribute: str, group: TensorGroup, groups: int) -> None:
-        start, stop = group.bounds(groups)[group.rank]
         with self._changing(part):
-            setattr(part, attribute, vars(part)[attribute] // groups * (stop - start))
+            setattr(part, attribute, _own_part(vars(part)[attribute], group, groups))
+
+
+def _own_part(number: int, group: TensorGroup, groups: int) -> int:
+    """This rank's share of a number that is divided in whole groups."""
+    start, stop = group.bounds(groups)[group.rank]
+    return number // groups * (stop - start)

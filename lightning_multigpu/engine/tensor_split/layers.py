@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from typing_extensions import override
 
+from lightning_multigpu.engine.tensor_split.narrow_input import wide
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut, whole_size
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.whole_reads import plain, whole_of
@@ -128,6 +129,7 @@ class _ColumnSplit(_Split):
             cut(self.bias, self.split, group.rank)
 
     def forward(self, input: Tensor) -> Tensor:
+        input = wide(input)
         sums = self.entry is None
         if self.entry is not None:
             input = self.entry(input, self)

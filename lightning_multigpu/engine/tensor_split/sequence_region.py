@@ -112,7 +112,7 @@ class SequenceRegion:
         parts = dict(module.named_modules())
         for index, (layer, blocks) in enumerate(zip(found.layers, found.blocks, strict=True)):
             self._handles += [
-                layer.register_forward_pre_hook(partial(self._begin, index), with_kwargs=True),
+                layer.register_forward_pre_hook(partial(self._begin, index), prepend=True, with_kwargs=True),
                 layer.register_forward_hook(partial(self._end, index)),
             ]
             for block, _ in blocks:
@@ -163,7 +163,7 @@ class SequenceRegion:
         entry = _common_parent(parts, columns)
         if place == "module" and entry.startswith(f"{layer}."):
             hook = partial(self._change_first, change=self._gathers(columns[0]))
-            self._handles.append(parts[entry].register_forward_pre_hook(hook, with_kwargs=True))
+            self._handles.append(parts[entry].register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
             for name in columns:
                 self._set(parts[name], entry=_as_it_is)
         else:

@@ -62,7 +62,7 @@ def cheapest_bounds(cost: StageCost, num_layers: int, num_stages: int, *, num_ra
     if num_layers < num_stages:
         raise ValueError(
             f"{num_stages} stages for a chain of {num_layers} layers: every stage needs a layer; use {num_layers} or "
-            "fewer devices, or name a longer chain by module="
+            "fewer devices, or name a longer chain by module=, or submodules to cut at by split_points="
         )
     bounds = _by_stage(cost, num_layers, num_stages)
     if num_ranks is None or num_ranks >= num_stages:

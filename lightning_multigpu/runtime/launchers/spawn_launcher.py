@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -134,6 +136,7 @@ class SpawnLauncher(MultiProcessingLauncher):
     def _check(self, trainer: pl.Trainer | None) -> None:
         if self._start_method == "spawn":
             check_main_guard()
+            _check_script()
         else:
             check_cuda_fork()
         if trainer is not None:
@@ -175,6 +178,8 @@ class SpawnLauncher(MultiProcessingLauncher):
         if hasattr(callback, "best_model_path"):
             callback.best_model_path = result.best_model_path
         trainer.state = result.state
+        if result.progress is not None:  # global_step, current_epoch
+            trainer.fit_loop.load_state_dict(result.progress)
         for number, results in result.of_callbacks.items():
             vars(trainer.callbacks[number]).update(results)  # type: ignore[attr-defined]
         self.update_main_process_results(trainer, result.extra)
@@ -187,6 +192,7 @@ class SpawnLauncher(MultiProcessingLauncher):
             weights if trainer.state.fn == TrainerFn.FITTING else None,
             str(getattr(trainer.checkpoint_callback, "best_model_path", "")),
             trainer.state,
+            trainer.fit_loop.state_dict() if trainer.state.fn == TrainerFn.FITTING else None,
             {
                 number: callback.results()
                 for number, callback in enumerate(trainer.callbacks)  # type: ignore[attr-defined]
@@ -196,6 +202,39 @@ class SpawnLauncher(MultiProcessingLauncher):
         )
 
 
+def _check_script() -> None:
+    """Checks that spawned processes, which run the script again as a module, would not start further ones.
+
+    Raises:
+        RuntimeError: the script starts them, and has no main guard.
+    """
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if path is None or main.__spec__ is not None or not _is_running(main):
+        return
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError):
+        return
+    tests = [node.test for node in ast.walk(tree) if isinstance(node, ast.If)]
+    if not any(isinstance(part, ast.Name) and part.id == "__name__" for test in tests for part in ast.walk(test)):
+        raise RuntimeError(
+            f'{os.path.basename(path)} has no `if __name__ == "__main__":`, and each spawned process would run all of '
+            "it again: put what it does under that line, or use a strategy that needs none and starts the script "
+            "itself, such as 'ring_ddp'"
+        )
+
+
+def _is_running(module: Any) -> bool:
+    """Whether the top level of a module has called this function."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals is vars(module) and frame.f_code.co_name == "<module>":
+            return True
+    return False
+
+
 class _Result(NamedTuple):
     """The answer of the first rank to the process that has started it."""
 
@@ -203,6 +242,7 @@ class _Result(NamedTuple):
     weights: Mapping[str, Any] | None = None
     best_model_path: str = ""
     state: Any = None
+    progress: Any = None
     of_callbacks: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
     extra: Any = None
 

@@ -24,6 +24,7 @@ from lightning_multigpu.engine.tensor_split.blocks import (
     Block,
     find_blocks,
     find_pairs,
+    kind_of,
     order_of_calls,
     planned_block,
 )
@@ -35,6 +36,7 @@ from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import Left, Sent, Trials, split_blocks
 from lightning_multigpu.engine.tensor_split.whole_reads import StepReads
 from lightning_multigpu.engine.training_memory import held_bytes
+from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan, WholeBlocks
 from lightning_multigpu.strategies import option_checks
 
@@ -43,6 +45,15 @@ Plan = Literal["auto"] | Mapping[str, str] | Callable[[str, Module], str | None]
 SequenceSplit = bool | Literal["gather_again"]
 
 _STYLES = ("column", "row", "vocab", "head")
+
+_SMALLEST_SHARE = 0.1
+"""Of the parameters' bytes; "auto" refuses a module of which less would be split."""
+
+_ADVICE = (
+    "; write sizes of all heads and of one so that they follow from the layers' outputs: "
+    "q.view(B, T, self.num_heads, -1), y.reshape(B, T, -1)"
+)
+"""To who has written an attention that raises an error where a rank has some of the heads."""
 
 
 def check_plan(plan: Plan) -> None:
@@ -211,6 +222,8 @@ class SplitLayers:
             own[: self._group.size],
         )
         self._check(plan)
+        if self._plan == "auto":
+            self._check_share(plan, left)
         self.split = split
         self._regions = trials.regions
         for optimizer in optimizers:
@@ -256,6 +269,27 @@ class SplitLayers:
                 f"what computes the same as before. {reasons or 'It has found none of these'}. Name layers yourself: "
                 "TensorSplitStrategy(plan={'*.first': 'column', '*.second': 'row'}), or use strategy='ring_ddp'"
             )
+
+    def _check_share(self, plan: SplitPlan, left: Iterable[Left]) -> None:
+        """Checks that enough of the module is split to be worth the communication."""
+        split, total = sum(each.whole_bytes for each in plan.blocks), plan.one_device.parameters_bytes
+        if split >= _SMALLEST_SHARE * total:
+            return
+        reasons = {kind_of([name]): each.reason for each in left for block in each.blocks for name in block.roles}
+        sizes: dict[str, int] = {}
+        for name, parameter in self._module.named_parameters():
+            if split_of(parameter) is None:
+                kind = kind_of([name.rpartition(".")[0]])
+                sizes[kind] = sizes.get(kind, 0) + parameter.nbytes
+        largest = sorted(sizes, key=lambda kind: sizes[kind], reverse=True)[:3]
+        layers = "; ".join(f"{kind}, {size(sizes[kind])} ({reasons.get(kind, 'in no such block')})" for kind in largest)
+        raise ValueError(
+            f"tensor_split would split {size(split)} of the {size(total)} of parameters, less than a tenth. It splits "
+            "pairs of nn.Linear, attention with an attribute that counts its heads, nn.MultiheadAttention, and "
+            f"embeddings with their heads. The largest layers that stay whole: {layers}. Change their module, name "
+            "layers yourself by plan={'*.first': 'column', '*.second': 'row'}, or use strategy='ring_ddp', or "
+            "'pipeline_1f1b' to save memory"
+        )
 
     def _check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -419,14 +453,13 @@ def _rows(
 
 
 def _whole_rows(split: Iterable[tuple[Block, Applied]], left: Iterable[Left]) -> list[WholeBlocks]:
-    """Whole blocks by kind; by full names if other blocks of the kind are split."""
+    """Whole blocks by kind and reason; by full names if other blocks of the kind are split."""
     kinds = {block.kind for block, _ in split}
-    return [
-        WholeBlocks(
-            blocks[0].shape,
-            ", ".join(block.name for block in blocks) if blocks[0].kind in kinds else blocks[0].kind,
-            len(blocks),
-            reason,
-        )
-        for blocks, reason in left
-    ]
+    by_row: dict[tuple[str, str, str], int] = {}
+    for blocks, reason in left:
+        first = blocks[0]
+        names = ", ".join(block.name for block in blocks) if first.kind in kinds else first.kind
+        advice = _ADVICE if first.shape == "attention" and reason.startswith("RuntimeError") else ""
+        row = first.shape, names, reason + advice
+        by_row[row] = by_row.get(row, 0) + len(blocks)
+    return [WholeBlocks(shape, names, count, reason) for (shape, names, reason), count in by_row.items()]

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.micro_batches import split_batch
-from lightning_multigpu.engine.pipeline.splitting.chain import suggested_split_points
+from lightning_multigpu.engine.pipeline.splitting.chain import find_chain, suggested_split_points
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.step_state import seed_of, set_random_state
@@ -678,13 +678,15 @@ def test_split_points_are_suggested_where_a_forward_pass_can_be_cut() -> None:
 
     module = L.LightningModule()
     module.first, module.second = nn.Linear(4, 4), nn.Linear(4, 4)
-    assert suggested_split_points(module, 2) == []
-    module = L.LightningModule()
-    module.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-    assert suggested_split_points(module, 2) == []
+    with pytest.raises(ValueError, match=r"LightningModule\.forward has to call: write it.*split_points=\['second'\]"):
+        find_chain(module, "auto", 2)
     module = L.LightningModule()
     module.net = Lists()
     assert suggested_split_points(module, 2) == ["net.blocks.0"]
+    with pytest.raises(ValueError, match=r"submodules for 2 stages: use fewer.*split_points=\['net\.blocks\.0'\]"):
+        find_chain(module, "auto", 3)
+    with pytest.raises(ValueError, match=r"'net\.blocks' has 1 layers.*split_points=\['net\.blocks\.0'\]"):
+        find_chain(module, "net.blocks", 2)
 
 
 def test_in_a_notebook_the_strategy_that_works_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections import OrderedDict
 from typing import Any
 
@@ -9,11 +10,12 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.micro_batches import split_batch
+from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.step_state import seed_of, set_random_state
 from tests.strategies.tasks import Case, assert_same_weights, make_trainer
@@ -445,3 +447,66 @@ def test_what_is_computed_between_layers_is_told_a_line_that_trains_it(world2: W
     for results in world2.run(pasted, kinds, lines):
         for result, reference in zip(results, references, strict=True):
             assert_same_weights(result, reference)
+
+
+class Convolutions(L.LightningModule):
+    """Layers are attributes, and most parameters are in one of them."""
+
+    def __init__(self, *, nested: bool) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.net = ConvNet() if nested else None
+        if not nested:
+            for name, layer in ConvNet().named_children():
+                self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ConvNet.forward(self, x) if self.net is None else self.net(x)  # type: ignore[arg-type, no-any-return]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)
+        self.pool, self.fc1, self.fc2 = nn.MaxPool2d(2), nn.Linear(32, 64), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(torch.relu(self.conv1(x)))
+        x = self.pool(torch.relu(self.conv2(x)))
+        return self.fc2(torch.relu(self.fc1(x.flatten(1))))  # type: ignore[no-any-return]
+
+
+def convolved(nested: bool, strategy: Any, ranks: int) -> dict[str, Any]:
+    module, generator = Convolutions(nested=nested), torch.Generator().manual_seed(5)
+    images, labels = torch.randn(24, 1, 8, 8, generator=generator), torch.randint(3, (24,), generator=generator)
+    trainer = make_trainer(Case(max_epochs=1), strategy, ranks, use_distributed_sampler=False)
+    trainer.fit(module, DataLoader(TensorDataset(images, labels), 8))
+    return {"weights": trainer.strategy.lightning_module_state_dict()}
+
+
+def suggested(nested: bool, stages: int) -> list[str]:
+    """The split points of the message that the module gets without any."""
+    with pytest.raises(ValueError, match=r"split_points=") as caught:
+        find_chain(Convolutions(nested=nested), "auto", stages)
+    return ast.literal_eval(str(caught.value).rpartition("split_points=")[2].rstrip(")"))  # type: ignore[no-any-return]
+
+
+def cut_as_suggested(nested: bool, ranks: int) -> dict[str, Any]:
+    points = suggested(nested, ranks)
+    return convolved(nested, PipelineStrategy(split_points=points, start_method="popen"), ranks)
+
+
+@pytest.mark.parametrize(("nested", "ranks"), [(False, 2), (True, 4)])
+def test_layers_that_are_attributes_are_cut_where_the_message_says(
+    nested: bool, ranks: int, world2: World, world4: World
+) -> None:
+    """The message said to use fewer devices, since no cut makes stages of similar size."""
+    world = world2 if ranks == 2 else world4
+    assert_same_weights(world.run(cut_as_suggested, nested, ranks)[0], convolved(nested, "auto", 1))
+    assert len(suggested(nested, 8)) == 3

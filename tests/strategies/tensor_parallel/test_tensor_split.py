@@ -216,7 +216,7 @@ FOUND: dict[str, dict[str, int]] = {
     "fused": {"vocabulary": 1, "attention": 2, "gate, up, down": 2},
     "normed": {"vocabulary": 1, "attention": 2, "gate, up, down": 2},
     "by heads": {"vocabulary": 1, "attention": 1, "gate, up, down": 1},
-    "reads its size": {"vocabulary": 1, "first, second": 1},
+    "reads its size": {"vocabulary": 1, "attention": 1, "first, second": 1},
     "multihead": {"vocabulary": 1, "attention": 2, "first, second": 1},
     "encoder": {"vocabulary": 1, "attention": 2, "first, second": 2},
     "decoder": {"vocabulary": 1, "attention": 4, "first, second": 2},

@@ -189,11 +189,9 @@ def find_chain(module: Module, name: str, num_stages: int, schedule: str = "") -
         if len(found[path]) >= num_stages and _size(found[path]) > 0
     }
     if not usable:
-        points = suggested_split_points(module, num_stages)
-        other = f", or cut the module anywhere, unchanged: {strategy_code('auto', points, schedule)}" if points else ""
         raise ValueError(
             f"module='auto' finds no nn.Sequential or nn.ModuleList with {num_stages} layers or more to split into "
-            f"{num_stages} stages. {_listing(found)} Use fewer devices{other}"
+            f"{num_stages} stages. {_listing(found)} {_suggestion(module, num_stages, schedule)}"
         )
     path = max(usable, key=lambda candidate: _size(usable[candidate]))  # the first of equals is the outer one
     return _chain(module, path, usable[path], num_stages, schedule)
@@ -205,8 +203,27 @@ def strategy_code(name: str, points: Sequence[str], schedule: str) -> str:
     return f"PipelineStrategy({own}split_points={list(points)}{schedule and f', {schedule}'})"
 
 
+def _suggestion(module: Module, num_stages: int, schedule: str) -> str:
+    """How the module can be cut at its submodules, for an error message."""
+    points = suggested_split_points(module, num_stages)
+    stages = len(points) + 1
+    if not points:
+        return "It has no two submodules with parameters to cut between: use another strategy, such as ring_ddp"
+    code = strategy_code("auto", points, schedule)
+    fewer = f"It has submodules for {stages} stages: use fewer devices, and cut" if stages < num_stages else "Cut"
+    if smallest_around(module, points) or type(module).forward.__module__.partition(".")[0] not in (
+        "torch",
+        "lightning",
+    ):
+        return f"{fewer} the module at its submodules, unchanged: {code}"
+    return (
+        f"{fewer} the module at its submodules, which {type(module).__name__}.forward has to call: write it, run it "
+        f"once in training_step, as self(x), and pass {code}"
+    )
+
+
 def suggested_split_points(module: Module, num_stages: int) -> list[str]:
-    """Submodules at which stages of similar size would begin, for an error message; empty if there are too few."""
+    """Submodules at which stages of similar size would begin, for an error message; fewer if there are not so many."""
     starts: dict[int, str] = {}
     passed = 0
     for name, parameter in module.named_parameters():
@@ -219,17 +236,12 @@ def suggested_split_points(module: Module, num_stages: int) -> list[str]:
         passed += parameter.numel()
     starts.pop(0, None)
     points: list[str] = []
-    for stage in range(1, num_stages):
+    for stage in range(1, min(num_stages, len(starts) + 1)):
         away = {path: abs(start - passed * stage / num_stages) for start, path in starts.items() if path not in points}
-        near = [path for path in away if away[path] <= passed / (2 * num_stages)]
-        if not near:
-            return []
+        near = [path for path in away if away[path] <= passed / (2 * num_stages)] or [min(away, key=lambda p: away[p])]
         points.append(min(near, key=lambda path: (path.count("."), away[path])))
     order = list(starts.values())
-    whole = smallest_around(module, points)
-    # If the step calls the parts itself, the whole module has no forward pass.
-    has_forward = bool(whole) or type(module).forward.__module__.partition(".")[0] not in ("torch", "lightning")
-    return sorted(points, key=order.index) if has_forward else []
+    return sorted(points, key=order.index)
 
 
 def smallest_around(module: Module, points: Sequence[str]) -> str:
@@ -252,7 +264,7 @@ def _named(
     if len(found[name]) < num_stages:
         raise ValueError(
             f"module={name!r} has {len(found[name])} layers for {num_stages} stages; use {len(found[name])} or fewer "
-            "devices, or name a longer chain"
+            f"devices, or name a longer chain. {_suggestion(module, num_stages, schedule)}"
         )
     return _chain(module, name, found[name], num_stages, schedule)
 
