@@ -81,7 +81,7 @@ class PackStrategy(ObservedStrategy, Strategy):
     def on_exception(self, exception: BaseException) -> None:
         """Prints how to resume, after the callbacks have saved: a signal has ended the run."""
         super().on_exception(exception)
-        trainer = self._module.trainer if self.lightning_module is not None else None
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if isinstance(exception, KeyboardInterrupt | SIGTERMException) and has_trained(trainer):
             advice = resume_advice(last_checkpoint_of(trainer))
             if advice and self.is_global_zero:
