@@ -101,6 +101,19 @@ def test_kubernetes_job_trains_in_two_pods(tmp_path: Path) -> None:
     assert (world["size"], world["nodes"]) == (2, 2)
 
 
+def test_train_job_trains_in_two_pods(tmp_path: Path) -> None:
+    """torchrun takes nodes, rank and address from the variables of Kubeflow Trainer."""
+    runtime, job = yaml.safe_load_all((ROOT / "examples/trainjob.yaml").read_text())
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert job["spec"]["trainer"]["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"] == 2
+    options = noted_call(tmp_path, "torchrun", job["spec"]["trainer"]["command"], {})
+    options = ["--nproc-per-node=1" if option.startswith("--nproc") else option for option in options]
+    address = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
+    command = ["-m", "torch.distributed.run", *options, *FEW]
+    world = world_of(tmp_path, [(command, {**address, "PET_NODE_RANK": str(rank)}) for rank in range(2)])
+    assert (world["size"], world["nodes"]) == (2, 2)
+
+
 def containers(specs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The container of each pod: the master's, then the workers'."""
     for kind in ("Master", "Worker"):

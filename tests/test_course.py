@@ -1,0 +1,82 @@
+"""The commands of the page "Exercises for a course", as a reader runs them, on less data."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import documents, preforked
+from tests.hosts import require_hosts
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = {
+    "lightning-multigpu": ["-m", "lightning_multigpu"],
+    "python": [],
+    "torchrun": ["-m", "torch.distributed.run"],
+}
+COMMANDS = [shlex.split(line) for block in documents.blocks(ROOT / "docs/course.md") for line in block.splitlines()]
+RING, PLAN, FIT, SYNC, ASYNC, COMPRESSION, *COLLECTIVES = COMMANDS
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A directory to run commands in, as in the checkout's root."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    return tmp_path
+
+
+def run(directory: Path, command: list[str], *few: str) -> str:
+    """Standard output of a command with further options."""
+    parts = [[sys.executable, *PROGRAMS[word]] if word in PROGRAMS else [word] for word in command]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    ended = preforked.run([*itertools.chain(*parts), *few], cwd=directory, env=environment, timeout=280)
+    assert ended.returncode == 0, f"{command}: exit status {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
+    return ended.stdout
+
+
+@pytest.mark.launch
+def test_a_ring_by_hand_sends_what_the_formula_says(checkout: Path) -> None:
+    output = run(checkout, RING, "--megabytes=0.4")
+    assert "sent by rank 0: 0.600 MB; 2(n-1)/n S = 0.600 MB" in output
+    [difference] = re.findall(r"^largest difference .*: (.+)$", output, re.MULTILINE)
+    assert float(difference) < 1e-5
+
+
+@pytest.mark.launch
+def test_the_bubble_of_a_pipeline_is_planned_and_measured(checkout: Path) -> None:
+    small = ("--model.width=32", "--model.context=16", "--data.context=16", "--data.batch_size=8")
+    assert re.findall(r"^ gpipe +(\d) .*%", run(checkout, PLAN, *small), re.MULTILINE) == ["1", "2", "4", "8"]
+    assert re.search(r"do not work for .* %; in theory 20.0 %", run(checkout, FIT, *small, "--trainer.max_steps=4"))
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(("command", "updates"), [(SYNC, 20), (ASYNC, 40)], ids=["sync_ps", "async_ps"])
+def test_each_batch_is_trained_on_beside_a_slow_rank(checkout: Path, command: list[str], updates: int) -> None:
+    output = run(checkout, command, "--max-epochs=1", "--fast-ms=1", "--slow-ms=10")
+    batches = {int(rank): int(number) for rank, number in re.findall(r"rank (\d) trained on (\d+) batches", output)}
+    assert sum(batches.values()) == 40, "1,257 images in batches of 32"
+    assert updates == 40 or batches[0] == batches[1]
+    assert f"{updates} optimizer steps" in output
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("command", COLLECTIVES, ids=["2", "4"])
+def test_an_all_reduce_is_timed(checkout: Path, command: list[str]) -> None:
+    """What runs on the hosts; on several of them it would import torch for a minute."""
+    on_host = command[command.index("--") + 1 :]
+    output = run(checkout, on_host, "--num-nodes=1", "--devices=2", "--repetitions=1")
+    assert re.search(r"4194304 .* ring +\d", output), output
+
+
+@pytest.mark.hosts
+def test_compression_on_a_slow_link(checkout: Path) -> None:
+    require_hosts()
+    output = run(checkout, COMPRESSION, "--steps=1", "--warm-up=0", "--repetitions=1")
+    assert re.search(r" ring_ddp:compression=int8 +\d", output), output
