@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from itertools import cycle
 
 from lightning_multigpu.planning.numbers import number
 
@@ -11,11 +12,14 @@ from lightning_multigpu.planning.numbers import number
 ORANGE, SKY, GREEN, YELLOW = "#e69f00", "#56b4e9", "#009e73", "#f0e442"
 BLUE, VERMILION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
 GREY, LIGHT = "#8a8a8a", "#d9d9d9"
+LINES = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, GREY, "#000")
+"""Colours of lines, in turn."""
 
 _WIDTH, _LEFT, _ROW, _AXIS = 1000.0, 165.0, 28.0, 26.0
 _PLOT = 110.0
 _THINNEST = 0.3
 _LABEL = 20  # characters that fit there
+_SHORT_LABEL = 9  # that fit there on a small screen, whose letters are larger
 
 
 class Rows:
@@ -31,13 +35,15 @@ class Rows:
         self._meaning, self._end, self._show = meaning, end, show
         self._shapes: list[str] = []
         self._height = 0.0
+        self._has_long_labels = False
         self._drawn: dict[float, float] = {}
 
     def row(self, label: str) -> None:
         """Begins a row."""
+        self._has_long_labels |= len(label) > _SHORT_LABEL
         shown = label if len(label) <= _LABEL else f"…{label[1 - _LABEL :]}"  # folders differ at the end
         self._shapes.append(
-            f'<text x="4" y="{self._height + 15:g}">{escape(shown)}<title>{escape(label)}</title></text>'
+            f'<text x="4" y="{self._height + 18:g}">{escape(shown)}<title>{escape(label)}</title></text>'
         )
         self._height += _ROW
         self._drawn.clear()
@@ -62,7 +68,7 @@ class Rows:
     def html(self) -> str:
         """The figure with its axis."""
         shapes = [*self._shapes, *_axis(self._end, self._height, self._show)]
-        return _svg(self._meaning, self._height + _AXIS, shapes)
+        return _svg(self._meaning, self._height + _AXIS, shapes, scrolls=self._has_long_labels)
 
 
 def bars(
@@ -90,12 +96,13 @@ def plot(
     shapes = []
     for share in (0.0, 0.5, 1.0):
         y = _PLOT * (1 - share) + 10
-        shapes.append(f'<text x="4" y="{y + 4:g}">{show(largest * share)}</text>')
+        shapes.append(f'<text x="4" y="{y + 8:g}">{show(largest * share)}</text>')
         shapes.append(f'<path d="M{_LEFT:g} {y:g}H{_WIDTH - 10:g}" stroke="{LIGHT}"/>')
-    for name, points in lines.items():
+    for (name, points), colour in zip(lines.items(), cycle(LINES)):
         at = " ".join(f"{_x(at_s, end_s):.1f},{10 + _PLOT * (1 - value / largest):.1f}" for at_s, value in points)
         shapes.append(
-            f'<polyline points="{at}" fill="none" stroke="{BLUE}" stroke-width="1.5" stroke-opacity=".7">'
+            f'<polyline points="{at}" fill="none" stroke="{colour}" stroke-width="1.5" stroke-opacity=".8" '
+            'vector-effect="non-scaling-stroke">'
             f"<title>{escape(name)}</title></polyline>"
         )
     shapes += _axis(end_s, _PLOT + 12, lambda seconds: f"{number(seconds)} s")
@@ -126,14 +133,15 @@ def _x(value: float, end: float) -> float:
 
 def _axis(end: float, y: float, show: Callable[[float], str]) -> list[str]:
     return [
-        f'<text x="{_x(end * part / 4, end):.1f}" y="{y + 14:g}" text-anchor="{"end" if part == 4 else "middle"}">'
+        f'<text x="{_x(end * part / 4, end):.1f}" y="{y + 18:g}" text-anchor="{"end" if part == 4 else "middle"}">'
         f"{show(end * part / 4)}</text>"
         for part in range(5)
     ]
 
 
-def _svg(meaning: str, height: float, shapes: Sequence[str]) -> str:
+def _svg(meaning: str, height: float, shapes: Sequence[str], *, scrolls: bool = False) -> str:
+    style = ' style="min-width: 46rem"' if scrolls else ' class="fits"'
     return (
         f'<div class="wide"><svg role="img" aria-label="{escape(meaning)}" viewBox="0 0 {_WIDTH:g} {height:g}" '
-        f'style="min-width: 46rem" font-size="13">{"".join(shapes)}</svg></div>'
+        f'font-size="13"{style}>{"".join(shapes)}</svg></div>'
     )

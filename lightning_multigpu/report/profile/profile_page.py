@@ -48,6 +48,7 @@ th:first-child, td:first-child { text-align: left; }
 .legend { display: flex; flex-wrap: wrap; gap: .3rem 1rem; padding: 0; list-style: none; }
 .legend span { display: inline-block; width: .9em; height: .9em; margin-right: .35em; border: 1px solid #555; }
 li p { margin: .2rem 0; }
+@media (max-width: 44rem) { svg.fits { font-size: 22px; } }
 """
 _MOST_BARS = 16
 
@@ -60,7 +61,7 @@ def page(profile: Mapping[str, Any]) -> str:
     title = (
         f"<h1>{escape(name)}</h1>",
         f"<p>{len(ranks)} rank{'s' * (len(ranks) > 1)}, {len(ranks[0]['steps'])} optimizer steps, "
-        f"{ms(profile['step_s'])} a step (median of the slowest rank). {escape(versions)}</p>",
+        f"{ms(profile['step_s'])} a step: the median of these steps, of the slowest rank. {escape(versions)}</p>",
     )
     sections = (_diagnosis, _phases, _timeline, _schedule, _transfers, _memory, _over_time, _staleness, _operators)
     return _html(name, [*title, *(line for section in sections for line in section(profile))])
@@ -175,10 +176,13 @@ def _timeline(profile: Mapping[str, Any]) -> Iterator[str]:
         for operation, group, _, begin_s, end_s, *_ in sorted(step["transfers"], key=lambda t: float(t[3])):
             title = f"{who}: {operation} ({group}), {ms(end_s - begin_s)}"
             figure.box(begin_s - start_s, end_s - start_s, "#000", title, top=17, height=5)
-    yield "<h2>One step over all ranks</h2>"
+    yield f"<h2>One step over all ranks: {ms(span_s)}</h2>"
     error_s = profile_document.clock_error_s(profile)
     error = f", to within {ms(error_s)}" if error_s else ""
-    yield f"<p>On the clock of rank 0{error}. Transfers between ranks below each rank's phases.</p>"
+    yield (
+        f"<p>On the clock of rank 0{error}, from the start of the first rank to the end of the last: longer than "
+        "the step of a rank. Transfers between ranks below each rank's phases.</p>"
+    )
     yield figure.html()
 
 
@@ -222,6 +226,9 @@ def _over_time(profile: Mapping[str, Any]) -> Iterator[str]:
     found = {key: curves for key in run_curves.KEYS if (curves := run_curves.curves(profile, key))}
     if found:
         yield "<h2>Over the whole run</h2><p>A line for each rank; seconds from the start of training.</p>"
+        ranks = dict.fromkeys(rank for curves in found.values() for rank in curves)
+        if len(ranks) <= len(page_figures.LINES):
+            yield legend({f"rank {rank}": colour for rank, colour in zip(ranks, page_figures.LINES, strict=False)})
     for key, curves in found.items():
         title, show = run_curves.KEYS[key]
         rows = [[str(rank), *map(show, run_curves.course(curve))] for rank, curve in curves.items()]
@@ -230,7 +237,7 @@ def _over_time(profile: Mapping[str, Any]) -> Iterator[str]:
             for rank, curve in curves.items()
         }
         end_s = max(curve[-1][0] for curve in curves.values())
-        yield f"<h3>{title.capitalize()}</h3>"
+        yield f"<h3>{title[0].upper()}{title[1:]}</h3>"
         yield plot(f"{title} over the run; the table below has medians", lines, end_s, show)
         yield table(["rank", "first tenth", "whole run", "last tenth"], rows)
 

@@ -11,15 +11,17 @@ from lightning_multigpu.planning.numbers import number, size
 Curve = Sequence[tuple[float, float, float]]
 """As of :meth:`.statistics.Series.curve`: moments in seconds from the start of training, medians, largest values."""
 
-SAMPLES, UTILIZATION, MEMORY = (
+SAMPLES, UTILIZATION, MEMORY, PROCESS = (
     "throughput/samples_per_sec",
     "device/utilization_percent",
     "device/memory_used_bytes",
+    "device/process_rss_bytes",
 )
 KEYS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     SAMPLES: ("samples a second", number),
     UTILIZATION: ("utilization", lambda percent: f"{percent:.0f} %"),
-    MEMORY: ("memory in use", size),
+    MEMORY: ("memory of the GPU or host, all programs", size),
+    PROCESS: ("main memory of the rank's process", size),
 }
 """Key of the monitor's figure -> what it is called, and its value as text."""
 
