@@ -75,7 +75,10 @@ class FailureMessage:
         if not self.in_full and getattr(error, _MESSAGE, None) is self:
             lines = [*lines, headline] if self.is_first_host else [f"{headline}{in_one_line(self.waited)}"]
         else:
-            if len(headline) > _HEADLINE:  # the traceback ends with the whole text
+            if self.in_full and getattr(error, _MESSAGE, None) is self:  # the traceback ends with the text
+                raised = self.failure.what.partition(":")[0]
+                headline = headline.partition(raised)[0] + raised
+            elif len(headline) > _HEADLINE:
                 headline = f"{headline[:_HEADLINE].rstrip()}..."
             lines = [headline, *lines, folded(self._traceback_of(error)).rstrip()]
         with contextlib.suppress(Exception):  # a directory that cannot be read must not hide the failure

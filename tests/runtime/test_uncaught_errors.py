@@ -52,7 +52,7 @@ def test_the_failed_rank_prints_what_and_where_first_and_its_exception_last(caps
     first, second, third, *_, last = printed(error, capsys)
     place = f"{os.path.basename(os.path.dirname(__file__))}/{os.path.basename(__file__)}"
     assert first.startswith(f"The job failed: rank 1 (host h, pid {os.getpid()}, last completed step 3, at {place}:")
-    assert first.endswith(" in raised) raised ValueError: spoilt")
+    assert first.endswith(" in raised) raised ValueError"), "its text follows once"
     assert second == f"Meanwhile {WAITED[0]}"
     assert third == "Traceback (most recent call last):"
     assert last == "ValueError: spoilt", "not the note, which is the first line again"
@@ -63,9 +63,7 @@ def test_a_long_message_is_printed_in_full_where_the_exception_is(capsys: pytest
     error = ValueError("no such thing, " * 20 + "pass another")
     show_if_uncaught(error, FailureMessage(own_failure(error), True, []))
     headline, *_, last = printed(error, capsys)
-    assert headline.startswith("The job failed: rank 1 ")
-    assert headline.endswith("...")
-    assert len(headline) <= 203
+    assert headline.endswith(") raised ValueError")
     assert last == f"ValueError: {error}"
 
 
