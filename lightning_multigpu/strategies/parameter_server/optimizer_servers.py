@@ -98,8 +98,9 @@ class OptimizerServerStrategy(MultiGPUStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        if not self._served:  # else the other optimizers are refused
+            self._connect()  # not for evaluation; before schedules ask for the loader, which is one for their mode
         super().setup_optimizers(trainer)
-        self._connect()  # evaluation needs no server
         if not self._is_asynchronous:  # else a worker's gradients are its own
             self._watch_given_gradients()
         for number, optimizer in enumerate(self.optimizers):
