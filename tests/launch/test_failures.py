@@ -53,13 +53,14 @@ def test_the_exception_of_any_rank_is_what_the_user_sees(
     failure = finished.stderr[finished.stderr.index("The job failed: ") :].splitlines()
     assert re.match(
         rf"The job failed: rank {rank} \(host \S+, pid \d+, last completed step 3, at launch/failing_script.py:\d+ in "
-        rf"training_step\) raised OwnError: the data on rank {rank} is spoilt$", failure[0],
+        r"training_step\) raised OwnError$", failure[0],
     ), failure  # fmt: skip
     assert sum(line.startswith("Traceback") for line in failure) == 1
     assert sum("site-packages" in line for line in failure) == 0, failure
     assert failure.count(advice) == 1
     assert len(failure) <= 20, failure  # eight of them because of the forked interpreter
-    assert failure.count(failure[0]) == (1 if rank == "0" or strategy == "ring_ddp_spawn" else 2)
+    named = sum(line.startswith(failure[0]) for line in failure)
+    assert named == (1 if rank == "0" or strategy == "ring_ddp_spawn" else 2)
     assert "onnection closed" not in finished.stderr, "what follows from the failure must not hide it"
     if strategy == "ring_ddp":  # where ranks are spawned, callbacks see exceptions in the first process only
         assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 3
@@ -81,7 +82,7 @@ def test_an_exception_that_all_ranks_raise_is_shown_once(tmp_path: Path) -> None
     assert finished.returncode == 1
     assert sum(line.startswith("Traceback") for line in finished.stderr.splitlines()) == 1, finished.stderr[-3000:]
     for rank in range(2):
-        assert f"raised OwnError: the data on rank {rank} is spoilt" in finished.stderr
+        assert finished.stderr.count(f"OwnError: the data on rank {rank} is spoilt\n") == 1
 
 
 STOPPED = "stopped by a signal"

@@ -204,16 +204,20 @@ class LocalRanks:
         return RankFailure("late", late, len(late) == len(self._seats), f"no answer within {timeout_s:g} s")
 
 
+_starting = threading.Lock()
+
+
 def _start_forkserver() -> None:
     """Python starts it with ``-c``, which puts the working folder before all other folders."""
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        forkserver.ensure_running()
-    finally:
-        del os.environ["PYTHONSAFEPATH"]
-        if before is not None:
-            os.environ["PYTHONSAFEPATH"] = before
+    with _starting:
+        before = os.environ.get("PYTHONSAFEPATH")
+        os.environ["PYTHONSAFEPATH"] = "1"
+        try:
+            forkserver.ensure_running()
+        finally:
+            del os.environ["PYTHONSAFEPATH"]
+            if before is not None:
+                os.environ["PYTHONSAFEPATH"] = before
 
 
 def _ended(exitcode: int | None) -> str:
