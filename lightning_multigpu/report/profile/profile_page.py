@@ -180,8 +180,8 @@ def _timeline(profile: Mapping[str, Any]) -> Iterator[str]:
     error_s = profile_document.clock_error_s(profile)
     error = f", to within {ms(error_s)}" if error_s else ""
     yield (
-        f"<p>On the clock of rank 0{error}, from the start of the first rank to the end of the last: longer than "
-        "the step of a rank. Transfers between ranks below each rank's phases.</p>"
+        f"<p>On the clock of rank 0{error}, from the start of the first rank to the end of the last, which "
+        "may be longer than a rank's step. Transfers between ranks below each rank's phases.</p>"
     )
     yield figure.html()
 
