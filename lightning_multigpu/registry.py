@@ -214,7 +214,7 @@ REGIMES: tuple[Regime, ...] = (
 
 
 class _Names(list[str]):
-    """Names of strategies, of which the Trainer asks whether they have the user's: a misspelt one of ours is told."""
+    """Names of strategies, in which the Trainer looks for the user's; raises ValueError for a misspelt name of ours."""
 
     @override
     def __contains__(self, name: object) -> bool:

@@ -63,7 +63,7 @@ class FailureWatch:
         signals: the signals of this run; a signal that has ended another rank ends this one too.
 
     Attributes:
-        explain: adds a note to an error of this rank, of what it may owe to the strategy; None if there is nothing.
+        explain: adds a note to an error of this rank that the strategy may have caused; None without such a function.
         signals: the signals of this run.
         client: the connection to the guardian of this host; None without a guardian.
         guardian: the guardian of this host, if this process has started it for this rank's run.

@@ -48,7 +48,7 @@ class PackStrategy(ObservedStrategy, Strategy):
 
     @property
     def _owned(self) -> Collection[Optimizer]:
-        """The optimizers whose states were given to owners at the start of this fit; empty where ranks hold them."""
+        """The optimizers whose states were dealt out to ranks or servers when this fit started; empty if none were."""
         return ()
 
     @property
@@ -67,7 +67,7 @@ class PackStrategy(ObservedStrategy, Strategy):
             if self._owned and optimizer not in self._owned:
                 raise ValueError(
                     f"optimizer {number} ({type(optimizer).__name__}) was put in place during a fit, and the strategy "
-                    "gives the states of optimizers to their owners when a fit starts: change its param_groups, or "
+                    "deals out the states of optimizers when a fit starts: change its param_groups, or "
                     "start another fit with it, or use strategy='ring_ddp'"
                 )
         Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
