@@ -99,6 +99,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("compare", "profile one configuration under several strategies", "compare"),
     Command("report", "show the profile of a run, or compare those of several", "profiles"),
     Command("bench", "time collectives or strategies on this machine", "benches.bench", _BENCHES),
+    Command("calibrate", "measure this machine for plans", "calibrate"),
     Command("serve", "run a parameter server on this machine, for workers that name it", "serve"),
     Command("emulate", "run a command on emulated hosts of this machine", "emulate"),
     Command("doctor", "check this host, or all hosts of a job, and print what a bug report needs", "doctor"),

@@ -55,7 +55,7 @@ class PlanningCLI(TrainingCLI):
             where = "one device" if size == 1 else f"{size} devices that split them"
             print(f"Measures the layers on {where}, in several rounds; nothing is trained", file=sys.stderr, flush=True)
         try:
-            planner = PipelinePlanner(
+            planner = PipelinePlanner.of_trainer(
                 self.trainer, schedules=wanted.schedules, num_micro_batches=wanted.num_micro_batches, link=link
             )
             self.plans = planner.run(model, datamodule, self.config_init["fit"]["trainer"])

@@ -18,9 +18,6 @@ from torch import Tensor
 from lightning_multigpu.communication.metering.clocks import timed
 
 SMALLEST_BYTES = 64 << 10
-_ON_ONE_HOST_BYTES = 25 << 20
-_BETWEEN_HOSTS_BYTES = 4 << 20
-_MOST_BUCKETS = 128
 _PROBE_BYTES = (16 << 10, 512 << 10, 2 << 20)
 _REPETITIONS = 5
 
@@ -51,16 +48,6 @@ def best_bucket_bytes(cost: TransferCost, total_bytes: int) -> int:
         return max(total_bytes, SMALLEST_BYTES)
     best = math.sqrt(total_bytes * max(cost.latency_s, 0.0) / cost.s_per_byte)
     return round(min(max(best, SMALLEST_BYTES), max(total_bytes, SMALLEST_BYTES)))
-
-
-def usual_bucket_bytes(total_bytes: int, *, between_hosts: bool) -> int:
-    """The default size for the ring, or for shared memory on one host; more for large models.
-
-    On a link of 1 Gbit/s the first bucket of 4 MiB travels during most of backward. On one host there is little time to
-    hide, and every bucket makes ranks wait for each other once more.
-    """
-    usual = _BETWEEN_HOSTS_BYTES if between_hosts else _ON_ONE_HOST_BYTES
-    return max(usual, -(-total_bytes // _MOST_BUCKETS))
 
 
 def measure(all_reduce: Callable[[Tensor], object], device: torch.device) -> TransferCost:

@@ -22,6 +22,7 @@ from lightning_multigpu.engine.data_parallel import bucket_size
 from lightning_multigpu.engine.data_parallel.compression_choice import reducer_of_choice
 from lightning_multigpu.engine.data_parallel.reducer import CommHook, GradientReducer
 from lightning_multigpu.planning.numbers import ms, size
+from lightning_multigpu.planning.scaling.step_model import usual_bucket_bytes
 
 AUTO: Literal["auto"] = "auto"
 _AXIS = "data"
@@ -127,7 +128,7 @@ class GradientTransport:
             all_reduce = reducer.all_reduce
             if all_reduce is None or is_hooked:
                 return None
-            return bucket_size.usual_bucket_bytes(total_bytes, between_hosts=all_reduce.between is not None) / 2**20
+            return usual_bucket_bytes(total_bytes, between_hosts=all_reduce.between is not None) / 2**20
         if not isinstance(self.bucket_cap_mb, str):
             return self.bucket_cap_mb
         cost = bucket_size.measure(reducer.average, device)

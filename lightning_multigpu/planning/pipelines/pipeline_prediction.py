@@ -32,6 +32,7 @@ class PlannedStage:
         parameters_bytes: bytes of these layers' parameters.
         forward_s, backward_s: seconds of computing.
         transfer_s: seconds of sending its output, and the gradient of its input.
+        output_bytes: bytes of its output.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class PlannedStage:
     forward_s: float
     backward_s: float
     transfer_s: float
+    output_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,7 @@ def plan(
                 forward_s[stage],
                 backward_s[stage],
                 costs.cut_s(start) + costs.cut_s(stop),
+                costs.parts[stop].output_bytes,
             )
             for stage, (start, stop) in enumerate(bounds)
         ),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from typing_extensions import override
@@ -111,26 +112,80 @@ class FirstBatchInGroup(FirstBatchStrategy, TensorSplitStrategy):
 
 
 class PipelinePlanner:
-    """Predicts time and memory of a pipeline under several schedules and with several numbers of micro-batches.
+    """Predicts time and memory of pipelines under several schedules and with several numbers of micro-batches.
 
     Args:
-        trainer: its strategy is the pipeline; the trainer itself does not run.
-        schedules: names of schedules; by default the strategy's own.
+        options: of the pipeline, one for each schedule.
+        sizes: ranks of a pipeline; the first one decides what a batch is.
+        num_pipelines: pipelines beside each other; each has its own batches.
         num_micro_batches: by default 1, 2, 4, 8, 16 and the strategy's own number, up to the batch's samples.
         link: the cost of messages between neighbouring ranks.
+        device: of the measurement.
+        clip_micro_batches: leave out numbers of micro-batches for which the batch has too few samples.
+        callbacks: of the Trainer.
+        split_options: of the strategy that splits layers, over ``tensor_parallel_size`` ranks.
+
+    Attributes:
+        of_sizes: the plans of each size.
+        refused: a schedule and a size -> why the module cannot be split so.
 
     Raises:
-        PlanError: the strategy is no pipeline, or a schedule or a callback cannot be used with it.
+        PlanError: a callback cannot be used with a pipeline.
     """
 
     def __init__(
         self,
+        options: Sequence[PipelineOptions],
+        sizes: Sequence[int],
+        *,
+        device: torch.device,
+        num_pipelines: int = 1,
+        num_micro_batches: Sequence[int] | None = None,
+        link: LinkCost = LinkCost(0.0, 0.0),  # noqa: B008
+        clip_micro_batches: bool = False,
+        callbacks: Sequence[pl.Callback] = (),
+        tensor_parallel_size: int = 1,
+        split_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._options, self._device = list(options), device
+        self._num_micro_batches = num_micro_batches
+        self._own_num_micro_batches = options[0].num_parts(sizes[0])
+        self._clips = clip_micro_batches
+        self._split_options = split_options or {}
+        self._is_over = False
+        self.refused: dict[tuple[str, int], str] = {}
+        self.of_sizes = {
+            size: PipelinePlans(
+                size, num_pipelines, options[0].balance, link, tensor_parallel_size=tensor_parallel_size
+            )
+            for size in sizes
+        }
+        self._found = self.of_sizes[sizes[0]]
+        self._of_batches = [callback for callback in callbacks if hasattr(callback, "check_before_launch")]
+        try:
+            check_callbacks(callbacks)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+
+    @classmethod
+    def of_trainer(
+        cls,
         trainer: pl.Trainer,
         *,
         schedules: Sequence[ScheduleName] | None,
         num_micro_batches: Sequence[int] | None,
         link: LinkCost,
-    ) -> None:
+    ) -> PipelinePlanner:
+        """The planner of a Trainer whose strategy is the pipeline; the trainer itself does not run.
+
+        Args:
+            trainer: of the configuration.
+            schedules: names of schedules; by default the strategy's own.
+            num_micro_batches, link: as above.
+
+        Raises:
+            PlanError: the strategy is no pipeline, or a schedule or a callback cannot be used with it.
+        """
         strategy = trainer.strategy
         if not isinstance(strategy, StagedStrategy):
             raise PlanError(
@@ -141,25 +196,25 @@ class PipelinePlanner:
         if size == 1:
             raise PlanError(
                 f"pipeline_parallel_size=1, tensor_parallel_size={tensor}: the plan is for 2 stages or more; pass "
-                "pipeline_parallel_size=2, or use 'lightning-multigpu tensor plan'"
+                "pipeline_parallel_size=2, or use 'lightning-multigpu plan --blocks'"
             )
-        self._split_options = strategy.tensor_options if isinstance(strategy, HybridStrategy) else {}
-        self._is_over = False
-        assert strategy.parallel_devices is not None
-        self._device = strategy.parallel_devices[0]
-        self._num_micro_batches = num_micro_batches
         options = strategy.pipeline_options
-        self._own_num_micro_batches = options.num_parts(size)
-        self._found = PipelinePlans(
-            size, strategy.data_parallel_size, options.balance, link, tensor_parallel_size=tensor
-        )
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._of_batches = [callback for callback in callbacks if hasattr(callback, "check_before_launch")]
         try:
-            check_callbacks(callbacks)
-            self._options = [options.with_schedule(schedule) for schedule in schedules or [options.schedule]]
+            of_schedules = [options.with_schedule(schedule) for schedule in schedules or [options.schedule]]
         except ValueError as error:
             raise PlanError(str(error)) from error
+        assert strategy.parallel_devices is not None
+        return cls(
+            of_schedules,
+            [size],
+            device=strategy.parallel_devices[0],
+            num_pipelines=strategy.data_parallel_size,
+            num_micro_batches=num_micro_batches,
+            link=link,
+            callbacks=trainer.callbacks,  # type: ignore[attr-defined]
+            tensor_parallel_size=tensor,
+            split_options=strategy.tensor_options if isinstance(strategy, HybridStrategy) else {},
+        )
 
     def run(
         self, module: pl.LightningModule, datamodule: pl.LightningDataModule | None, trainer_settings: Mapping[str, Any]
@@ -212,8 +267,12 @@ class PipelinePlanner:
             found.num_samples = leading_size(batch)
             numbers = self._numbers_of_micro_batches(found.num_samples)
             parts = {number: moved(first_part(batch, number), 0, dim) for number in (1, *numbers)}
-            wanted = [(options, self._chain(options, module)) for options in self._options]
-            chains = {chain.name: chain for _, chain in wanted}
+            wanted = [
+                (options, size, chain)
+                for options, size in self._combinations()
+                if (chain := self._chain(options, module, size)) is not None
+            ]
+            chains = {chain.name: chain for _, _, chain in wanted}
             choice = self._options[0].activation_checkpointing
             again = {name: layers_of(name, chain.named_layers(), choice) for name, chain in chains.items()}
         except ValueError as error:
@@ -246,18 +305,21 @@ class PipelinePlanner:
             return
         wholes = {number: [*each.rounds, median_costs(each.rounds)] for (_, number, _), each in on_one.items()}
         found.one_device_s = one_device_s(wholes[1][-1])
-        for options, chain in wanted:
+        for options, size, chain in wanted:
             for number in numbers:
                 rounds = measurements[chain.name, number, bool(again[chain.name])].rounds
                 whole_s = [one_device_s(parts) for parts in wholes[1]]
                 if number in wholes:  # or its micro-batches one after the other
                     whole_s = [min(s, number * one_device_s(p)) for s, p in zip(whole_s, wholes[number], strict=True)]
-                found.plans.append(self._plan(one, chains[chain.name], options, number, rounds, whole_s))
+                of_size = self.of_sizes[size].plans
+                of_size.append(self._plan(one, chains[chain.name], options, size, number, rounds, whole_s))
 
     def _numbers_of_micro_batches(self, num_samples: int | None) -> list[int]:
         limit = num_samples or 1
         usual = [number for number in (*USUAL_NUM_MICRO_BATCHES, self._own_num_micro_batches) if number <= limit]
         wanted = self._num_micro_batches or usual
+        if self._clips:
+            wanted = [number for number in wanted if number <= limit]
         for number in wanted:
             if number > limit:
                 what = "no samples that can be counted" if num_samples is None else f"{num_samples} samples"
@@ -267,15 +329,26 @@ class PipelinePlanner:
                 )
         return sorted(set(wanted))
 
-    def _chain(self, options: PipelineOptions, module: pl.LightningModule) -> Chain:
-        """The layers that the strategy would split.
+    def _combinations(self) -> list[tuple[PipelineOptions, int]]:
+        return [(options, size) for size in self.of_sizes for options in self._options]
+
+    def _chain(self, options: PipelineOptions, module: pl.LightningModule, size: int) -> Chain | None:
+        """The layers that the strategy would split; None where only this one of several sizes is impossible.
 
         Raises:
             ValueError: there are none, too few, or another number than a list as ``balance`` has.
         """
-        chain = options.chain(module, self._found.num_ranks, module.device)
-        if options.split_points is None:
-            options.bounds(chain, self._found.num_ranks)
+        try:
+            chain = options.chain(module, size, module.device)
+            if options.split_points is None:
+                options.bounds(chain, size)
+        except ValueError as error:
+            if len(self._combinations()) == 1:
+                raise
+            self.refused[options.schedule, size] = str(error)
+            if len(self.refused) == len(self._combinations()):
+                raise
+            return None
         return chain
 
     def _plan(
@@ -283,6 +356,7 @@ class PipelinePlanner:
         one: FirstBatchStrategy,
         chain: Chain,
         options: PipelineOptions,
+        num_ranks: int,
         num_micro_batches: int,
         rounds: Sequence[Sequence[PartCost]],
         whole_s: Sequence[float],
@@ -292,7 +366,7 @@ class PipelinePlanner:
         ``whole_s`` has the seconds of one device, for each round and then for the medians.
         """
         assert one.lightning_module is not None
-        num_ranks, sizes = self._found.num_ranks, layer_bytes(chain, one.optimizers)
+        sizes = layer_bytes(chain, one.optimizers)
         even = options.bounds(chain, num_ranks)
         ends = end_bytes(Ownership(one.lightning_module, chain, even, 0, num_ranks), one.optimizers)
         on_all = any(uses > {0, 1 + len(chain)} for uses in chain.uses.values())

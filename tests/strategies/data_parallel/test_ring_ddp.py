@@ -16,8 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from lightning_multigpu import PipelineStrategy, RingDDPStrategy
 from lightning_multigpu.communication.metering.traffic import StepTraffic
-from lightning_multigpu.engine.data_parallel import bucket_size
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader
+from lightning_multigpu.planning.scaling.step_model import usual_bucket_bytes
 from lightning_multigpu.runtime import process_groups
 from tests.strategies.tasks import Case, Classifier, eval_loader, fit, make_strategy, make_trainer, state, train_loader
 from tests.world import World, rank
@@ -94,8 +94,8 @@ def test_buckets_suit_the_way_that_they_take(world2: World) -> None:
     counts = {name: world2.run(bucket_sizes, **options)[0][0] for name, options in BUCKET_OPTIONS.items()}
     assert counts == {"shared memory": 1, "ring": 3, "given": 3, "DDP's": 2}
     for between_hosts, smallest in ((True, 4 << 20), (False, 25 << 20)):
-        assert bucket_size.usual_bucket_bytes(100 << 20, between_hosts=between_hosts) == smallest
-        assert bucket_size.usual_bucket_bytes(4 << 30, between_hosts=between_hosts) == 32 << 20
+        assert usual_bucket_bytes(100 << 20, between_hosts=between_hosts) == smallest
+        assert usual_bucket_bytes(4 << 30, between_hosts=between_hosts) == 32 << 20
 
 
 class HookError(Exception):

@@ -1,0 +1,293 @@
+"""Calibration: measures this machine, or the hosts of a job, and makes the machine that plans are for.
+
+::
+
+    kernels       products, memory, optimizer steps          1, 2 .. N ranks at once
+    collectives   all_reduce, send_recv by size              fitted: latency, bandwidth, bend
+    references    a tiny and a large model under each        what a step takes beyond its formula: a fixed time, and
+                  strategy, in turn                          how much longer transfers take, or how little they hide
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_multigpu.bench.calibration import kernels
+from lightning_multigpu.bench.collectives import collective_run
+from lightning_multigpu.bench.collectives.collective_run import CollectivePlan
+from lightning_multigpu.bench.collectives.implementations import IMPLEMENTATIONS
+from lightning_multigpu.bench.collectives.operations import BY_NAME
+from lightning_multigpu.bench.jobs.host_agents import HostAgents
+from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, Contender, contender
+from lightning_multigpu.bench.strategies.models import BenchMLP, Subject
+from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan, StrategyResult, StrategyRun, take_turns
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes
+from lightning_multigpu.planning.scaling.links import fitted
+from lightning_multigpu.planning.scaling.machine_model import Coding, Machine, MeasuredCollective, ReferenceCost, World
+from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases
+from lightning_multigpu.planning.scaling.step_model import Candidate, predict
+
+_SIZES = (4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20, 32 << 20)
+_SLOW_BYTES_PER_S = 4e8
+_ON_ONE_HOST = ("cpu_ps", "dp")
+_DATA_PARALLEL = ("ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps", "async_ps")
+_CODINGS = ("bf16", "int8")
+_TINY_WIDTH, _TINY_BATCH, _LARGE_BATCH = 64, 16, 64
+_MICRO_BATCHES = (4, 16)
+_SPLIT_COLLECTIVES = 5
+"""Of a step of the reference model: three pairs of layers, whose first input needs no gradient."""
+_BACKWARD_SHARE, _OPTIMIZER_SHARE = 0.6, 0.05
+"""Of a step of the reference model."""
+_TIMEOUT_S = 120.0
+
+
+def calibrated(
+    hosts: HostAgents, device_type: str, base: Machine, tell: Callable[[str], object] = lambda what: None
+) -> Machine:
+    """The machine ``base`` with the measurements of the hosts' world; a collective of all agents.
+
+    Args:
+        hosts: that run the jobs.
+        device_type: "cpu" or "cuda".
+        base: the machine as known so far; its measurements of other worlds stay.
+        tell: told what is measured next.
+    """
+    placement = hosts.placement
+    world = World(placement.num_nodes, placement.devices)
+    tell("kernels")
+    machine = _with_kernels(hosts, device_type, base)
+    tell("collectives")
+    machine = _with_collectives(hosts, device_type, machine, world)
+    if world.size == 1:
+        return machine
+    tell("reference steps")
+    return _with_references(hosts, device_type, machine, world)
+
+
+def _with_kernels(hosts: HostAgents, device_type: str, base: Machine) -> Machine:
+    devices = hosts.placement.devices
+    job = hosts.start("kernels", kernels.serve, device_type)
+    crowds = [1, *[2**i for i in range(1, 10) if 2**i < devices], devices] if devices > 1 else [1]
+    seconds: dict[int, dict[str, float]] = {}
+    boots: list[str] = []
+    for crowd in crowds:
+        answers = job.ask(kernels.Kernels(crowd), _TIMEOUT_S)
+        boots = [answer["boot"] for answer in answers]
+        of_ranks = [answer["seconds"] for answer in answers if answer["seconds"]]
+        seconds[crowd] = {name: max(each[name] for each in of_ranks) for name in of_ranks[0]}
+    job.end()
+    nodes = hosts.placement.num_nodes
+    shares = nodes > 1 and len(set(boots)) == 1 and bool(boots[0])
+    alone = seconds[1]
+    best: dict[str, float] = {}
+    for name, took in alone.items():
+        if name.startswith("matmul"):
+            _, dtype, size = name.split()
+            best[dtype] = max(best.get(dtype, 0.0), kernels.flops(int(size)) / took)
+    mixed = [f"matmul float32 {kernels.MATMUL_SIZES[-1]}", "stream"]
+    slowdown = {c: sum(s[name] / alone[name] for name in mixed) / len(mixed) for c, s in seconds.items()}
+    if shares:
+        return replace(base, shares_cores=True)
+    return replace(
+        base,
+        flops_per_s=best,
+        memory_bytes_per_s=kernels.STREAM_BYTES / alone["stream"],
+        slowdown={**base.slowdown, **(slowdown if device_type == "cpu" else {})},
+        copy_bytes_per_s=kernels.COPY_BYTES / alone["copy"] if "copy" in alone else 0.0,
+        optimizer_s_per_byte={name: alone[f"optimizer {name}"] / kernels.OPTIMIZER_BYTES for name in ("SGD", "AdamW")},
+    )
+
+
+def _with_collectives(hosts: HostAgents, device_type: str, machine: Machine, world: World) -> Machine:
+    if world.size == 1:
+        return machine
+    if device_type == "cuda":
+        names = {"all_reduce": "nccl", "send_recv": "nccl"}
+    elif world.nodes == 1:
+        names = {"all_reduce": "shared_memory", "send_recv": "gloo"}
+    else:
+        names = {"all_reduce": "hierarchy", "send_recv": "gloo"}
+    by_name = {each.name: each for each in IMPLEMENTATIONS}
+    found = []
+    for operation, name in names.items():
+        sizes: Sequence[int] = _SIZES
+        points: list[tuple[int, float]] = []
+        for size in sizes:  # larger ones only where they do not take too long
+            if points and size / points[-1][0] * points[-1][1] > 1.0:
+                break
+            plan = CollectivePlan(
+                operations=[BY_NAME[operation]],
+                implementations=[by_name[name]],
+                sizes=[size],
+                device_type=device_type,
+                dtype=torch.float32,
+                repetitions=3,
+                warm_up=1,
+                timeout_s=_TIMEOUT_S,
+            )
+            for row in collective_run.measure(hosts, plan):
+                if row.seconds is not None:
+                    points.append((row.size_bytes, row.seconds.median))
+        if len(points) > 1:
+            found.append(MeasuredCollective(operation=operation, world=world, link=fitted(points)))
+    others = [each for each in machine.collectives if each.world != world]
+    machine = replace(machine, collectives=[*others, *found])
+    link = next((each.link for each in found if each.operation == "send_recv"), None)
+    if link is None:
+        return machine
+    return replace(machine, inside=link) if world.nodes == 1 else replace(machine, between=link)
+
+
+def _with_references(hosts: HostAgents, device_type: str, machine: Machine, world: World) -> Machine:
+    speed = _speed(machine, world)
+    width = 1024 if speed > _SLOW_BYTES_PER_S else 512 if speed > _SLOW_BYTES_PER_S / 8 else 256
+    large = Subject("large", partial(BenchMLP, width=width), _LARGE_BATCH)
+    tiny = Subject("tiny", partial(BenchMLP, width=_TINY_WIDTH), _TINY_BATCH)
+    names = [name for name in (*_DATA_PARALLEL, *_ON_ONE_HOST) if world.nodes == 1 or name not in _ON_ONE_HOST]
+    wanted: list[tuple[Subject, Contender]] = [(s, Contender(NO_COMMUNICATION)) for s in (tiny, large)]
+    wanted += [(subject, contender(name)) for name in names for subject in (tiny, large)]
+    wanted += [(tiny, contender(f"pipeline_1f1b:num_micro_batches={number}")) for number in _MICRO_BATCHES]
+    wanted += [(tiny, contender("tensor_split"))]
+    if world.nodes > 1:
+        wanted += [(large, contender(f"ring_ddp:compression={name}")) for name in _CODINGS]
+    runs = []
+    for subject, each in wanted:
+        plan = StrategyPlan(
+            contenders=[], subject=subject, device_type=device_type, repetitions=3,
+            steps=12 if subject is tiny else 5, warm_up=1, timeout_s=_TIMEOUT_S,
+        )  # fmt: skip
+        runs.append(StrategyRun(hosts, each, plan))
+    rows = {(s.name, c.label): row for (s, c), row in zip(wanted, take_turns(runs), strict=True)}
+    return _Fit(machine, world, rows, width, names).machine()
+
+
+def _speed(machine: Machine, world: World) -> float:
+    size = 8e6
+    return size / machine.all_reduce_s(world, size)
+
+
+class _Fit:
+    """The costs of a world, from the rows of its reference steps."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        world: World,
+        rows: dict[tuple[str, str], StrategyResult],
+        width: int,
+        names: Sequence[str],
+    ) -> None:
+        self._machine, self._world, self._rows, self._names = machine, world, rows, names
+        tiny, large = (self._step(subject, NO_COMMUNICATION) for subject in ("tiny", "large"))
+        assert tiny is not None
+        assert large is not None
+        self._tiny_s = tiny
+        self._profile = _profile(width, large, machine.crowd(world))
+        self._costs: list[ReferenceCost] = []
+
+    def _step(self, subject: str, label: str) -> float | None:
+        row = self._rows.get((subject, label))
+        return None if row is None or row.step_s is None else row.step_s.median
+
+    def machine(self) -> Machine:
+        """The machine with the costs."""
+        for name in self._names:
+            tiny_s, large_s = self._step("tiny", name), self._step("large", name)
+            if tiny_s is not None and large_s is not None:
+                self._costs.append(self._cost(name, max(0.0, tiny_s - self._tiny_s), large_s))
+        self._pipeline()
+        self._tensor_split()
+        others = [each for each in self._machine.references if each.world != self._world]
+        machine = replace(self._machine, references=[*others, *self._costs])
+        codings = [coding for name in _CODINGS if (coding := self._coding(machine, name)) is not None]
+        kept = [each for each in machine.codings if each.name not in {coding.name for coding in codings}]
+        return replace(machine, codings=[*kept, *codings])
+
+    def _predicted_s(self, cost: ReferenceCost, **options: Any) -> float:
+        machine = replace(self._machine, references=[cost])
+        return predict(self._profile, machine, Candidate(cost.strategy, options), self._world).step_s
+
+    def _cost(self, name: str, fixed_s: float, large_s: float) -> ReferenceCost:
+        """Between hosts and on accelerators ``busy`` explains what does not hide; else ``scale`` explains all."""
+        cost = ReferenceCost(strategy=name, world=self._world, fixed_s=fixed_s)
+        on_cores = self._machine.device_type == "cpu" and self._world.nodes == 1
+        cost = replace(cost, busy=1.0) if on_cores else self._solved(cost, "busy", 1.0, large_s)
+        if on_cores or cost.busy in (0.0, 1.0):
+            cost = self._solved(cost, "scale", 20.0, large_s)
+        return cost
+
+    def _solved(self, cost: ReferenceCost, field: str, most: float, step_s: float) -> ReferenceCost:
+        """The cost with the value of ``field`` between 0 and ``most`` whose prediction is ``step_s``."""
+        low, high = 0.0, most
+        if self._predicted_s(replace(cost, **{field: low})) >= step_s:  # type: ignore[arg-type]
+            return replace(cost, **{field: low})  # type: ignore[arg-type]
+        for _ in range(40):
+            middle = (low + high) / 2
+            if self._predicted_s(replace(cost, **{field: middle})) < step_s:  # type: ignore[arg-type]
+                low = middle
+            else:
+                high = middle
+        return replace(cost, **{field: round(high, 9)})  # type: ignore[arg-type]
+
+    def _pipeline(self) -> None:
+        """With P ranks, 2 (M + P - 1) passes follow each other in a step; the tiny model's take nearly no time."""
+        few, many = _MICRO_BATCHES
+        steps = [self._step("tiny", f"pipeline_1f1b:num_micro_batches={number}") for number in _MICRO_BATCHES]
+        if steps[0] is None or steps[1] is None:
+            return
+        pass_s = max(0.0, (steps[1] - steps[0]) / (2 * (many - few)))
+        fixed_s = max(0.0, steps[0] - self._tiny_s - 2 * (few + self._world.size - 1) * pass_s)
+        self._costs.append(ReferenceCost(strategy="pipeline_1f1b", world=self._world, fixed_s=fixed_s, pass_s=pass_s))
+
+    def _tensor_split(self) -> None:
+        step_s = self._step("tiny", "tensor_split")
+        ring = next((cost for cost in self._costs if cost.strategy == "ring_ddp"), None)
+        if step_s is None or ring is None:
+            return
+        each_s = (step_s - self._tiny_s - ring.fixed_s) / _SPLIT_COLLECTIVES
+        each_s -= self._machine.all_reduce_s(self._world, 4 * _TINY_BATCH * _TINY_WIDTH)
+        self._costs.append(
+            ReferenceCost(strategy="tensor_split", world=self._world, fixed_s=ring.fixed_s, pass_s=max(0.0, each_s))
+        )
+
+    def _coding(self, machine: Machine, name: str) -> Coding | None:
+        label = f"ring_ddp:compression={name}"
+        row, plain = self._rows.get(("large", label)), self._rows.get(("large", "ring_ddp"))
+        if row is None or row.step_s is None or plain is None or not row.metered or not plain.metered:
+            return None
+        ratio = plain.metered["sent_bytes"] / row.metered["sent_bytes"]
+        low, high = 0.0, 1e-6
+        for _ in range(40):
+            middle = (low + high) / 2
+            trial = replace(machine, codings=[Coding(name=name, ratio=ratio, s_per_byte=middle)])
+            step_s = predict(self._profile, trial, Candidate("ring_ddp", {"compression": name}), self._world).step_s
+            low, high = (middle, high) if step_s < row.step_s.median else (low, middle)
+        return Coding(name=name, ratio=ratio, s_per_byte=high)
+
+
+def _profile(width: int, step_s: float, crowd: int) -> ModelProfile:
+    """The large reference model, whose step with ``crowd`` ranks at once was measured."""
+    model = BenchMLP(width=width)
+    gradients = [parameter.nbytes for parameter in reversed(list(model.parameters()))]
+    total = sum(gradients)
+    shares, done = [], 0
+    for size in gradients:
+        done += size
+        shares.append((size, done / total))
+    backward_s, optimizer_s = _BACKWARD_SHARE * step_s, _OPTIMIZER_SHARE * step_s
+    phases = Phases(forward_s=step_s - backward_s - optimizer_s, backward_s=backward_s, optimizer_s=optimizer_s)
+    return ModelProfile(
+        name="reference",
+        samples=_LARGE_BATCH,
+        parameters=total // 4,
+        held=HeldBytes(total, total, 0),
+        activations_bytes=0,
+        flops=0.0,
+        gradients=shares,
+        phases={crowd: phases},
+    )

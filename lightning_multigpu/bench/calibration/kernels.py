@@ -1,0 +1,90 @@
+"""Kernels on one device, alone and beside those of other ranks: products, memory, optimizer steps, copies, coding."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lightning_multigpu.bench.jobs.local_ranks import Requests, Seat
+from lightning_multigpu.communication.metering.clocks import clock_of
+from lightning_multigpu.runtime.shared_gpus import rank_devices
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MATMUL_SIZES = (256, 1024)
+"""Rows and columns of the matrices; accelerators also multiply larger ones."""
+_LARGEST_ON_GPU = 8192
+_STREAM_BYTES = 64 << 20
+_OPTIMIZER_BYTES = 16 << 20
+_SECONDS = 0.08
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Time the kernels on the first ``crowd`` ranks of each host; answered by name -> seconds, by others by {}."""
+
+    crowd: int
+
+
+def serve(device_type: str, seat: Seat, requests: Requests) -> None:
+    """Serves requests for kernels; the first answer of each rank also names its machine."""
+    device = rank_devices(device_type, seat.placement.devices, max(1, torch.cuda.device_count()))[seat.local_rank]
+    for request in requests:
+        found = _kernels(device) if seat.local_rank < request.crowd else {}
+        requests.answer({"boot": _boot_id(), "seconds": found})
+
+
+def _boot_id() -> str:
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
+
+
+def _kernels(device: torch.device) -> dict[str, float]:
+    found = {}
+    sizes = (*MATMUL_SIZES, _LARGEST_ON_GPU) if device.type == "cuda" else MATMUL_SIZES
+    for name, dtype in _DTYPES.items():
+        if name == "bfloat16" and device.type == "cpu":
+            continue
+        for size in sizes:
+            a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+            out = torch.empty_like(a)
+            found[f"matmul {name} {size}"] = _timed(device, lambda a=a, b=b, out=out: torch.mm(a, b, out=out))  # type: ignore[misc]
+    x, y = (torch.ones(_STREAM_BYTES // 4, device=device) for _ in range(2))
+    found["stream"] = _timed(device, lambda: torch.add(x, 1.0, out=y))
+    for optimizer in ("SGD", "AdamW"):
+        parameter = torch.nn.Parameter(torch.ones(_OPTIMIZER_BYTES // 4, device=device))
+        parameter.grad = torch.ones_like(parameter)
+        step = getattr(torch.optim, optimizer)([parameter], lr=1e-9).step
+        found[f"optimizer {optimizer}"] = _timed(device, step)
+    if device.type == "cuda":
+        host = torch.empty(_STREAM_BYTES // 4, pin_memory=True)
+        found["copy"] = _timed(device, lambda: host.copy_(x))
+    return found
+
+
+def _timed(device: torch.device, call: Callable[[], object]) -> float:
+    """Seconds of the fastest call after the first."""
+    clock = clock_of(device)
+    call()
+    best, until_s = float("inf"), time.monotonic() + _SECONDS
+    while time.monotonic() < until_s or best == float("inf"):
+        start = clock.mark()
+        call()
+        end = clock.mark()
+        clock.wait(end)
+        best = min(best, clock.seconds(start, end))
+    return best
+
+
+def flops(size: int) -> float:
+    """Multiplications and additions of a product of square matrices."""
+    return 2.0 * size**3
+
+
+STREAM_BYTES = 2.0 * _STREAM_BYTES
+"""Read and written by the stream kernel."""
+OPTIMIZER_BYTES = float(_OPTIMIZER_BYTES)
+COPY_BYTES = float(_STREAM_BYTES)

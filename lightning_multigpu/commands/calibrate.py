@@ -1,0 +1,172 @@
+"""``lightning-multigpu calibrate``: measures this machine, or the hosts of a job, for ``plan``.
+
+It writes ``machine.json``: the fields of :class:`~lightning_multigpu.planning.scaling.machine_model.Machine` and
+"schema_version". What an earlier file has of other numbers of hosts and devices stays, if it is of the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from lightning_multigpu.bench.jobs.placement import placement
+from lightning_multigpu.commands.benches.bench_options import check_device
+from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number
+from lightning_multigpu.commands.usage import PROGRAM, UsageError
+from lightning_multigpu.planning.scaling.machine_model import Machine, World, differences, from_json
+
+if TYPE_CHECKING:
+    pass
+
+FILE_NAME = "machine.json"
+_DESCRIPTION = f"""\
+Measure this machine for '{PROGRAM} plan', in about a minute: kernels with 1 to N ranks at once, collectives by
+size, and steps of two reference models under each strategy.
+
+For several hosts start it on each of them by torchrun or srun, by '{PROGRAM} emulate', or with MASTER_ADDR and
+NODE_RANK. Run it once on one host, and once on several: the file keeps both.
+"""
+
+
+def cached_path() -> Path:
+    """Where a plan looks for the machine of this user."""
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) / "lightning_multigpu" / FILE_NAME
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """Measures, writes the file and prints what was found.
+
+    Raises:
+        UsageError: an option is wrong, or a file there is none of a machine.
+        SystemExit: for ``--help``.
+    """
+    parser = OptionParser(f"{PROGRAM} {name}", _DESCRIPTION)
+    add = parser.add_argument
+    add(
+        "--accelerator",
+        dest="device",
+        type=lambda text: "cuda" if text == "gpu" else text,
+        choices=("cpu", "cuda"),
+        help="cpu, or gpu or cuda (default: gpu where there is one)",
+    )
+    add("--devices", type=number(int, 1), nargs="+", metavar="N", help="ranks of a host (2, or as many as GPUs)")
+    add("--num-nodes", type=number(int, 1), metavar="N", help="hosts; run the command on each of them (default: 1)")
+    add("--output", type=Path, metavar="PATH", help=f"the file (default: {FILE_NAME} in the user's cache)")
+    add("--verbose", action="store_true", help="show what the ranks print")
+    options = parser.parse(arguments)
+    check_directories(options, "output")
+    path = options.output or cached_path()
+    import torch
+
+    options.device = options.device or ("cuda" if torch.cuda.device_count() else "cpu")
+    check_device(options)
+    numbers = options.devices or ([torch.cuda.device_count()] if options.device == "cuda" else [None])
+    machine = _known(path, options.device)
+    for devices in numbers:
+        machine = _measured(machine, devices, options)
+    if machine is None or int(os.environ.get("NODE_RANK") or os.environ.get("GROUP_RANK") or 0):
+        return 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    from lightning_multigpu.report import document
+
+    document.write(machine.as_json(), path)
+    print_machine(Console(), machine)
+    print(f"written to {path}")
+    return 0
+
+
+def _known(path: Path, device_type: str) -> Machine:
+    """The machine of the file, if it is this one; else one that has not been measured."""
+    now = this_machine(device_type)
+    if path.is_file():
+        try:
+            before = from_json(path.read_text(), str(path))
+        except ValueError as error:
+            print(f"{error}; it is replaced", file=sys.stderr)
+            return now
+        if not differences(before, identity(now)):
+            return before
+        print(f"{path} is of another machine or version, and is replaced", file=sys.stderr)
+    return now
+
+
+def this_machine(device_type: str) -> Machine:
+    """This machine before it is measured."""
+    from importlib.metadata import version
+
+    import torch
+
+    from lightning_multigpu.callbacks.probes import machine_of
+
+    facts = machine_of(device_type)
+    is_gpu = device_type == "cuda"
+    devices = torch.cuda.device_count() if is_gpu else facts["usable_cores"]
+    return Machine(
+        name="this machine",
+        device_type=device_type,
+        processor=facts["gpus"][0] if is_gpu else facts["processor"],
+        devices=devices,
+        memory_bytes=torch.cuda.get_device_properties(0).total_memory if is_gpu else facts["memory_bytes"],
+        versions={"torch": torch.__version__, "lightning_multigpu": version("lightning-multigpu")},
+    )
+
+
+def identity(machine: Machine) -> dict[str, str]:
+    """The fields that a file of this machine has to have."""
+    return {"processor": machine.processor, "device_type": machine.device_type, **machine.versions}
+
+
+def _measured(machine: Machine, devices: int | None, options: argparse.Namespace) -> Machine:
+    from lightning_multigpu.bench.calibration.calibration import calibrated
+    from lightning_multigpu.bench.jobs.host_agents import HostAgents
+
+    try:
+        place = placement(devices, options.num_nodes)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    progress = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
+    with HostAgents(place, threads=1, verbose=options.verbose) as hosts, progress:
+        task = progress.add_task("starting", total=None)
+        return calibrated(hosts, options.device, machine, lambda what: progress.update(task, description=what))
+
+
+def print_machine(console: Console, machine: Machine) -> None:
+    """Prints the figures that plans use."""
+    rates = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s in {dtype}" for dtype, rate in machine.flops_per_s.items())
+    memory = f"memory {machine.memory_bytes_per_s / 1e9:.1f} GB/s"
+    console.print(f"{machine.processor}, {machine.devices} devices: {rates}; {memory}", highlight=False)
+    if machine.slowdown:
+        slower = ", ".join(f"{factor:.2f} with {crowd}" for crowd, factor in sorted(machine.slowdown.items()))
+        console.print(f"time of a computation with several ranks at once: {slower}", highlight=False)
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for title in ("operation", "hosts x devices", "latency us", "GB/s", "bend MB", "GB/s beyond", "residual"):
+        table.add_column(title, justify="left" if title == "operation" else "right")
+    for each in sorted(machine.collectives, key=lambda row: (row.world, row.operation)):
+        link = each.link
+        near = f"{1e-9 / link.s_per_byte:.2f}" if link.s_per_byte else "-"
+        bend = (f"{link.bend_bytes / 2**20:.1f}", f"{link.bytes_per_s / 1e9:.2f}") if link.bend_bytes else ("-", "-")
+        shown = (f"{1e6 * link.latency_s:.0f}", near, *bend, f"{100 * link.residual:.1f} %")
+        table.add_row(each.operation, str(World(*each.world)), *shown)
+    console.print(table)
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for title in ("strategy", "hosts x devices", "fixed ms", "transfers x", "busy", "pass or collective us"):
+        table.add_column(title, justify="left" if title == "strategy" else "right")
+    for cost in sorted(machine.references, key=lambda row: (row.world, row.strategy)):
+        figures = (f"{1e3 * cost.fixed_s:.2f}", f"{cost.scale:.2f}", f"{cost.busy:.2f}", f"{1e6 * cost.pass_s:.0f}")
+        table.add_row(cost.strategy, str(World(*cost.world)), *figures)
+    console.print(table)
+    for coding in machine.codings:
+        console.print(
+            f"compression={coding.name}: {coding.ratio:.2f} times fewer bytes, {1e9 * coding.s_per_byte:.2f} ns a byte",
+            highlight=False,
+        )

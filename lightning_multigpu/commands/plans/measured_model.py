@@ -1,0 +1,165 @@
+"""The measurement of a user's model for a plan: whole, in parts of split layers, and layer by layer for pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan
+from lightning_multigpu.planning.scaling.machine_model import Machine, World
+from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases, SplitPart
+from lightning_multigpu.planning.scaling.step_model import PIPELINES
+from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
+from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner, PlanError
+from lightning_multigpu.strategies.steps.lone_steps import LoneRank, LoneStepsError, lone_steps
+
+_ROUNDS = 3
+_SECONDS = 1.5
+"""Of each round and number of ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is measured.
+
+    Args:
+        module, datamodule: arguments of ``fit``.
+        trainer_settings: arguments of the Trainer.
+        callbacks: of the Trainer.
+        device: of the measurement.
+        pipeline_options: of the configuration's strategy, if it is a pipeline.
+    """
+
+    module: pl.LightningModule
+    datamodule: pl.LightningDataModule | None
+    trainer_settings: Mapping[str, Any]
+    callbacks: Sequence[pl.Callback]
+    device: torch.device
+    pipeline_options: PipelineOptions | None = None
+
+
+def measured_model(
+    subject: Subject,
+    machine: Machine,
+    worlds: Iterable[World],
+    names: Sequence[str],
+    *,
+    num_micro_batches: Sequence[int] = (),
+    tell: Callable[[str], object] = lambda what: None,
+) -> ModelProfile:
+    """The profile of a model, for predictions of the strategies ``names`` in ``worlds``.
+
+    Ranks that would share the machine's cores are measured at once, if this machine has the cores. Weights of the
+    module do not change.
+
+    Args:
+        subject: the model.
+        machine: of the plan.
+        worlds: hosts and devices.
+        names: of strategies.
+        num_micro_batches: of pipelines, besides 4 for each rank.
+        tell: told what is measured next.
+
+    Raises:
+        LoneStepsError: the training step raises an error on one device, or there is no batch.
+    """
+    worlds = [world for world in worlds if world.size > 1]
+    crowds = {world: machine.crowd(world) for world in worlds}
+    tell("the whole model")
+    whole = _rounds(subject, sorted({1, *crowds.values()}))
+    refused: dict[str, str] = {}
+    splits: dict[int, SplitPart] = {}
+    if {"tensor_split", "hybrid"} & set(names):
+        for size in sorted({world.size for world in worlds}):
+            tell(f"its layers split over {size} ranks")
+            own = sorted({crowds[world] for world in worlds if world.size == size})
+            try:
+                splits[size] = _part(size, _rounds(subject, own, size))
+            except LoneStepsError as error:
+                refused["tensor_split"] = str(error)
+                break
+    pipelines: list[PipelinePlan] = []
+    if {*PIPELINES, "hybrid"} & set(names):
+        tell("its layers one by one")
+        try:
+            pipelines = _pipelines(subject, sorted({world.size for world in worlds}), names, num_micro_batches)
+        except (PlanError, PipelineError) as error:
+            refused |= dict.fromkeys(PIPELINES, str(error))
+    first = whole[1]
+    return ModelProfile(
+        name=type(subject.module).__name__,
+        samples=first.samples or 0,
+        parameters=sum(parameter.numel() for parameter in subject.module.parameters()),
+        held=first.held,
+        activations_bytes=first.activations_bytes,
+        flops=first.flops,
+        gradients=first.gradients or [(first.held.gradients_bytes, 1.0)],
+        phases={crowd: rank.phases for crowd, rank in whole.items()},
+        splits=splits,
+        pipelines=pipelines,
+        refused=refused,
+    )
+
+
+def _rounds(subject: Subject, crowds: Sequence[int], tensor_parallel_size: int = 1) -> dict[int, LoneRank]:
+    """For each crowd the median round; the crowds take turns, so that a busy moment affects all of them."""
+    rounds: dict[int, list[LoneRank]] = {crowd: [] for crowd in crowds}
+    for _ in range(_ROUNDS):
+        for crowd in crowds:
+            rounds[crowd].append(
+                lone_steps(
+                    subject.module,
+                    subject.datamodule,
+                    subject.trainer_settings,
+                    callbacks=subject.callbacks,
+                    device=subject.device,
+                    crowd=crowd,
+                    seconds=_SECONDS,
+                    tensor_parallel_size=tensor_parallel_size,
+                )
+            )
+    return {crowd: sorted(ranks, key=lambda rank: rank.phases.step_s)[_ROUNDS // 2] for crowd, ranks in rounds.items()}
+
+
+def _part(size: int, ranks: Mapping[int, LoneRank]) -> SplitPart:
+    phases: dict[int, Phases] = {crowd: rank.phases for crowd, rank in ranks.items()}
+    one = next(iter(ranks.values()))
+    return SplitPart(
+        num_ranks=size,
+        phases=phases,
+        collectives=one.collectives,
+        held=one.held,
+        activations_bytes=one.activations_bytes,
+    )
+
+
+def _pipelines(
+    subject: Subject, sizes: Sequence[int], names: Sequence[str], num_micro_batches: Sequence[int]
+) -> list[PipelinePlan]:
+    schedules = [PIPELINES[name] for name in names if name in PIPELINES] or [PIPELINES["pipeline_1f1b"]]
+    options = subject.pipeline_options or _usual_options()
+    of_schedules = [options.with_schedule(schedule) for schedule in dict.fromkeys(schedules)]
+    numbers = sorted({1, *(4 * size for size in sizes), *num_micro_batches})
+    planner = PipelinePlanner(
+        of_schedules,
+        sizes,
+        device=subject.device,
+        num_micro_batches=numbers,
+        clip_micro_batches=True,
+        callbacks=subject.callbacks,
+    )
+    planner.run(subject.module, subject.datamodule, {**subject.trainer_settings, "accumulate_grad_batches": 1})
+    return [plan for plans in planner.of_sizes.values() for plan in plans.plans]
+
+
+def _usual_options() -> PipelineOptions:
+    regime = next(each for each in REGIMES if each.name == "pipeline_1f1b")
+    strategy: Any = regime.strategy(**regime.options)
+    found: PipelineOptions = strategy.pipeline_options
+    return found

@@ -1,0 +1,242 @@
+"""The machine that a plan is for: what ``calibrate`` has measured, as ``machine.json``, or a preset's figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import log
+from typing import Any, NamedTuple
+
+from lightning_multigpu.planning.scaling.links import Link, all_reduce_s
+
+SCHEMA_VERSION = 1
+
+
+_INSTANT = Link(0.0, 0.0)
+
+
+class World(NamedTuple):
+    """Hosts, and devices of each host."""
+
+    nodes: int
+    devices: int
+
+    @property
+    def size(self) -> int:
+        """All devices."""
+        return self.nodes * self.devices
+
+    def __str__(self) -> str:
+        return f"{self.nodes} x {self.devices}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceCost:
+    """How a strategy's steps differ from the formula, from steps of a tiny and of a large reference model.
+
+    Attributes:
+        strategy: registered name.
+        world: hosts and devices of the measurement.
+        fixed_s: seconds that a step takes in addition, whatever the model.
+        scale: the measured time of its transfers, over that of the formula.
+        busy: the share of a transfer in which the rank that computes beside it makes no progress: 0 on an accelerator,
+            1 where the same core moves the bytes.
+        pass_s: seconds that each pass of a pipeline stage, or each collective of a split layer, takes in addition.
+    """
+
+    strategy: str
+    world: World
+    fixed_s: float = 0.0
+    scale: float = 1.0
+    busy: float = 0.0
+    pass_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCollective:
+    """The fitted time of an operation between all ranks of a world."""
+
+    operation: str
+    world: World
+    link: Link
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coding:
+    """Compression of gradients.
+
+    Attributes:
+        name: as in ``compression=``.
+        ratio: bytes before over bytes after.
+        s_per_byte: seconds to encode and decode a byte of gradients.
+    """
+
+    name: str
+    ratio: float
+    s_per_byte: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A host, or equal hosts, and what joins their devices.
+
+    Attributes:
+        name: for people.
+        device_type: "cpu" or "cuda".
+        processor: name of the device that computes.
+        devices: of a host.
+        memory_bytes: of a device; 0 if unknown.
+        flops_per_s: multiplications and additions of a device, as large matrices reach them; by dtype.
+        memory_bytes_per_s: of a device's memory.
+        inside, between: the links of two ranks of one host, and of two hosts.
+        slowdown: ranks of a host that compute at once -> the time of a computation over its time alone.
+        collectives: measured operations.
+        references: measured differences of strategies from their formulas.
+        codings: measured compressions.
+        copy_bytes_per_s: between host and device; 0 where they are the same.
+        optimizer_s_per_byte: of parameters, by optimizer's name.
+        shares_cores: whether the hosts are emulated on one machine.
+        versions: of torch and of this package; empty for a preset.
+    """
+
+    name: str
+    device_type: str
+    processor: str = ""
+    devices: int = 1
+    memory_bytes: int = 0
+    flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    memory_bytes_per_s: float = 0.0
+    inside: Link = _INSTANT
+    between: Link | None = None
+    slowdown: Mapping[int, float] = field(default_factory=dict)
+    collectives: Sequence[MeasuredCollective] = ()
+    references: Sequence[ReferenceCost] = ()
+    codings: Sequence[Coding] = ()
+    copy_bytes_per_s: float = 0.0
+    optimizer_s_per_byte: Mapping[str, float] = field(default_factory=dict)
+    shares_cores: bool = False
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def crowd(self, world: World) -> int:
+        """Ranks that compute at the same time on the cores and the memory of one machine; 1 for accelerators."""
+        if self.device_type != "cpu":
+            return 1
+        return world.size if self.shares_cores else world.devices
+
+    def slowdown_of(self, crowd: int) -> float:
+        """The time of a computation with ``crowd`` ranks at once, over its time alone; 1 if that was not measured."""
+        known = {1: 1.0, **self.slowdown}
+        if crowd in known:
+            return known[crowd]
+        nearest = min(known, key=lambda count: abs(log(count / crowd)))
+        return known[nearest] * max(1.0, crowd / nearest)
+
+    def all_reduce_s(self, world: World, size_bytes: float) -> float:
+        """Seconds of an all-reduce of ``size_bytes``: measured, or by the formula, corrected by the nearest measured.
+
+        Raises:
+            ValueError: the world has several hosts, and no link between hosts is known.
+        """
+        if world.size == 1:
+            return 0.0
+        measured = {each.world: each.link for each in self.collectives if each.operation == "all_reduce"}
+        if world in measured:
+            return measured[world].seconds(size_bytes)
+        formula_s = self._all_reduce_by_formula_s(world, size_bytes)
+        alike = [other for other in measured if (other.nodes > 1) == (world.nodes > 1)]
+        if not alike:
+            return formula_s
+        nearest = min(alike, key=lambda other: abs(log(other.size / world.size)))
+        return formula_s * measured[nearest].seconds(size_bytes) / self._all_reduce_by_formula_s(nearest, size_bytes)
+
+    def _all_reduce_by_formula_s(self, world: World, size_bytes: float) -> float:
+        return all_reduce_s(world.nodes, world.devices, size_bytes, self.inside, self.link_between(world))
+
+    def link_between(self, world: World) -> Link:
+        """The link between two hosts of ``world``; one that takes no time for one host.
+
+        Raises:
+            ValueError: the world has several hosts, and no link between hosts is known.
+        """
+        if world.nodes == 1:
+            return _INSTANT
+        if self.between is None:
+            raise ValueError(
+                f"{world} needs the link between hosts, which {self.name} does not have; calibrate on two hosts or "
+                "more, or give --link-gbit"
+            )
+        return self.between
+
+    def reference(self, strategy: str, world: World) -> ReferenceCost:
+        """The cost of a strategy in ``world``, or in the nearest measured world; zeros if it was not measured."""
+        found = [each for each in self.references if each.strategy == strategy]
+        if not found:
+            busy = 1.0 if self.device_type == "cpu" and world.nodes == 1 else 0.0
+            return ReferenceCost(strategy=strategy, world=world, busy=busy)
+
+        def distance(each: ReferenceCost) -> tuple[bool, float]:
+            other = each.world
+            return (other.nodes > 1) != (world.nodes > 1), abs(log(other.size / world.size))
+
+        return min(found, key=distance)
+
+    def with_link(self, gbit_per_s: float, latency_s: float = 20e-6) -> Machine:
+        """The machine with another link between hosts."""
+        return replace(self, between=Link(latency_s, 8e-9 / gbit_per_s), collectives=self._inside_one_host())
+
+    def _inside_one_host(self) -> list[MeasuredCollective]:
+        return [each for each in self.collectives if each.world.nodes == 1]
+
+    def as_json(self) -> dict[str, Any]:
+        """The object of ``machine.json``."""
+        return {"schema_version": SCHEMA_VERSION, **asdict(self)}
+
+
+def from_json(text: str, path: str) -> Machine:
+    """The machine of a ``machine.json``.
+
+    Raises:
+        ValueError: it is no JSON of this schema; the message names the field.
+    """
+    try:
+        document = json.loads(text)
+        version = document.pop("schema_version")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no machine.json ({error}); write one with 'lightning-multigpu calibrate'"
+        ) from None
+    if version != SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} has schema_version={version}, and this version reads {SCHEMA_VERSION}; calibrate again"
+        )
+    try:
+        document["inside"] = Link(**document["inside"])
+        document["between"] = document["between"] and Link(**document["between"])
+        document["slowdown"] = {int(crowd): factor for crowd, factor in document["slowdown"].items()}
+        document["collectives"] = [
+            MeasuredCollective(operation=each["operation"], world=World(*each["world"]), link=Link(**each["link"]))
+            for each in document["collectives"]
+        ]
+        document["references"] = [
+            ReferenceCost(**{**each, "world": World(*each["world"])}) for each in document["references"]
+        ]
+        document["codings"] = [Coding(**each) for each in document["codings"]]
+        return Machine(**document)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: {error}; calibrate again") from None
+
+
+def differences(machine: Machine, now: Mapping[str, str]) -> list[str]:
+    """The fields in which a calibrated machine is not this one, as sentences; ``now`` has this one's values.
+
+    Args:
+        machine: from a file.
+        now: "processor", "device_type", "torch" and "lightning_multigpu" of this process.
+    """
+    then = {"processor": machine.processor, "device_type": machine.device_type, **machine.versions}
+    return [
+        f"{name} was {then[name]} at the calibration, and is {value}"
+        for name, value in now.items()
+        if name in then and then[name] != value
+    ]

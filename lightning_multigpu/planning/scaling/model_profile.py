@@ -1,0 +1,128 @@
+"""The profile of a model: what a training step takes on one device, as measured or by the model's size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phases:
+    """Seconds of a training step on one device.
+
+    Attributes:
+        input_s: waiting for the next batch, and moving it to the device.
+        forward_s, backward_s, optimizer_s: as they say.
+        other_s: Lightning's loop and the module's hooks.
+        spread: (third quartile - first quartile) / median of the steps.
+    """
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float = 0.0
+    input_s: float = 0.0
+    other_s: float = 0.0
+    spread: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return self.forward_s + self.backward_s + self.optimizer_s + self.input_s + self.other_s
+
+    def times(self, factor: float) -> Phases:
+        """The phases with all times multiplied."""
+        return Phases(
+            forward_s=self.forward_s * factor,
+            backward_s=self.backward_s * factor,
+            optimizer_s=self.optimizer_s * factor,
+            input_s=self.input_s * factor,
+            other_s=self.other_s * factor,
+            spread=self.spread,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitPart:
+    """One rank's part of a model whose layers are split over ``num_ranks``.
+
+    Attributes:
+        num_ranks: ranks that split each layer.
+        phases: crowd -> the step of the part, without collectives.
+        collectives: operation and bytes of each collective of a step.
+        held: bytes of the part.
+        activations_bytes: saved for backward.
+    """
+
+    num_ranks: int
+    phases: Mapping[int, Phases]
+    collectives: Sequence[tuple[str, int]]
+    held: HeldBytes
+    activations_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """A model with its batch and its optimizers.
+
+    Attributes:
+        name: for people.
+        samples: of a batch of one rank; 0 if they cannot be counted.
+        parameters: their number.
+        held: bytes that one device holds.
+        activations_bytes: saved for backward on one device.
+        flops: multiplications and additions of a step.
+        gradients: bytes of each gradient and the share of backward after which it is ready, in that order.
+        phases: ranks that compute on one machine at once -> the step; 1 at least.
+        splits: ranks that split layers -> one rank's part.
+        pipelines: predicted pipelines of this model, for several sizes, schedules and numbers of micro-batches.
+        refused: strategy -> why it cannot train this model.
+    """
+
+    name: str
+    samples: int
+    parameters: int
+    held: HeldBytes
+    activations_bytes: int
+    flops: float
+    gradients: Sequence[tuple[int, float]]
+    phases: Mapping[int, Phases]
+    splits: Mapping[int, SplitPart] = field(default_factory=dict)
+    pipelines: Sequence[PipelinePlan] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """S: bytes of all gradients."""
+        return self.held.gradients_bytes
+
+    def at_once(self, crowd: int, slowdown: float, of: Mapping[int, Phases] | None = None) -> Phases:
+        """The step with ``crowd`` ranks at once: measured, or the step alone times ``slowdown``."""
+        known = self.phases if of is None else of
+        return known[crowd] if crowd in known else known[min(known)].times(slowdown)
+
+    def with_batches(self, factor: float) -> ModelProfile:
+        """The model with batches ``factor`` times as large; forward and backward take as many times as long.
+
+        That is so where a batch already fills the device, and too much where it does not.
+        """
+
+        def larger(phases: Phases) -> Phases:
+            return replace(
+                phases,
+                forward_s=phases.forward_s * factor,
+                backward_s=phases.backward_s * factor,
+                input_s=phases.input_s * factor,
+            )
+
+        return replace(
+            self,
+            samples=round(self.samples * factor),
+            flops=self.flops * factor,
+            activations_bytes=round(self.activations_bytes * factor),
+            phases={crowd: larger(phases) for crowd, phases in self.phases.items()},
+            splits={},
+            pipelines=(),
+        )

@@ -1,0 +1,181 @@
+"""The ranking of strategies and worlds by their predicted samples a second, with remedies for the first choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_multigpu.planning.numbers import ms, size
+from lightning_multigpu.planning.scaling.machine_model import Machine, World
+from lightning_multigpu.planning.scaling.model_profile import ModelProfile
+from lightning_multigpu.planning.scaling.step_model import (
+    Candidate,
+    ImpossibleError,
+    Prediction,
+    one_device,
+    predict,
+)
+
+_BATCH_FACTOR = 4
+_WORTH = 1.05
+"""A remedy is shown if it gives so many times the samples a second."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of the first choice, and what it gives."""
+
+    change: str
+    prediction: Prediction
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """The predictions of a model on a machine.
+
+    Attributes:
+        model, machine: as they say.
+        one: one device alone.
+        predictions: those that fit in memory, the most samples a second first.
+        too_large: those that do not fit.
+        impossible: candidate, world and the reason.
+        remedies: for the first prediction of the largest world.
+    """
+
+    model: ModelProfile
+    machine: Machine
+    one: Prediction
+    predictions: Sequence[Prediction]
+    too_large: Sequence[Prediction]
+    impossible: Sequence[tuple[Candidate, World, str]]
+    remedies: Sequence[Remedy]
+
+    @property
+    def first(self) -> Prediction:
+        """The first choice."""
+        return self.predictions[0]
+
+    def explanation(self) -> list[str]:
+        """The first choice in two sentences, what limits larger worlds, and a line for each remedy."""
+        if not self.predictions:
+            return ["No strategy fits: see the reasons above."]
+        first = self.first
+        low, high = first.interval_s
+        others = [each for each in self.predictions if each.candidate.strategy != first.candidate.strategy]
+        lines = [
+            f"First choice: {first.candidate} on {first.world}: {ms(first.step_s)} a step ({ms(low)} to {ms(high)}), "
+            f"{first.samples_per_s / self.one.samples_per_s:.2f} times the samples a second of one device."
+        ]
+        part = first.parts_s[first.limit] / first.step_s
+        instead = (
+            f"; the next is {others[0].candidate} on {others[0].world} with "
+            f"{others[0].samples_per_s / self.one.samples_per_s:.2f} times"
+            if others
+            else ""
+        )
+        lines.append(f"Its step is limited by {first.limit}, {100 * part:.0f} %{instead}.")
+        lines += self._slower_worlds()
+        lines += [
+            f"{remedy.change}: {remedy.prediction.samples_per_s / self.one.samples_per_s:.2f} times on "
+            f"{remedy.prediction.world}"
+            for remedy in self.remedies
+        ]
+        return lines
+
+    def _slower_worlds(self) -> list[str]:
+        """Worlds of the first choice's strategy that are slower than a smaller one."""
+        of_first = [each for each in self.predictions if each.candidate == self.first.candidate]
+        lines = []
+        for each in sorted(of_first, key=lambda one: one.world.size):
+            smaller = [other for other in of_first if other.world.size < each.world.size]
+            best = max(smaller, key=lambda one: one.samples_per_s, default=None)
+            if best is not None and best.samples_per_s > each.samples_per_s:
+                share = each.exposed_s / each.step_s
+                lines.append(
+                    f"{each.world} is slower than {best.world} with {each.candidate}: exposed communication "
+                    f"{100 * share:.0f} %."
+                )
+        return lines
+
+
+def ranked(model: ModelProfile, machine: Machine, candidates: Sequence[Candidate], worlds: Iterable[World]) -> Ranking:
+    """Predicts every candidate in every world; what a strategy cannot have is named with its reason.
+
+    Raises:
+        ValueError: no candidate is possible in any of the worlds.
+    """
+    found: list[Prediction] = []
+    impossible: list[tuple[Candidate, World, str]] = []
+    for world in worlds:
+        for candidate in candidates:
+            try:
+                found.append(predict(model, machine, candidate, world))
+            except ImpossibleError as error:
+                impossible.append((candidate, world, str(error)))
+    if not found:
+        raise ValueError("; ".join(f"{c} on {w}: {reason}" for c, w, reason in impossible))
+    found.sort(key=lambda each: -each.samples_per_s)
+    limit = machine.memory_bytes or float("inf")
+    share = limit / max(1, machine.devices) if machine.device_type == "cpu" else limit
+    fits = [each for each in found if each.memory_bytes <= share]
+    one = one_device(model, machine)
+    largest = max((each.world for each in fits), key=lambda world: world.size, default=World(1, 1))
+    first = next((each for each in fits if each.world == largest), None)
+    return Ranking(
+        model=model,
+        machine=machine,
+        one=one,
+        predictions=fits,
+        too_large=[each for each in found if each.memory_bytes > share],
+        impossible=impossible,
+        remedies=[] if first is None else _remedies(model, machine, first),
+    )
+
+
+def _remedies(model: ModelProfile, machine: Machine, first: Prediction) -> list[Remedy]:
+    """Larger batches, fewer and smaller messages, for a step of which communication is a part."""
+    candidate, world = first.candidate, first.world
+    options = dict(candidate.options)
+    changes: list[tuple[str, ModelProfile, Candidate]] = [
+        (f"With batches {_BATCH_FACTOR} times as large", model.with_batches(_BATCH_FACTOR), candidate),
+        (
+            f"With accumulate_grad_batches={_BATCH_FACTOR * candidate.accumulate}",
+            model,
+            replace(candidate, accumulate=_BATCH_FACTOR * candidate.accumulate),
+        ),
+    ]
+    if candidate.strategy.startswith("ring_ddp"):
+        changes += [
+            (
+                f"With compression={coding.name!r}",
+                model,
+                replace(candidate, options={**options, "compression": coding.name}),
+            )
+            for coding in machine.codings
+            if world.nodes > 1 and "compression" not in options
+        ]
+        if "average_every" not in options:
+            averaged = replace(candidate, options={**options, "average_every": 8})
+            changes.append(("With average_every=8 (local SGD)", model, averaged))
+        half = model.gradient_bytes / 2**21
+        if half > 1 and world.nodes > 1:
+            fewer = replace(candidate, options={**options, "bucket_cap_mb": round(half, 1)})
+            changes.append((f"With bucket_cap_mb={half:.1f}, two messages a step", model, fewer))
+    found = []
+    for change, changed, its in changes:
+        try:
+            prediction = predict(changed, machine, its, world)
+        except ImpossibleError:
+            continue
+        if prediction.samples_per_s >= _WORTH * first.samples_per_s:
+            found.append(Remedy(change, prediction))
+    return sorted(found, key=lambda remedy: -remedy.prediction.samples_per_s)
+
+
+def memory_text(prediction: Prediction) -> str:
+    """The memory of the fullest device by kind."""
+    held = prediction.memory
+    return (
+        f"parameters {size(held.parameters_bytes)}, gradients {size(held.gradients_bytes)}, "
+        f"optimizer {size(held.optimizer_bytes)}, activations {size(prediction.activations_bytes)}"
+    )

@@ -1,0 +1,473 @@
+"""The step model: a training step of each strategy, from a profile of the model and the machine.
+
+A data-parallel step on each rank::
+
+    input  forward  backward .......................[wait for transfers]  optimizer  other
+                       [b2 ready] [b1 ready] [b0 ready]
+    transfers              [-- b2 --][-- b1 --][---- b0 ----]
+                              hidden              exposed
+
+While a transfer runs, backward proceeds at ``1 - busy`` of its speed, where ``busy`` is the share of a core that moves
+the bytes. Buckets fill in the order in which gradients become ready, as in Li et al. 2020, "PyTorch Distributed",
+section 3.2. Pipelines follow the orders of :mod:`..pipelines.schedule_order`, each pass with the fixed time that the
+machine's calibration found. Ranks that share cores are slower by a measured factor. Every strategy adds what its
+calibration found beyond its formula: see :class:`.ReferenceCost`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import sqrt
+from typing import Any
+
+from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan
+from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName, schedule_orders, step_time
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes
+from lightning_multigpu.planning.scaling.links import owners_s, servers_s
+from lightning_multigpu.planning.scaling.machine_model import Machine, ReferenceCost, World
+from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases, SplitPart
+
+ON_ONE_HOST_BYTES = 25 << 20
+BETWEEN_HOSTS_BYTES = 4 << 20
+_MOST_BUCKETS = 128
+_LEAST_UNCERTAINTY = 0.06
+"""Half of the interval of a prediction, as a share of the step, where nothing varied in the measurements."""
+
+PIPELINES: dict[str, ScheduleName] = {
+    "model_parallel": "gpipe",
+    "gpipe": "gpipe",
+    "pipeline_1f1b": "1f1b",
+    "pipeline_interleaved": "interleaved",
+    "pipeline_zero_bubble": "zero_bubble",
+}
+"""Registered names of pipelines, and their schedules."""
+_SPAWNED = "_spawn"
+
+
+_NOTHING = HeldBytes(0, 0, 0)
+
+
+class ImpossibleError(ValueError):
+    """A strategy cannot train this model in this world; the message says why."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy with its options, and batches for each optimizer step."""
+
+    strategy: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    accumulate: int = 1
+
+    def __str__(self) -> str:
+        options = ",".join(f"{name}={value}" for name, value in self.options.items())
+        accumulated = f" x{self.accumulate} batches" if self.accumulate > 1 else ""
+        return f"{self.strategy}:{options}{accumulated}" if options else f"{self.strategy}{accumulated}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A predicted optimizer step.
+
+    Attributes:
+        candidate, world: what is predicted.
+        compute_s: forward and backward of the slowest rank.
+        exposed_s, hidden_s: transfers that the rank waits for, and those behind its computation.
+        bubble_s: waiting for other stages of a pipeline.
+        optimizer_s, input_s: as in :class:`.Phases`.
+        other_s: Lightning's loop, hooks, and the strategy's fixed cost.
+        uncertainty: half of the interval, as a share of the step.
+        samples: of all ranks in a step.
+        memory: bytes of the fullest device.
+        activations_bytes: saved for backward on that device.
+        sent_bytes: link -> bytes that a host, or a rank inside a host, sends.
+    """
+
+    candidate: Candidate
+    world: World
+    compute_s: float
+    exposed_s: float = 0.0
+    hidden_s: float = 0.0
+    bubble_s: float = 0.0
+    optimizer_s: float = 0.0
+    input_s: float = 0.0
+    other_s: float = 0.0
+    uncertainty: float = 0.0
+    samples: float = 0.0
+    memory: HeldBytes = _NOTHING
+    activations_bytes: int = 0
+    sent_bytes: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.parts_s.values())
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """The parts of the step."""
+        return {
+            "computation": self.compute_s,
+            "exposed communication": self.exposed_s,
+            "bubble": self.bubble_s,
+            "optimizer": self.optimizer_s,
+            "input": self.input_s,
+            "other": self.other_s,
+        }
+
+    @property
+    def interval_s(self) -> tuple[float, float]:
+        """The step between these is expected in 8 of 10 runs."""
+        return self.step_s * (1 - self.uncertainty), self.step_s * (1 + self.uncertainty)
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.step_s
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.memory.total + self.activations_bytes
+
+    @property
+    def limit(self) -> str:
+        """The largest part of the step."""
+        return max(self.parts_s, key=lambda part: self.parts_s[part])
+
+    def efficiency(self, one: Prediction) -> float:
+        """Samples a second of each device, over those of one device alone."""
+        return self.samples_per_s / (self.world.size * one.samples_per_s)
+
+
+def usual_bucket_bytes(total_bytes: int, *, between_hosts: bool) -> int:
+    """The default size for the ring, or for shared memory on one host; more for large models.
+
+    On a link of 1 Gbit/s the first bucket of 4 MiB travels during most of backward. On one host there is little time to
+    hide, and every bucket makes ranks wait for each other once more.
+    """
+    usual = BETWEEN_HOSTS_BYTES if between_hosts else ON_ONE_HOST_BYTES
+    return max(usual, -(-total_bytes // _MOST_BUCKETS))
+
+
+def predict(model: ModelProfile, machine: Machine, candidate: Candidate, world: World) -> Prediction:
+    """The step of ``candidate`` in ``world``.
+
+    Raises:
+        ImpossibleError: the strategy cannot have this world, or cannot train this model.
+    """
+    name = candidate.strategy.removesuffix(_SPAWNED)
+    if (reason := model.refused.get(name)) is not None:
+        raise ImpossibleError(reason)
+    if world.size == 1 and name != "one_device":
+        raise ImpossibleError(f"{name} needs 2 devices or more")
+    if name in ("cpu_ps", "dp") and world.nodes > 1:
+        raise ImpossibleError(f"{name} works on one host, and {world} has {world.nodes}")
+    try:
+        if name in PIPELINES:
+            return _pipeline(model, machine, candidate, world)
+        return {"tensor_split": _tensor_split, "hybrid": _hybrid}.get(name, _data_parallel)(
+            model, machine, candidate, world
+        )
+    except ImpossibleError:
+        raise
+    except ValueError as error:  # of the machine: a link that is not known
+        raise ImpossibleError(str(error)) from error
+
+
+def one_device(model: ModelProfile, machine: Machine, accumulate: int = 1) -> Prediction:
+    """The step of one device alone."""
+    return predict(model, machine, Candidate("one_device", accumulate=accumulate), World(1, 1))
+
+
+def bucket_timeline(
+    gradients: Sequence[tuple[int, float]],
+    bucket_bytes: float,
+    backward_s: float,
+    seconds: Any,
+    busy: float,
+) -> tuple[float, float]:
+    """Seconds from the start of backward to the end of the last transfer, and seconds of all transfers.
+
+    Args:
+        gradients: bytes and the share of backward after which each is ready, in order.
+        bucket_bytes: a bucket is sent when it has as many.
+        backward_s: of backward without transfers.
+        seconds: the time of a transfer by its bytes.
+        busy: the share of a transfer in which backward makes no progress.
+    """
+    buckets: list[tuple[float, float]] = []  # bytes, and the time of backward at which they are full
+    filled = 0.0
+    for index, (size, share) in enumerate(gradients):
+        filled += size
+        if filled >= bucket_bytes or index == len(gradients) - 1:
+            buckets.append((filled, share * backward_s))
+            filled = 0.0
+    now = progress = total = 0.0
+    for bucket, ready in buckets:
+        if progress < ready:  # no transfer runs
+            now, progress = now + ready - progress, ready
+        left = seconds(bucket)
+        total += left
+        free = (1 - busy) * left  # progress of backward beside the whole transfer
+        if progress + free <= backward_s:
+            progress += free
+        else:
+            progress = backward_s
+        now += left
+    return now + max(0.0, backward_s - progress), total
+
+
+def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, world: World) -> Prediction:
+    name = candidate.strategy.removesuffix(_SPAWNED)
+    crowd = machine.crowd(world)
+    phases = model.at_once(crowd, machine.slowdown_of(crowd))
+    cost = machine.reference(name, world) if world.size > 1 else ReferenceCost(strategy=name, world=world)
+    size = model.gradient_bytes
+    options = {**candidate.options}
+    bucket_bytes = options.get("bucket_cap_mb", 0) * 2**20 or usual_bucket_bytes(size, between_hosts=world.nodes > 1)
+    optimizer_s, k, busy = phases.optimizer_s, candidate.accumulate, cost.busy
+    sent: dict[str, float] = {}
+    if world.size == 1:
+        end_s, transfers_s = phases.backward_s, 0.0
+    else:
+        seconds, sent, at_end_s = _transfers(model, machine, name, world, options)
+        end_s, transfers_s = bucket_timeline(
+            model.gradients, bucket_bytes, phases.backward_s, lambda b: cost.scale * seconds(b), busy
+        )
+        end_s, transfers_s = end_s + cost.scale * at_end_s, transfers_s + cost.scale * at_end_s
+    if name in ("ddp_sharded", "cpu_ps"):
+        optimizer_s /= world.size
+    elif name == "sharded_ps":
+        optimizer_s /= max(2, world.nodes)
+    exposed_s = end_s - phases.backward_s
+    compute_s = k * (phases.forward_s + phases.backward_s)
+    every = int(options.get("average_every", 1))
+    spread = _uncertainty(phases, compute_s, exposed_s, machine, world)
+    return Prediction(
+        candidate=candidate,
+        world=world,
+        compute_s=compute_s,
+        exposed_s=exposed_s / every,
+        hidden_s=max(0.0, transfers_s - exposed_s),
+        optimizer_s=optimizer_s,
+        input_s=k * phases.input_s,
+        other_s=k * phases.other_s + cost.fixed_s,
+        uncertainty=spread,
+        samples=k * model.samples * world.size,
+        memory=_data_parallel_memory(model.held, name, world, candidate.options),
+        activations_bytes=model.activations_bytes,
+        sent_bytes={link: bytes_ / every for link, bytes_ in sent.items()},
+    )
+
+
+def _transfers(
+    model: ModelProfile, machine: Machine, name: str, world: World, options: Mapping[str, Any]
+) -> tuple[Any, dict[str, float], float]:
+    """Seconds of a bucket by its bytes, bytes that are sent in a step by link, and seconds of transfers after backward.
+
+    Weights that come back from owners and servers travel after backward.
+    """
+    n, d, size = world.nodes, world.devices, float(model.gradient_bytes)
+    between, inside = machine.link_between(world), machine.inside
+    network = {"network": 2 * (n - 1) / n * size} if n > 1 else {}
+    memory = {"host": size} if d > 1 else {}
+    if name == "ddp_sharded":
+
+        def half(b: float) -> float:
+            return owners_s(n, d, b, inside, between)
+
+        return half, {**memory, **network}, half(size)
+    if name == "dp":
+        return (lambda b: 0.0), {"host": 2 * (d - 1) * size}, 2 * (d - 1) * inside.seconds(size)
+    if name == "cpu_ps":
+        return (lambda b: machine.all_reduce_s(world, b) / 2), {"host": size}, machine.all_reduce_s(world, size) / 2
+    if name in ("sync_ps", "sharded_ps", "async_ps"):
+        servers = int(options.get("num_servers") or 1) if name != "sharded_ps" else max(2, n)
+
+        def push(b: float) -> float:
+            return servers_s(n, d, b, servers, inside, between)
+
+        return push, {**memory, **({"network": 2 * (n - 1) * d * size / servers} if n > 1 else {})}, push(size) / 4
+    compression = options.get("compression")
+    if compression and n > 1:
+        coding = next((each for each in machine.codings if each.name == _name_of(compression)), None)
+        if coding is None:
+            raise ImpossibleError(f"compression={compression!r} is not calibrated on {machine.name}")
+        network["network"] /= coding.ratio
+
+        def compressed(b: float) -> float:
+            return machine.all_reduce_s(world, b / coding.ratio) + b * coding.s_per_byte
+
+        return compressed, {**memory, **network}, 0.0
+    return (lambda b: machine.all_reduce_s(world, b)), {**memory, **network}, 0.0
+
+
+def _name_of(compression: Any) -> str:
+    return str(compression["name"] if isinstance(compression, Mapping) else compression)
+
+
+def _data_parallel_memory(held: HeldBytes, name: str, world: World, options: Mapping[str, Any]) -> HeldBytes:
+    """Bytes of a rank; servers and owners hold optimizer states."""
+    if name == "ddp_sharded":
+        size = world.size
+        return HeldBytes(held.parameters_bytes, held.gradients_bytes, -(-held.optimizer_bytes // size))
+    if name in ("sync_ps", "sharded_ps", "async_ps", "cpu_ps"):
+        return HeldBytes(held.parameters_bytes, held.gradients_bytes, 0)
+    return held
+
+
+def _pipeline(model: ModelProfile, machine: Machine, candidate: Candidate, world: World) -> Prediction:
+    name, size = candidate.strategy, world.size
+    schedule = PIPELINES[name]
+    wanted = 1 if name == "model_parallel" else candidate.options.get("num_micro_batches", 4 * size)
+    fitting = [
+        plan
+        for plan in model.pipelines
+        if len(plan.memory) == size and plan.schedule == schedule and plan.num_micro_batches <= wanted
+    ]
+    if not fitting:
+        raise ImpossibleError(f"{name} was not measured with {size} stages; see --devices and --nodes")
+    plan = max(fitting, key=lambda one: one.num_micro_batches)
+    return _staged(model, machine, candidate, world, plan, 1.0)
+
+
+def _staged(
+    model: ModelProfile, machine: Machine, candidate: Candidate, world: World, plan: PipelinePlan, factor: float
+) -> Prediction:
+    """A pipeline over all ranks of ``world``; ``factor`` multiplies the time of each pass."""
+    ranks, micro_batches = len(plan.memory), plan.num_micro_batches
+    crowd, k = machine.crowd(world), candidate.accumulate
+    alone, phases = model.phases[min(model.phases)], model.at_once(crowd, machine.slowdown_of(crowd))
+    both_s = (phases.forward_s + phases.backward_s) / (alone.forward_s + alone.backward_s)
+    cost = machine.reference("pipeline_1f1b", world)
+    stages = plan.stages
+    forward_s = [factor * both_s * stage.forward_s + cost.pass_s for stage in stages]
+    backward_s = [factor * both_s * stage.backward_s + cost.pass_s for stage in stages]
+    per_host = max(1, ranks // world.nodes)
+    cuts_s = [
+        (machine.inside if (i % ranks) // per_host == ((i + 1) % ranks) // per_host else machine.link_between(world))
+        .times(cost.scale)
+        .seconds(stage.output_bytes)
+        for i, stage in enumerate(stages[:-1])
+    ]
+    orders = schedule_orders(plan.schedule, ranks, len(stages) // ranks, micro_batches)
+    total_s = step_time(orders, forward_s, backward_s, cuts_s)
+    without_s = step_time(orders, forward_s, backward_s, [0.0] * len(cuts_s))
+    busy_s = max(
+        micro_batches * sum(forward_s[i] + backward_s[i] for i in range(rank, len(stages), ranks))
+        for rank in range(ranks)
+    )
+    share = max(rank.parameters_bytes for rank in plan.memory) / max(1, model.held.parameters_bytes)
+    fullest = plan.largest_memory
+    return Prediction(
+        candidate=candidate,
+        world=world,
+        compute_s=k * busy_s,
+        exposed_s=k * (total_s - without_s),
+        bubble_s=k * (without_s - busy_s),
+        optimizer_s=phases.optimizer_s * share,
+        input_s=k * phases.input_s,
+        other_s=k * phases.other_s + cost.fixed_s,
+        uncertainty=max(plan.spread / 2, _uncertainty(phases, busy_s, total_s - without_s, machine, world)),
+        samples=k * model.samples,
+        memory=HeldBytes(fullest.parameters_bytes, fullest.gradients_bytes, fullest.optimizer_bytes),
+        activations_bytes=fullest.activations_bytes + fullest.recomputed_bytes,
+        sent_bytes={
+            "network" if world.nodes > 1 else "host": k * 2.0 * micro_batches * max(s.output_bytes for s in stages)
+        },
+    )
+
+
+def _tensor_split(model: ModelProfile, machine: Machine, candidate: Candidate, world: World) -> Prediction:
+    part = model.splits.get(world.size)
+    if part is None:
+        raise ImpossibleError(f"layers split over {world.size} ranks were not measured")
+    return _split(model, machine, candidate, world, part)
+
+
+def _split(model: ModelProfile, machine: Machine, candidate: Candidate, world: World, part: SplitPart) -> Prediction:
+    crowd, k = machine.crowd(world), candidate.accumulate
+    phases = model.at_once(crowd, machine.slowdown_of(crowd), part.phases)
+    cost = machine.reference("tensor_split", world)
+    collectives_s = sum(cost.scale * machine.all_reduce_s(world, size) + cost.pass_s for _, size in part.collectives)
+    bytes_ = float(sum(size for _, size in part.collectives))
+    sent = {"network": 2 * (world.nodes - 1) / world.nodes * bytes_} if world.nodes > 1 else {"host": bytes_}
+    compute_s = phases.forward_s + phases.backward_s
+    return Prediction(
+        candidate=candidate,
+        world=world,
+        compute_s=k * compute_s,
+        exposed_s=k * collectives_s,
+        optimizer_s=phases.optimizer_s,
+        input_s=k * phases.input_s,
+        other_s=k * phases.other_s + cost.fixed_s,
+        uncertainty=_uncertainty(phases, compute_s, collectives_s, machine, world),
+        samples=k * model.samples,
+        memory=part.held,
+        activations_bytes=part.activations_bytes,
+        sent_bytes={link: k * each for link, each in sent.items()},
+    )
+
+
+def _hybrid(model: ModelProfile, machine: Machine, candidate: Candidate, world: World) -> Prediction:
+    """A mesh data x pipeline x tensor: that of the options, or the fastest."""
+    asked = [candidate.options.get(f"{axis}_parallel_size") for axis in ("data", "pipeline", "tensor")]
+    found = []
+    for tensor in _divisors(world.size):
+        for pipeline in _divisors(world.size // tensor):
+            mesh = (world.size // tensor // pipeline, pipeline, tensor)
+            if all(wanted in (None, size) for wanted, size in zip(asked, mesh, strict=True)):
+                try:
+                    found.append(_mesh(model, machine, candidate, world, mesh))
+                except ImpossibleError:
+                    continue
+    if not found:
+        raise ImpossibleError(f"no mesh of {world.size} ranks was measured")
+    return max(found, key=lambda one: one.samples_per_s)
+
+
+def _mesh(
+    model: ModelProfile, machine: Machine, candidate: Candidate, world: World, mesh: tuple[int, int, int]
+) -> Prediction:
+    """Neighbouring ranks split layers, then form pipelines; gradients of a rank's part are averaged between these."""
+    data, pipeline, tensor = mesh
+    if pipeline > 1 and tensor > 1:
+        raise ImpossibleError("a mesh with both pipelines and split layers is not predicted")
+    inner = _inner(world, pipeline * tensor)
+    named = replace(candidate, options={"data_parallel_size": data, "pipeline_parallel_size": pipeline,
+                                        "tensor_parallel_size": tensor})  # fmt: skip
+    if pipeline > 1:
+        base = _pipeline(model, machine, Candidate("pipeline_1f1b", candidate.options), inner)
+    elif tensor > 1:
+        base = _tensor_split(model, machine, candidate, inner)
+    else:
+        base = _data_parallel(model, machine, Candidate("ring_ddp"), world)
+        return replace(base, candidate=named)
+    crowd, inner_crowd = machine.crowd(world), machine.crowd(inner)
+    slower = machine.slowdown_of(crowd) / machine.slowdown_of(inner_crowd)
+    outer = World(min(world.nodes, data), max(1, data // world.nodes))
+    reduce_s = machine.all_reduce_s(outer, base.memory.gradients_bytes) if data > 1 else 0.0
+    return replace(
+        base,
+        candidate=named,
+        world=world,
+        compute_s=base.compute_s * slower,
+        exposed_s=base.exposed_s + reduce_s,
+        samples=base.samples * data,
+    )
+
+
+def _inner(world: World, size: int) -> World:
+    """The ranks of one pipeline or tensor group: neighbours, so on as few hosts as they fill."""
+    return World(1, size) if size <= world.devices else World(size // world.devices, world.devices)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _uncertainty(phases: Phases, compute_s: float, exposed_s: float, machine: Machine, world: World) -> float:
+    """Half of the interval: the spread of the measured steps, and what is not known about the transfers."""
+    share = exposed_s / (compute_s + exposed_s) if exposed_s else 0.0
+    measured = any(each.world == world for each in machine.references)
+    transfers = share * (0.1 if measured else 0.3)
+    return sqrt(_LEAST_UNCERTAINTY**2 + (phases.spread / 2) ** 2 + transfers**2)

@@ -1,0 +1,142 @@
+"""Predictions of strategies as a table, as a plot of the terminal or a picture, and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from io import BytesIO
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightning_multigpu.planning.numbers import number, size
+from lightning_multigpu.planning.scaling.ranking import Ranking, memory_text
+from lightning_multigpu.planning.scaling.step_model import Prediction
+
+SCHEMA_VERSION = 1
+_BAR = 40
+_LIMITS = {"exposed communication": "communication"}
+
+
+def print_ranking(console: Console, ranking: Ranking) -> None:
+    """Prints the model, the table, the plot, what is impossible, and the explanation."""
+    model, one = ranking.model, ranking.one
+    console.print(
+        f"{model.name}: {model.parameters:,} parameters, {model.samples} samples a batch and rank; on one device "
+        f"{number(1e3 * one.step_s)} ms a step, {number(one.samples_per_s)} samples/s",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("strategy", no_wrap=True)
+    for title in ("hosts x devices", "step ms", "x one", "effi- ciency", "compute", "comm.", "bubble", "memory"):
+        longest = max(map(len, title.split()))
+        table.add_column(title, justify="right", min_width=longest, no_wrap=title == "memory")
+    table.add_column("limit", no_wrap=True)
+    for each in [*ranking.predictions, *ranking.too_large]:
+        table.add_row(*_row(each, one, fits=each not in ranking.too_large))
+    console.print(table)
+    for line in plot(ranking):
+        console.print(line, highlight=False, soft_wrap=True)
+    for candidate, world, reason in ranking.impossible:
+        console.print(f"not {candidate} on {world}: {reason}", highlight=False, soft_wrap=True)
+    if ranking.predictions:
+        first = ranking.first
+        console.print(f"memory of {first.candidate}: {memory_text(first)}", highlight=False, soft_wrap=True)
+    console.print()
+    for line in ranking.explanation():
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _row(each: Prediction, one: Prediction, *, fits: bool) -> list[str]:
+    def share(seconds: float) -> str:
+        return f"{100 * seconds / each.step_s:.0f} %"
+
+    return [
+        str(each.candidate),
+        str(each.world),
+        number(1e3 * each.step_s),
+        f"{each.samples_per_s / one.samples_per_s:.2f}",
+        f"{100 * each.efficiency(one):.0f} %",
+        share(each.compute_s),
+        share(each.exposed_s),
+        share(each.bubble_s),
+        size(each.memory_bytes),
+        _LIMITS.get(each.limit, each.limit) if fits else "memory",
+    ]
+
+
+def plot(ranking: Ranking) -> list[str]:
+    """Bars of samples a second, the best of each strategy."""
+    best: dict[str, Prediction] = {}
+    for each in ranking.predictions:
+        best.setdefault(each.candidate.strategy, each)
+    most = max((each.samples_per_s for each in best.values()), default=1.0)
+    width = max((len(name) for name in best), default=0)
+    return [
+        f"{name:<{width}}  {'#' * max(1, round(_BAR * each.samples_per_s / most)):<{_BAR}}  "
+        f"{number(each.samples_per_s)} samples/s on {each.world}"
+        for name, each in best.items()
+    ]
+
+
+def as_json(ranking: Ranking) -> dict[str, Any]:
+    """The object of ``plan --json``."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": {"name": ranking.model.name, "parameters": ranking.model.parameters, "samples": ranking.model.samples},
+        "machine": ranking.machine.name,
+        "one_device": _prediction(ranking.one),
+        "predictions": [_prediction(each) for each in ranking.predictions],
+        "too_large": [_prediction(each) for each in ranking.too_large],
+        "impossible": [
+            {"strategy": str(candidate), "world": list(world), "reason": reason}
+            for candidate, world, reason in ranking.impossible
+        ],
+        "remedies": [{"change": each.change, **_prediction(each.prediction)} for each in ranking.remedies],
+        "explanation": ranking.explanation(),
+    }
+
+
+def _prediction(each: Prediction) -> dict[str, Any]:
+    return {
+        "strategy": each.candidate.strategy,
+        "options": dict(each.candidate.options),
+        "accumulate_grad_batches": each.candidate.accumulate,
+        "world": list(each.world),
+        "step_s": each.step_s,
+        "interval_s": list(each.interval_s),
+        "parts_s": each.parts_s,
+        "hidden_s": each.hidden_s,
+        "samples_per_s": each.samples_per_s,
+        "memory": {**asdict(each.memory), "activations_bytes": each.activations_bytes},
+        "sent_bytes": dict(each.sent_bytes),
+        "limit": each.limit,
+    }
+
+
+def picture(ranking: Ranking, suffix: str = ".svg") -> bytes:
+    """Samples a second over devices, a line for each strategy, beside the line of perfect scaling.
+
+    Args:
+        ranking: with predictions.
+        suffix: of the file: ".svg", ".png" or ".pdf".
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    of_strategy: dict[str, list[tuple[int, float]]] = {}
+    for each in ranking.predictions:
+        of_strategy.setdefault(str(each.candidate), []).append((each.world.size, each.samples_per_s))
+    for name, points in of_strategy.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
+    sizes = sorted({1, *(each.world.size for each in ranking.predictions)})
+    axes.plot(sizes, [n * ranking.one.samples_per_s for n in sizes], "k--", linewidth=1, label="one device x devices")
+    axes.set_xlabel("devices")
+    axes.set_ylabel("samples/s")
+    axes.legend(fontsize="small")
+    buffer = BytesIO()
+    figure.savefig(buffer, format=suffix.removeprefix("."))
+    return buffer.getvalue()
