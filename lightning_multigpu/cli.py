@@ -85,8 +85,6 @@ _BENCHES = {
     "collectives": "time, bandwidth and correctness of every collective, on each back end",
     "strategies": "the training step of one model under several strategies, and what communication costs",
 }
-_PIPELINE = {"plan": "the split, and the predicted time and memory for several numbers of micro-batches"}
-_TENSOR = {"plan": "the layers that would be split, each rank's memory, and what each block sends"}
 COMMANDS: tuple[Command, ...] = (
     Command("new", "write a small project that trains at once", "new"),
     Command("fit", "train a model", "early_checks"),
@@ -94,8 +92,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("test", "run a model over its test data", "early_checks"),
     Command("predict", "compute a model's predictions", "early_checks"),
     Command("strategies", "list the training strategies and what they send", "strategies"),
-    Command("pipeline", "predict a pipeline's step time and memory, without training", "plans.pipeline", _PIPELINE),
-    Command("tensor", "show how layers would be split over ranks, without training", "plans.tensor", _TENSOR),
+    Command("plan", "predict step time, memory and scaling under every strategy, without training", "plans.plan"),
     Command("compare", "profile one configuration under several strategies", "compare"),
     Command("report", "show the profile of a run, or compare those of several", "profiles"),
     Command("bench", "time collectives or strategies on this machine", "benches.bench", _BENCHES),
@@ -148,6 +145,9 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if name in commands:
         return commands[name].run(rest)
     known = ", ".join(commands)
+    if name in ("pipeline", "tensor"):
+        now = "--blocks" if name == "tensor" else "--strategies pipeline_1f1b --micro-batches 1 2 4 8"
+        raise UsageError(f"'{name} plan' is now '{PROGRAM} plan {now}'")
     if not name:
         raise UsageError(f"a command is needed, one of {known}; {PROGRAM} --help describes them")
     if name.startswith("-"):

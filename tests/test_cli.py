@@ -168,11 +168,11 @@ class TestWithoutLightning:
 
     LINES = (
         "--help", "--version", "strategies", "strategies --json", "strategies --jsno", "fitt", "bench", "bench --help",
-        "pipeline --help", "emulate --help", "fit --trainer.max_epoch=3", "validate --strategy=ring_ddp",
+        "pipeline plan", "emulate --help", "fit --trainer.max_epoch=3", "validate --strategy=ring_ddp",
         "fit --config=no.yaml", "fit --config=run.yaml", "fit --help", "validate -h", "bench strategies --help",
-        "bench collectives --help", "pipeline plan --help", "tensor plan --help", "bench strategies --model=resnet",
+        "bench collectives --help", "plan --help", "plan --blocks --nodes=2", "bench strategies --model=resnet",
         "bench collectives --jsno", "bench strategies --strategies ring_dpd", "bench strategies --model=project.Modl",
-        "pipeline plan --jsno=a", "bench collectives --backends glo", "fit --model=projct.Model",
+        "plan --jsno=a", "bench collectives --backends glo", "fit --model=projct.Model",
         "fit --model=project.Modl", "fit --model=project.Model --trainer.strategy=ring_dpp", "fit --resume=no",
         "validate --ckpt_path=no.ckpt", "doctor --help", "doctor --jsno",
         "fit --model=project.Model --trainer.callbacks+=lightning.pytorch.callbacks.EarlyStoping",

@@ -32,7 +32,7 @@ def print_plans(console: Console, plans: PipelinePlans, link_gbit: float | None)
 
 
 def as_json(plans: PipelinePlans, link_gbit: float | None) -> dict[str, Any]:
-    """The object of ``--json``, whose keys :mod:`lightning_multigpu.commands.plans.pipeline_plan` describes."""
+    """The object of ``--json``, whose keys :mod:`lightning_multigpu.commands.plans.plan` describes."""
     may_be_fastest = [plans.fastest, *plans.alike]
     return {
         "num_ranks": plans.num_ranks,

@@ -28,7 +28,7 @@ Version 2::
     METRICS = {KEY: {"median": number, "p95": number, "mean": number, "last": number}}
     SERVERS = {"servers": [{"server": int, "bytes_in": int, "bytes_out": int, "queue_ms": number}],
                "workers": [{"rank": int, "updates": int, "staleness": {"median": int, "p95": int, "max": int}}]}
-    SPLIT = the object of "tensor plan --json", without its version
+    SPLIT = the object of "plan --blocks --json", without its version
     PIPELINE = {"schedule": str, "stages_per_rank": int, "pipelines": [{**STEP, "ranks": [RANK]}]}
     STEP = {"num_micro_batches": int, "wall_s": number, "bubble": number, "theoretical_bubble": number}
     RANK = {"rank": int, "stages": [int], **PASSES, **TIMES, **MEMORY}
@@ -77,8 +77,8 @@ if no such step was timed, in a fit of fewer than three batches of a shape for e
 backward at a time in the first such step, without parameters and buffers, each piece of memory once; and on GPUs
 ``device_peak_bytes``, the most that torch had allocated. Keys of figures that were not measured are absent.
 ``predicted_parameters_bytes``, ``predicted_gradients_bytes`` and ``predicted_optimizer_bytes`` are the predictions of
-``pipeline plan`` for the rank, by the split and the optimizers' classes; reports of earlier versions of this package
-lack them.
+``plan --micro-batches`` for the rank, by the split and the optimizers' classes; reports of earlier versions of this
+package lack them.
 """
 
 SCHEMA_VERSION = 2

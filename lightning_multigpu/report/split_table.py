@@ -40,7 +40,7 @@ def print_plan(console: Console, plan: SplitPlan) -> None:
 
 
 def as_json(plan: SplitPlan) -> dict[str, Any]:
-    """The object of ``--json``, whose keys :mod:`lightning_multigpu.commands.plans.tensor_plan` describes."""
+    """The object of ``--json``, whose keys :mod:`lightning_multigpu.commands.plans.plan` describes."""
     return asdict(plan)
 
 

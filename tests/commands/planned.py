@@ -1,4 +1,4 @@
-"""A module and data of which ``pipeline plan`` makes plans, and what was done with them."""
+"""A module and data of which ``plan --micro-batches`` makes plans, and what was done with them."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_settings_and_options(script: Path) -> None:
     assert completed(script, "emulate", "--no") == ["--nodes"]
     assert completed(script, "strategies", "--j") == ["--json"]
     assert completed(script, "bench", "collectives", "--supp") == ["--support"]
-    assert completed(script, "pipeline", "plan", "--link") == ["--link-gbit"]
+    assert completed(script, "plan", "--link") == ["--link-gbit"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``lightning-multigpu pipeline plan``: what it predicts, what it refuses, and that it leaves everything alone."""
+"""``lightning-multigpu plan --micro-batches``: what it predicts and refuses, and that it leaves everything alone."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def planned(*options: str) -> dict[str, Any]:
-    assert main(["pipeline", "plan", "--config=run.yaml", "--json=plan.json", *options]) == 0
+    assert main(["plan", "--config=run.yaml", "--json=plan.json", *options]) == 0
     document: dict[str, Any] = json.loads(Path("plan.json").read_text())
     return document
 
 
 def test_what_is_printed(capsys: pytest.CaptureFixture[str], project: Path) -> None:
-    assert main(["pipeline", "plan", "--num-micro-batches", "1", "4", "--config=run.yaml"]) == 0
+    assert main(["plan", "--micro-batches", "1", "4", "--config=run.yaml"]) == 0
     captured = capsys.readouterr()
     assert "Measures the layers on one device" in captured.err, "some minutes passed without a word"
     printed = captured.out
@@ -93,13 +93,13 @@ def test_batch_is_the_one_that_would_be_trained_on(project: Path) -> None:
     """A configuration with GlobalBatchSize was planned with the batch size of its data, which fit does not use."""
     callback = "{class_path: lightning_multigpu.callbacks.GlobalBatchSize, init_args: {global_batch_size: 4}}"
     (project / "run.yaml").write_text(f"{CONFIG}  callbacks: [{callback}]\n")
-    assert planned("--num-micro-batches=2")["batch_samples"] == 4
+    assert planned("--micro-batches=2")["batch_samples"] == 4
     beside_another = ("--trainer.devices=4", "--trainer.strategy.pipeline_parallel_size=2")
-    assert planned("--num-micro-batches=2", *beside_another)["batch_samples"] == 2
+    assert planned("--micro-batches=2", *beside_another)["batch_samples"] == 2
 
 
 def test_keys_of_the_document() -> None:
-    found = planned("--num-micro-batches=2")
+    found = planned("--micro-batches=2")
     assert {key: found[key] for key in list(found)[:7]} == {
         "schema_version": 2,
         "num_ranks": 2,
@@ -127,7 +127,7 @@ def test_keys_of_the_document() -> None:
 
 
 def test_one_micro_batch_runs_through_all_stages_and_back() -> None:
-    found = planned("--num-micro-batches=1")
+    found = planned("--micro-batches=1")
     [plan] = found["plans"]
     assert plan["step_s"] == pytest.approx(sum(s["forward_s"] + s["backward_s"] for s in plan["stages"]))
     assert plan["bubble"] == pytest.approx(1 / 2)
@@ -137,7 +137,7 @@ def test_one_micro_batch_runs_through_all_stages_and_back() -> None:
 
 @pytest.mark.parametrize(("optimizer", "states"), [("Adam", 2), ("SGD", 0)])
 def test_memory_counts_what_a_rank_holds(optimizer: str, states: int) -> None:
-    found = planned("--num-micro-batches=4", f"--model.optimizer={optimizer}")
+    found = planned("--micro-batches=4", f"--model.optimizer={optimizer}")
     before, behind = LAYER_BYTES, 4 * WIDTH
     samples = SAMPLES // 4
     # Under 1f1b the first stage has two micro-batches in memory. It keeps the inputs of "before" and of its two layers;
@@ -175,7 +175,7 @@ class WideModel(Model):
 def test_layers_that_run_again_take_longer_and_keep_their_input() -> None:
     model = "--model=tests.commands.test_pipeline_plan.WideModel"
     plain, again = (
-        planned(model, "--num-micro-batches", "4", "1", f"--trainer.strategy.activation_checkpointing={choice}")
+        planned(model, "--micro-batches", "4", "1", f"--trainer.strategy.activation_checkpointing={choice}")
         for choice in ("false", "true")
     )
     for before, after in zip(plain["plans"][1]["stages"], again["plans"][1]["stages"], strict=True):
@@ -192,27 +192,63 @@ def test_layers_that_run_again_take_longer_and_keep_their_input() -> None:
 
 def test_a_bandwidth_makes_steps_longer() -> None:
     """Two samples of 64 bytes at 1 Mbit/s take 1.024 ms, one way."""
-    [plan] = planned("--num-micro-batches=4", "--link-gbit=0.001")["plans"]
+    [plan] = planned("--micro-batches=4", "--link-gbit=0.001")["plans"]
     assert [stage["transfer_s"] for stage in plan["stages"]] == pytest.approx([1.024e-3] * 2)
     assert plan["step_s"] > 4 * 1.024e-3
 
 
 def test_usual_numbers_of_micro_batches_as_far_as_there_are_samples() -> None:
-    numbers = [plan["num_micro_batches"] for plan in planned()["plans"]]
+    numbers = [plan["num_micro_batches"] for plan in planned("--micro-batches")["plans"]]
     assert numbers == [1, 2, 4, 8]
-    numbers = [plan["num_micro_batches"] for plan in planned("--trainer.strategy.num_micro_batches=3")["plans"]]
+    numbers = [
+        plan["num_micro_batches"]
+        for plan in planned("--micro-batches", "--trainer.strategy.num_micro_batches=3")["plans"]
+    ]
     assert numbers == [1, 2, 3, 4, 8]
 
 
 def test_schedules_beside_each_other() -> None:
-    plans = planned("--num-micro-batches=4", "--schedules", "gpipe", "zero-bubble")["plans"]
+    plans = planned("--micro-batches=4", "--strategies", "gpipe", "pipeline_zero_bubble")["plans"]
     assert [(plan["schedule"], len(plan["stages"])) for plan in plans] == [("gpipe", 2), ("zero_bubble", 4)]
     assert [stage["rank"] for stage in plans[1]["stages"]] == [1, 0, 1, 0]
 
 
+def test_model_parallel_is_gpipe_with_one_micro_batch() -> None:
+    """Beside another pipeline, gpipe with 2 and 4 micro-batches was not asked for."""
+    plans = planned("--micro-batches", "2", "4", "--strategies", "model_parallel", "pipeline_1f1b")["plans"]
+    found = [(plan["schedule"], plan["num_micro_batches"]) for plan in plans]
+    assert found == [("gpipe", 1), ("1f1b", 2), ("1f1b", 4)]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "lightning_multigpu.RingDDPStrategy"])
+def test_a_pipeline_takes_the_place_of_a_strategy_that_is_none(strategy: str) -> None:
+    plans = planned(f"--trainer.strategy={strategy}", "--micro-batches=2", "--strategies", "pipeline_1f1b", "gpipe")[
+        "plans"
+    ]
+    assert [(plan["schedule"], plan["module"]) for plan in plans] == [("1f1b", "layers"), ("gpipe", "layers")]
+
+
+def test_a_plan_of_all_strategies_is_the_planners(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("lightning_multigpu.commands.plans.scaling_cli.run", lambda *a: asked.append(a) or 3)
+    rest = ["--config=run.yaml", "--trainer.strategy=ring_ddp"]
+    assert main(["plan", "--nodes", "1", "2", *rest, "--devices=4", "--strategies", "dp", "gpipe:balance=time"]) == 3
+    [(arguments, options)] = asked
+    assert (arguments, options.nodes, options.devices) == (rest, [1, 2], [4])
+    assert options.strategies == ["dp", "gpipe:balance=time"]
+
+
+@pytest.mark.parametrize(
+    ("command", "now"), [("pipeline", "--strategies pipeline_1f1b --micro-b"), ("tensor", "--blocks")]
+)
+def test_the_commands_of_before_name_this_one(command: str, now: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "plan", "--config=run.yaml"]) == 2
+    assert f"'{command} plan' is now 'lightning-multigpu plan {now}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("balance", ["time", "memory", "[1,3]"])
 def test_the_split_is_that_of_the_strategy(balance: str) -> None:
-    found = planned("--num-micro-batches=2", f"--trainer.strategy.balance={balance}")
+    found = planned("--micro-batches=2", f"--trainer.strategy.balance={balance}")
     bounds = [stage["layers"] for stage in found["plans"][0]["stages"]]
     assert bounds[0][0] == 0
     assert bounds[0][1] == bounds[1][0]
@@ -226,12 +262,12 @@ def test_the_split_is_that_of_the_strategy(balance: str) -> None:
 
 def test_each_of_several_pipelines_takes_a_batch_of_the_loader() -> None:
     """The plan was for half of the batch that each of the two trains on."""
-    found = planned("--trainer.devices=4", "--trainer.strategy.pipeline_parallel_size=2", "--num-micro-batches=2")
+    found = planned("--trainer.devices=4", "--trainer.strategy.pipeline_parallel_size=2", "--micro-batches=2")
     assert (found["num_ranks"], found["num_pipelines"], found["batch_samples"]) == (2, 2, SAMPLES)
 
 
 def test_the_picture_has_a_panel_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    planned("--num-micro-batches", "1", "2", "--picture=plan.svg")
+    planned("--micro-batches", "1", "2", "--picture=plan.svg")
     assert capsys.readouterr().out.endswith("\nPlans as JSON: plan.json\nPicture: plan.svg\n")
     texts = [element.text or "" for element in ElementTree.parse("plan.svg").iter() if element.tag.endswith("text")]
     assert [text.partition(":")[0] for text in texts if text.startswith("1f1b")] == ["1f1b, M = 1", "1f1b, M = 2"]
@@ -239,7 +275,7 @@ def test_the_picture_has_a_panel_a_plan(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_nothing_is_trained() -> None:
-    planned("--num-micro-batches", "2", "8")
+    planned("--micro-batches", "2", "8")
     [model] = Model.made
     assert events == ["step"] * events.count("step") + ["teardown"]
     assert len(events) > 1
@@ -252,16 +288,21 @@ def test_nothing_is_trained() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--num-micro-batches 0", "argument --num-micro-batches: '0': pass a whole number of at least 1"),
+        ("--micro-batches 0", "argument --micro-batches: '0': pass a whole number of at least 1"),
         ("--trainer.strategy.activation_checkpointing=[Block]",
          "activation_checkpointing=['Block'] names no layer of 'layers', whose layers are of the classes Linear"),
-        ("--num-micro-batches 2 9", "num_micro_batches=9: the first batch of a pipeline has 8 samples, and each "
+        ("--micro-batches 2 9", "num_micro_batches=9: the first batch of a pipeline has 8 samples, and each "
          "micro-batch needs one; pass 8 or less, or a larger batch"),
+        ("--blocks", "--micro-batches is no option with --blocks, which takes --json"),
+        ("--nodes 2", "--nodes is no option with --micro-batches, which takes --strategies, --link-gbit, --pict"),
+        ("--strategies gpipe ring_ddp", "--strategies=ring_ddp: with --micro-batches, pass names of pipelines, which "
+         "are model_parallel, gpipe, pipeline_1f1b, pipeline_interleaved, pipeline_zero_bubble; their options are "),
         ("--link-gbit 0", "argument --link-gbit: '0': pass a number above 0"),
-        ("--schedules gpip", "--schedules: 'gpip' is unknown. Did you mean 'gpipe'?"),
-        ("--schedules zero_bubble --trainer.strategy.activation_checkpointing=true",
+        ("--strategies gpip", "strategy='gpip' is unknown. Did you mean 'gpipe'?"),
+        ("--strategies pipeline_zero_bubble --trainer.strategy.activation_checkpointing=true",
          "activation_checkpointing under schedule='zero_bubble', whose backward has two parts"),
-        ("--schedules interleaved --trainer.strategy.balance=[1,3]", "balance=[1, 3] has 2 entries for 4 stages"),
+        ("--strategies pipeline_interleaved --trainer.strategy.balance=[1,3]",
+         "balance=[1, 3] has 2 entries for 4 stages"),
         ("--json no/such.json", "--json=no/such.json: there is no directory no; make it first"),
         ("--picture no/such.svg", "--picture=no/such.svg: there is no directory no; make it first"),
         ("--trainer.devices=1", "devices=1: a pipeline has a stage on each device and needs 2 or more; pass devices=2"),
@@ -284,45 +325,34 @@ def test_nothing_is_trained() -> None:
 def test_what_is_wrong_is_refused_in_one_message(
     options: str, message: str, capsys: pytest.CaptureFixture[str], project: Path
 ) -> None:
-    assert main(["pipeline", "plan", "--config=run.yaml", *options.split()]) == 2
+    assert main(["plan", "--config=run.yaml", "--micro-batches", *options.split()]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     [line] = [line for line in captured.err.splitlines() if "error:" in line]
-    assert line.startswith("lightning-multigpu pipeline: error: ")
+    assert line.startswith("lightning-multigpu plan: error: ")
     assert message in line
     assert "Traceback" not in captured.err
     if "Residual" not in options:  # which only shows when the layers run
         assert "step" not in events
 
 
-@pytest.mark.parametrize("arguments", [[], ["--config=run.yaml"]])
-def test_what_to_do_comes_first(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pipeline", *arguments]) == 2
-    assert "pipeline takes a word first, one of plan; lightning-multigpu pipeline --help" in capsys.readouterr().err
-
-
-def test_another_word(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pipeline", "plna"]) == 2
-    assert "'plna' is no word of pipeline; known are plan. Did you mean 'plan'?" in capsys.readouterr().err
-
-
 def test_help_names_every_option_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["pipeline", "plan", "--help"])
+        main(["plan", "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    for option in ("--num-micro-batches", "--schedules", "--link-gbit", "--picture", "--json"):
+    for option in ("--micro-batches", "--strategies", "--blocks", "--link-gbit", "--picture", "--json"):
         assert text.count(f"\n  {option} ") == 1
 
 
 def test_split_points_are_planned_as_they_are() -> None:
     points = ["--trainer.strategy.module=auto", "--trainer.strategy.split_points=[layers.2]"]
-    (plan,) = planned(*points, "--num-micro-batches=2")["plans"]
+    (plan,) = planned(*points, "--micro-batches=2")["plans"]
     assert [stage["layers"] for stage in plan["stages"]] == [[0, 1], [1, 2]]
     assert [stage["parameters_bytes"] for stage in plan["stages"]] == [2 * LAYER_BYTES, (LAYERS - 2) * LAYER_BYTES]
 
 
 def test_split_points_that_do_not_fill_the_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     points = ["--trainer.strategy.module=auto", "--trainer.strategy.split_points=[layers.1,layers.2]"]
-    assert main(["pipeline", "plan", "--config=run.yaml", *points]) != 0
+    assert main(["plan", "--config=run.yaml", "--micro-batches", *points]) != 0
     assert "makes 3 stages, and 2 ranks with 1 each have 2" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``lightning-multigpu tensor plan``: what would be split, without training."""
+"""``lightning-multigpu plan --blocks``: what would be split, without training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,15 @@ ROOT = str(Path(__file__).parents[2])
 @pytest.mark.launch
 def test_the_plan_of_a_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    command = ("-m", "lightning_multigpu", "tensor", "plan", *MODEL, "--trainer.strategy=tensor_split", "--json=a.json")
+    command = (
+        "-m",
+        "lightning_multigpu",
+        "plan",
+        "--blocks",
+        *MODEL,
+        "--trainer.strategy=tensor_split",
+        "--json=a.json",
+    )
     finished = job.run(str(tmp_path), *command, PYTHONPATH=ROOT)
     assert finished.returncode == 0, finished.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"], "no log, no checkpoint"
@@ -61,7 +69,7 @@ def test_the_plan_of_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Each of four ranks holds its part of its stage's layers."""
     monkeypatch.chdir(tmp_path)
     options = (*MODEL, "--trainer.devices=4", "--trainer.strategy=hybrid", "--json=a.json")
-    finished = job.run(str(tmp_path), "-m", "lightning_multigpu", "tensor", "plan", *options, PYTHONPATH=ROOT)
+    finished = job.run(str(tmp_path), "-m", "lightning_multigpu", "plan", "--blocks", *options, PYTHONPATH=ROOT)
     assert finished.returncode == 0, finished.stderr
     plan = json.loads(Path("a.json").read_text())
     held = [rank["parameters_bytes"] for rank in plan["ranks"]]
@@ -76,7 +84,7 @@ def test_another_strategy_is_refused(
     monkeypatch.setattr("sys.argv", ["lightning-multigpu"])
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         monkeypatch.setenv(name, "0")  # so that it is taken away again when a run sets it
-    assert main(["tensor", "plan", *MODEL, "--trainer.strategy=ring_ddp"]) == 2
+    assert main(["plan", "--blocks", *MODEL, "--trainer.strategy=ring_ddp"]) == 2
     assert (
         "strategy=RingDDPStrategy splits no layers here; pass --trainer.strategy=tensor_split"
         in capsys.readouterr().err
@@ -94,10 +102,11 @@ def test_the_time_of_stages_is_that_of_split_layers(tmp_path: Path, monkeypatch:
             "--trainer.devices=4",
             "--trainer.strategy=lightning_multigpu.HybridStrategy",
             "--trainer.strategy.tensor={sequence_split: true}",
+            "--strategies=pipeline_1f1b",
         ),
     }.items():
-        options = (*MODEL, *of_strategy, "--num-micro-batches=2", "--link-gbit=0.001", f"--json={name}.json")
-        finished = job.run(str(tmp_path), "-m", "lightning_multigpu", "pipeline", "plan", *options, PYTHONPATH=ROOT)
+        options = (*MODEL, *of_strategy, "--micro-batches=2", "--link-gbit=0.001", f"--json={name}.json")
+        finished = job.run(str(tmp_path), "-m", "lightning_multigpu", "plan", *options, PYTHONPATH=ROOT)
         assert finished.returncode == 0, finished.stderr
         plans[name] = json.loads(Path(f"{name}.json").read_text())
         assert finished.stdout.count("Pipeline over ") == 1, "the first rank prints"

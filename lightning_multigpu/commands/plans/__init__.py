@@ -1,1 +1,1 @@
-"""``lightning-multigpu pipeline plan`` and ``tensor plan``."""
+"""``lightning-multigpu plan`` and its two views."""

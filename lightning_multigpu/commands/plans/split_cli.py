@@ -1,7 +1,8 @@
-"""The run of ``lightning-multigpu tensor plan``, with Lightning's command line."""
+"""The run of ``lightning-multigpu plan --blocks``, with Lightning's command line."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,12 @@ from lightning_multigpu.strategies.tensor_parallel.hybrid import HybridStrategy
 from lightning_multigpu.strategies.tensor_parallel.tensor_split import TensorSplitStrategy
 
 SCHEMA_VERSION = 1
+
+
+def run(arguments: Sequence[str], options: argparse.Namespace) -> int:
+    """Plans for the ``arguments`` of ``fit``, and prints the plan and writes it as the ``options`` say."""
+    SplitCLI(arguments, options.json)
+    return 0
 
 
 class SplitCLI(TrainingCLI):

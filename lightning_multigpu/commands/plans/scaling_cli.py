@@ -1,0 +1,178 @@
+"""The planning of ``lightning-multigpu plan``, with Lightning's command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import yaml
+from rich.console import Console
+
+from lightning_multigpu.bench.strategies.contenders import contender
+from lightning_multigpu.commands.calibrate import FILE_NAME, cached_path, identity, this_machine
+from lightning_multigpu.commands.plans.measured_model import Subject, measured_model
+from lightning_multigpu.commands.training import TrainingCLI
+from lightning_multigpu.commands.usage import PROGRAM, UsageError
+from lightning_multigpu.planning.scaling.machine_model import Machine, World, differences, from_json
+from lightning_multigpu.planning.scaling.ranking import Ranking, ranked
+from lightning_multigpu.planning.scaling.step_model import Candidate
+from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.report import scaling_table
+from lightning_multigpu.strategies.pipeline.strategy import StagedStrategy
+from lightning_multigpu.strategies.steps.lone_steps import LoneStepsError
+
+
+def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
+    """Predicts every strategy in every world that was asked for.
+
+    Args:
+        arguments: options of ``fit``.
+        wanted: the options of the plan.
+
+    Raises:
+        UsageError: a setting makes training or planning impossible.
+    """
+    torch.set_num_threads(1)  # ranks are forked from this process
+    cli = ScalingCLI(arguments, wanted)
+    ranking = cli.ranking
+    console = Console(file=sys.stdout)
+    scaling_table.print_ranking(console, ranking)
+    if wanted.picture is not None:
+        wanted.picture.write_bytes(scaling_table.picture(ranking, wanted.picture.suffix))
+        print(f"Picture: {wanted.picture}")
+    if wanted.json is not None:
+        wanted.json.write_text(json.dumps(scaling_table.as_json(ranking), indent=2) + "\n")
+        print(f"Plans as JSON: {wanted.json}")
+    if wanted.write is not None:
+        wanted.write.write_text(cli.configuration())
+        print(f"Configuration of {ranking.first.candidate}: {wanted.write}")
+    return 0
+
+
+class ScalingCLI(TrainingCLI):
+    """Makes the same objects as ``fit``, and plans instead of training.
+
+    Args:
+        arguments: options of ``fit``.
+        wanted: the options of the plan.
+
+    Attributes:
+        ranking: the predictions.
+
+    Raises:
+        UsageError: a setting makes training or planning impossible.
+    """
+
+    ranking: Ranking
+
+    def __init__(self, arguments: Sequence[str], wanted: argparse.Namespace) -> None:
+        self._wanted = wanted
+        super().__init__(["fit", *arguments])
+
+    def fit(self, model: pl.LightningModule, datamodule: pl.LightningDataModule | None = None, **_: Any) -> None:
+        """Plans; LightningCLI calls this in place of ``Trainer.fit``."""
+        wanted, trainer = self._wanted, self.trainer
+        strategy: Any = trainer.strategy
+        device = (getattr(strategy, "parallel_devices", None) or [strategy.root_device])[0]
+        machine = machine_of(wanted, device.type)
+        if wanted.link_gbit:
+            machine = machine.with_link(wanted.link_gbit)
+        worlds = self._worlds(machine)
+        accumulate = trainer.accumulate_grad_batches
+        candidates = [
+            Candidate(name, options, accumulate)
+            for name, options in map(strategy_of, wanted.strategies or [regime.name for regime in REGIMES])
+            if not name.endswith("_spawn")
+        ]
+        subject = Subject(
+            module=model,
+            datamodule=datamodule,
+            trainer_settings=self.config_init["fit"]["trainer"],
+            callbacks=trainer.callbacks,  # type: ignore[attr-defined]
+            device=device,
+            pipeline_options=strategy.pipeline_options if isinstance(strategy, StagedStrategy) else None,
+        )
+        print(f"Measures {type(model).__name__} on {device}; nothing is trained", file=sys.stderr, flush=True)
+        numbers = {int(c.options["num_micro_batches"]) for c in candidates if "num_micro_batches" in c.options}
+        try:
+            profile = measured_model(
+                subject,
+                machine,
+                worlds,
+                [candidate.strategy for candidate in candidates],
+                num_micro_batches=sorted(numbers),
+                tell=lambda what: print(f"  {what}", file=sys.stderr, flush=True),
+            )
+        except LoneStepsError as error:
+            raise UsageError(str(error)) from error
+        self.ranking = ranked(profile, machine, candidates, worlds)
+
+    def _worlds(self, machine: Machine) -> list[World]:
+        wanted, trainer = self._wanted, self.trainer
+        devices = wanted.devices or [max(2, trainer.num_devices)]
+        usual = [1, 2, 4, 8] if machine.between is not None else [1]
+        return [World(n, d) for n in wanted.nodes or usual for d in devices]
+
+    def configuration(self) -> str:
+        """The configuration that ``fit`` takes, with the strategy that is ranked first."""
+        settings, first = self._settings(), self.ranking.first
+        classes = {regime.name: regime for regime in REGIMES}
+        regime = classes[first.candidate.strategy]
+        options = {**regime.options, **first.candidate.options}
+        trainer = settings["trainer"]
+        trainer["strategy"] = (
+            {"class_path": regime.class_path, "init_args": options} if first.candidate.options else regime.name
+        )
+        trainer["devices"], trainer["num_nodes"] = first.world.devices, first.world.nodes
+        return yaml.safe_dump(settings, sort_keys=False)
+
+
+def strategy_of(text: str) -> tuple[str, dict[str, Any]]:
+    """A registered name and its options, from ``name`` or ``name:option=value``.
+
+    Raises:
+        UsageError: there is no such strategy or option.
+    """
+    name, _, rest = text.partition(":")
+    if not rest:
+        return name.lower(), {}
+    try:
+        found = contender(text)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    fixed = next((regime.options for regime in REGIMES if regime.name == name.lower()), {})
+    options = {option: value for option, value in found.options.items() if fixed.get(option) != value}
+    return name.lower(), options
+
+
+def machine_of(wanted: argparse.Namespace, device_type: str) -> Machine:
+    """The machine of ``--machine``, of ``--preset``, or of the last ``calibrate``.
+
+    Raises:
+        UsageError: there is none, or it is of another kind of device.
+    """
+    paths = [wanted.machine] if wanted.machine else [Path(FILE_NAME), cached_path()]
+    path = next((each for each in paths if each.is_file()), None)
+    if path is None:
+        raise UsageError(
+            f"{paths[-1]}: there is no such file; run '{PROGRAM} calibrate', which takes a minute, or name a machine "
+            "by --preset"
+        )
+    try:
+        machine = from_json(path.read_text(), str(path))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if machine.device_type != device_type:
+        raise UsageError(
+            f"{path} is of {machine.device_type} devices, and the configuration trains on {device_type}; pass "
+            f"--trainer.accelerator, or calibrate with --accelerator={device_type}"
+        )
+    for difference in differences(machine, identity(this_machine(device_type))):
+        print(f"warning: {path}: {difference}; calibrate again for better predictions", file=sys.stderr)
+    return machine
