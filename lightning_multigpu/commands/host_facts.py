@@ -194,8 +194,10 @@ def _gpus() -> Facts:
         }
 
     found, reason = read_nvml(read)
+    if found:
+        return found
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return found or {"gpus": names, "driver": None, "gpus_joined_by": None, "nvml": reason}
+    return {"gpus": names, "driver": None, "gpus_joined_by": None, "nvml": reason}
 
 
 def _text(name: str, value: Any) -> str:

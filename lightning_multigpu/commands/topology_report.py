@@ -188,8 +188,9 @@ def lines(document: dict[str, Any]) -> list[str]:
 def _lines_of_host(host: dict[str, Any], speeds: dict[str, str]) -> list[str]:
     """Tables of facts, links and paths; ``speeds`` of send_recv stand over the paths."""
     chip, obstacles = host["processor"], "; ".join(host["gpudirect_obstacles"])
-    caches = ", ".join(f"{count} x {size(of)} {name}" for name, (of, count) in chip["caches"].items())
-    facts = [("processor", f"sockets {chip['sockets']}, cores {chip['cores']}, threads {chip['threads']}; {caches}")]
+    caches = [f"{count} x {size(of)} {name}" for name, (of, count) in chip["caches"].items()]
+    parts = [f"{kind} {chip[kind]}" for kind in ("sockets", "cores", "threads")]
+    facts = [("processor", ", ".join(parts + caches))]
     facts += [(f"NUMA{node}", f"threads {threads}") for node, threads in chip["numa_nodes"].items()]
     for index, gpu in enumerate(host["gpus"]):
         nvlinks = f", {len(gpu['nvlinks'])} NVLinks {gpu['nvlink_generation'] or ''}" if gpu["nvlinks"] else ""

@@ -183,12 +183,11 @@ def gpudirect_obstacles(gpus: Mapping[str, Location], devices: Iterable[NetworkD
 
 
 def paths(transport: str, inside: str | None, network: str) -> tuple[str, str | None]:
-    """The path of a strategy's bytes between ranks of one host, and of two hosts (None: it trains on one host).
+    """The path of bytes between ranks of one host, and of two hosts (None: the strategy trains on one host).
 
     Args:
-        transport: see :class:`~lightning_multigpu.registry.Regime`.
-        inside: the path between GPUs of a host; None for ranks on CPUs.
-        network: the path between GPUs of two hosts, one of :data:`NETWORKS`.
+        transport: that of the strategy in the registry.
+        inside, network: the paths of NCCL between GPUs of one host (None for ranks on CPUs), and of two hosts.
     """
     if inside is None:
         inside, network = _INSIDE.get(transport, "shared memory"), "TCP"
