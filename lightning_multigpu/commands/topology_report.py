@@ -24,7 +24,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -179,10 +179,8 @@ def lines(document: dict[str, Any]) -> list[str]:
     for name, host in document["hosts"].items():
         alike.setdefault(json.dumps(host), []).append(name)
     speeds = {level: f" ({size(speed)}/s)" for level, speed in document["bytes_per_s"].items()}
-    text = []
-    for host, names in alike.items():
-        text += [f"{', '.join(names)}", *_lines_of_host(json.loads(host), speeds)]
-    return [*text, *(f"{code:<4} = {meaning}" for code, meaning in topology.LEGEND.items())]
+    text = [[", ".join(names), *_lines_of_host(json.loads(host), speeds)] for host, names in alike.items()]
+    return [*chain(*text), *(f"{code:<4} = {meaning}" for code, meaning in topology.LEGEND.items())]
 
 
 def _lines_of_host(host: dict[str, Any], speeds: dict[str, str]) -> list[str]:
@@ -194,21 +192,27 @@ def _lines_of_host(host: dict[str, Any], speeds: dict[str, str]) -> list[str]:
     facts += [(f"NUMA{node}", f"threads {threads}") for node, threads in chip["numa_nodes"].items()]
     for index, gpu in enumerate(host["gpus"]):
         nvlinks = f", {len(gpu['nvlinks'])} NVLinks {gpu['nvlink_generation'] or ''}" if gpu["nvlinks"] else ""
-        facts.append((f"GPU{index}", f"NUMA{gpu['location']['numa_node']}, {gpu['name']}, {gpu['pcie']}{nvlinks}"))
+        facts.append((f"GPU{index}", f"{_where(gpu['location'])}, {gpu['name']}, {gpu['pcie']}{nvlinks}"))
     if not host["gpus"]:
         facts.append(
             ("GPUs", f"none ({host['no_gpus_because']}): the devices are the cores on which CPU ranks compute")
         )
     for device in host["network_devices"]:
-        where = f"NUMA{device['location']['numa_node']}" if device["location"]["pci"] else "virtual"
         kind = f"RDMA, interface {device['interface'] or '-'}" if device["is_rdma"] else "interface"
         speed = f"{number(device['bits_per_s'] / 1e9)} Gbit/s" if device["bits_per_s"] else "speed unknown"
-        facts.append((device["name"], f"{where}, {kind}, {'up' if device['is_up'] else 'down'}, {speed}"))
+        facts.append(
+            (device["name"], f"{_where(device['location'])}, {kind}, {'up' if device['is_up'] else 'down'}, {speed}")
+        )
     facts.append(("GPUDirect RDMA", f"not possible: {obstacles}" if obstacles else "possible"))
     links = [("", *host["matrix"]), *((name, *row) for name, row in host["matrix"].items())]
     paths = [(f"in one host{speeds.get('host', '')}", f"between hosts{speeds.get('network', '')}", "bytes of")]
     paths += [(path["one_host"], path["two_hosts"] or "-", ", ".join(path["strategies"])) for path in host["paths"]]
     return [*_columns(facts), "", *_columns(links), "", *_columns(paths), ""]
+
+
+def _where(location: dict[str, Any]) -> str:
+    known = location["numa_node"] is not None
+    return f"NUMA{location['numa_node'] if known else '?'}" if location["pci"] else "virtual"
 
 
 def _columns(table: Sequence[Sequence[str]]) -> list[str]:
