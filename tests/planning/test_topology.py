@@ -14,7 +14,6 @@ from lightning_multigpu.planning.topology import (
     NetworkDevice,
     gpu_pair,
     gpudirect_obstacles,
-    grouped,
     link,
     location,
     matrix,
@@ -111,13 +110,6 @@ def test_nvlinks_to_another_gpu_and_to_switches() -> None:
     assert gpu_pair(gpus, (2, 0), "PHB", True, True).link == "NV3", "none leads to the GPU itself: all to switches"
     assert gpu_pair(gpus, (1, 2), "PXB", False, True) == GpuPair((1, 2), "PXB", "PXB", True, "PCIe peer-to-peer")
     assert gpu_pair(gpus, (1, 2), "SYS", False, False).path == "the host's memory"
-
-
-def test_pairs_in_one_line() -> None:
-    near, far = (GpuPair((0, 1), "NV4", "PXB", True, "NVLink"), GpuPair((0, 2), "SYS", "SYS", False, "x"))
-    assert grouped([], "link") == ""
-    assert grouped([near], "link") == "NV4"
-    assert grouped([near, far], "link") == "NV4 (0-1), SYS (0-2)"
 
 
 def test_what_stands_in_the_way_of_gpudirect_rdma() -> None:
