@@ -34,6 +34,8 @@ class Regime:
             bytes of the model), N (ranks), n (nodes), K (servers), P (devices of a pipeline), v (stages of each
             device), M (micro-batches), A (bytes of a batch's activations between two stages or blocks), and d, p and t
             (ranks of the mesh of ``hybrid`` along its data, pipeline and tensor axes).
+        transport: "collectives" (shared memory inside a host, Gloo between hosts; NCCL on GPUs), "messages" (Gloo, or
+            NCCL on GPUs), "collectives and messages", "servers" (shared memory or TCP), "host memory", "one process".
         synchronous: True if the strategy computes what one device computes at the same global batch.
     """
 
@@ -45,6 +47,7 @@ class Regime:
     gradients: str
     model: str
     bytes_per_step: str
+    transport: str
     synchronous: bool = True
 
     @property
@@ -61,6 +64,7 @@ _RING_DDP: dict[str, Any] = {
     "while backward still runs",
     "model": "broadcast once at the start; every rank applies the same update",
     "bytes_per_step": "2(n-1)/n x S sent by each node; S written to shared memory by each rank",
+    "transport": "collectives",
 }
 
 _DDP_SHARDED: dict[str, Any] = {
@@ -68,6 +72,7 @@ _DDP_SHARDED: dict[str, Any] = {
     "gradients": "each to the rank that owns its parameter, while backward still runs",
     "model": "after each update, from the rank that owns a parameter to all others",
     "bytes_per_step": "S sent by each rank: (N-1)/N x S of gradients, S/N of new weights",
+    "transport": "messages",
 }
 
 _PARAMETER_SERVER: dict[str, Any] = {
@@ -75,12 +80,14 @@ _PARAMETER_SERVER: dict[str, Any] = {
     "gradients": "from each rank to the servers, while backward still runs",
     "model": "from the servers to each rank after each update",
     "bytes_per_step": "S sent and S received by each rank; N x S / K received and sent by each of K servers",
+    "transport": "servers",
 }
 
 _PIPELINE: dict[str, Any] = {
     "gradients": "gradients of activations go from each stage to the stage before; gradients of weights stay",
     "model": "broadcast once at the start; each stage then keeps only its own layers",
     "bytes_per_step": "A sent forward and A back at each of the P-1 cuts",
+    "transport": "messages",
 }
 
 _LOOPED_PIPELINE = {**_PIPELINE, "bytes_per_step": "A sent forward and A back at each of the vP-1 cuts"}
@@ -120,6 +127,7 @@ REGIMES: tuple[Regime, ...] = (
         gradients="summed on the first device, after backward",
         model="from the first device to the others, for each batch; on CPUs in memory that the replicas share",
         bytes_per_step="(N-1) x S from the first of N devices and (N-1) x S back to it",
+        transport="one process",
     ),
     Regime(
         name="cpu_ps",
@@ -129,6 +137,7 @@ REGIMES: tuple[Regime, ...] = (
         gradients="device to host memory, which the ranks share",
         model="host to device after each update",
         bytes_per_step="S out and S in for each rank, in the host's memory; nothing on a network",
+        transport="host memory",
     ),
     Regime(
         name="sync_ps",
@@ -199,6 +208,7 @@ REGIMES: tuple[Regime, ...] = (
         gradients="those of split layers stay with their ranks; those of whole layers are the same on all",
         model="broadcast once at the start; each rank then keeps its part of the split layers",
         bytes_per_step="2(N-1)/N x A twice forward and twice back for each transformer block, inside its layers",
+        transport="collectives",
     ),
     Regime(
         name="hybrid",
@@ -209,6 +219,7 @@ REGIMES: tuple[Regime, ...] = (
         model="broadcast once at the start; each rank then keeps its part of its stage's layers",
         bytes_per_step="2(d-1)/d x S/(p t) between pipelines; A forward and A back at each of the p-1 cuts; inside "
         "layers as tensor_split with t ranks",
+        transport="collectives and messages",
     ),
 )
 

@@ -174,7 +174,7 @@ class TestWithoutLightning:
         "bench collectives --jsno", "bench strategies --strategies ring_dpd", "bench strategies --model=project.Modl",
         "plan --jsno=a", "bench collectives --backends glo", "fit --model=projct.Model",
         "fit --model=project.Modl", "fit --model=project.Model --trainer.strategy=ring_dpp", "fit --resume=no",
-        "validate --ckpt_path=no.ckpt", "doctor --help", "doctor --jsno",
+        "validate --ckpt_path=no.ckpt", "doctor --help", "doctor --jsno", "topology --help",
         "fit --model=project.Model --trainer.callbacks+=lightning.pytorch.callbacks.EarlyStoping",
     )  # fmt: skip
 

@@ -85,7 +85,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
             place = here if is_alone else replace(place, devices=1, local_ranks=(0,))
         hosts = [facts_of_host(address, place.devices)]
         if not is_alone:
-            store, hosts = _meet(place, hosts[0], options.timeout)
+            store, hosts = meet(place, hosts[0], options.timeout)
             place = replace(place, has_store=True)
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -102,8 +102,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
     return int(bool(document["problems"]))
 
 
-def _meet(place: Placement, own: Facts, timeout_s: float) -> tuple[Store, list[Facts]]:
-    """Waits for all processes of the job; returns the store, and the facts of each host in the order of nodes.
+def meet(place: Placement, own: Facts, timeout_s: float) -> tuple[Store, list[Facts]]:
+    """Waits until all processes of the job have all facts; returns the store, and each host's facts in their order.
 
     Raises:
         ValueError: the port is none.
@@ -131,7 +131,11 @@ def _meet(place: Placement, own: Facts, timeout_s: float) -> tuple[Store, list[F
         rendezvous.offer(f"facts of node {place.node_rank}", own)
     rendezvous.check_in()
     rendezvous.wait_for_all()
-    return store, [rendezvous.wait_for(f"facts of node {node}") for node in range(place.num_nodes)]
+    hosts = [rendezvous.wait_for(f"facts of node {node}") for node in range(place.num_nodes)]
+    rendezvous.offer(f"end of rank {place.agent}", True)
+    for agent in range(place.num_agents) if place.agent == 0 else ():  # the store may be in this process
+        rendezvous.wait_for(f"end of rank {agent}")
+    return store, hosts
 
 
 def _try_back_ends(place: Placement, hosts: Sequence[Facts], timeout_s: float) -> list[dict[str, Any]]:
@@ -244,12 +248,18 @@ def _parser(name: str) -> OptionParser:
     parser = OptionParser(f"{PROGRAM} {name}", _DESCRIPTION)
     add = parser.add_argument
     add("--json", action="store_true", help="print one JSON object with stable keys")
+    add_meeting_options(parser, "of joining, and of each all-reduce")
+    return parser
+
+
+def add_meeting_options(parser: OptionParser, timeout: str = "of joining") -> None:
+    """Adds ``--num-nodes`` and ``--timeout``, with what the timeout is of."""
+    add = parser.add_argument
     add("--num-nodes", type=number(int, 1), metavar="N", help="hosts, without a launcher; run it on each (default: 1)")
     add(
         "--timeout",
         type=number(float, 0, above=True),
         default=_TIMEOUT_S,
         metavar="S",
-        help=f"of joining, and of each all-reduce (default: {_TIMEOUT_S:g})",
+        help=f"{timeout} (default: {_TIMEOUT_S:g})",
     )
-    return parser

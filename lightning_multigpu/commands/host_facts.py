@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import platform
 import re
@@ -13,7 +12,6 @@ import shutil
 import socket
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from lightning_multigpu.commands.topology_report import gpus_and_pairs, read_nvml
 from lightning_multigpu.communication.interface import interface_towards
 from lightning_multigpu.communication.rendezvous import own_host
 from lightning_multigpu.planning.numbers import size
+from lightning_multigpu.planning.topology import grouped
 
 Facts = dict[str, Any]
 """Name -> what JSON can write; None is "none", and names of sizes end in ``_bytes``."""
@@ -38,14 +38,6 @@ _LAUNCHER = re.compile(
 )
 _BACK_END = re.compile(r"(TORCH_)?NCCL_\w+|GLOO_\w+")
 _SECRET = re.compile("SECRET|TOKEN|PASS|KEY")
-_LINKS = {
-    "INTERNAL": "one board",
-    "SINGLE": "a PCIe switch",
-    "MULTIPLE": "several PCIe switches",
-    "HOSTBRIDGE": "a PCIe host bridge",
-    "NODE": "the host bridges of a NUMA node",
-    "SYSTEM": "the link between NUMA nodes",
-}
 _LEAST_SHM_BYTES = 256 * 10**6
 _LEAST = 1024
 _LIMITS = (
@@ -192,42 +184,20 @@ def _nccl(num_ranks: int) -> Facts:
 
 def _gpus() -> Facts:
     """GPUs, driver, and what joins the GPUs, by NVML; without it the names that torch knows."""
-    try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        try:
-            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-            return {
-                "gpus": [
-                    f"{nvml.nvmlDeviceGetName(h)} ({size(nvml.nvmlDeviceGetMemoryInfo(h).total)})" for h in handles
-                ],
-                "driver": nvml.nvmlSystemGetDriverVersion(),
-                "gpus_joined_by": _links(nvml, handles),
-                "nvml": "there",
-            }
-        finally:
-            nvml.nvmlShutdown()
-    except Exception as error:  # it is not installed, there is no driver, or a GPU does not answer
-        reason = "pip install 'lightning-multigpu[gpu]'" if isinstance(error, ImportError) else str(error)
+
+    def read(nvml: Any, handles: list[Any]) -> Facts:
+        return {
+            "gpus": [f"{nvml.nvmlDeviceGetName(h)} ({size(nvml.nvmlDeviceGetMemoryInfo(h).total)})" for h in handles],
+            "driver": nvml.nvmlSystemGetDriverVersion(),
+            "gpus_joined_by": grouped(gpus_and_pairs(nvml, handles)[1], "link") or None,
+            "nvml": "there",
+        }
+
+    found, reason = read_nvml(read)
+    if found:
+        return found
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {"gpus": names, "driver": None, "gpus_joined_by": None, "nvml": reason}
-
-
-def _links(nvml: Any, handles: list[Any]) -> str | None:
-    """In one line: "NVLink", or "NVLink (0-1, 2-3), a PCIe host bridge (0-2, 0-3, 1-2, 1-3)"; None for one GPU."""
-    names = {getattr(nvml, f"NVML_TOPOLOGY_{level}"): name for level, name in _LINKS.items()}
-    pairs: dict[str, list[str]] = {}
-    for (i, one), (j, other) in combinations(enumerate(handles), 2):
-        link = "an unknown link"
-        with contextlib.suppress(nvml.NVMLError):  # virtual machines may not tell
-            link = names[nvml.nvmlDeviceGetTopologyCommonAncestor(one, other)]
-        with contextlib.suppress(nvml.NVMLError):
-            if nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK:
-                link = "NVLink"
-        pairs.setdefault(link, []).append(f"{i}-{j}")
-    if len(pairs) < 2:
-        return next(iter(pairs), None)
-    return ", ".join(f"{link} ({', '.join(joined)})" for link, joined in pairs.items())
 
 
 def _text(name: str, value: Any) -> str:

@@ -16,6 +16,7 @@ keys do not. ::
           "gradients": "...",                            how gradients travel
           "model": "...",                                how the model travels
           "bytes_per_step": "2(N-1)/N x S ...",          a formula in the symbols
+          "transport": "collectives",                    how bytes travel, see registry.Regime
           "synchronous": true                            it computes what one device computes
         }
       ]

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from lightning_multigpu.communication.job_secret import JOB_SECRET
 from lightning_multigpu.runtime import shared_gpus
 from tests import preforked
 from tests.bench.planted import broken, silent
+from tests.fake_nvml import FakeNvml
 from tests.world import free_port
 
 SECRET = "0123456789abcdef" * 4
@@ -180,46 +180,12 @@ def test_secrets_and_foreign_variables_are_not_shown() -> None:
     assert shown_variables(given) == {JOB_SECRET: "set", "MASTER_PORT": "29500"}
 
 
-class NVMLError(Exception): ...
-
-
-class FakeNvml(types.ModuleType):
-    """Four GPUs: 0 and 1, and 2 and 3, have NVLink. ``is_lost``: they do not answer."""
-
-    NVMLError = NVMLError
-    NVML_TOPOLOGY_INTERNAL, NVML_TOPOLOGY_SINGLE, NVML_TOPOLOGY_MULTIPLE = 0, 10, 20
-    NVML_TOPOLOGY_HOSTBRIDGE, NVML_TOPOLOGY_NODE, NVML_TOPOLOGY_SYSTEM = 30, 40, 50
-    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
-
-    def __init__(self, *, is_lost: bool = False) -> None:
-        super().__init__("pynvml")
-        self.users = 0
-
-        def shut_down() -> None:
-            self.users -= 1
-
-        def start() -> None:
-            self.users += 1
-
-        def handle(index: int) -> int:
-            if is_lost:
-                raise NVMLError("GPU is lost")
-            return index
-
-        self.nvmlInit, self.nvmlShutdown = start, shut_down
-        self.nvmlDeviceGetCount, self.nvmlDeviceGetHandleByIndex = lambda: 4, handle
-        self.nvmlSystemGetDriverVersion, self.nvmlDeviceGetName = lambda: "580.65.06", lambda handle: "NVIDIA H100"
-        self.nvmlDeviceGetMemoryInfo = lambda handle: types.SimpleNamespace(total=85 * 10**9)
-        self.nvmlDeviceGetTopologyCommonAncestor = lambda one, other: 50
-        self.nvmlDeviceGetP2PStatus = lambda one, other, kind: 0 if one // 2 == other // 2 else 1
-
-
 def test_gpus_driver_and_links_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     found = facts_of_host("127.0.0.1", 2)
-    assert (found["gpus"], found["driver"]) == (["NVIDIA H100 (85.0 GB)"] * 4, "580.65.06")
-    assert found["gpus_joined_by"] == "NVLink (0-1, 2-3), the link between NUMA nodes (0-2, 0-3, 1-2, 1-3)"
+    assert (found["gpus"], found["driver"]) == (["NVIDIA A100 (85.0 GB)"] * 4, "580.65.06")
+    assert found["gpus_joined_by"] == "NV4 (0-1, 2-3), SYS (0-2, 0-3, 1-2, 1-3)"
     assert fake.users == 0
 
 

@@ -62,6 +62,7 @@ def test_json_has_the_documented_keys_and_one_entry_a_regime(capsys: pytest.Capt
             "gradients",
             "model",
             "bytes_per_step",
+            "transport",
             "synchronous",
         ]
 

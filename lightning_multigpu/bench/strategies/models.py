@@ -27,6 +27,7 @@ class Subject:
             of a device. 0 where a loader decides.
         data: makes its LightningDataModule; None where the model brings its data.
         precision: of the Trainer; None for its default.
+        accumulate: batches of an optimizer step.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Subject:
     batch_size: int
     data: Callable[[], LightningDataModule] | None = None
     precision: Any = None
+    accumulate: int = 1
 
 
 class BenchMLP(LightningModule):

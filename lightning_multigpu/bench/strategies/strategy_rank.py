@@ -163,6 +163,7 @@ def _trainer(settings: StrategySettings, seat: Seat, callbacks: list[Callback]) 
         use_distributed_sampler=settings.subject.batch_size > 0 or settings.contender.options.get("mode") != "async",
         plugins=[LightningEnvironment()] if settings.contender.strategy is not None else None,
         precision=settings.subject.precision,
+        accumulate_grad_batches=settings.subject.accumulate,
         max_epochs=-1,
         callbacks=callbacks,
         logger=False,
