@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_multigpu.bench.strategies.contenders import Contender
 from lightning_multigpu.bench.strategies.models import Subject, brings_batch, repeated
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.training_memory import SavedActivations, measured_bytes
 from lightning_multigpu.report.statistics import quantile
 from lightning_multigpu.runtime.shared_gpus import place, rank_devices
 
@@ -53,7 +55,7 @@ class Taken:
     """A turn of one rank: seconds of each timed step, and the figures of the strategy's meter, if it has one.
 
     ``owns_batch`` is False where its batch is a copy of another rank's, as under a pipeline. ``devices_per_rank``
-    devices share its batch, as under ``dp``.
+    devices share its batch, as under ``dp``. ``memory`` has bytes by kind in the first step.
     """
 
     seconds: list[float]
@@ -61,6 +63,7 @@ class Taken:
     parameters: int = 0
     owns_batch: bool = True
     devices_per_rank: int = 1
+    memory: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -80,6 +83,9 @@ class TakesTurns(Callback):
     _turn: Turn | None = None
     _marks: list[Any] = field(default_factory=list)
     _first_metered: int = 0
+    _saved: SavedActivations | None = None
+    _counting: ExitStack = field(default_factory=ExitStack)
+    _memory: dict[str, int] = field(default_factory=dict)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -94,13 +100,24 @@ class TakesTurns(Callback):
             parameters = sum(parameter.numel() for parameter in pl_module.parameters())
             owns_batch = getattr(trainer.strategy, "owns_batch", True)
             devices = getattr(trainer.strategy, "devices_per_rank", 1)
-            self.requests.answer(asdict(Taken(seconds, self._metered(trainer), parameters, owns_batch, devices)))
+            taken = Taken(seconds, self._metered(trainer), parameters, owns_batch, devices, self._memory)
+            self.requests.answer(asdict(taken))
         self._turn = self.requests.next()
         if self._turn is None:
             trainer.should_stop = True
             return
+        if self._saved is None:  # in the first turn, which is not counted
+            self._saved = SavedActivations([*pl_module.parameters(), *pl_module.buffers()])
+            self._counting.enter_context(self._saved.counted())
         self._marks = [timeline.mark()]
         self._note_first_metered(trainer)
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        if self._saved is not None and not self._memory:
+            self._counting.close()
+            held = asdict(measured_bytes(pl_module.parameters(), trainer.optimizers))
+            self._memory = {**held, "activations_bytes": self._saved.peak_bytes}
 
     def _note_first_metered(self, trainer: Trainer) -> None:
         meter = _meter_of(trainer)

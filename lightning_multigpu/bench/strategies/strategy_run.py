@@ -69,7 +69,8 @@ class StrategyResult:
     ``seconds`` are the steps of that rank, in order. ``rank_medians_s`` are the medians of all ranks. ``metered`` is
     what the strategy's own meter says of a step, on the rank that communicates longest: total_ms, hidden_ms, exposed_ms
     and sent_bytes. ``samples_per_s`` is of all ranks together, from their medians; None where the samples of a batch
-    are not known. A row whose status is not "ok" has a reason in place of figures.
+    are not known. ``memory`` has the bytes of the rank that holds most, by kind. A row whose status is
+    not "ok" has a reason in place of figures.
     """
 
     label: str
@@ -81,6 +82,7 @@ class StrategyResult:
     metered: dict[str, float] | None = None
     parameters: int = 0
     samples_per_s: float | None = None
+    memory: dict[str, int] = field(default_factory=dict)
 
 
 def measure(
@@ -133,6 +135,7 @@ class StrategyRun:
     _parameters: int = 0
     _owns_batch: Sequence[bool] = ()
     _devices_per_rank: int = 1
+    _memory: dict[str, int] = field(default_factory=dict)
 
     def start(self) -> None:
         """Starts the ranks."""
@@ -155,6 +158,7 @@ class StrategyRun:
             self._parameters = taken[0].parameters
             self._owns_batch = [answer.owns_batch for answer in taken]
             self._devices_per_rank = taken[0].devices_per_rank
+            self._memory = max((answer.memory for answer in taken), key=lambda kinds: sum(kinds.values()))
 
     def end(self) -> None:
         """Ends the ranks."""
@@ -176,6 +180,7 @@ class StrategyRun:
             metered=self._meter_figures(),
             parameters=self._parameters,
             samples_per_s=self.plan.subject.batch_size * self._devices_per_rank * steps_per_s or None,
+            memory=self._memory,
         )
 
     def _meter_figures(self) -> dict[str, float] | None:

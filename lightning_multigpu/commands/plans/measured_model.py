@@ -25,7 +25,7 @@ _SECONDS = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class PlannedModule:
     """What is measured.
 
     Args:
@@ -45,7 +45,7 @@ class Subject:
 
 
 def measured_model(
-    subject: Subject,
+    subject: PlannedModule,
     machine: Machine,
     worlds: Iterable[World],
     names: Sequence[str],
@@ -107,7 +107,7 @@ def measured_model(
     )
 
 
-def _rounds(subject: Subject, crowds: Sequence[int], tensor_parallel_size: int = 1) -> dict[int, LoneRank]:
+def _rounds(subject: PlannedModule, crowds: Sequence[int], tensor_parallel_size: int = 1) -> dict[int, LoneRank]:
     """For each crowd the median round; the crowds take turns, so that a busy moment affects all of them."""
     rounds: dict[int, list[LoneRank]] = {crowd: [] for crowd in crowds}
     for _ in range(_ROUNDS):
@@ -140,7 +140,7 @@ def _part(size: int, ranks: Mapping[int, LoneRank]) -> SplitPart:
 
 
 def _pipelines(
-    subject: Subject, sizes: Sequence[int], names: Sequence[str], num_micro_batches: Sequence[int]
+    subject: PlannedModule, sizes: Sequence[int], names: Sequence[str], num_micro_batches: Sequence[int]
 ) -> list[PipelinePlan]:
     schedules = [PIPELINES[name] for name in names if name in PIPELINES] or [PIPELINES["pipeline_1f1b"]]
     options = subject.pipeline_options or _usual_options()

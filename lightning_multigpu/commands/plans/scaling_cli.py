@@ -16,7 +16,7 @@ from rich.console import Console
 
 from lightning_multigpu.bench.strategies.contenders import contender
 from lightning_multigpu.commands.calibrate import FILE_NAME, cached_path, identity, this_machine
-from lightning_multigpu.commands.plans.measured_model import Subject, measured_model
+from lightning_multigpu.commands.plans.measured_model import PlannedModule, measured_model
 from lightning_multigpu.commands.training import TrainingCLI
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.planning.scaling.machine_model import Machine, World, differences, from_json
@@ -90,7 +90,7 @@ class ScalingCLI(TrainingCLI):
             for name, options in map(strategy_of, wanted.strategies or [regime.name for regime in REGIMES])
             if not name.endswith("_spawn")
         ]
-        subject = Subject(
+        subject = PlannedModule(
             module=model,
             datamodule=datamodule,
             trainer_settings=self.config_init["fit"]["trainer"],

@@ -1,0 +1,273 @@
+"""Planner: predictions of step time and memory, written down first, and then measured.
+
+::
+
+    python -m benchmarks.planner --folder runs/planner
+
+calibrates one host with 2 and 4 ranks, and 2 and 4 emulated hosts at three bandwidths. Then for each model it measures
+the model alone, writes down what it predicts, and trains it under each strategy in turn. No model here is one of the
+calibration's two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from benchmarks.heading import heading
+from lightning_multigpu.bench.jobs.host_agents import HostAgents
+from lightning_multigpu.bench.jobs.placement import placement
+from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, Contender, contender
+from lightning_multigpu.bench.strategies.models import BenchGPT, BenchMLP, Subject, repeated
+from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan, StrategyRun, take_turns
+from lightning_multigpu.commands.plans.measured_model import PlannedModule, measured_model
+from lightning_multigpu.commands.plans.scaling_cli import strategy_of
+from lightning_multigpu.planning.scaling.machine_model import Machine, World, from_json
+from lightning_multigpu.planning.scaling.model_profile import ModelProfile
+from lightning_multigpu.planning.scaling.step_model import Candidate, ImpossibleError, predict
+
+MODELS: dict[str, tuple[Any, int]] = {
+    "mlp 3 M": (partial(BenchMLP, width=768, num_layers=5), 48),
+    "mlp 7 M": (partial(BenchMLP, width=1280, num_layers=4), 96),
+    "mlp 16 M": (partial(BenchMLP, width=2048, num_layers=4), 32),
+    "gpt 1 M": (partial(BenchGPT, width=128, num_layers=4), 8),
+    "gpt 3 M": (partial(BenchGPT, width=192, num_layers=6), 4),
+    "gpt 8 M": (partial(BenchGPT, width=320, num_layers=6, num_heads=5), 4),
+}
+BANDWIDTHS = {"200mbit": 0.2, "1gbit": 1.0, "10gbit": 10.0}
+ACCUMULATED = 4
+ONE_HOST = (
+    *("ring_ddp", "ring_ddp:bucket_cap_mb=2", "ring_ddp x4", "ddp_sharded", "cpu_ps", "sharded_ps"),
+    *("gpipe:num_micro_batches=4", "pipeline_1f1b:num_micro_batches=4", "tensor_split"),
+)
+HOSTS = (
+    *("ring_ddp", "ring_ddp:bucket_cap_mb=1", "ring_ddp x4", "ring_ddp:compression=int8", "ring_ddp:compression=bf16"),
+    *("ddp_sharded", "sharded_ps", "pipeline_1f1b:num_micro_batches=4", "tensor_split"),
+)
+WORLDS = [("", World(1, 2)), ("", World(1, 4))] + [(b, World(n, 1)) for b in BANDWIDTHS for n in (2, 4)]
+_OF_MODEL = ["one_device", *dict.fromkeys((*ONE_HOST, *HOSTS))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--folder", type=Path, default=Path("runs/planner"))
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--worlds", nargs="+", help="such as 1x2 1gbit:2x1; all by default")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--again", action="store_true", help="calibrate again where the folder has files")
+    parser.add_argument("--measure", nargs=2, metavar=("MODEL", "NODES"), help=argparse.SUPPRESS)
+    parser.add_argument("--table", action="store_true", help="only print the table of the folder")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.measure:
+        model, nodes = options.measure
+        rows = _measured(model, World(int(nodes), 1), options.repetitions)
+        if rows is not None:
+            (options.folder / "rows.json").write_text(json.dumps(rows))
+        return
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if not options.table:
+        worlds = [each for each in WORLDS if not options.worlds or _label(*each) in options.worlds]
+        machines = _calibrated(options.folder, worlds, again=options.again)
+        for model in options.models:
+            _one_model(model, worlds, machines, options)
+    _report(options.folder)
+
+
+def _label(bandwidth: str, world: World) -> str:
+    return f"{bandwidth}:{world.nodes}x{world.devices}".lstrip(":")
+
+
+def _one_model(
+    name: str, worlds: list[tuple[str, World]], machines: dict[str, Machine], options: argparse.Namespace
+) -> None:
+    """Predicts, writes the predictions down, and measures."""
+    profile = _profile(name, [world for _, world in worlds])
+    path = options.folder / f"{name.replace(' ', '_')}.json"
+    cases = [case for bandwidth, world in worlds for case in _predicted(profile, machines[bandwidth], bandwidth, world)]
+    path.write_text(json.dumps(cases, indent=1))
+    print(f"{name}: {len(cases)} predictions written", file=sys.stderr, flush=True)
+    for bandwidth, world in worlds:
+        begin_s = time.monotonic()
+        rows = _measured_apart(name, bandwidth, world, options)
+        for case in cases:
+            if case["world"] == _label(bandwidth, world) and case["strategy"] in rows:
+                case["measured"] = rows[case["strategy"]]
+        path.write_text(json.dumps(cases, indent=1))
+        print(f"  {_label(bandwidth, world)}: {time.monotonic() - begin_s:.0f} s", file=sys.stderr, flush=True)
+
+
+def _calibrated(folder: Path, worlds: list[tuple[str, World]], *, again: bool) -> dict[str, Machine]:
+    """The machine for each bandwidth, "" for one host."""
+    command = [sys.executable, "-m", "lightning_multigpu", "calibrate"]
+    one = folder / "one_host.json"
+    if again or not one.exists():
+        one.unlink(missing_ok=True)
+        devices = sorted({str(world.devices) for _, world in worlds} - {"1"}) or ["2"]
+        subprocess.run([*command, "--devices", *devices, f"--output={one}"], check=True)
+    found = {"": from_json(one.read_text(), str(one))}
+    for bandwidth in dict.fromkeys(b for b, _ in worlds if b):
+        path = folder / f"{bandwidth}.json"
+        if again or not path.exists():
+            shutil.copy(one, path)
+            for nodes in sorted({world.nodes for b, world in worlds if b == bandwidth}):
+                shown = [*command, f"--num-nodes={nodes}", "--devices=1", f"--output={path}"]
+                subprocess.run([*_emulate(bandwidth, nodes), *shown], check=True)
+        found[bandwidth] = from_json(path.read_text(), str(path))
+    return found
+
+
+def _emulate(bandwidth: str, nodes: int) -> list[str]:
+    hosts = ["emulate", f"--nodes={nodes}", "--devices=1", f"--bandwidth={bandwidth}", "--burst=512kb", "--"]
+    return [sys.executable, "-m", "lightning_multigpu", *hosts]
+
+
+class _Data(pl.LightningDataModule):
+    def __init__(self, batch: Any, batch_size: int) -> None:
+        super().__init__()
+        self._batch, self._batch_size = batch, batch_size
+
+    def train_dataloader(self) -> Any:
+        return repeated(self._batch, self._batch_size, 1000, 1)
+
+
+def _profile(name: str, worlds: list[World]) -> ModelProfile:
+    make, batch_size = MODELS[name]
+    module = make()
+    subject = PlannedModule(
+        module=module,
+        datamodule=_Data(module.example_batch(batch_size), batch_size),
+        trainer_settings={"accelerator": "cpu"},
+        callbacks=[],
+        device=torch.device("cpu"),
+    )
+    emulated = Machine(name="hosts that share cores", device_type="cpu", shares_cores=True)
+    names = [strategy_of(text.partition(" ")[0])[0] for text in _OF_MODEL if text != "one_device"]
+    return measured_model(subject, emulated, worlds, names, num_micro_batches=[4])
+
+
+def _predicted(profile: ModelProfile, machine: Machine, bandwidth: str, world: World) -> list[dict[str, Any]]:
+    found = []
+    for text in ONE_HOST if world.nodes == 1 else HOSTS:
+        name, options = strategy_of(text.partition(" ")[0])
+        candidate = Candidate(name, options, ACCUMULATED if text.endswith("x4") else 1)
+        case: dict[str, Any] = {"model": profile.name, "strategy": text, "world": _label(bandwidth, world)}
+        try:
+            prediction = predict(profile, machine, candidate, world)
+        except ImpossibleError as error:
+            found.append({**case, "impossible": str(error)})
+            continue
+        case |= {
+            "step_s": prediction.step_s,
+            "interval_s": prediction.interval_s,
+            "parts_s": prediction.parts_s,
+            "samples_per_s": prediction.samples_per_s,
+            "memory": {**asdict(prediction.memory), "activations_bytes": prediction.activations_bytes},
+        }
+        found.append(case)
+    return found
+
+
+def _measured_apart(name: str, bandwidth: str, world: World, options: argparse.Namespace) -> dict[str, Any]:
+    if world.nodes == 1:
+        return _measured(name, world, options.repetitions) or {}
+    path = options.folder / "rows.json"
+    path.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks.planner", f"--folder={options.folder}"]
+    command += [f"--repetitions={options.repetitions}", "--measure", name, str(world.nodes)]
+    subprocess.run([*_emulate(bandwidth, world.nodes), *command], check=True)
+    rows: dict[str, Any] = json.loads(path.read_text())
+    return rows
+
+
+def _measured(name: str, world: World, repetitions: int) -> dict[str, Any] | None:
+    """Median steps of an optimizer step and memory, by strategy; None on hosts but the first."""
+    make, batch_size = MODELS[name]
+    subject = Subject(name, make, batch_size)
+    with HostAgents(placement(world.devices, world.nodes), threads=1) as hosts:
+        runs, texts = [], [NO_COMMUNICATION, *(ONE_HOST if world.nodes == 1 else HOSTS)]
+        for text in texts:
+            k = ACCUMULATED if text.endswith("x4") else 1
+            plan = StrategyPlan(
+                contenders=[], subject=replace(subject, accumulate=k), device_type="cpu", repetitions=repetitions,
+                steps=ACCUMULATED, warm_up=k, timeout_s=300.0,
+            )  # fmt: skip
+            none = text == NO_COMMUNICATION
+            runs.append(StrategyRun(hosts, Contender(text) if none else contender(text.partition(" ")[0]), plan))
+        rows = take_turns(runs)
+        if not hosts.prints:
+            return None
+    found: dict[str, Any] = {}
+    for text, row in zip(texts, rows, strict=True):
+        if row.step_s is None:
+            found[text] = {"reason": row.reason}
+            continue
+        k = ACCUMULATED if text.endswith("x4") else 1
+        groups = [sum(row.seconds[i : i + k]) for i in range(0, len(row.seconds) - k + 1, k)]
+        found[text] = {
+            "step_s": statistics.median(groups), "samples_per_s": row.samples_per_s, "memory": row.memory,
+        }  # fmt: skip
+    return found
+
+
+def _report(folder: Path) -> None:
+    """The errors by strategy, in all, and of the first choices."""
+    print(heading())
+    print("# predicted first, then measured; step: |predicted - measured| / measured, in %")
+    rows = []
+    for name in MODELS:
+        path = folder / f"{name.replace(' ', '_')}.json"
+        rows += [{**case, "model": name} for case in json.loads(path.read_text())] if path.exists() else []
+    done = [row for row in rows if "step_s" in row and "step_s" in row.get("measured", {})]
+    by_strategy: dict[str, list[float]] = {}
+    memory: list[float] = []
+    inside = 0
+    print(f"\n{'model':9} {'world':13} {'strategy':34} {'predicted':>10} {'measured':>10} {'error':>7}  memory")
+    for row in done:
+        measured = row["measured"]
+        error = row["step_s"] / measured["step_s"] - 1
+        by_strategy.setdefault(row["strategy"], []).append(abs(error))
+        inside += row["interval_s"][0] <= measured["step_s"] <= row["interval_s"][1]
+        held = sum(row["memory"].values()) / max(1, sum(measured["memory"].values())) - 1
+        memory.append(abs(held))
+        print(
+            f"{row['model']:9} {row['world']:13} {row['strategy']:34} {1e3 * row['step_s']:8.1f}ms "
+            f"{1e3 * measured['step_s']:8.1f}ms {100 * error:+6.1f}%  {100 * held:+5.1f}%"
+        )
+    if not done:
+        return
+    print(f"\n{'strategy':34} {'cases':>5} {'median':>7} {'9 of 10':>8}")
+    for strategy, errors in [*by_strategy.items(), ("all", [e for each in by_strategy.values() for e in each])]:
+        nine = sorted(errors)[max(0, -(-9 * len(errors) // 10) - 1)]
+        print(f"{strategy:34} {len(errors):5} {100 * statistics.median(errors):6.1f}% {100 * nine:7.1f}%")
+    print(f"memory: median {100 * statistics.median(memory):.1f} %, largest {100 * max(memory):.1f} %")
+    print(f"within the interval: {inside} of {len(done)}")
+    good = worlds = 0
+    for key in dict.fromkeys((row["model"], row["world"]) for row in done):
+        own = [row for row in done if (row["model"], row["world"]) == key]
+        first = max(own, key=lambda row: row["samples_per_s"])
+        best = max(_rate(row) for row in own)
+        worlds += 1
+        good += _rate(first) >= 0.95 * best
+    print(f"first choice within 5 % of the measured best: {good} of {worlds} models and worlds")
+
+
+def _rate(row: dict[str, Any]) -> float:
+    """Measured samples a second, by the predicted samples of a step."""
+    return float(row["samples_per_s"] * row["step_s"] / row["measured"]["step_s"])
+
+
+if __name__ == "__main__":
+    main()
