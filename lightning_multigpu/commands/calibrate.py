@@ -159,10 +159,19 @@ def print_machine(console: Console, machine: Machine) -> None:
         table.add_row(each.operation, str(World(*each.world)), *shown)
     console.print(table)
     table = Table(box=box.SIMPLE, pad_edge=False)
-    for title in ("strategy", "hosts x devices", "fixed ms", "transfers x", "busy", "pass or collective us"):
+    for title in (
+        "strategy",
+        "hosts x devices",
+        "fixed ms",
+        "a tensor us",
+        "transfers x",
+        "busy",
+        "pass or collective us",
+    ):
         table.add_column(title, justify="left" if title == "strategy" else "right")
     for cost in sorted(machine.references, key=lambda row: (row.world, row.strategy)):
-        figures = (f"{1e3 * cost.fixed_s:.2f}", f"{cost.scale:.2f}", f"{cost.busy:.2f}", f"{1e6 * cost.pass_s:.0f}")
+        times = (f"{1e3 * cost.fixed_s:.2f}", f"{1e6 * cost.tensor_s:.0f}")
+        figures = (*times, f"{cost.scale:.2f}", f"{cost.busy:.2f}", f"{1e6 * cost.pass_s:.0f}")
         table.add_row(cost.strategy, str(World(*cost.world)), *figures)
     console.print(table)
     for coding in machine.codings:

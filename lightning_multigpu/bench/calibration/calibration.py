@@ -2,10 +2,10 @@
 
 ::
 
-    kernels       products, memory, optimizer steps          1, 2 .. N ranks at once
-    collectives   all_reduce, send_recv by size              fitted: latency, bandwidth, bend
-    references    a tiny and a large model under each        what a step takes beyond its formula: a fixed time, and
-                  strategy, in turn                          how much longer transfers take, or how little they hide
+    kernels       products, memory, optimizer steps     1, 2 .. N ranks at once
+    collectives   all_reduce, send_recv by size         fitted: latency, bandwidth, bend
+    references    a tiny, a deep and a large model      what a step takes beyond its formula: a fixed time, a time for
+                  under each strategy, in turn          each tensor, how much longer transfers take or how few hide
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ from lightning_multigpu.planning.scaling.step_model import Candidate, predict
 _SIZES = (4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20, 32 << 20)
 _SLOW_BYTES_PER_S = 4e8
 _ON_ONE_HOST = ("cpu_ps", "dp")
-_DATA_PARALLEL = ("ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps", "async_ps")
+_DATA_PARALLEL = ("ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps")
 _CODINGS = ("bf16", "int8")
 _TINY_WIDTH, _TINY_BATCH, _LARGE_BATCH = 64, 16, 64
+_TINY_LAYERS, _DEEP_LAYERS = 6, 30
 _MICRO_BATCHES = (4, 16)
-_SPLIT_COLLECTIVES = 5
-"""Of a step of the reference model: three pairs of layers, whose first input needs no gradient."""
 _BACKWARD_SHARE, _OPTIMIZER_SHARE = 0.6, 0.05
 """Of a step of the reference model."""
 _TIMEOUT_S = 120.0
@@ -147,19 +146,21 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
     speed = _speed(machine, world)
     width = 1024 if speed > _SLOW_BYTES_PER_S else 512 if speed > _SLOW_BYTES_PER_S / 8 else 256
     large = Subject("large", partial(BenchMLP, width=width), _LARGE_BATCH)
-    tiny = Subject("tiny", partial(BenchMLP, width=_TINY_WIDTH), _TINY_BATCH)
+    tiny, deep = (
+        Subject(name, partial(BenchMLP, width=_TINY_WIDTH, num_layers=layers), _TINY_BATCH)
+        for name, layers in (("tiny", _TINY_LAYERS), ("deep", _DEEP_LAYERS))
+    )
     names = [name for name in (*_DATA_PARALLEL, *_ON_ONE_HOST) if world.nodes == 1 or name not in _ON_ONE_HOST]
-    wanted: list[tuple[Subject, Contender]] = [(s, Contender(NO_COMMUNICATION)) for s in (tiny, large)]
-    wanted += [(subject, contender(name)) for name in names for subject in (tiny, large)]
+    wanted = [(s, each) for each in (Contender(NO_COMMUNICATION), *map(contender, names)) for s in (tiny, deep, large)]
     wanted += [(tiny, contender(f"pipeline_1f1b:num_micro_batches={number}")) for number in _MICRO_BATCHES]
-    wanted += [(tiny, contender("tensor_split"))]
+    wanted += [(subject, contender("tensor_split")) for subject in (tiny, deep)]
     if world.nodes > 1:
         wanted += [(large, contender(f"ring_ddp:compression={name}")) for name in _CODINGS]
     runs = []
     for subject, each in wanted:
         plan = StrategyPlan(
             contenders=[], subject=subject, device_type=device_type, repetitions=3,
-            steps=12 if subject is tiny else 5, warm_up=1, timeout_s=_TIMEOUT_S,
+            steps=5 if subject is large else 10, warm_up=1, timeout_s=_TIMEOUT_S,
         )  # fmt: skip
         runs.append(StrategyRun(hosts, each, plan))
     rows = {(s.name, c.label): row for (s, c), row in zip(wanted, take_turns(runs), strict=True)}
@@ -183,10 +184,8 @@ class _Fit:
         names: Sequence[str],
     ) -> None:
         self._machine, self._world, self._rows, self._names = machine, world, rows, names
-        tiny, large = (self._step(subject, NO_COMMUNICATION) for subject in ("tiny", "large"))
-        assert tiny is not None
+        large = self._step("large", NO_COMMUNICATION)
         assert large is not None
-        self._tiny_s = tiny
         self._profile = _profile(width, large, machine.crowd(world))
         self._costs: list[ReferenceCost] = []
 
@@ -197,9 +196,9 @@ class _Fit:
     def machine(self) -> Machine:
         """The machine with the costs."""
         for name in self._names:
-            tiny_s, large_s = self._step("tiny", name), self._step("large", name)
-            if tiny_s is not None and large_s is not None:
-                self._costs.append(self._cost(name, max(0.0, tiny_s - self._tiny_s), large_s))
+            small, large_s = self._beyond(name), self._step("large", name)
+            if small is not None and large_s is not None:
+                self._costs.append(self._cost(name, *small, large_s))
         self._pipeline()
         self._tensor_split()
         others = [each for each in self._machine.references if each.world != self._world]
@@ -212,9 +211,21 @@ class _Fit:
         machine = replace(self._machine, references=[cost])
         return predict(self._profile, machine, Candidate(cost.strategy, options), self._world).step_s
 
-    def _cost(self, name: str, fixed_s: float, large_s: float) -> ReferenceCost:
+    def _beyond(self, label: str) -> tuple[float, float] | None:
+        """Seconds that a step takes beyond that without communication: whatever the model, and for each tensor."""
+        extra = []
+        for subject in ("tiny", "deep"):
+            with_s, without_s = self._step(subject, label), self._step(subject, NO_COMMUNICATION)
+            if with_s is None or without_s is None:
+                return None
+            extra.append(with_s - without_s)
+        few, many = (2 * (layers + 1) for layers in (_TINY_LAYERS, _DEEP_LAYERS))
+        tensor_s = max(0.0, (extra[1] - extra[0]) / (many - few))
+        return max(0.0, extra[0] - few * tensor_s), tensor_s
+
+    def _cost(self, name: str, fixed_s: float, tensor_s: float, large_s: float) -> ReferenceCost:
         """Between hosts and on accelerators ``busy`` explains what does not hide; else ``scale`` explains all."""
-        cost = ReferenceCost(strategy=name, world=self._world, fixed_s=fixed_s)
+        cost = ReferenceCost(strategy=name, world=self._world, fixed_s=fixed_s, tensor_s=tensor_s)
         on_cores = self._machine.device_type == "cpu" and self._world.nodes == 1
         cost = replace(cost, busy=1.0) if on_cores else self._solved(cost, "busy", 1.0, large_s)
         if on_cores or cost.busy in (0.0, 1.0):
@@ -241,19 +252,22 @@ class _Fit:
         if steps[0] is None or steps[1] is None:
             return
         pass_s = max(0.0, (steps[1] - steps[0]) / (2 * (many - few)))
-        fixed_s = max(0.0, steps[0] - self._tiny_s - 2 * (few + self._world.size - 1) * pass_s)
+        alone_s = self._step("tiny", NO_COMMUNICATION) or 0.0
+        fixed_s = max(0.0, steps[0] - alone_s - 2 * (few + self._world.size - 1) * pass_s)
         self._costs.append(ReferenceCost(strategy="pipeline_1f1b", world=self._world, fixed_s=fixed_s, pass_s=pass_s))
 
     def _tensor_split(self) -> None:
-        step_s = self._step("tiny", "tensor_split")
+        """Each collective costs beyond its transfer; n pairs of layers need 2n - 1, as the input needs no gradient."""
+        small = self._beyond("tensor_split")
         ring = next((cost for cost in self._costs if cost.strategy == "ring_ddp"), None)
-        if step_s is None or ring is None:
+        if small is None or ring is None:
             return
-        each_s = (step_s - self._tiny_s - ring.fixed_s) / _SPLIT_COLLECTIVES
+        few, many = (2 * ((layers + 1) // 2) - 1 for layers in (_TINY_LAYERS, _DEEP_LAYERS))
+        tensors = 2 * (_DEEP_LAYERS - _TINY_LAYERS)
+        each_s = (small[1] - ring.tensor_s) * tensors / (many - few)
         each_s -= self._machine.all_reduce_s(self._world, 4 * _TINY_BATCH * _TINY_WIDTH)
-        self._costs.append(
-            ReferenceCost(strategy="tensor_split", world=self._world, fixed_s=ring.fixed_s, pass_s=max(0.0, each_s))
-        )
+        cost = replace(ring, strategy="tensor_split", scale=1.0, busy=0.0, pass_s=max(0.0, each_s))
+        self._costs.append(cost)
 
     def _coding(self, machine: Machine, name: str) -> Coding | None:
         label = f"ring_ddp:compression={name}"

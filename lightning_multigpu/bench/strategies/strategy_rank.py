@@ -20,6 +20,7 @@ from lightning_multigpu.bench.strategies.contenders import Contender
 from lightning_multigpu.bench.strategies.models import Subject, brings_batch, repeated
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.training_memory import SavedActivations, measured_bytes
 from lightning_multigpu.report.statistics import quantile
 from lightning_multigpu.runtime.shared_gpus import place, rank_devices
@@ -55,7 +56,7 @@ class Taken:
     """A turn of one rank: seconds of each timed step, and the figures of the strategy's meter, if it has one.
 
     ``owns_batch`` is False where its batch is a copy of another rank's, as under a pipeline. ``devices_per_rank``
-    devices share its batch, as under ``dp``. ``memory`` has bytes by kind in the first step.
+    devices share its batch, as under ``dp``. ``memory`` has bytes by kind in the second step.
     """
 
     seconds: list[float]
@@ -93,6 +94,10 @@ class TakesTurns(Callback):
         if self._turn is not None:
             self._marks.append(timeline.mark())
             self._note_first_metered(trainer)
+            if self._saved is None:  # in the second step of the first turn, which is not counted
+                held = [p for p in pl_module.parameters() if not isinstance(p, Placeholder)]
+                self._saved = SavedActivations([*held, *pl_module.buffers()])
+                self._counting.enter_context(self._saved.counted())
             if len(self._marks) <= self._turn.warm_up + self._turn.steps:
                 return
             timeline.wait(self._marks[-1])
@@ -106,9 +111,6 @@ class TakesTurns(Callback):
         if self._turn is None:
             trainer.should_stop = True
             return
-        if self._saved is None:  # in the first turn, which is not counted
-            self._saved = SavedActivations([*pl_module.parameters(), *pl_module.buffers()])
-            self._counting.enter_context(self._saved.counted())
         self._marks = [timeline.mark()]
         self._note_first_metered(trainer)
 

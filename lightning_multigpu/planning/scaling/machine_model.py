@@ -33,7 +33,7 @@ class World(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceCost:
-    """How a strategy's steps differ from the formula, from steps of a tiny and of a large reference model.
+    """How a strategy's steps differ from the formula, from steps of a tiny, a deep and a large reference model.
 
     Attributes:
         strategy: registered name.
@@ -42,6 +42,7 @@ class ReferenceCost:
         scale: the measured time of its transfers, over that of the formula.
         busy: the share of a transfer in which the rank that computes beside it makes no progress: 0 on an accelerator,
             1 where the same core moves the bytes.
+        tensor_s: seconds that each parameter tensor adds.
         pass_s: seconds that each pass of a pipeline stage, or each collective of a split layer, takes in addition.
     """
 
@@ -50,6 +51,7 @@ class ReferenceCost:
     fixed_s: float = 0.0
     scale: float = 1.0
     busy: float = 0.0
+    tensor_s: float = 0.0
     pass_s: float = 0.0
 
 
@@ -170,7 +172,8 @@ class Machine:
 
     def reference(self, strategy: str, world: World) -> ReferenceCost:
         """The cost of a strategy in ``world``, or in the nearest measured world; zeros if it was not measured."""
-        found = [each for each in self.references if each.strategy == strategy]
+        measured = "sync_ps" if strategy == "async_ps" else strategy
+        found = [each for each in self.references if each.strategy == measured]
         if not found:
             busy = 1.0 if self.device_type == "cpu" and world.nodes == 1 else 0.0
             return ReferenceCost(strategy=strategy, world=world, busy=busy)

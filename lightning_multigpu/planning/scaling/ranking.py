@@ -74,6 +74,8 @@ class Ranking:
             else ""
         )
         lines.append(f"Its step is limited by {first.limit}, {100 * part:.0f} %{instead}.")
+        if first.samples_per_s < self.one.samples_per_s:
+            lines.append("One device alone is faster: this model does not scale here with these batches.")
         lines += self._slower_worlds()
         lines += [
             f"{remedy.change}: {remedy.prediction.samples_per_s / self.one.samples_per_s:.2f} times on "

@@ -16,7 +16,7 @@ calibration found beyond its formula: see :class:`.ReferenceCost`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Any
@@ -31,6 +31,9 @@ from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phas
 ON_ONE_HOST_BYTES = 25 << 20
 BETWEEN_HOSTS_BYTES = 4 << 20
 _MOST_BUCKETS = 128
+_SERVED = ("sync_ps", "sharded_ps", "async_ps")
+_SERVER_BYTES = {True: 4 << 20, False: 1 << 20}
+"""A bucket of parameter servers, on one host and on several."""
 _LEAST_UNCERTAINTY = 0.06
 """Half of the interval of a prediction, as a share of the step, where nothing varied in the measurements."""
 
@@ -223,13 +226,13 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
     cost = machine.reference(name, world) if world.size > 1 else ReferenceCost(strategy=name, world=world)
     size = model.gradient_bytes
     options = {**candidate.options}
-    bucket_bytes = options.get("bucket_cap_mb", 0) * 2**20 or usual_bucket_bytes(size, between_hosts=world.nodes > 1)
+    bucket_bytes = options.get("bucket_cap_mb", 0) * 2**20 or _bucket_bytes(name, size, world)
     optimizer_s, k, busy = phases.optimizer_s, candidate.accumulate, cost.busy
     sent: dict[str, float] = {}
     if world.size == 1:
         end_s, transfers_s = phases.backward_s, 0.0
     else:
-        seconds, sent, at_end_s = _transfers(model, machine, name, world, options)
+        seconds, sent, at_end_s = _transfers(model, machine, name, world, options, bucket_bytes)
         end_s, transfers_s = bucket_timeline(
             model.gradients, bucket_bytes, phases.backward_s, lambda b: cost.scale * seconds(b), busy
         )
@@ -250,21 +253,31 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
         hidden_s=max(0.0, transfers_s - exposed_s),
         optimizer_s=optimizer_s,
         input_s=k * phases.input_s,
-        other_s=k * phases.other_s + cost.fixed_s,
+        other_s=k * phases.other_s + cost.fixed_s + len(model.gradients) * cost.tensor_s,
         uncertainty=spread,
         samples=k * model.samples * world.size,
-        memory=_data_parallel_memory(model.held, name, world, candidate.options),
+        memory=_data_parallel_memory(model, name, world),
         activations_bytes=model.activations_bytes,
         sent_bytes={link: bytes_ / every for link, bytes_ in sent.items()},
     )
 
 
+def _bucket_bytes(name: str, gradient_bytes: int, world: World) -> int:
+    """The default of a strategy; owners are sent each gradient by itself."""
+    if name == "ddp_sharded":
+        return 1
+    if name in _SERVED:
+        return _SERVER_BYTES[world.nodes == 1]
+    return usual_bucket_bytes(gradient_bytes, between_hosts=world.nodes > 1)
+
+
 def _transfers(
-    model: ModelProfile, machine: Machine, name: str, world: World, options: Mapping[str, Any]
+    model: ModelProfile, machine: Machine, name: str, world: World, options: Mapping[str, Any], bucket_bytes: float
 ) -> tuple[Any, dict[str, float], float]:
     """Seconds of a bucket by its bytes, bytes that are sent in a step by link, and seconds of transfers after backward.
 
-    Weights that come back from owners and servers travel after backward.
+    Weights come back from owners after backward. From servers those of a bucket come back while the next one is sent,
+    and those of the last one after it.
     """
     n, d, size = world.nodes, world.devices, float(model.gradient_bytes)
     between, inside = machine.link_between(world), machine.inside
@@ -280,13 +293,17 @@ def _transfers(
         return (lambda b: 0.0), {"host": 2 * (d - 1) * size}, 2 * (d - 1) * inside.seconds(size)
     if name == "cpu_ps":
         return (lambda b: machine.all_reduce_s(world, b) / 2), {"host": size}, machine.all_reduce_s(world, size) / 2
-    if name in ("sync_ps", "sharded_ps", "async_ps"):
+    if name in _SERVED:
         servers = int(options.get("num_servers") or 1) if name != "sharded_ps" else max(2, n)
 
         def push(b: float) -> float:
             return servers_s(n, d, b, servers, inside, between)
 
-        return push, {**memory, **({"network": 2 * (n - 1) * d * size / servers} if n > 1 else {})}, push(size) / 4
+        return (
+            push,
+            {**memory, **({"network": 2 * (n - 1) * d * size / servers} if n > 1 else {})},
+            push(min(size, bucket_bytes)),
+        )
     compression = options.get("compression")
     if compression and n > 1:
         coding = next((each for each in machine.codings if each.name == _name_of(compression)), None)
@@ -305,14 +322,25 @@ def _name_of(compression: Any) -> str:
     return str(compression["name"] if isinstance(compression, Mapping) else compression)
 
 
-def _data_parallel_memory(held: HeldBytes, name: str, world: World, options: Mapping[str, Any]) -> HeldBytes:
-    """Bytes of a rank; servers and owners hold optimizer states."""
+def _data_parallel_memory(model: ModelProfile, name: str, world: World) -> HeldBytes:
+    """Bytes of a rank; servers, the host and owners hold optimizer states, and owners only their gradients."""
+    held = model.held
     if name == "ddp_sharded":
-        size = world.size
-        return HeldBytes(held.parameters_bytes, held.gradients_bytes, -(-held.optimizer_bytes // size))
-    if name in ("sync_ps", "sharded_ps", "async_ps", "cpu_ps"):
+        share = largest_shard([size for size, _ in model.gradients], world.size) / max(1, held.gradients_bytes)
+        return HeldBytes(
+            held.parameters_bytes, round(held.gradients_bytes * share), round(held.optimizer_bytes * share)
+        )
+    if name in (*_SERVED, "cpu_ps"):
         return HeldBytes(held.parameters_bytes, held.gradients_bytes, 0)
     return held
+
+
+def largest_shard(sizes: Iterable[int], num_ranks: int) -> int:
+    """The largest of the shards that FairScale's OSS makes: each tensor goes to the rank with the least so far."""
+    shards = [0] * num_ranks
+    for size in sizes:
+        shards[shards.index(min(shards))] += size
+    return max(shards)
 
 
 def _pipeline(model: ModelProfile, machine: Machine, candidate: Candidate, world: World) -> Prediction:
@@ -399,7 +427,7 @@ def _split(model: ModelProfile, machine: Machine, candidate: Candidate, world: W
         exposed_s=k * collectives_s,
         optimizer_s=phases.optimizer_s,
         input_s=k * phases.input_s,
-        other_s=k * phases.other_s + cost.fixed_s,
+        other_s=k * phases.other_s + cost.fixed_s + len(model.gradients) * cost.tensor_s,
         uncertainty=_uncertainty(phases, compute_s, collectives_s, machine, world),
         samples=k * model.samples,
         memory=part.held,

@@ -1,0 +1,93 @@
+"""The machine of a plan: its file, and worlds that were not measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lightning_multigpu.planning.scaling.links import Link
+from lightning_multigpu.planning.scaling.machine_model import (
+    Coding,
+    Machine,
+    MeasuredCollective,
+    ReferenceCost,
+    World,
+    differences,
+    from_json,
+)
+
+MACHINE = Machine(
+    name="this machine",
+    device_type="cpu",
+    processor="a processor",
+    devices=2,
+    inside=Link(1e-5, 1e-9),
+    between=Link(1e-4, 1e-8),
+    slowdown={1: 1.0, 2: 1.5},
+    collectives=[MeasuredCollective(operation="all_reduce", world=World(1, 2), link=Link(0.0, 3e-9))],
+    references=[
+        ReferenceCost(strategy="ring_ddp", world=World(1, 2), fixed_s=1e-3),
+        ReferenceCost(strategy="ring_ddp", world=World(4, 1), fixed_s=4e-3),
+    ],
+    codings=[Coding(name="bf16", ratio=2.0, s_per_byte=1e-9)],
+    versions={"torch": "2.13.0", "lightning_multigpu": "0.2.0"},
+)
+
+
+def test_a_file_is_read_as_it_was_written() -> None:
+    assert from_json(json.dumps(MACHINE.as_json()), "machine.json") == MACHINE
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no json", "machine.json is no machine.json"),
+        ('{"name": "m"}', "'schema_version'"),
+        ('{"schema_version": 0}', "schema_version=0, and this version reads 1; calibrate again"),
+        ('{"schema_version": 1, "name": "m"}', "machine.json: 'inside'; calibrate again"),
+    ],
+)
+def test_another_file_is_refused_by_field(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_json(text, "machine.json")
+
+
+def test_differences_name_the_field_and_both_values() -> None:
+    now = {"processor": "a processor", "device_type": "cpu", "torch": "2.14.0"}
+    assert differences(MACHINE, now) == ["torch was 2.13.0 at the calibration, and is 2.14.0"]
+
+
+def test_a_measured_all_reduce_comes_before_the_formula() -> None:
+    assert MACHINE.all_reduce_s(World(1, 2), 1_000_000) == pytest.approx(3e-3)
+    assert MACHINE.all_reduce_s(World(1, 1), 1_000_000) == 0
+
+
+def test_another_world_is_the_formula_as_far_off_as_the_nearest_measured() -> None:
+    formula_2 = 2 * (1e-5 + 500_000 * 1e-9)
+    formula_4 = 6 * (1e-5 + 250_000 * 1e-9)
+    assert MACHINE.all_reduce_s(World(1, 4), 1_000_000) == pytest.approx(formula_4 * 3e-3 / formula_2)
+
+
+def test_hosts_need_a_link() -> None:
+    alone = Machine(name="a laptop", device_type="cpu")
+    with pytest.raises(ValueError, match="2 x 1 needs the link between hosts, which a laptop does not have"):
+        alone.all_reduce_s(World(2, 1), 1)
+    faster = alone.with_link(8.0)
+    assert faster.all_reduce_s(World(2, 1), 1_000_000) == pytest.approx(2 * (20e-6 + 500_000 * 1e-9))
+
+
+def test_costs_of_the_nearest_world_hosts_beside_hosts() -> None:
+    assert MACHINE.reference("ring_ddp", World(1, 8)).fixed_s == 1e-3
+    assert MACHINE.reference("ring_ddp", World(2, 1)).fixed_s == 4e-3
+    assert MACHINE.reference("cpu_ps", World(1, 2)).fixed_s == 0
+
+
+def test_ranks_that_share_cores() -> None:
+    assert MACHINE.crowd(World(2, 2)) == 2
+    assert MACHINE.slowdown_of(2) == 1.5
+    assert MACHINE.slowdown_of(4) == 3.0
+    gpus = Machine(name="gpus", device_type="cuda")
+    assert gpus.crowd(World(1, 8)) == 1
+    emulated = Machine(name="hosts of one machine", device_type="cpu", shares_cores=True)
+    assert emulated.crowd(World(4, 2)) == 8

@@ -1,0 +1,259 @@
+"""The step model, against cases worked by hand: whole numbers of seconds, and links that take a second a unit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan, PlannedMemory, PlannedStage
+from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes, predicted
+from lightning_multigpu.planning.scaling.links import Link
+from lightning_multigpu.planning.scaling.machine_model import (
+    Coding,
+    Machine,
+    MeasuredCollective,
+    ReferenceCost,
+    World,
+)
+from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases, SplitPart
+from lightning_multigpu.planning.scaling.ranking import ranked
+from lightning_multigpu.planning.scaling.step_model import (
+    Candidate,
+    ImpossibleError,
+    bucket_timeline,
+    largest_shard,
+    one_device,
+    predict,
+)
+
+PHASES = Phases(forward_s=4.0, backward_s=10.0, optimizer_s=2.0, input_s=1.0, other_s=1.0)
+MIB = 1 << 20
+MODEL = ModelProfile(
+    name="Model",
+    samples=8,
+    parameters=MIB // 2,
+    held=HeldBytes(2 * MIB, 2 * MIB, 4 * MIB),
+    activations_bytes=MIB,
+    flops=1e9,
+    gradients=[(MIB, 0.5), (MIB, 1.0)],
+    phases={1: PHASES, 2: PHASES.times(1.5)},
+)
+HOSTS = World(2, 1)
+ONE_HOST = World(1, 2)
+A_SECOND_A_MIB = Link(0.0, 1 / MIB)
+MACHINE = Machine(
+    name="hosts",
+    device_type="cuda",
+    devices=1,
+    inside=Link(0.0, 0.0),
+    between=A_SECOND_A_MIB,
+    collectives=[MeasuredCollective(operation="all_reduce", world=HOSTS, link=Link(0.0, 2 / MIB))],
+)
+
+
+def step(strategy: str, world: World = HOSTS, machine: Machine = MACHINE, accumulate: int = 1, **options: Any) -> Any:
+    return predict(MODEL, machine, Candidate(strategy, options, accumulate), world)
+
+
+class TestBucketTimeline:
+    """Two gradients, ready after 5 s and 10 s; a transfer takes 2 s."""
+
+    @pytest.mark.parametrize(
+        ("busy", "end_s"),
+        [
+            (0.0, 12.0),  # the first transfer hides, the second is exposed
+            (1.0, 14.0),  # backward waits for each transfer
+            (0.5, 13.0),  # it makes half of its progress beside the first one
+        ],
+    )
+    def test_what_hides(self, busy: float, end_s: float) -> None:
+        assert bucket_timeline([(1, 0.5), (1, 1.0)], 1, 10.0, lambda size: 2.0 * size, busy) == (end_s, 4.0)
+
+    def test_one_bucket_begins_when_backward_is_over(self) -> None:
+        assert bucket_timeline([(1, 0.5), (1, 1.0)], 2, 10.0, lambda size: 2.0 * size, 0.0) == (14.0, 4.0)
+
+    def test_transfers_follow_each_other(self) -> None:
+        assert bucket_timeline([(1, 0.5), (1, 1.0)], 1, 10.0, lambda size: 8.0, 0.0) == (21.0, 16.0)
+
+
+class TestDataParallel:
+    def test_one_device_sends_nothing(self) -> None:
+        one = one_device(MODEL, MACHINE)
+        assert one.step_s == 18.0
+        assert (one.exposed_s, one.samples_per_s) == (0.0, pytest.approx(8 / 18))
+
+    def test_an_all_reduce_after_backward_where_one_bucket_has_all(self) -> None:
+        found = step("ring_ddp")
+        assert found.exposed_s == pytest.approx(4.0)
+        assert found.step_s == pytest.approx(22.0)
+        assert found.samples == 16
+        assert found.sent_bytes == {"network": 2 * MIB}
+        assert found.efficiency(one_device(MODEL, MACHINE)) == pytest.approx(18 / 22)
+
+    def test_small_buckets_hide(self) -> None:
+        found = step("ring_ddp", bucket_cap_mb=1)
+        assert (found.exposed_s, found.hidden_s) == (pytest.approx(2.0), pytest.approx(2.0))
+
+    def test_accumulation_sends_once(self) -> None:
+        found = step("ring_ddp", accumulate=4)
+        assert found.step_s == pytest.approx(4 * (4 + 10 + 1 + 1) + 2 + 4)
+        assert found.samples == 64
+
+    def test_compression_sends_less_and_computes_more(self) -> None:
+        coded = replace(MACHINE, codings=[Coding(name="bf16", ratio=2.0, s_per_byte=0.25 / MIB)])
+        found = step("ring_ddp", machine=coded, compression="bf16")
+        assert found.exposed_s == pytest.approx(2 * 1.0 + 2 * 0.25)
+        assert found.sent_bytes["network"] == MIB
+        with pytest.raises(ImpossibleError, match="compression='int8' is not calibrated on hosts"):
+            step("ring_ddp", compression="int8")
+
+    def test_weights_that_are_averaged_less_often(self) -> None:
+        assert step("ring_ddp", average_every=4).exposed_s == pytest.approx(1.0)
+
+    def test_costs_of_the_calibration(self) -> None:
+        cost = ReferenceCost(strategy="ring_ddp", world=HOSTS, fixed_s=3.0, scale=2.0, tensor_s=0.5)
+        found = step("ring_ddp", machine=replace(MACHINE, references=[cost]))
+        assert found.exposed_s == pytest.approx(8.0)
+        assert found.other_s == pytest.approx(1.0 + 3.0 + 2 * 0.5)
+
+    def test_ranks_that_share_cores_are_slower(self) -> None:
+        cpus = replace(MACHINE, device_type="cpu", shares_cores=True)
+        assert step("ring_ddp", machine=cpus).compute_s == pytest.approx(1.5 * 14)
+
+    def test_owners_update_and_hold_their_shard(self) -> None:
+        found = step("ddp_sharded")
+        assert found.optimizer_s == 1.0
+        assert found.memory == HeldBytes(2 * MIB, MIB, 2 * MIB)
+        # Half of an all-reduce over the ring for gradients, and again for the weights: 2 x (1/2 MiB + 1/2 MiB).
+        assert found.exposed_s == pytest.approx(2.0)
+
+    def test_fairscale_gives_each_tensor_to_the_smallest_shard(self) -> None:
+        assert largest_shard([5, 3, 3, 1], 2) == 6
+
+    def test_servers_hold_the_optimizer(self) -> None:
+        assert step("sync_ps").memory == HeldBytes(2 * MIB, 2 * MIB, 0)
+
+    def test_strategies_of_one_host(self) -> None:
+        with pytest.raises(ImpossibleError, match="cpu_ps works on one host, and 2 x 1 has 2"):
+            step("cpu_ps")
+        with pytest.raises(ImpossibleError, match="ring_ddp needs 2 devices or more"):
+            step("ring_ddp", World(1, 1))
+
+
+def pipeline(num_ranks: int, micro_batches: int, schedule: str = "gpipe") -> PipelinePlan:
+    """Of equal stages that take one second forward and two backward, and send 1 MiB."""
+    stages = tuple(PlannedStage(r, (r, r + 1), MIB, 1.0, 2.0, 0.0, MIB) for r in range(num_ranks))
+    orders = schedule_orders(schedule, num_ranks, 1, micro_batches)
+    lines = predicted(orders, [1.0] * num_ranks, [2.0] * num_ranks, [0.0] * (num_ranks - 1))
+    memory = tuple(PlannedMemory(MIB, MIB, 2 * MIB, r, 7, 0) for r in range(num_ranks))
+    return PipelinePlan(
+        module="layers", description="", schedule=schedule, num_micro_batches=micro_batches, stages=stages,
+        timelines=tuple(lines), memory=memory, one_device_s=0.0,
+    )  # fmt: skip
+
+
+class TestSplitModels:
+    model = replace(
+        MODEL,
+        pipelines=[pipeline(2, 1), pipeline(2, 4)],
+        splits={
+            2: SplitPart(
+                num_ranks=2,
+                phases={1: PHASES.times(0.5)},
+                collectives=[("all_reduce", MIB)] * 3,
+                held=HeldBytes(MIB, MIB, 2 * MIB),
+                activations_bytes=5,
+            )
+        },
+    )
+
+    def found(self, strategy: str, world: World = ONE_HOST, machine: Machine = MACHINE, **options: Any) -> Any:
+        return predict(self.model, machine, Candidate(strategy, options), world)
+
+    def test_the_bubble_of_gpipe(self) -> None:
+        found = self.found("gpipe")
+        assert found.compute_s == pytest.approx(4 * 3)
+        assert found.bubble_s == pytest.approx(3)  # (P - 1) / (M + P - 1) of 15 s
+        assert found.optimizer_s == pytest.approx(2.0 / 2)
+        assert found.samples == 8
+
+    def test_model_parallel_has_one_micro_batch(self) -> None:
+        assert self.found("model_parallel").bubble_s == pytest.approx(3)
+
+    def test_messages_between_hosts_take_time(self) -> None:
+        assert self.found("model_parallel", HOSTS).exposed_s == pytest.approx(2.0)
+
+    def test_each_pass_costs_what_the_calibration_found(self) -> None:
+        cost = ReferenceCost(strategy="pipeline_1f1b", world=World(1, 2), pass_s=0.5)
+        found = self.found("gpipe", machine=replace(MACHINE, references=[cost]))
+        assert found.compute_s == pytest.approx(4 * (1.5 + 2.5))
+
+    def test_a_part_of_the_layers_and_its_collectives(self) -> None:
+        found = self.found("tensor_split", HOSTS)
+        assert found.compute_s == pytest.approx(7.0)
+        assert found.exposed_s == pytest.approx(3 * 2.0)
+        assert found.memory_bytes == 4 * MIB + 5
+
+    def test_a_mesh_is_the_fastest_of_its_shapes(self) -> None:
+        found = self.found("hybrid")
+        assert dict(found.candidate.options) == {
+            "data_parallel_size": 2, "pipeline_parallel_size": 1, "tensor_parallel_size": 1,
+        }  # fmt: skip
+        asked = self.found("hybrid", tensor_parallel_size=2)
+        assert asked.compute_s == pytest.approx(7.0)
+
+    def test_what_was_not_measured_is_impossible(self) -> None:
+        with pytest.raises(ImpossibleError, match="gpipe was not measured with 4 stages"):
+            self.found("gpipe", World(1, 4))
+        with pytest.raises(ImpossibleError, match="split over 4 ranks were not measured"):
+            self.found("tensor_split", World(1, 4))
+
+    def test_a_refusal_is_the_reason(self) -> None:
+        refused = replace(self.model, refused={"gpipe": "the loss is no mean"})
+        with pytest.raises(ImpossibleError, match="the loss is no mean"):
+            predict(refused, MACHINE, Candidate("gpipe"), World(1, 2))
+
+
+class TestRanking:
+    candidates = (Candidate("ring_ddp"), Candidate("ddp_sharded"), Candidate("cpu_ps"))
+
+    def test_the_most_samples_a_second_come_first(self) -> None:
+        found = ranked(MODEL, MACHINE, self.candidates, [HOSTS])
+        assert [each.candidate.strategy for each in found.predictions] == ["ddp_sharded", "ring_ddp"]
+        assert [(str(c), reason) for c, _, reason in found.impossible] == [
+            ("cpu_ps", "cpu_ps works on one host, and 2 x 1 has 2")
+        ]
+        text = " ".join(found.explanation())
+        assert "First choice: ddp_sharded on 2 x 1" in text
+        assert "limited by computation, 74 %; the next is ring_ddp" in text
+
+    def test_what_does_not_fit_in_memory_is_no_choice(self) -> None:
+        small = replace(MACHINE, memory_bytes=7 * MIB)
+        found = ranked(MODEL, small, self.candidates, [HOSTS])
+        assert [each.candidate.strategy for each in found.predictions] == ["ddp_sharded"]
+        assert [each.candidate.strategy for each in found.too_large] == ["ring_ddp"]
+
+    def test_it_says_no(self) -> None:
+        slow = replace(MACHINE, between=Link(0.0, 100 / MIB), collectives=[])
+        found = ranked(MODEL, slow, [Candidate("sync_ps")], [World(2, 1), World(4, 1)])
+        text = "\n".join(found.explanation())
+        # One server: 2 (n - 1) MiB come in, then the weights of the last bucket leave.
+        assert "4 x 1 is slower than 2 x 1 with sync_ps: exposed communication 99 %." in text
+        assert "One device alone is faster" in text
+
+    def test_remedies_have_their_gain_the_largest_first(self) -> None:
+        coded = replace(MACHINE, codings=[Coding(name="int8", ratio=4.0, s_per_byte=0.0)])
+        found = ranked(MODEL, coded, [Candidate("ring_ddp")], [HOSTS])
+        by_change = {remedy.change: remedy.prediction for remedy in found.remedies}
+        assert by_change["With compression='int8'"].exposed_s == pytest.approx(1.0)
+        assert by_change["With accumulate_grad_batches=4"].step_s == pytest.approx(4 * 16 + 2 + 4)
+        assert by_change["With batches 4 times as large"].step_s == pytest.approx(4 * 15 + 1 + 2 + 4)
+        gains = [remedy.prediction.samples_per_s for remedy in found.remedies]
+        assert gains == sorted(gains, reverse=True)
+
+    def test_nothing_possible_is_an_error_with_the_reasons(self) -> None:
+        with pytest.raises(ValueError, match="cpu_ps on 2 x 1: cpu_ps works on one host"):
+            ranked(MODEL, MACHINE, [Candidate("cpu_ps")], [HOSTS])
