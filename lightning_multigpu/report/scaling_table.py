@@ -16,31 +16,34 @@ from lightning_multigpu.planning.scaling.step_model import Prediction
 
 SCHEMA_VERSION = 1
 _BAR = 40
-_LIMITS = {"exposed communication": "communication"}
+_LIMITS = {"exposed communication": "comm.", "computation": "compute"}
 
 
 def print_ranking(console: Console, ranking: Ranking) -> None:
     """Prints the model, the table, the plot, what is impossible, and the explanation."""
     model, one = ranking.model, ranking.one
+    batches = f", accumulate_grad_batches={one.candidate.accumulate}" if one.candidate.accumulate > 1 else ""
     console.print(
-        f"{model.name}: {model.parameters:,} parameters, {model.samples} samples a batch and rank; on one device "
+        f"{model.name}: {model.parameters:,} parameters, {model.samples} samples a batch and rank{batches}; on one device "
         f"{number(1e3 * one.step_s)} ms a step, {number(one.samples_per_s)} samples/s",
         highlight=False,
         soft_wrap=True,
     )
-    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("strategy", no_wrap=True)
-    for title in ("hosts x devices", "step ms", "x one", "effi- ciency", "compute", "comm.", "bubble", "memory"):
-        longest = max(map(len, title.split()))
-        table.add_column(title, justify="right", min_width=longest, no_wrap=title == "memory")
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))  # all columns fit on 80 characters
+    table.add_column("strategy", overflow="fold", max_width=20)
+    for title in ("hosts x devices", "step ms", "x one", "effi- ciency", "comm.", "bubble", "memory"):
+        table.add_column(title, justify="right", min_width=max(map(len, title.split())), no_wrap=title == "memory")
     table.add_column("limit", no_wrap=True)
     for each in [*ranking.predictions, *ranking.too_large]:
         table.add_row(*_row(each, one, fits=each not in ranking.too_large))
     console.print(table)
     for line in plot(ranking):
         console.print(line, highlight=False, soft_wrap=True)
-    for candidate, world, reason in ranking.impossible:
-        console.print(f"not {candidate} on {world}: {reason}", highlight=False, soft_wrap=True)
+    reasons: dict[str, list[str]] = {}
+    for candidate, _, reason in ranking.impossible:
+        reasons.setdefault(reason, []).append(str(candidate))
+    for reason, names in reasons.items():
+        console.print(f"not {', '.join(dict.fromkeys(names))}: {reason}", highlight=False, soft_wrap=True)
     if ranking.predictions:
         first = ranking.first
         console.print(f"memory of {first.candidate}: {memory_text(first)}", highlight=False, soft_wrap=True)
@@ -59,7 +62,6 @@ def _row(each: Prediction, one: Prediction, *, fits: bool) -> list[str]:
         number(1e3 * each.step_s),
         f"{each.samples_per_s / one.samples_per_s:.2f}",
         f"{100 * each.efficiency(one):.0f} %",
-        share(each.compute_s),
         share(each.exposed_s),
         share(each.bubble_s),
         size(each.memory_bytes),

@@ -127,8 +127,8 @@ class TestDataParallel:
         found = step("ddp_sharded")
         assert found.optimizer_s == 1.0
         assert found.memory == HeldBytes(2 * MIB, MIB, 2 * MIB)
-        # Half of an all-reduce over the ring for gradients, and again for the weights: 2 x (1/2 MiB + 1/2 MiB).
-        assert found.exposed_s == pytest.approx(2.0)
+        # A gradient takes half a second to its owner; the first one hides, and the weights of 2 MiB follow.
+        assert found.exposed_s == pytest.approx(1.5)
 
     def test_fairscale_gives_each_tensor_to_the_smallest_shard(self) -> None:
         assert largest_shard([5, 3, 3, 1], 2) == 6
@@ -228,7 +228,7 @@ class TestRanking:
         ]
         text = " ".join(found.explanation())
         assert "First choice: ddp_sharded on 2 x 1" in text
-        assert "limited by computation, 74 %; the next is ring_ddp" in text
+        assert "limited by computation, 76 %; the next is ring_ddp" in text
 
     def test_what_does_not_fit_in_memory_is_no_choice(self) -> None:
         small = replace(MACHINE, memory_bytes=7 * MIB)
@@ -241,7 +241,7 @@ class TestRanking:
         found = ranked(MODEL, slow, [Candidate("sync_ps")], [World(2, 1), World(4, 1)])
         text = "\n".join(found.explanation())
         # One server: 2 (n - 1) MiB come in, then the weights of the last bucket leave.
-        assert "4 x 1 is slower than 2 x 1 with sync_ps: exposed communication 99 %." in text
+        assert "4 x 1 is slower than 2 x 1 with sync_ps: exposed communication 98 %." in text
         assert "One device alone is faster" in text
 
     def test_remedies_have_their_gain_the_largest_first(self) -> None:

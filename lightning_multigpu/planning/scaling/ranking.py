@@ -120,7 +120,7 @@ def ranked(model: ModelProfile, machine: Machine, candidates: Sequence[Candidate
     limit = machine.memory_bytes or float("inf")
     share = limit / max(1, machine.devices) if machine.device_type == "cpu" else limit
     fits = [each for each in found if each.memory_bytes <= share]
-    one = one_device(model, machine)
+    one = one_device(model, machine, candidates[0].accumulate)
     largest = max((each.world for each in fits), key=lambda world: world.size, default=World(1, 1))
     first = next((each for each in fits if each.world == largest), None)
     return Ranking(

@@ -35,7 +35,7 @@ _SERVED = ("sync_ps", "sharded_ps", "async_ps")
 _SERVER_BYTES = {True: 4 << 20, False: 1 << 20}
 """A bucket of parameter servers, on one host and on several."""
 _LEAST_UNCERTAINTY = 0.06
-"""Half of the interval of a prediction, as a share of the step, where nothing varied in the measurements."""
+"""The uncertainty of a prediction where nothing varied in the measurements."""
 
 PIPELINES: dict[str, ScheduleName] = {
     "model_parallel": "gpipe",
@@ -65,8 +65,7 @@ class Candidate:
 
     def __str__(self) -> str:
         options = ",".join(f"{name}={value}" for name, value in self.options.items())
-        accumulated = f" x{self.accumulate} batches" if self.accumulate > 1 else ""
-        return f"{self.strategy}:{options}{accumulated}" if options else f"{self.strategy}{accumulated}"
+        return f"{self.strategy}:{options}" if options else self.strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,7 @@ class Prediction:
         bubble_s: waiting for other stages of a pipeline.
         optimizer_s, input_s: as in :class:`.Phases`.
         other_s: Lightning's loop, hooks, and the strategy's fixed cost.
-        uncertainty: half of the interval, as a share of the step.
+        uncertainty: the longest step of the interval over this one, less 1.
         samples: of all ranks in a step.
         memory: bytes of the fullest device.
         activations_bytes: saved for backward on that device.
@@ -121,7 +120,7 @@ class Prediction:
     @property
     def interval_s(self) -> tuple[float, float]:
         """The step between these is expected in 8 of 10 runs."""
-        return self.step_s * (1 - self.uncertainty), self.step_s * (1 + self.uncertainty)
+        return self.step_s / (1 + self.uncertainty), self.step_s * (1 + self.uncertainty)
 
     @property
     def samples_per_s(self) -> float:
@@ -494,7 +493,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _uncertainty(phases: Phases, compute_s: float, exposed_s: float, machine: Machine, world: World) -> float:
-    """Half of the interval: the spread of the measured steps, and what is not known about the transfers."""
+    """The uncertainty: the spread of the measured steps, and what is not known about the transfers."""
     share = exposed_s / (compute_s + exposed_s) if exposed_s else 0.0
     measured = any(each.world == world for each in machine.references)
     transfers = share * (0.1 if measured else 0.3)

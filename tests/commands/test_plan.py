@@ -1,0 +1,155 @@
+"""``lightning-multigpu plan``: predictions of every strategy for a small module, from a machine that is made up."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightning_multigpu.cli import main
+from lightning_multigpu.commands.plans import measured_model
+from lightning_multigpu.planning.scaling.links import Link
+from lightning_multigpu.planning.scaling.machine_model import Machine
+from lightning_multigpu.registry import REGIMES
+from tests.commands.planned import Model, events
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+CONFIG: dict[str, Any] = {
+    "model": "tests.commands.planned.Model",
+    "data": "tests.commands.planned.Data",
+    "trainer": {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "accumulate_grad_batches": 2},
+}
+MACHINE = Machine(
+    name="this machine",
+    device_type="cpu",
+    devices=2,
+    memory_bytes=8 << 30,
+    inside=Link(1e-5, 1e-10),
+    between=Link(1e-4, 1e-8),
+)
+NAMES = {regime.name for regime in REGIMES if not regime.name.endswith("_spawn")}
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current directory, with a configuration and a machine; measurements are short."""
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(CONFIG))
+    (tmp_path / "machine.json").write_text(json.dumps(MACHINE.as_json()))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["lightning-multigpu"])
+    monkeypatch.setattr(measured_model, "_SECONDS", 0.01)
+    monkeypatch.setattr(measured_model, "_ROUNDS", 1)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "LOCAL_RANK", "NODE_RANK", "SLURM_LOCALID"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    threads = torch.get_num_threads()
+    Model.made.clear()
+    events.clear()
+    yield tmp_path
+    torch.set_num_threads(threads)
+    Model.made.clear()
+
+
+def planned(*options: str) -> dict[str, Any]:
+    assert main(["plan", "--config=run.yaml", "--json=plan.json", *options]) == 0
+    document: dict[str, Any] = json.loads(Path("plan.json").read_text())
+    return document
+
+
+def test_every_strategy_is_predicted_or_has_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    document = planned("--nodes", "1", "2")
+    predicted = {row["strategy"] for row in document["predictions"]}
+    impossible = {row["strategy"].partition(" ")[0] for row in document["impossible"]}
+    assert predicted | impossible == NAMES
+    assert {"ring_ddp", "gpipe", "cpu_ps", "hybrid"} <= predicted
+    printed = capsys.readouterr().out
+    assert "Model: 1,296 parameters, 8 samples a batch and rank; on one device " in printed
+    assert "First choice: " in printed
+    assert (
+        "not cpu_ps x2 batches on 2 x 1: cpu_ps works on one host" in printed or "cpu_ps works on one host" in printed
+    )
+
+
+def test_the_numbers_of_a_row() -> None:
+    [row] = planned("--strategies", "ring_ddp")["predictions"]
+    assert row["world"] == [1, 2]
+    assert row["accumulate_grad_batches"] == 2
+    assert row["step_s"] == pytest.approx(sum(row["parts_s"].values()))
+    assert row["interval_s"][0] < row["step_s"] < row["interval_s"][1]
+    assert row["samples_per_s"] == pytest.approx(2 * 2 * 8 / row["step_s"])
+    # Adam keeps two tensors for each parameter.
+    sizes = {"parameters_bytes": 5184, "gradients_bytes": 5184, "optimizer_bytes": 2 * 5184}
+    assert {name: row["memory"][name] for name in sizes} == sizes
+    assert row["sent_bytes"] == {"host": 5184.0}
+
+
+def test_nothing_is_trained(project: Path) -> None:
+    planned("--strategies", "ring_ddp", "gpipe")
+    for module in Model.made:
+        for name, value in module.state_dict().items():
+            assert torch.equal(value, module.initial[name]), name
+    assert "optimizer step" not in events
+    assert {path.name for path in project.iterdir()} == {"run.yaml", "machine.json", "plan.json"}
+
+
+def test_the_first_choice_is_written_as_a_configuration_of_fit() -> None:
+    document = planned("--strategies", "ring_ddp", "ring_ddp:bucket_cap_mb=1", "--write=best.yaml")
+    first = document["predictions"][0]
+    trainer = yaml.safe_load(Path("best.yaml").read_text())["trainer"]
+    if first["options"]:
+        assert trainer["strategy"]["init_args"] == {"bucket_cap_mb": 1}
+    else:
+        assert trainer["strategy"] == "ring_ddp"
+    assert (trainer["devices"], trainer["num_nodes"]) == (2, 1)
+    assert main(["plan", "--config=best.yaml", "--strategies", "ring_ddp"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--machine=other.json"], "other.json: there is no such file; run 'lightning-multigpu calibrate'"),
+        (["--machine=run.yaml"], "run.yaml is no machine.json"),
+        (["--machine=gpus.json"], "gpus.json is of cuda devices, and the configuration trains on cpu"),
+        (["--strategies", "ring_dpp"], "Did you mean 'ring_ddp'?"),
+        (["--strategies", "ring_ddp:bucket=1"], "RingDDPStrategy has no option 'bucket'"),
+        (["--model=tests.commands.test_plan.Failing"], "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_is_wrong_is_refused_in_one_message(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("gpus.json").write_text(json.dumps(replace(MACHINE, device_type="cuda").as_json()))
+    assert main(["plan", "--config=run.yaml", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_another_torch_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("machine.json").write_text(json.dumps(replace(MACHINE, versions={"torch": "1.0"}).as_json()))
+    planned("--strategies", "ring_ddp")
+    assert f"torch was 1.0 at the calibration, and is {torch.__version__}" in capsys.readouterr().err
+
+
+def test_a_module_that_is_no_chain_has_other_strategies(capsys: pytest.CaptureFixture[str]) -> None:
+    document = planned("--model=tests.commands.planned.Manual", "--strategies", "ring_ddp", "gpipe")
+    assert [row["strategy"] for row in document["predictions"]] == ["ring_ddp"]
+    [refused] = document["impossible"]
+    assert "manual" in refused["reason"]
+
+
+class Failing(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return 1 / 0
