@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.published import rows, table
 from lightning_multigpu.cli import main
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan, PlannedMemory, PlannedStage
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
@@ -157,3 +158,15 @@ class TestCommand:
     def test_what_is_refused(self, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["plan", *options]) == 2
         assert message in capsys.readouterr().err
+
+
+class TestPublished:
+    def test_the_page_has_the_table(self) -> None:
+        page = (Path(__file__).parents[2] / "docs/planning.md").read_text()
+        assert "\n".join(table()) in page, "python -m benchmarks.published prints the table"
+
+    def test_exact_arithmetic(self) -> None:
+        """What is no estimate agrees with the publication."""
+        exact = [row for row in rows() if row.what.startswith(("ZeRO", "BytePS's optimum"))]
+        assert len(exact) == 3
+        assert [row.planned for row in exact] == pytest.approx([row.published for row in exact], rel=2e-3)
