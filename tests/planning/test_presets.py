@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.published import rows, table
 from lightning_multigpu.cli import main
+from lightning_multigpu.commands.plans.scaling_cli import machine_of
+from lightning_multigpu.commands.usage import UsageError
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan, PlannedMemory, PlannedStage
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.bandwidth_need import BandwidthNeed
@@ -150,6 +153,7 @@ class TestCommand:
             (["--example=gpt3_175"], "--example=gpt3_175 is unknown; known are seed, gpt3_125m, "),
             (["--example=gpt3_175"], "Did you mean 'gpt3_175b'?"),
             (["--example=seed", "--preset=a100_100gb"], "--preset=a100_100gb is unknown; known are laptop, a100, "),
+            (["--example=seed", "--batch=2"], "name a machine by --preset: laptop, a100"),
             (["--example=clip"], "name a machine by --preset: laptop, a100"),
             (["--example=clip", "--machine=m.json"], "--machine is no option with --example"),
             (["--example=clip", "--trainer.devices=2"], "takes no configuration and no options of fit"),
@@ -158,6 +162,12 @@ class TestCommand:
     def test_what_is_refused(self, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["plan", *options]) == 2
         assert message in capsys.readouterr().err
+
+    def test_the_machine_of_a_configuration(self) -> None:
+        """It may have other devices than those that measure the model."""
+        assert machine_of(Namespace(preset="a100", machine=None), "cpu") is MACHINES["a100"]
+        with pytest.raises(UsageError, match="pass one of them"):
+            machine_of(Namespace(preset="a100", machine=Path("machine.json")), "cpu")
 
 
 class TestPublished:

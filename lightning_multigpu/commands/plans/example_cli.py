@@ -36,12 +36,13 @@ def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
     if arguments:
         raise UsageError(f"{arguments[0]}: --example={wanted.example} takes no configuration and no options of fit")
     by_name(wanted.example, MODELS, "--example")
+    of_ranking = (wanted.batch, wanted.devices, wanted.strategies, wanted.link_gbit, wanted.picture, wanted.json)
+    if wanted.preset is None and (wanted.example != "seed" or any(of_ranking)):
+        raise UsageError(f"--example={wanted.example}: name a machine by --preset: {', '.join(MACHINES)}")
     if wanted.example == "seed":
         print(*source_arithmetic(wanted.nodes or [2, 4, 8]), sep="\n")
-        if wanted.preset is None:
-            return 0
     if wanted.preset is None:
-        raise UsageError(f"--example={wanted.example}: name a machine by --preset: {', '.join(MACHINES)}")
+        return 0
     ranking = _ranking(wanted)
     scaling_table.print_ranking(Console(file=sys.stdout), ranking)
     if wanted.picture is not None:
