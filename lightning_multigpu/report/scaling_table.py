@@ -24,13 +24,13 @@ def print_ranking(console: Console, ranking: Ranking) -> None:
     model, one = ranking.model, ranking.one
     batches = f", accumulate_grad_batches={one.candidate.accumulate}" if one.candidate.accumulate > 1 else ""
     console.print(
-        f"{model.name}: {model.parameters:,} parameters, {model.samples} samples a batch and rank{batches}; on one device "
-        f"{number(1e3 * one.step_s)} ms a step, {number(one.samples_per_s)} samples/s",
+        f"{model.name}: {model.parameters:,} parameters, {model.samples} samples a batch and rank{batches}; "
+        f"on one device {number(1e3 * one.step_s)} ms a step, {number(one.samples_per_s)} samples/s",
         highlight=False,
         soft_wrap=True,
     )
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))  # all columns fit on 80 characters
-    table.add_column("strategy", overflow="fold", max_width=20)
+    table.add_column("strategy", overflow="fold", min_width=20)
     for title in ("hosts x devices", "step ms", "x one", "effi- ciency", "comm.", "bubble", "memory"):
         table.add_column(title, justify="right", min_width=max(map(len, title.split())), no_wrap=title == "memory")
     table.add_column("limit", no_wrap=True)
@@ -56,8 +56,10 @@ def _row(each: Prediction, one: Prediction, *, fits: bool) -> list[str]:
     def share(seconds: float) -> str:
         return f"{100 * seconds / each.step_s:.0f} %"
 
+    candidate = each.candidate
+    mesh = " x ".join(str(size) for size in candidate.options.values())
     return [
-        str(each.candidate),
+        f"hybrid {mesh}" if candidate.strategy == "hybrid" else str(candidate),
         str(each.world),
         number(1e3 * each.step_s),
         f"{each.samples_per_s / one.samples_per_s:.2f}",

@@ -68,11 +68,18 @@ SCHEDULES = {regime.name: regime.options["schedule"] for regime in REGIMES if "s
 _VIEWS = {
     "blocks": ("split_cli", ["json"]),
     "micro_batches": ("planning_cli", ["strategies", "link_gbit", "picture", "json"]),
+    "example": ("example_cli", ["preset", "batch", "nodes", "devices", "strategies", "link_gbit", "picture", "json"]),
 }
 _DESCRIPTION = f"""\
 Predict step time, memory and scaling under every strategy, without training:
 
   {PROGRAM} plan --config configs/ring_ddp.yaml --nodes 1 2 4 --devices 2
+
+A machine or a model that is not at hand, by name:
+
+  {PROGRAM} plan --config configs/ring_ddp.yaml --preset a100_100gbit
+  {PROGRAM} plan --example gpt3_1.3b --preset h100_400gbit --nodes 1 2 4
+  {PROGRAM} plan --example seed
 
 Two views of one strategy:
 
@@ -108,7 +115,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         options.strategies = options.strategies and strategies_of(options.strategies)
         for strategy in options.strategies or ():
             check_strategy(strategy.partition(":")[0])
-            if view and strategy not in SCHEDULES:
+            if view == "micro_batches" and strategy not in SCHEDULES:
                 raise UsageError(
                     f"--strategies={strategy}: with {_flag(view)}, pass names of pipelines, which are "
                     f"{', '.join(SCHEDULES)}; their options are those of --trainer.strategy"
@@ -133,8 +140,10 @@ def _parser(name: str) -> OptionParser:
     add("--nodes", type=whole, nargs="+", metavar="N", help="numbers of hosts")
     add("--devices", type=whole, nargs="+", metavar="N", help="numbers of ranks on each host")
     add("--machine", type=Path, metavar="PATH", help="the machine.json of calibrate")
-    add("--preset", metavar="NAME", help="a machine that is known by name")
-    add("--example", metavar="NAME", help="a model that is known by name")
+    add("--preset", metavar="NAME", help="a machine that is known by name, in place of --machine, such as a100_100gbit")
+    add("--example", metavar="NAME", help="a model that is known by name, in place of a configuration, such as "
+        "gpt3_1.3b, on a --preset; or seed, the arithmetic of data parallel training")  # fmt: skip
+    add("--batch", type=whole, metavar="B", help="samples of a rank's batch of the --example")
     add("--micro-batches", type=whole, nargs="*", metavar="M", help="a pipeline's plan for each of these numbers of "
         "parts of a batch (without numbers: 1 2 4 8 16 and the strategy's own, as far as it has samples); under the "
         "schedules of --strategies, or the strategy's own; model_parallel has M = 1")  # fmt: skip

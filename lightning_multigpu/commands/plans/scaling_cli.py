@@ -16,10 +16,12 @@ from rich.console import Console
 
 from lightning_multigpu.bench.strategies.contenders import contender
 from lightning_multigpu.commands.calibrate import FILE_NAME, cached_path, identity, this_machine
+from lightning_multigpu.commands.plans.example_cli import preset_machine
 from lightning_multigpu.commands.plans.measured_model import PlannedModule, measured_model
 from lightning_multigpu.commands.training import TrainingCLI
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.planning.scaling.machine_model import Machine, World, differences, from_json
+from lightning_multigpu.planning.scaling.presets import moved
 from lightning_multigpu.planning.scaling.ranking import Ranking, ranked
 from lightning_multigpu.planning.scaling.step_model import Candidate
 from lightning_multigpu.registry import REGIMES
@@ -111,11 +113,13 @@ class ScalingCLI(TrainingCLI):
             )
         except LoneStepsError as error:
             raise UsageError(str(error)) from error
+        if wanted.preset:
+            profile = moved(profile, machine)
         self.ranking = ranked(profile, machine, candidates, worlds)
 
     def _worlds(self, machine: Machine) -> list[World]:
         wanted, trainer = self._wanted, self.trainer
-        devices = wanted.devices or [max(2, trainer.num_devices)]
+        devices = wanted.devices or [machine.devices if wanted.preset else max(2, trainer.num_devices)]
         usual = [1, 2, 4, 8] if machine.between is not None else [1]
         return [World(n, d) for n in wanted.nodes or usual for d in devices]
 
@@ -157,6 +161,10 @@ def machine_of(wanted: argparse.Namespace, device_type: str) -> Machine:
     Raises:
         UsageError: there is none, or it is of another kind of device.
     """
+    if wanted.preset and wanted.machine:
+        raise UsageError(f"--preset={wanted.preset} and --machine={wanted.machine}: pass one of them")
+    if wanted.preset:
+        return preset_machine(wanted.preset)
     paths = [wanted.machine] if wanted.machine else [Path(FILE_NAME), cached_path()]
     path = next((each for each in paths if each.is_file()), None)
     if path is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import log
+from math import inf, log
 from typing import Any, NamedTuple
 
 from lightning_multigpu.planning.scaling.links import Link, all_reduce_s
@@ -119,6 +119,11 @@ class Machine:
     optimizer_s_per_byte: Mapping[str, float] = field(default_factory=dict)
     shares_cores: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def rank_memory_bytes(self) -> float:
+        """Memory of a rank: a device's, or the rank's share of the host's; infinite if unknown."""
+        return (self.memory_bytes or inf) / (self.devices if self.device_type == "cpu" else 1)
 
     def crowd(self, world: World) -> int:
         """Ranks that compute at the same time on the cores and the memory of one machine; 1 for accelerators."""

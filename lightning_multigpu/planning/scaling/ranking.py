@@ -117,9 +117,8 @@ def ranked(model: ModelProfile, machine: Machine, candidates: Sequence[Candidate
     if not found:
         raise ValueError("; ".join(f"{c} on {w}: {reason}" for c, w, reason in impossible))
     found.sort(key=lambda each: -each.samples_per_s)
-    limit = machine.memory_bytes or float("inf")
-    share = limit / max(1, machine.devices) if machine.device_type == "cpu" else limit
-    fits = [each for each in found if each.memory_bytes <= share]
+    limit = machine.rank_memory_bytes
+    fits = [each for each in found if each.memory_bytes <= limit]
     one = one_device(model, machine, candidates[0].accumulate)
     largest = max((each.world for each in fits), key=lambda world: world.size, default=World(1, 1))
     first = next((each for each in fits if each.world == largest), None)
@@ -128,7 +127,7 @@ def ranked(model: ModelProfile, machine: Machine, candidates: Sequence[Candidate
         machine=machine,
         one=one,
         predictions=fits,
-        too_large=[each for each in found if each.memory_bytes > share],
+        too_large=[each for each in found if each.memory_bytes > limit],
         impossible=impossible,
         remedies=[] if first is None else _remedies(model, machine, first),
     )

@@ -352,7 +352,7 @@ def _pipeline(model: ModelProfile, machine: Machine, candidate: Candidate, world
         if len(plan.memory) == size and plan.schedule == schedule and plan.num_micro_batches <= wanted
     ]
     if not fitting:
-        raise ImpossibleError(f"{name} was not measured with {size} stages; see --devices and --nodes")
+        raise ImpossibleError(f"no pipeline of {size} stages is known")
     plan = max(fitting, key=lambda one: one.num_micro_batches)
     return _staged(model, machine, candidate, world, plan, 1.0)
 
@@ -407,7 +407,7 @@ def _staged(
 def _tensor_split(model: ModelProfile, machine: Machine, candidate: Candidate, world: World) -> Prediction:
     part = model.splits.get(world.size)
     if part is None:
-        raise ImpossibleError(f"layers split over {world.size} ranks were not measured")
+        raise ImpossibleError(f"no split of the layers over {world.size} ranks is known")
     return _split(model, machine, candidate, world, part)
 
 
@@ -436,7 +436,7 @@ def _split(model: ModelProfile, machine: Machine, candidate: Candidate, world: W
 
 
 def _hybrid(model: ModelProfile, machine: Machine, candidate: Candidate, world: World) -> Prediction:
-    """A mesh data x pipeline x tensor: that of the options, or the fastest."""
+    """A mesh data x pipeline x tensor: that of the options, or the fastest that fits in memory."""
     asked = [candidate.options.get(f"{axis}_parallel_size") for axis in ("data", "pipeline", "tensor")]
     found = []
     for tensor in _divisors(world.size):
@@ -449,7 +449,8 @@ def _hybrid(model: ModelProfile, machine: Machine, candidate: Candidate, world: 
                     continue
     if not found:
         raise ImpossibleError(f"no mesh of {world.size} ranks was measured")
-    return max(found, key=lambda one: one.samples_per_s)
+    fits = [each for each in found if each.memory_bytes <= machine.rank_memory_bytes]
+    return max(fits or found, key=lambda one: one.samples_per_s)
 
 
 def _mesh(

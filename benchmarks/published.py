@@ -1,0 +1,154 @@
+"""Published headline figures beside what the planner says with the inputs that the publication states.
+
+    python -m benchmarks.published
+
+Nothing is measured and nothing is fitted. What a publication does not state is assumed, and the last column says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from lightning_multigpu.planning.pipelines.timeline import bubble, theoretical
+from lightning_multigpu.planning.scaling.links import Link, ring_all_reduce_s, servers_s
+from lightning_multigpu.planning.scaling.machine_model import Machine, World
+from lightning_multigpu.planning.scaling.presets import MACHINES, MODELS, PresetModel, profile_of
+from lightning_multigpu.planning.scaling.step_model import Candidate, Prediction, one_device, predict
+
+_P100 = Machine(
+    name="4 P100", device_type="cuda", devices=4, flops_per_s={"float32": 9.3e12}, memory_bytes_per_s=732e9,
+    inside=Link(5e-6, 1 / 16e9),
+).with_link(25)  # fmt: skip
+_DGX2 = Machine(
+    name="DGX-2H", device_type="cuda", devices=16, flops_per_s={"float16": 130e12}, memory_bytes_per_s=900e9,
+    inside=Link(5e-6, 2 / 300e9),
+)  # fmt: skip
+_V100 = replace(_DGX2, name="8 V100", devices=8, flops_per_s={"float32": 15.7e12}).with_link(100)
+# torchvision's parameters, and 3 x 2 x its multiply-adds for a step of one image.
+_IMAGES = {
+    name: PresetModel(parameters, 64, "torchvision", devices=1, sample_flops=6 * multiply_adds)
+    for name, parameters, multiply_adds in (
+        ("Inception V3", 27.2e6, 5.71e9), ("ResNet-101", 44.5e6, 7.80e9), ("VGG-16", 138.4e6, 15.47e9),
+        ("ResNet-50", 25.6e6, 4.09e9),
+    )
+}  # fmt: skip
+
+
+class Row(NamedTuple):
+    """A published figure, the planner's, and the inputs; ``published`` is None where the publication has no number."""
+
+    what: str
+    published: float | None
+    planned: float
+    unit: str
+    inputs: str
+
+
+def rows() -> Iterator[Row]:
+    """All comparisons."""
+    yield from _data_parallel()
+    yield from _tensor_split()
+    yield from _pipelines()
+    yield from _memory_and_servers()
+    yield from _computation()
+
+
+def _data_parallel() -> Iterator[Row]:
+    inputs = "512 P100 (9.3 TFLOP/s, 50 %), PCIe 16 GB/s, 4 a host, batch 64, float32, messages of 64 MiB"
+    for name, published in (("Inception V3", 90), ("ResNet-101", 90), ("VGG-16", 68)):
+        found, one = _ring(name, _P100, World(128, 4), 64)
+        at_end = one.step_s / (one.step_s + found.exposed_s + found.hidden_s)
+        yield Row(f"Horovod, {name}: efficiency", published, 100 * found.efficiency(one), "%", inputs)
+        yield Row("the same if nothing hides behind backward", published, 100 * at_end, "%", "as above")
+    found, one = _ring("ResNet-50", _V100, World(32, 8), 25)
+    inputs = "'near-linear' has no number; V100 (15.7 TFLOP/s, 50 %), 8 a host, 100 Gbit/s, batch 64, float32, 25 MiB"
+    yield Row("PyTorch DDP, ResNet-50, 256 GPUs: efficiency", None, 100 * found.efficiency(one), "%", inputs)
+
+
+def _ring(name: str, machine: Machine, world: World, bucket_mb: int) -> tuple[Prediction, Prediction]:
+    profile = profile_of(name, _IMAGES[name], machine, gradient_bytes=4)
+    candidate = Candidate("ring_ddp", {"bucket_cap_mb": bucket_mb})
+    return predict(profile, machine, candidate, world), one_device(profile, machine)
+
+
+def _tensor_split() -> Iterator[Row]:
+    inputs = (
+        "DGX-2H (130 TFLOP/s at the 48 % that they state, NVSwitch 300 GB/s), 8 x 1,024 tokens; layers and widths of "
+    )
+    inputs += "arXiv:1909.08053"
+    sizes = {1: (1.2e9, 40, 1536, 16), 2: (2.5e9, 54, 1920, 20), 4: (4.2e9, 64, 2304, 24), 8: (8.3e9, 72, 3072, 32)}
+    rates = {}
+    for ranks, (parameters, layers, width, heads) in sizes.items():
+        model = PresetModel(parameters, 8 * 1024, "", 1024, 1, layers, width, heads)
+        profile = profile_of("GPT-2", model, _DGX2, [ranks], utilisation=0.48)
+        name = "one_device" if ranks == 1 else "tensor_split"
+        step_s = predict(profile, _DGX2, Candidate(name), World(1, ranks)).step_s
+        rates[ranks] = profile.flops / step_s / ranks
+    for ranks, published in ((2, 90.7), (4, 86.5), (8, 79.6)):
+        planned = 100 * rates[ranks] / rates[1]
+        yield Row(f"Megatron-LM 1.0, layers split over {ranks}: weak scaling", published, planned, "%", inputs)
+        inputs = "as above"
+
+
+def _pipelines() -> Iterator[Row]:
+    def speed_up(ranks: int, micro_batches: int) -> float:
+        return ranks * (1 - bubble(theoretical("gpipe", ranks, 1, micro_batches)))
+
+    inputs = "M P/(M+P-1) with M = 32; equal stages, free messages, no recomputation"
+    yield Row("GPipe, 4 devices: speed-up", 3.5, speed_up(4, 32), "x", inputs)
+    for ranks, micro_batches, published in ((2, 16, 1.35), (4, 64, 2.29), (8, 64, 3.11)):
+        inputs = f"M = {micro_batches} as in its program of 2019; else as above"
+        yield Row(
+            f"torchgpipe, ResNet-101, {ranks} devices: speed-up", published, speed_up(ranks, micro_batches), "x", inputs
+        )
+        recomputed = 3 / 4 * speed_up(ranks, micro_batches)
+        yield Row("the same with every forward pass computed twice", published, recomputed, "x", "backward = 2 forward")
+
+
+def _memory_and_servers() -> Iterator[Row]:
+    model, machine = PresetModel(7.5e9, 1, ""), MACHINES["a100_400gbit"]
+    for name, published in (("ring_ddp", 120), ("ddp_sharded", 31.4)):
+        held = predict(profile_of("", model, machine), machine, Candidate(name), World(8, 8)).memory.total / 1e9
+        inputs = (
+            "16 bytes a parameter" if name == "ring_ddp" else "4 + 12/64 bytes a parameter (optimizer states sharded)"
+        )
+        yield Row(f"ZeRO, 7.5B parameters, 64 GPUs: {name}", published, held, "GB", inputs)
+    size, link, n = 1e9, Link(0.0, 8e-9 / 100), 32
+    optimum_s = {k: 2 * n * (n - 1) * size / ((n * n + k * n - 2 * k) * link.bytes_per_s) for k in (0, n)}
+    planned = 1e3 * 2 * servers_s(n, 1, size, n, Link(0.0, 0.0), link)
+    inputs = "t = 2n(n-1)M / [(n^2+kn-2k)B] with k = 0, n = 32 hosts, M = 1 GB, B = 100 Gbit/s; a server on each host"
+    yield Row("BytePS's optimum, servers on the workers' hosts", 1e3 * optimum_s[0], planned, "ms", inputs)
+    gain = 100 * (ring_all_reduce_s(n, size, link) / optimum_s[n] - 1)
+    inputs = (
+        "32 x 8 GPUs, as many servers on hosts of their own (k = n); a step that is communication only, so the most"
+    )
+    yield Row("BytePS against all-reduce, 256 GPUs: gain of up to", 84, gain, "%", inputs)
+
+
+def _computation() -> Iterator[Row]:
+    planned = 3072 * 312e12 * 0.5 / 1e15
+    yield Row("Megatron-LM, 3,072 A100: PFLOP/s", 502, planned, "PFLOP/s", "the usual 50 %; 502 is 52.4 % of the peak")
+    gpt3 = MODELS["gpt3_175b"]
+    seconds = gpt3.flops(1536) / (1024 * 312e12 * 0.5)
+    inputs = "batch of 1,536 x 2,048, 50 %; no forward pass twice, no bubble, no communication (they state 44 %)"
+    yield Row("Megatron-LM, GPT-3 175B, 1,024 A100: step", 32, seconds, "s", inputs)
+    days = MODELS["clip"].flops(32 * 400e6) / (592 * 125e12 * 0.5) / 86_400
+    inputs = "32 x 400e6 pairs, 125 TFLOP/s at 50 %; 18 days are 18 % of the peak"
+    yield Row("CLIP RN50x64, 592 V100: training", 18, days, "days", inputs)
+
+
+def table() -> list[str]:
+    """The comparisons as a table in Markdown."""
+    lines = ["| what | published | planner | difference | inputs of the planner |", "|---|---|---|---|---|"]
+    for row in rows():
+        published = "near-linear" if row.published is None else f"{row.published:.4g} {row.unit}"
+        difference = "" if row.published is None else f"{100 * (row.planned / row.published - 1):+.0f} %"
+        lines.append(f"| {row.what} | {published} | {row.planned:.3g} {row.unit} | {difference} | {row.inputs} |")
+    return lines
+
+
+if __name__ == "__main__":
+    print("# python -m benchmarks.published")
+    print(*table(), sep="\n")

@@ -1,0 +1,182 @@
+"""Presets and the source's arithmetic, compared with figures worked out by hand."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published import rows, table
+from lightning_multigpu.cli import main
+from lightning_multigpu.commands.plans.scaling_cli import machine_of
+from lightning_multigpu.commands.usage import UsageError
+from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan, PlannedMemory, PlannedStage
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes
+from lightning_multigpu.planning.scaling.bandwidth_need import BandwidthNeed
+from lightning_multigpu.planning.scaling.machine_model import World
+from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases, SplitPart
+from lightning_multigpu.planning.scaling.presets import MACHINES, MODELS, PresetModel, moved, profile_of
+from lightning_multigpu.planning.scaling.step_model import Candidate, ImpossibleError, one_device, predict
+
+A100 = MACHINES["a100_100gbit"]
+
+
+class TestBandwidthNeed:
+    """The source has 24.576e14 for 6 x 10e9 x 32 x 128, which is 2.4576e14; its figures need ten times the tokens."""
+
+    def test_the_source_s_figures(self) -> None:
+        need = BandwidthNeed(10e9, 320 * 128)
+        assert need.flops == pytest.approx(24.576e14)
+        assert [need.step_s(nodes) for nodes in (1, 4)] == pytest.approx([2.048, 0.512])
+        assert need.gbit_per_s(1) == pytest.approx(78.125)
+        assert need.gbit_per_s(4) == pytest.approx(312.5)
+        assert need.ring_gbit_per_s(4) == pytest.approx(1.5 * 312.5)
+
+    def test_the_batch_that_the_source_names(self) -> None:
+        need = BandwidthNeed(10e9, 32 * 128)
+        assert (need.flops, need.step_s(1), need.gbit_per_s(4)) == pytest.approx((2.4576e14, 0.2048, 3125))
+
+    def test_the_size_of_the_model_does_not_matter(self) -> None:
+        assert BandwidthNeed(1e9, 4096).gbit_per_s(2) == pytest.approx(BandwidthNeed(70e9, 4096).gbit_per_s(2))
+
+
+class TestModels:
+    @pytest.mark.parametrize("name", [name for name in MODELS if name.startswith("gpt3")])
+    def test_parameters_are_those_of_the_layers(self, name: str) -> None:
+        model = MODELS[name]
+        embeddings = (50_257 + model.sequence) * model.width
+        assert 12 * model.layers * model.width**2 + embeddings == pytest.approx(model.parameters, rel=0.03)
+
+    def test_a_step(self) -> None:
+        """6 x 125e6 x 8,192 FLOPs at half of 312e12; Adam moves 2 x 14 + 2 bytes of each parameter at 2 TB/s."""
+        model = MODELS["gpt3_125m"]
+        profile = profile_of("gpt3_125m", model, A100)
+        phases = profile.phases[1]
+        assert profile.samples == 4
+        assert phases.forward_s + phases.backward_s == pytest.approx(6 * 125e6 * 8192 / 156e12)
+        assert phases.optimizer_s == pytest.approx(30 * 125e6 / 2e12)
+        assert (profile.held.total, profile.gradient_bytes) == (16 * 125e6, 2 * 125e6)
+        layer_bytes = 4 * (34 * 2048 * 768 + 5 * 12 * 2048**2)
+        assert profile.activations_bytes == 12 * layer_bytes
+        assert sum(size for size, _ in profile.gradients) == pytest.approx(profile.gradient_bytes, rel=1e-4)
+
+    @pytest.mark.parametrize(("strategy", "gigabytes"), [("ring_ddp", 120), ("ddp_sharded", 31.4)])
+    def test_memory_of_zero(self, strategy: str, gigabytes: float) -> None:
+        profile = profile_of("", PresetModel(7.5e9, 1, ""), A100)
+        found = predict(profile, A100, Candidate(strategy), World(8, 8)).memory.total
+        assert found / 1e9 == pytest.approx(gigabytes, abs=0.05)
+
+    def test_split_layers(self) -> None:
+        """Two all-reduces forward and two backward of s b h values for each layer; s b h (10 + 24/t) is saved."""
+        part = profile_of("", MODELS["gpt3_125m"], A100, [4, 5]).splits
+        assert list(part) == [4], "12 heads are not split over 5"
+        assert part[4].collectives == [("all_reduce", 2 * 8192 * 768)] * 48
+        assert part[4].phases[1].forward_s == pytest.approx(6 * 125e6 * 8192 / 156e12 / 3 / 4)
+        assert part[4].activations_bytes == 12 * 8192 * (768 * 16 + 5 * 12 * 2048 // 4)
+
+    def test_stages(self) -> None:
+        """The bubble of equal stages is (P-1)/(M+P-1); transfers are the machine's."""
+        profile = profile_of("", MODELS["gpt3_125m"], A100, [2])
+        found = predict(profile, A100, Candidate("pipeline_1f1b"), World(1, 2))
+        assert found.bubble_s / (found.bubble_s + found.compute_s) == pytest.approx(1 / 5)
+        assert found.memory.total == pytest.approx(16 * 125e6 / 2)
+        assert found.exposed_s > 0
+
+    def test_what_is_not_known_is_refused(self) -> None:
+        profile = profile_of("clip", MODELS["clip"], A100, [2])
+        for strategy, reason in {"gpipe": "does not have the model's layers", "sync_ps": "the host's cores"}.items():
+            with pytest.raises(ImpossibleError, match=reason):
+                predict(profile, A100, Candidate(strategy), World(1, 2))
+
+
+def measured(flops: float = 3e12) -> ModelProfile:
+    """A step of 1 s forward, 3 s backward and 1 s around it; two at once take twice as long."""
+    held = HeldBytes(400, 400, 800)
+    phases = Phases(forward_s=1.0, backward_s=3.0, optimizer_s=0.5, other_s=1.0)
+    stage = PlannedStage(1, (0, 1), 200, 0.5, 1.5, 0.0, 40)
+    memory = PlannedMemory(200, 200, 400, 1, 10, 0)
+    return ModelProfile(
+        name="Net", samples=8, parameters=100, held=held, activations_bytes=10, flops=flops, gradients=[(400, 1.0)],
+        phases={1: phases, 2: phases.times(2)},
+        splits={2: SplitPart(num_ranks=2, phases={2: phases}, collectives=[], held=held, activations_bytes=10)},
+        pipelines=[
+            PipelinePlan(
+                module="layers", description="", schedule="gpipe", num_micro_batches=1, stages=(stage, stage),
+                timelines=(), memory=(memory, memory), one_device_s=4.0,
+            )
+        ],
+    )  # fmt: skip
+
+
+class TestMoved:
+    def test_to_gpus(self) -> None:
+        """3e12 operations at 150e12 a second take 20 ms, of which forward has a quarter as measured."""
+        found = moved(measured(), A100, utilisation=150 / 312)
+        phases = found.phases[1]
+        assert (phases.forward_s, phases.backward_s) == pytest.approx((0.005, 0.015))
+        assert phases.optimizer_s == pytest.approx((2 * 400 + 2 * 800 + 400) / 2e12)
+        assert phases.other_s == 1.0, "Lightning's loop, as measured"
+        assert one_device(found, A100).step_s == pytest.approx(1.02, rel=1e-6)
+        assert found.splits[2].phases[1].forward_s == pytest.approx(0.005 / 2), "half of the whole beside another"
+        assert found.pipelines[0].stages[0].backward_s == pytest.approx(0.0075)
+        assert "sync_ps" in found.refused
+
+    def test_to_a_laptop(self) -> None:
+        assert not moved(measured(), MACHINES["laptop"]).refused
+
+    def test_without_operations(self) -> None:
+        with pytest.raises(ValueError, match="Net has no matrix product"):
+            moved(measured(flops=0.0), A100)
+
+
+class TestCommand:
+    def test_the_source_s_example(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["plan", "--example", "seed", "--nodes", "4"]) == 0
+        page = capsys.readouterr().out
+        for text in ("24.576e14 FLOPs", "2.048/N s", "N x 80 Gb/s", "N x 78.1 Gb/s", "4 nodes: 320 Gb/s",
+                     "IB >= N x P GB/s", "468.8 for a ring", "42 GB/s measured = 84 %", "2.4576e14"):  # fmt: skip
+            assert text in page
+
+    def test_a_ranking(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        options = ["--example=gpt3_125m", "--preset=a100", "--batch=1", f"--json={tmp_path / 'plan.json'}"]
+        assert main(["plan", *options]) == 0
+        page = capsys.readouterr().out
+        assert "Brown et al. 2020" in page
+        assert "125,000,000 parameters, 1 samples a batch" in page
+        assert "First choice: " in page
+        assert (tmp_path / "plan.json").stat().st_size > 1000
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--example=gpt3_175"], "--example=gpt3_175 is unknown; known are seed, gpt3_125m, "),
+            (["--example=gpt3_175"], "Did you mean 'gpt3_175b'?"),
+            (["--example=seed", "--preset=a100_100gb"], "--preset=a100_100gb is unknown; known are laptop, a100, "),
+            (["--example=seed", "--batch=2"], "name a machine by --preset: laptop, a100"),
+            (["--example=clip"], "name a machine by --preset: laptop, a100"),
+            (["--example=clip", "--machine=m.json"], "--machine is no option with --example"),
+            (["--example=clip", "--trainer.devices=2"], "takes no configuration and no options of fit"),
+        ],
+    )
+    def test_what_is_refused(self, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["plan", *options]) == 2
+        assert message in capsys.readouterr().err
+
+    def test_the_machine_of_a_configuration(self) -> None:
+        """It may have other devices than those that measure the model."""
+        assert machine_of(Namespace(preset="a100", machine=None), "cpu") is MACHINES["a100"]
+        with pytest.raises(UsageError, match="pass one of them"):
+            machine_of(Namespace(preset="a100", machine=Path("machine.json")), "cpu")
+
+
+class TestPublished:
+    def test_the_page_has_the_table(self) -> None:
+        page = (Path(__file__).parents[2] / "docs/planning.md").read_text()
+        assert "\n".join(table()) in page, "python -m benchmarks.published prints the table"
+
+    def test_exact_arithmetic(self) -> None:
+        """What is no estimate agrees with the publication."""
+        exact = [row for row in rows() if row.what.startswith(("ZeRO", "BytePS's optimum"))]
+        assert len(exact) == 3
+        assert [row.planned for row in exact] == pytest.approx([row.published for row in exact], rel=2e-3)
