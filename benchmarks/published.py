@@ -109,12 +109,15 @@ def _pipelines() -> Iterator[Row]:
 
 def _memory_and_servers() -> Iterator[Row]:
     model, machine = PresetModel(7.5e9, 1, ""), MACHINES["a100_400gbit"]
-    for name, published in (("ring_ddp", 120), ("ddp_sharded", 31.4)):
+    one, what = profile_of("", model, machine).held, "ZeRO, 7.5B parameters, 64 GPUs"
+    states = (one.parameters_bytes + one.gradients_bytes + one.optimizer_bytes / 64) / 1e9
+    yield Row(f"{what}: optimizer states sharded", 31.4, states, "GB", "4 + 12/64 bytes a parameter")
+    for name, published, inputs in (
+        ("ring_ddp", 120, "16 bytes a parameter"),
+        ("ddp_sharded", 16.6, "2 + 14/64 bytes a parameter (gradients sharded too)"),
+    ):
         held = predict(profile_of("", model, machine), machine, Candidate(name), World(8, 8)).memory.total / 1e9
-        inputs = (
-            "16 bytes a parameter" if name == "ring_ddp" else "4 + 12/64 bytes a parameter (optimizer states sharded)"
-        )
-        yield Row(f"ZeRO, 7.5B parameters, 64 GPUs: {name}", published, held, "GB", inputs)
+        yield Row(f"{what}: {name}", published, held, "GB", inputs)
     size, link, n = 1e9, Link(0.0, 8e-9 / 100), 32
     optimum_s = {k: 2 * n * (n - 1) * size / ((n * n + k * n - 2 * k) * link.bytes_per_s) for k in (0, n)}
     planned = 1e3 * 2 * servers_s(n, 1, size, n, Link(0.0, 0.0), link)
