@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -30,13 +31,22 @@ from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.links import fitted
 from lightning_multigpu.planning.scaling.machine_model import Coding, Machine, MeasuredCollective, ReferenceCost, World
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases
-from lightning_multigpu.planning.scaling.step_model import Candidate, predict
+from lightning_multigpu.planning.scaling.step_model import (
+    BETWEEN_HOSTS_BYTES,
+    ON_ONE_HOST_BYTES,
+    Candidate,
+    Prediction,
+    bucketed,
+    predict,
+)
 
 _SIZES = (4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20, 32 << 20)
 _SLOW_BYTES_PER_S = 4e8
+_LONGEST_CALL_S = 0.5
 _ON_ONE_HOST = ("cpu_ps", "dp")
 _DATA_PARALLEL = ("ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps")
 _CODINGS = ("bf16", "int8")
+_SMALL_BUCKETS = "ring_ddp:bucket_cap_mb=0.5"
 _TINY_WIDTH, _TINY_BATCH, _LARGE_BATCH = 64, 16, 64
 _TINY_LAYERS, _DEEP_LAYERS = 6, 30
 _MICRO_BATCHES = (4, 16)
@@ -114,24 +124,22 @@ def _with_collectives(hosts: HostAgents, device_type: str, machine: Machine, wor
     by_name = {each.name: each for each in IMPLEMENTATIONS}
     found = []
     for operation, name in names.items():
-        sizes: Sequence[int] = _SIZES
         points: list[tuple[int, float]] = []
-        for size in sizes:  # larger ones only where they do not take too long
-            if points and size / points[-1][0] * points[-1][1] > 1.0:
+        for sizes in (_SIZES[:4], _SIZES[4:]):  # larger ones only where they do not take too long
+            if points and sizes[-1] / points[-1][0] * points[-1][1] > _LONGEST_CALL_S:
                 break
             plan = CollectivePlan(
                 operations=[BY_NAME[operation]],
                 implementations=[by_name[name]],
-                sizes=[size],
+                sizes=sizes,
                 device_type=device_type,
                 dtype=torch.float32,
-                repetitions=3,
+                repetitions=5,
                 warm_up=1,
                 timeout_s=_TIMEOUT_S,
             )
-            for row in collective_run.measure(hosts, plan):
-                if row.seconds is not None:
-                    points.append((row.size_bytes, row.seconds.median))
+            rows = collective_run.measure(hosts, plan)
+            points += [(row.size_bytes, row.seconds.median) for row in rows if row.seconds is not None]
         if len(points) > 1:
             found.append(MeasuredCollective(operation=operation, world=world, link=fitted(points)))
     others = [each for each in machine.collectives if each.world != world]
@@ -154,6 +162,7 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
     wanted = [(s, each) for each in (Contender(NO_COMMUNICATION), *map(contender, names)) for s in (tiny, deep, large)]
     wanted += [(tiny, contender(f"pipeline_1f1b:num_micro_batches={number}")) for number in _MICRO_BATCHES]
     wanted += [(subject, contender("tensor_split")) for subject in (tiny, deep)]
+    wanted += [(large, contender(_SMALL_BUCKETS))]
     if world.nodes > 1:
         wanted += [(large, contender(f"ring_ddp:compression={name}")) for name in _CODINGS]
     runs = []
@@ -186,12 +195,17 @@ class _Fit:
         self._machine, self._world, self._rows, self._names = machine, world, rows, names
         large = self._step("large", NO_COMMUNICATION)
         assert large is not None
-        self._profile = _profile(width, large, machine.crowd(world))
+        crowd = machine.crowd(world)
+        self._profile = _profile(width, 6, large, crowd)
+        self._small = {
+            name: _profile(_TINY_WIDTH, layers, self._step(name, NO_COMMUNICATION) or 0.0, crowd)
+            for name, layers in (("tiny", _TINY_LAYERS), ("deep", _DEEP_LAYERS))
+        }
         self._costs: list[ReferenceCost] = []
 
     def _step(self, subject: str, label: str) -> float | None:
         row = self._rows.get((subject, label))
-        return None if row is None or row.step_s is None else row.step_s.median
+        return None if row is None or row.step_s is None else fmean(row.rank_medians_s)
 
     def machine(self) -> Machine:
         """The machine with the costs."""
@@ -207,9 +221,14 @@ class _Fit:
         kept = [each for each in machine.codings if each.name not in {coding.name for coding in codings}]
         return replace(machine, codings=[*kept, *codings])
 
-    def _predicted_s(self, cost: ReferenceCost, **options: Any) -> float:
-        machine = replace(self._machine, references=[cost])
-        return predict(self._profile, machine, Candidate(cost.strategy, options), self._world).step_s
+    def _predicted(
+        self, model: ModelProfile, name: str, cost: ReferenceCost | None = None, **options: Any
+    ) -> Prediction:
+        machine = replace(self._machine, references=[] if cost is None else [cost])
+        return predict(model, machine, Candidate(name, options), self._world)
+
+    def _predicted_s(self, cost: ReferenceCost) -> float:
+        return self._predicted(self._profile, cost.strategy, cost).step_s
 
     def _beyond(self, label: str) -> tuple[float, float] | None:
         """Seconds that a step takes beyond that without communication: whatever the model, and for each tensor."""
@@ -218,7 +237,8 @@ class _Fit:
             with_s, without_s = self._step(subject, label), self._step(subject, NO_COMMUNICATION)
             if with_s is None or without_s is None:
                 return None
-            extra.append(with_s - without_s)
+            transfers_s = 0.0 if label == "tensor_split" else self._predicted(self._small[subject], label).exposed_s
+            extra.append(with_s - without_s - transfers_s)
         few, many = (2 * (layers + 1) for layers in (_TINY_LAYERS, _DEEP_LAYERS))
         tensor_s = max(0.0, (extra[1] - extra[0]) / (many - few))
         return max(0.0, extra[0] - few * tensor_s), tensor_s
@@ -230,7 +250,19 @@ class _Fit:
         cost = replace(cost, busy=1.0) if on_cores else self._solved(cost, "busy", 1.0, large_s)
         if on_cores or cost.busy in (0.0, 1.0):
             cost = self._solved(cost, "scale", 20.0, large_s)
-        return cost
+        return self._with_bucket_cost(cost, large_s) if name == "ring_ddp" else cost
+
+    def _with_bucket_cost(self, cost: ReferenceCost, large_s: float) -> ReferenceCost:
+        """What a step with many small buckets takes longer than the formula says, for each bucket."""
+        small_s = self._step("large", _SMALL_BUCKETS)
+        if small_s is None:
+            return cost
+        option = {"bucket_cap_mb": 0.5}
+        more_s = small_s - self._predicted(self._profile, "ring_ddp", cost, **option).step_s
+        usual = ON_ONE_HOST_BYTES if self._world.nodes == 1 else BETWEEN_HOSTS_BYTES
+        many, few = (len(bucketed(self._profile.gradients, size)) for size in (2**19, usual))
+        cost = replace(cost, bucket_s=max(0.0, more_s / max(1, many - few)))
+        return self._solved(cost, "scale", 20.0, large_s) if self._world.nodes == 1 else cost
 
     def _solved(self, cost: ReferenceCost, field: str, most: float, step_s: float) -> ReferenceCost:
         """The cost with the value of ``field`` between 0 and ``most`` whose prediction is ``step_s``."""
@@ -284,9 +316,9 @@ class _Fit:
         return Coding(name=name, ratio=ratio, s_per_byte=high)
 
 
-def _profile(width: int, step_s: float, crowd: int) -> ModelProfile:
-    """The large reference model, whose step with ``crowd`` ranks at once was measured."""
-    model = BenchMLP(width=width)
+def _profile(width: int, num_layers: int, step_s: float, crowd: int) -> ModelProfile:
+    """A reference model, whose step with ``crowd`` ranks at once was measured."""
+    model = BenchMLP(width=width, num_layers=num_layers)
     gradients = [parameter.nbytes for parameter in reversed(list(model.parameters()))]
     total = sum(gradients)
     shares, done = [], 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,8 +19,8 @@ from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOpti
 from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner, PlanError
 from lightning_multigpu.strategies.steps.lone_steps import LoneRank, LoneStepsError, lone_steps
 
-_ROUNDS = 3
-_SECONDS = 1.5
+_ROUNDS = 5
+_SECONDS = 1.0
 """Of each round and number of ranks."""
 
 
@@ -124,7 +124,13 @@ def _rounds(subject: PlannedModule, crowds: Sequence[int], tensor_parallel_size:
                     tensor_parallel_size=tensor_parallel_size,
                 )
             )
-    return {crowd: sorted(ranks, key=lambda rank: rank.phases.step_s)[_ROUNDS // 2] for crowd, ranks in rounds.items()}
+    found = {}
+    for crowd, ranks in rounds.items():
+        ordered = sorted(ranks, key=lambda rank: rank.phases.step_s)
+        middle, inner = ordered[len(ordered) // 2], ordered[1:-1] or ordered
+        spread = (inner[-1].phases.step_s - inner[0].phases.step_s) / middle.phases.step_s
+        found[crowd] = replace(middle, phases=replace(middle.phases, spread=max(spread, middle.phases.spread)))
+    return found
 
 
 def _part(size: int, ranks: Mapping[int, LoneRank]) -> SplitPart:

@@ -38,11 +38,12 @@ class ReferenceCost:
     Attributes:
         strategy: registered name.
         world: hosts and devices of the measurement.
-        fixed_s: seconds that a step takes in addition, whatever the model.
+        fixed_s: seconds that each batch takes in addition, whatever the model.
         scale: the measured time of its transfers, over that of the formula.
         busy: the share of a transfer in which the rank that computes beside it makes no progress: 0 on an accelerator,
             1 where the same core moves the bytes.
         tensor_s: seconds that each parameter tensor adds.
+        bucket_s: seconds that each bucket adds.
         pass_s: seconds that each pass of a pipeline stage, or each collective of a split layer, takes in addition.
     """
 
@@ -52,6 +53,7 @@ class ReferenceCost:
     scale: float = 1.0
     busy: float = 0.0
     tensor_s: float = 0.0
+    bucket_s: float = 0.0
     pass_s: float = 0.0
 
 
@@ -130,6 +132,10 @@ class Machine:
         if self.device_type != "cpu":
             return 1
         return world.size if self.shares_cores else world.devices
+
+    def cores(self) -> float:
+        """Devices that compute at the same time on one machine; unlimited for accelerators."""
+        return self.devices if self.device_type == "cpu" else inf
 
     def slowdown_of(self, crowd: int) -> float:
         """The time of a computation with ``crowd`` ranks at once, over its time alone; 1 if that was not measured."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
@@ -17,7 +17,7 @@ class Phases:
         input_s: waiting for the next batch, and moving it to the device.
         forward_s, backward_s, optimizer_s: as they say.
         other_s: Lightning's loop and the module's hooks.
-        spread: (third quartile - first quartile) / median of the steps.
+        spread: (third quartile - first quartile) / median of the steps, or what measurements differ by if that is more.
     """
 
     forward_s: float
@@ -34,14 +34,16 @@ class Phases:
 
     def times(self, factor: float) -> Phases:
         """The phases with all times multiplied."""
-        return Phases(
-            forward_s=self.forward_s * factor,
-            backward_s=self.backward_s * factor,
-            optimizer_s=self.optimizer_s * factor,
-            input_s=self.input_s * factor,
-            other_s=self.other_s * factor,
-            spread=self.spread,
-        )
+        times = {name: value * factor for name, value in asdict(self).items() if name != "spread"}
+        return replace(self, **times)
+
+    @classmethod
+    def mean(cls, several: Sequence[Phases]) -> Phases:
+        """The means of several measurements; their spread is at least the range of the steps."""
+        count = len(several)
+        found = {name: sum(getattr(one, name) for one in several) / count for name in asdict(several[0])}
+        steps = [one.step_s for one in several]
+        return replace(cls(**found), spread=max(found["spread"], (max(steps) - min(steps)) / max(steps)))
 
 
 @dataclass(frozen=True, kw_only=True)

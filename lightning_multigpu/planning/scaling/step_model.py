@@ -180,6 +180,18 @@ def one_device(model: ModelProfile, machine: Machine, accumulate: int = 1) -> Pr
     return predict(model, machine, Candidate("one_device", accumulate=accumulate), World(1, 1))
 
 
+def bucketed(gradients: Sequence[tuple[int, float]], bucket_bytes: float) -> list[tuple[float, float]]:
+    """The bytes of each bucket, and the share of backward after which it is full."""
+    buckets: list[tuple[float, float]] = []
+    filled = 0.0
+    for index, (size, share) in enumerate(gradients):
+        filled += size
+        if filled >= bucket_bytes or index == len(gradients) - 1:
+            buckets.append((filled, share))
+            filled = 0.0
+    return buckets
+
+
 def bucket_timeline(
     gradients: Sequence[tuple[int, float]],
     bucket_bytes: float,
@@ -196,15 +208,9 @@ def bucket_timeline(
         seconds: the time of a transfer by its bytes.
         busy: the share of a transfer in which backward makes no progress.
     """
-    buckets: list[tuple[float, float]] = []  # bytes, and the time of backward at which they are full
-    filled = 0.0
-    for index, (size, share) in enumerate(gradients):
-        filled += size
-        if filled >= bucket_bytes or index == len(gradients) - 1:
-            buckets.append((filled, share * backward_s))
-            filled = 0.0
     now = progress = total = 0.0
-    for bucket, ready in buckets:
+    for bucket, share in bucketed(gradients, bucket_bytes):
+        ready = share * backward_s
         if progress < ready:  # no transfer runs
             now, progress = now + ready - progress, ready
         left = seconds(bucket)
@@ -233,7 +239,7 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
     else:
         seconds, sent, at_end_s = _transfers(model, machine, name, world, options, bucket_bytes)
         end_s, transfers_s = bucket_timeline(
-            model.gradients, bucket_bytes, phases.backward_s, lambda b: cost.scale * seconds(b), busy
+            model.gradients, bucket_bytes, phases.backward_s, lambda b: cost.scale * seconds(b) + cost.bucket_s, busy
         )
         end_s, transfers_s = end_s + cost.scale * at_end_s, transfers_s + cost.scale * at_end_s
     if name in ("ddp_sharded", "cpu_ps"):
@@ -252,7 +258,7 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
         hidden_s=max(0.0, transfers_s - exposed_s),
         optimizer_s=optimizer_s,
         input_s=k * phases.input_s,
-        other_s=k * phases.other_s + cost.fixed_s + len(model.gradients) * cost.tensor_s,
+        other_s=k * (phases.other_s + cost.fixed_s) + len(model.gradients) * cost.tensor_s,
         uncertainty=spread,
         samples=k * model.samples * world.size,
         memory=_data_parallel_memory(model, name, world),
@@ -360,11 +366,15 @@ def _pipeline(model: ModelProfile, machine: Machine, candidate: Candidate, world
 def _staged(
     model: ModelProfile, machine: Machine, candidate: Candidate, world: World, plan: PipelinePlan, factor: float
 ) -> Prediction:
-    """A pipeline over all ranks of ``world``; ``factor`` multiplies the time of each pass."""
+    """A pipeline over all ranks of ``world``; ``factor`` multiplies the time of each pass.
+
+    Idle ranks leave their core to others: passes slow down as with one rank a core, and a step takes at least the
+    cores' time for all passes.
+    """
     ranks, micro_batches = len(plan.memory), plan.num_micro_batches
-    crowd, k = machine.crowd(world), candidate.accumulate
-    alone, phases = model.phases[min(model.phases)], model.at_once(crowd, machine.slowdown_of(crowd))
-    both_s = (phases.forward_s + phases.backward_s) / (alone.forward_s + alone.backward_s)
+    crowd, k = round(min(machine.crowd(world), machine.cores())), candidate.accumulate
+    phases = model.at_once(crowd, machine.slowdown_of(crowd))
+    both_s = (phases.forward_s + phases.backward_s) / plan.one_device_s if machine.device_type == "cpu" else 1.0
     cost = machine.reference("pipeline_1f1b", world)
     stages = plan.stages
     forward_s = [factor * both_s * stage.forward_s + cost.pass_s for stage in stages]
@@ -379,6 +389,8 @@ def _staged(
     orders = schedule_orders(plan.schedule, ranks, len(stages) // ranks, micro_batches)
     total_s = step_time(orders, forward_s, backward_s, cuts_s)
     without_s = step_time(orders, forward_s, backward_s, [0.0] * len(cuts_s))
+    on_cores_s = micro_batches * sum((*forward_s, *backward_s)) / min(machine.cores(), ranks)
+    without_s, total_s = max(without_s, on_cores_s), max(total_s, on_cores_s)
     busy_s = max(
         micro_batches * sum(forward_s[i] + backward_s[i] for i in range(rank, len(stages), ranks))
         for rank in range(ranks)
@@ -393,7 +405,7 @@ def _staged(
         bubble_s=k * (without_s - busy_s),
         optimizer_s=phases.optimizer_s * share,
         input_s=k * phases.input_s,
-        other_s=k * phases.other_s + cost.fixed_s,
+        other_s=k * (phases.other_s + cost.fixed_s),
         uncertainty=max(plan.spread / 2, _uncertainty(phases, busy_s, total_s - without_s, machine, world)),
         samples=k * model.samples,
         memory=HeldBytes(fullest.parameters_bytes, fullest.gradients_bytes, fullest.optimizer_bytes),
@@ -426,7 +438,7 @@ def _split(model: ModelProfile, machine: Machine, candidate: Candidate, world: W
         exposed_s=k * collectives_s,
         optimizer_s=phases.optimizer_s,
         input_s=k * phases.input_s,
-        other_s=k * phases.other_s + cost.fixed_s + len(model.gradients) * cost.tensor_s,
+        other_s=k * (phases.other_s + cost.fixed_s) + len(model.gradients) * cost.tensor_s,
         uncertainty=_uncertainty(phases, compute_s, collectives_s, machine, world),
         samples=k * model.samples,
         memory=part.held,

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from statistics import median, quantiles
@@ -320,7 +320,7 @@ def lone_steps(
     seconds: float,
     tensor_parallel_size: int = 1,
 ) -> LoneRank:
-    """The steps of the slowest of ``crowd`` ranks that train at the same time.
+    """The mean steps of ``crowd`` ranks that train at the same time.
 
     Call it before this process has used a GPU, and with one thread for operations: the ranks are forked from it.
 
@@ -361,7 +361,7 @@ def lone_steps(
         if isinstance(answer, str):
             raise LoneStepsError(answer)
     ranks = [answer for answer in answers if isinstance(answer, LoneRank)]
-    return max(ranks, key=lambda rank: rank.phases.step_s)
+    return replace(ranks[0], phases=Phases.mean([rank.phases for rank in ranks]))
 
 
 def _answer(connection: Connection) -> LoneRank | str:
