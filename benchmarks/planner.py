@@ -130,7 +130,7 @@ def _calibrated(folder: Path, worlds: list[tuple[str, World]], *, again: bool) -
 
 
 def _emulate(bandwidth: str, nodes: int) -> list[str]:
-    hosts = ["emulate", f"--nodes={nodes}", "--devices=1", f"--bandwidth={bandwidth}", "--burst=512kb", "--"]
+    hosts = ["emulate", f"--nodes={nodes}", "--devices=1", f"--bandwidth={bandwidth}", "--burst=64kb", "--"]
     return [sys.executable, "-m", "lightning_multigpu", *hosts]
 
 

@@ -170,7 +170,7 @@ def print_machine(console: Console, machine: Machine) -> None:
     ):
         table.add_column(title, justify="left" if title == "strategy" else "right")
     for cost in sorted(machine.references, key=lambda row: (row.world, row.strategy)):
-        times = (f"{1e3 * cost.fixed_s:.2f}", f"{1e6 * cost.tensor_s:.0f}")
+        times = (f"{1e3 * cost.fixed_s:.2f}", f"{1e6 * cost.tensor_s:.0f}", f"{1e6 * cost.bucket_s:.0f}")
         figures = (*times, f"{cost.scale:.2f}", f"{cost.busy:.2f}", f"{1e6 * cost.pass_s:.0f}")
         table.add_row(cost.strategy, str(World(*cost.world)), *figures)
     console.print(table)

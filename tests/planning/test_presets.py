@@ -179,4 +179,4 @@ class TestPublished:
         """What is no estimate agrees with the publication."""
         exact = [row for row in rows() if row.what.startswith(("ZeRO", "BytePS's optimum"))]
         assert len(exact) == 4
-        assert [row.planned for row in exact] == pytest.approx([row.published for row in exact], rel=2e-3)
+        assert [row.planned for row in exact] == pytest.approx([row.published for row in exact], rel=3e-3)

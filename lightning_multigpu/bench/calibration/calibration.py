@@ -32,8 +32,6 @@ from lightning_multigpu.planning.scaling.links import fitted
 from lightning_multigpu.planning.scaling.machine_model import Coding, Machine, MeasuredCollective, ReferenceCost, World
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases
 from lightning_multigpu.planning.scaling.step_model import (
-    BETWEEN_HOSTS_BYTES,
-    ON_ONE_HOST_BYTES,
     Candidate,
     Prediction,
     bucketed,
@@ -46,7 +44,9 @@ _LONGEST_CALL_S = 0.5
 _ON_ONE_HOST = ("cpu_ps", "dp")
 _DATA_PARALLEL = ("ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps")
 _CODINGS = ("bf16", "int8")
-_SMALL_BUCKETS = "ring_ddp:bucket_cap_mb=0.5"
+_SMALL_BUCKETS = "ring_ddp:bucket_cap_mb=0.01"
+"""Each layer of the deep model is a bucket."""
+_MOST_SAMPLES = 1024
 _TINY_WIDTH, _TINY_BATCH, _LARGE_BATCH = 64, 16, 64
 _TINY_LAYERS, _DEEP_LAYERS = 6, 30
 _MICRO_BATCHES = (4, 16)
@@ -153,7 +153,7 @@ def _with_collectives(hosts: HostAgents, device_type: str, machine: Machine, wor
 def _with_references(hosts: HostAgents, device_type: str, machine: Machine, world: World) -> Machine:
     speed = _speed(machine, world)
     width = 1024 if speed > _SLOW_BYTES_PER_S else 512 if speed > _SLOW_BYTES_PER_S / 8 else 256
-    large = Subject("large", partial(BenchMLP, width=width), _LARGE_BATCH)
+    large = Subject("large", partial(BenchMLP, width=width), _large_batch(machine, world, width))
     tiny, deep = (
         Subject(name, partial(BenchMLP, width=_TINY_WIDTH, num_layers=layers), _TINY_BATCH)
         for name, layers in (("tiny", _TINY_LAYERS), ("deep", _DEEP_LAYERS))
@@ -162,18 +162,26 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
     wanted = [(s, each) for each in (Contender(NO_COMMUNICATION), *map(contender, names)) for s in (tiny, deep, large)]
     wanted += [(tiny, contender(f"pipeline_1f1b:num_micro_batches={number}")) for number in _MICRO_BATCHES]
     wanted += [(subject, contender("tensor_split")) for subject in (tiny, deep)]
-    wanted += [(large, contender(_SMALL_BUCKETS))]
+    wanted += [(deep, contender(_SMALL_BUCKETS))]
     if world.nodes > 1:
         wanted += [(large, contender(f"ring_ddp:compression={name}")) for name in _CODINGS]
     runs = []
     for subject, each in wanted:
         plan = StrategyPlan(
-            contenders=[], subject=subject, device_type=device_type, repetitions=3,
-            steps=5 if subject is large else 10, warm_up=1, timeout_s=_TIMEOUT_S,
+            contenders=[], subject=subject, device_type=device_type, repetitions=4,
+            steps=4 if subject is large else 15, warm_up=1, timeout_s=_TIMEOUT_S,
         )  # fmt: skip
         runs.append(StrategyRun(hosts, each, plan))
     rows = {(s.name, c.label): row for (s, c), row in zip(wanted, take_turns(runs), strict=True)}
     return _Fit(machine, world, rows, width, names).machine()
+
+
+def _large_batch(machine: Machine, world: World, width: int) -> int:
+    """Samples whose computation takes about as long as the transfers, so that what hides can be seen."""
+    parameters = 6 * width**2
+    transfers_s = machine.all_reduce_s(world, 4.0 * parameters)
+    samples = transfers_s * machine.flops_per_s.get("float32", 1e11) / (6 * parameters)
+    return min(_MOST_SAMPLES, max(_LARGE_BATCH, round(samples / _LARGE_BATCH) * _LARGE_BATCH))
 
 
 def _speed(machine: Machine, world: World) -> float:
@@ -245,24 +253,23 @@ class _Fit:
 
     def _cost(self, name: str, fixed_s: float, tensor_s: float, large_s: float) -> ReferenceCost:
         """Between hosts and on accelerators ``busy`` explains what does not hide; else ``scale`` explains all."""
-        cost = ReferenceCost(strategy=name, world=self._world, fixed_s=fixed_s, tensor_s=tensor_s)
+        bucket_s = self._bucket_s(self._small["deep"]) if name == "ring_ddp" else 0.0
+        cost = ReferenceCost(strategy=name, world=self._world, fixed_s=fixed_s, tensor_s=tensor_s, bucket_s=bucket_s)
         on_cores = self._machine.device_type == "cpu" and self._world.nodes == 1
         cost = replace(cost, busy=1.0) if on_cores else self._solved(cost, "busy", 1.0, large_s)
         if on_cores or cost.busy in (0.0, 1.0):
             cost = self._solved(cost, "scale", 20.0, large_s)
-        return self._with_bucket_cost(cost, large_s) if name == "ring_ddp" else cost
+        return cost
 
-    def _with_bucket_cost(self, cost: ReferenceCost, large_s: float) -> ReferenceCost:
-        """What a step with many small buckets takes longer than the formula says, for each bucket."""
-        small_s = self._step("large", _SMALL_BUCKETS)
-        if small_s is None:
-            return cost
-        option = {"bucket_cap_mb": 0.5}
-        more_s = small_s - self._predicted(self._profile, "ring_ddp", cost, **option).step_s
-        usual = ON_ONE_HOST_BYTES if self._world.nodes == 1 else BETWEEN_HOSTS_BYTES
-        many, few = (len(bucketed(self._profile.gradients, size)) for size in (2**19, usual))
-        cost = replace(cost, bucket_s=max(0.0, more_s / max(1, many - few)))
-        return self._solved(cost, "scale", 20.0, large_s) if self._world.nodes == 1 else cost
+    def _bucket_s(self, model: ModelProfile) -> float:
+        """What a bucket costs beyond its transfer: the deep model with a bucket for each layer, against one for all."""
+        many_s, one_s = self._step("deep", _SMALL_BUCKETS), self._step("deep", "ring_ddp")
+        if many_s is None or one_s is None:
+            return 0.0
+        buckets = len(bucketed(model.gradients, 0.01 * 2**20))
+        formula_s = self._predicted(model, "ring_ddp", bucket_cap_mb=0.01).exposed_s
+        formula_s -= self._predicted(model, "ring_ddp").exposed_s
+        return max(0.0, (many_s - one_s - formula_s) / max(1, buckets - 1))
 
     def _solved(self, cost: ReferenceCost, field: str, most: float, step_s: float) -> ReferenceCost:
         """The cost with the value of ``field`` between 0 and ``most`` whose prediction is ``step_s``."""
