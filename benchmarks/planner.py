@@ -239,9 +239,7 @@ def _report(folder: Path) -> None:
     by_strategy: dict[str, list[tuple[float, float]]] = {}
     memory: list[float] = []
     inside = 0
-    print(
-        f"\n{'model':9} {'world':13} {'strategy':34} {'predicted':>10} {'measured':>10} {'error':>7} {'ratio':>7}  memory"
-    )
+    print(f"\n{'model':9} {'world':13} {'strategy':34} {'predicted':>10} {'measured':>10}   error   ratio  memory")
     for row in done:
         measured = row["measured"]
         error = row["step_s"] / measured["step_s"] - 1

@@ -163,12 +163,13 @@ def print_machine(console: Console, machine: Machine) -> None:
         "strategy",
         "hosts x devices",
         "fixed ms",
-        "a tensor us",
+        "tensor us",
+        "bucket us",
         "transfers x",
         "busy",
-        "pass or collective us",
+        "pass us",
     ):
-        table.add_column(title, justify="left" if title == "strategy" else "right")
+        table.add_column(title, justify="left" if title == "strategy" else "right", no_wrap=title == "strategy")
     for cost in sorted(machine.references, key=lambda row: (row.world, row.strategy)):
         times = (f"{1e3 * cost.fixed_s:.2f}", f"{1e6 * cost.tensor_s:.0f}", f"{1e6 * cost.bucket_s:.0f}")
         figures = (*times, f"{cost.scale:.2f}", f"{cost.busy:.2f}", f"{1e6 * cost.pass_s:.0f}")
