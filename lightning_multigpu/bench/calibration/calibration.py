@@ -44,9 +44,12 @@ _LONGEST_CALL_S = 0.5
 _ON_ONE_HOST = ("cpu_ps", "dp")
 _DATA_PARALLEL = ("ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps")
 _CODINGS = ("bf16", "int8")
-_SMALL_BUCKETS = "ring_ddp:bucket_cap_mb=0.01"
+_SMALL_BUCKET_MB = 0.01
+_SMALL_BUCKETS = f"ring_ddp:bucket_cap_mb={_SMALL_BUCKET_MB}"
 """Each layer of the deep model is a bucket."""
 _MOST_SAMPLES = 1024
+_TURNS = 8
+_REPETITIONS = 4
 _TINY_WIDTH, _TINY_BATCH, _LARGE_BATCH = 64, 16, 64
 _TINY_LAYERS, _DEEP_LAYERS = 6, 30
 _MICRO_BATCHES = (4, 16)
@@ -168,7 +171,7 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
     runs = []
     for subject, each in wanted:
         plan = StrategyPlan(
-            contenders=[], subject=subject, device_type=device_type, repetitions=4,
+            contenders=[], subject=subject, device_type=device_type, repetitions=_REPETITIONS,
             steps=4 if subject is large else 15, warm_up=1, timeout_s=_TIMEOUT_S,
         )  # fmt: skip
         runs.append(StrategyRun(hosts, each, plan))
@@ -218,9 +221,8 @@ class _Fit:
     def machine(self) -> Machine:
         """The machine with the costs."""
         for name in self._names:
-            small, large_s = self._beyond(name), self._step("large", name)
-            if small is not None and large_s is not None:
-                self._costs.append(self._cost(name, *small, large_s))
+            if all(self._step(subject, name) is not None for subject in ("tiny", "deep", "large")):
+                self._costs.append(self._cost(name))
         self._pipeline()
         self._tensor_split()
         others = [each for each in self._machine.references if each.world != self._world]
@@ -229,47 +231,49 @@ class _Fit:
         kept = [each for each in machine.codings if each.name not in {coding.name for coding in codings}]
         return replace(machine, codings=[*kept, *codings])
 
-    def _predicted(
-        self, model: ModelProfile, name: str, cost: ReferenceCost | None = None, **options: Any
-    ) -> Prediction:
-        machine = replace(self._machine, references=[] if cost is None else [cost])
-        return predict(model, machine, Candidate(name, options), self._world)
+    def _predicted(self, model: ModelProfile, cost: ReferenceCost, **options: Any) -> Prediction:
+        machine = replace(self._machine, references=[cost])
+        return predict(model, machine, Candidate(cost.strategy, options), self._world)
 
     def _predicted_s(self, cost: ReferenceCost) -> float:
-        return self._predicted(self._profile, cost.strategy, cost).step_s
+        return self._predicted(self._profile, cost).step_s
 
-    def _beyond(self, label: str) -> tuple[float, float] | None:
-        """Seconds that a step takes beyond that without communication: whatever the model, and for each tensor."""
-        extra = []
-        for subject in ("tiny", "deep"):
-            with_s, without_s = self._step(subject, label), self._step(subject, NO_COMMUNICATION)
-            if with_s is None or without_s is None:
-                return None
-            transfers_s = 0.0 if label == "tensor_split" else self._predicted(self._small[subject], label).exposed_s
-            extra.append(with_s - without_s - transfers_s)
-        few, many = (2 * (layers + 1) for layers in (_TINY_LAYERS, _DEEP_LAYERS))
-        tensor_s = max(0.0, (extra[1] - extra[0]) / (many - few))
-        return max(0.0, extra[0] - few * tensor_s), tensor_s
+    def _cost(self, name: str) -> ReferenceCost:
+        """The costs that explain the steps of all reference models, found in turn until they agree.
 
-    def _cost(self, name: str, fixed_s: float, tensor_s: float, large_s: float) -> ReferenceCost:
-        """Between hosts and on accelerators ``busy`` explains what does not hide; else ``scale`` explains all."""
-        bucket_s = self._bucket_s(self._small["deep"]) if name == "ring_ddp" else 0.0
-        cost = ReferenceCost(strategy=name, world=self._world, fixed_s=fixed_s, tensor_s=tensor_s, bucket_s=bucket_s)
+        Between hosts and on accelerators ``busy`` explains what does not hide; else ``scale`` explains all.
+        """
         on_cores = self._machine.device_type == "cpu" and self._world.nodes == 1
-        cost = replace(cost, busy=1.0) if on_cores else self._solved(cost, "busy", 1.0, large_s)
-        if on_cores or cost.busy in (0.0, 1.0):
-            cost = self._solved(cost, "scale", 20.0, large_s)
+        cost, large_s = ReferenceCost(strategy=name, world=self._world, busy=float(on_cores)), self._step("large", name)
+        assert large_s is not None
+        for _ in range(_TURNS):
+            cost = self._with_small_models(cost)
+            if not on_cores:
+                cost = self._solved(replace(cost, scale=1.0), "busy", 1.0, large_s)
+            if cost.busy in (0.0, 1.0):
+                cost = self._solved(cost, "scale", 20.0, large_s)
         return cost
 
-    def _bucket_s(self, model: ModelProfile) -> float:
-        """What a bucket costs beyond its transfer: the deep model with a bucket for each layer, against one for all."""
-        many_s, one_s = self._step("deep", _SMALL_BUCKETS), self._step("deep", "ring_ddp")
-        if many_s is None or one_s is None:
-            return 0.0
-        buckets = len(bucketed(model.gradients, 0.01 * 2**20))
-        formula_s = self._predicted(model, "ring_ddp", bucket_cap_mb=0.01).exposed_s
-        formula_s -= self._predicted(model, "ring_ddp").exposed_s
-        return max(0.0, (many_s - one_s - formula_s) / max(1, buckets - 1))
+    def _with_small_models(self, cost: ReferenceCost) -> ReferenceCost:
+        """The costs of a batch, a tensor and a bucket, beyond the transfers with the scale of ``cost``."""
+        extra = [self._beyond(subject, cost) for subject in ("tiny", "deep")]
+        few, many = (2 * (layers + 1) for layers in (_TINY_LAYERS, _DEEP_LAYERS))
+        tensor_s = max(0.0, (extra[1] - extra[0]) / (many - few))
+        cost = replace(cost, fixed_s=max(0.0, extra[0] - few * tensor_s), tensor_s=tensor_s)
+        if cost.strategy == "ring_ddp" and self._step("deep", _SMALL_BUCKETS) is not None:
+            buckets = len(bucketed(self._small["deep"].gradients, _SMALL_BUCKET_MB * 2**20))
+            more_s = self._beyond("deep", cost, _SMALL_BUCKETS, bucket_cap_mb=_SMALL_BUCKET_MB) - extra[1]
+            cost = replace(cost, bucket_s=max(0.0, more_s / (buckets - 1)))
+            cost = replace(cost, fixed_s=max(0.0, cost.fixed_s - cost.bucket_s))
+        return cost
+
+    def _beyond(self, subject: str, cost: ReferenceCost, label: str = "", **options: Any) -> float:
+        """Seconds that a step of a small model takes beyond that without communication and beyond its transfers."""
+        with_s, without_s = self._step(subject, label or cost.strategy), self._step(subject, NO_COMMUNICATION)
+        assert with_s is not None
+        assert without_s is not None
+        transfers = replace(cost, fixed_s=0.0, tensor_s=0.0, bucket_s=0.0)
+        return with_s - without_s - self._predicted(self._small[subject], transfers, **options).exposed_s
 
     def _solved(self, cost: ReferenceCost, field: str, most: float, step_s: float) -> ReferenceCost:
         """The cost with the value of ``field`` between 0 and ``most`` whose prediction is ``step_s``."""
@@ -297,13 +301,14 @@ class _Fit:
 
     def _tensor_split(self) -> None:
         """Each collective costs beyond its transfer; n pairs of layers need 2n - 1, as the input needs no gradient."""
-        small = self._beyond("tensor_split")
+        steps = [self._step(subject, "tensor_split") for subject in ("tiny", "deep")]
         ring = next((cost for cost in self._costs if cost.strategy == "ring_ddp"), None)
-        if small is None or ring is None:
+        if steps[0] is None or steps[1] is None or ring is None:
             return
         few, many = (2 * ((layers + 1) // 2) - 1 for layers in (_TINY_LAYERS, _DEEP_LAYERS))
-        tensors = 2 * (_DEEP_LAYERS - _TINY_LAYERS)
-        each_s = (small[1] - ring.tensor_s) * tensors / (many - few)
+        alone = [self._step(subject, NO_COMMUNICATION) or 0.0 for subject in ("tiny", "deep")]
+        tensors_s = 2 * (_DEEP_LAYERS - _TINY_LAYERS) * ring.tensor_s
+        each_s = (steps[1] - alone[1] - steps[0] + alone[0] - tensors_s) / (many - few)
         each_s -= self._machine.all_reduce_s(self._world, 4 * _TINY_BATCH * _TINY_WIDTH)
         cost = replace(ring, strategy="tensor_split", scale=1.0, busy=0.0, pass_s=max(0.0, each_s))
         self._costs.append(cost)

@@ -1,0 +1,127 @@
+"""Calibration: costs that are found again from steps that were predicted with them, and a short real run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_multigpu.bench.calibration import calibration
+from lightning_multigpu.bench.jobs.host_agents import HostAgents
+from lightning_multigpu.bench.jobs.placement import placement
+from lightning_multigpu.bench.spread import Spread
+from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION
+from lightning_multigpu.bench.strategies.strategy_run import StrategyResult
+from lightning_multigpu.commands.calibrate import this_machine
+from lightning_multigpu.planning.scaling.links import Link
+from lightning_multigpu.planning.scaling.machine_model import (
+    Coding,
+    Machine,
+    MeasuredCollective,
+    ReferenceCost,
+    World,
+)
+from lightning_multigpu.planning.scaling.step_model import Candidate, predict
+
+HOSTS, ONE_HOST = World(2, 1), World(1, 2)
+ALONE = {"tiny": 1e-3, "deep": 4e-3, "large": 50e-3}
+LAYERS = {"tiny": (64, 6), "deep": (64, 30), "large": (512, 6)}
+
+
+def rows(machine: Machine, world: World, label: str, strategy: str, **options: Any) -> dict[Any, StrategyResult]:
+    """The steps that the machine's costs give."""
+    found = {}
+    for subject, alone_s in ALONE.items():
+        width, layers = LAYERS[subject]
+        profile = calibration._profile(width, layers, alone_s, machine.crowd(world))
+        step_s = predict(profile, machine, Candidate(strategy, options), world).step_s
+        found[subject, label] = row(label, step_s, sent_bytes=100.0)
+    return found
+
+
+def row(label: str, step_s: float, sent_bytes: float) -> StrategyResult:
+    return StrategyResult(
+        label=label,
+        step_s=Spread.of([step_s]),
+        rank_medians_s=[step_s, step_s],
+        metered={"sent_bytes": sent_bytes},
+    )
+
+
+def found_again(
+    machine: Machine, world: World, cost: ReferenceCost, further: Mapping[Any, StrategyResult] = MappingProxyType({})
+) -> Machine:
+    true = Machine(**{**vars(machine), "references": [cost]})
+    steps = {(subject, NO_COMMUNICATION): row("", alone_s, 0.0) for subject, alone_s in ALONE.items()}
+    steps |= rows(true, world, "ring_ddp", "ring_ddp")
+    steps |= rows(true, world, calibration._SMALL_BUCKETS, "ring_ddp", bucket_cap_mb=0.01)
+    return calibration._Fit(machine, world, {**steps, **further}, 512, ["ring_ddp"]).machine()
+
+
+def machine(world: World) -> Machine:
+    link = MeasuredCollective(operation="all_reduce", world=world, link=Link(1e-4, 5e-9))
+    return Machine(
+        name="m", device_type="cpu", devices=2, inside=Link(1e-5, 1e-9), between=Link(1e-4, 1e-8), collectives=[link]
+    )
+
+
+def test_costs_of_one_host_are_found_again() -> None:
+    true = ReferenceCost(
+        strategy="ring_ddp", world=ONE_HOST, fixed_s=3e-3, scale=1.7, busy=1.0, tensor_s=2e-5, bucket_s=4e-5
+    )
+    [found] = [
+        each for each in found_again(machine(ONE_HOST), ONE_HOST, true).references if each.strategy == "ring_ddp"
+    ]
+    assert found.scale == pytest.approx(1.7, rel=0.02)
+    assert found.tensor_s == pytest.approx(2e-5, rel=0.1)
+    assert found.bucket_s == pytest.approx(4e-5, rel=0.1)
+    assert found.fixed_s == pytest.approx(3e-3, rel=0.05)
+
+
+def test_between_hosts_the_share_that_does_not_hide_is_found_again() -> None:
+    true = ReferenceCost(strategy="ring_ddp", world=HOSTS, fixed_s=2e-3, busy=0.6)
+    found = found_again(machine(HOSTS), HOSTS, true)
+    assert found.reference("ring_ddp", HOSTS).busy == pytest.approx(0.6, abs=0.05)
+    assert found.reference("ring_ddp", HOSTS).scale == 1.0
+
+
+def test_coding_is_found_again() -> None:
+    cost = ReferenceCost(strategy="ring_ddp", world=HOSTS, fixed_s=2e-3, busy=0.6)
+    coding = Coding(name="bf16", ratio=2.0, s_per_byte=2e-9)
+    true = Machine(**{**vars(machine(HOSTS)), "references": [cost], "codings": [coding]})
+    label = "ring_ddp:compression=bf16"
+    profile = calibration._profile(512, 6, ALONE["large"], 1)
+    step_s = predict(profile, true, Candidate("ring_ddp", {"compression": "bf16"}), HOSTS).step_s
+    [found] = found_again(machine(HOSTS), HOSTS, cost, {("large", label): row(label, step_s, 50.0)}).codings
+    assert (found.name, found.ratio) == ("bf16", 2.0)
+    assert found.s_per_byte == pytest.approx(2e-9, rel=0.1)
+
+
+def test_a_strategy_that_failed_has_no_cost() -> None:
+    steps = {(subject, NO_COMMUNICATION): row("", alone_s, 0.0) for subject, alone_s in ALONE.items()}
+    steps["tiny", "ring_ddp"] = StrategyResult(label="ring_ddp", status="failed", reason="it raised")
+    assert not calibration._Fit(machine(ONE_HOST), ONE_HOST, steps, 512, ["ring_ddp"]).machine().references
+
+
+@pytest.mark.launch
+def test_two_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_DATA_PARALLEL", ("ring_ddp",))
+    monkeypatch.setattr(calibration, "_ON_ONE_HOST", ())
+    monkeypatch.setattr(calibration, "_SIZES", (4 << 10, 64 << 10, 512 << 10, 1 << 20, 2 << 20))
+    monkeypatch.setattr(calibration, "_REPETITIONS", 1)
+    told: list[str] = []
+    with HostAgents(placement(2, 1), threads=1) as hosts:
+        found = calibration.calibrated(hosts, "cpu", this_machine("cpu"), told.append)
+    assert told == ["kernels", "collectives", "reference steps"]
+    assert set(found.slowdown) == {1, 2}
+    assert found.flops_per_s["float32"] > 0
+    assert {(each.operation, each.world) for each in found.collectives} == {
+        ("all_reduce", ONE_HOST),
+        ("send_recv", ONE_HOST),
+    }
+    assert {each.strategy for each in found.references} == {"ring_ddp", "pipeline_1f1b", "tensor_split"}
+    assert not found.shares_cores
+    assert found.versions["torch"] == torch.__version__

@@ -1,0 +1,120 @@
+"""Lone steps: ranks that train alone, in forked processes, are timed, and leave the module as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_multigpu.strategies.steps.lone_steps import LoneRank, LoneStepsError, lone_steps
+
+WIDTH = 8
+pytestmark = pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Processes are forked from one that has no threads for operations."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Module(L.LightningModule):
+    def __init__(self, optimizers: int = 1) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.automatic_optimization = optimizers == 1
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.blocks(batch[0]).square().mean()
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.ones(12, WIDTH)), batch_size=4)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+class Failing(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise KeyError("a column")
+
+
+class WithoutPairs(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+
+
+def measured(module: L.LightningModule, **options: Any) -> LoneRank:
+    settings = {"accelerator": "cpu", "max_epochs": 1, "accumulate_grad_batches": 2}
+    defaults = {"device": torch.device("cpu"), "crowd": 1, "seconds": 0.01}
+    return lone_steps(module, None, settings, **{**defaults, **options})
+
+
+PARAMETERS = 2 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
+
+
+@pytest.mark.parametrize("crowd", [1, 2])
+def test_a_step_is_timed_and_counted(crowd: int) -> None:
+    module = Module()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    found = measured(module, crowd=crowd)
+    phases = found.phases
+    assert min(phases.forward_s, phases.backward_s, phases.optimizer_s, phases.input_s) > 0
+    assert found.samples == 4
+    size = 4 * PARAMETERS
+    assert found.held.parameters_bytes == found.held.gradients_bytes == size
+    assert found.held.optimizer_bytes == 2 * size
+    assert found.flops == 3 * 2 * 4 * (4 * 4 * WIDTH * WIDTH)
+    assert sum(size for size, _ in found.gradients) == size
+    shares = [share for _, share in found.gradients]
+    assert shares == sorted(shares)
+    assert 0 <= shares[0] <= shares[-1] <= 1
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert module._trainer is None
+
+
+def test_manual_optimization_has_the_same_phases() -> None:
+    phases = measured(Module(optimizers=2)).phases
+    assert min(phases.forward_s, phases.backward_s, phases.optimizer_s) > 0
+
+
+def test_a_rank_of_split_layers_has_its_part_and_its_collectives() -> None:
+    found = measured(Module(), tensor_parallel_size=2)
+    part = 2 * (4 * WIDTH * WIDTH + 2 * WIDTH + WIDTH)  # of both layers' weights, of the first bias, and the second one
+    assert found.held.parameters_bytes == 4 * part
+    # Each block sums its output forward, and the second one the gradient of its input.
+    assert found.collectives == [("all_reduce", 4 * 4 * WIDTH)] * 3
+
+
+def test_a_module_whose_layers_cannot_be_split() -> None:
+    with pytest.raises(LoneStepsError, match="no layer can be split"):
+        measured(WithoutPairs(), tensor_parallel_size=2)
+
+
+def test_the_error_of_the_users_code_is_the_message() -> None:
+    with pytest.raises(LoneStepsError, match="KeyError: 'a column'"):
+        measured(Failing(), crowd=2)
