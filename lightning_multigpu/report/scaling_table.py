@@ -16,6 +16,7 @@ from lightning_multigpu.planning.scaling.step_model import Prediction
 
 SCHEMA_VERSION = 1
 _BAR = 40
+_BUSY = 0.05
 _LIMITS = {"exposed communication": "comm.", "computation": "compute"}
 
 
@@ -46,7 +47,15 @@ def print_ranking(console: Console, ranking: Ranking) -> None:
         console.print(f"not {', '.join(dict.fromkeys(names))}: {reason}", highlight=False, soft_wrap=True)
     if ranking.predictions:
         first = ranking.first
-        console.print(f"memory of {first.candidate}: {memory_text(first)}", highlight=False, soft_wrap=True)
+        sent = ", ".join(f"{size(bytes_)} over the {link}" for link, bytes_ in first.sent_bytes.items())
+        console.print(f"{first.candidate}: {memory_text(first)}; sends {sent} a step", highlight=False, soft_wrap=True)
+    if model.waiting > _BUSY:
+        console.print(
+            f"Other processes had the core for {100 * model.waiting:.0f} % of the measurement: repeat this on a quiet "
+            "machine.",
+            highlight=False,
+            soft_wrap=True,
+        )
     console.print()
     for line in ranking.explanation():
         console.print(line, highlight=False, soft_wrap=True)

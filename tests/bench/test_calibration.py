@@ -106,22 +106,30 @@ def test_a_strategy_that_failed_has_no_cost() -> None:
     assert not calibration._Fit(machine(ONE_HOST), ONE_HOST, steps, 512, ["ring_ddp"]).machine().references
 
 
+@pytest.mark.parametrize("world", [ONE_HOST, HOSTS])
+def test_every_strategy_that_trains_in_a_world_gets_a_cost(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps(runs: Any) -> list[StrategyResult]:
+        return [row(run.contender.label, ALONE[run.plan.subject.name] + 1e-2, 50.0) for run in runs]
+
+    monkeypatch.setattr(calibration, "take_turns", steps)
+    found = calibration._with_references(None, "cpu", machine(world), world)  # type: ignore[arg-type]
+    wanted = {"ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps", "pipeline_1f1b", "tensor_split"}
+    assert {each.strategy for each in found.references} == wanted | ({"cpu_ps", "dp"} if world == ONE_HOST else set())
+    assert {each.world for each in found.references} == {world}
+    assert {coding.name for coding in found.codings} == (set() if world == ONE_HOST else {"bf16", "int8"})
+
+
 @pytest.mark.launch
-def test_two_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "_DATA_PARALLEL", ("ring_ddp",))
-    monkeypatch.setattr(calibration, "_ON_ONE_HOST", ())
+def test_kernels_and_collectives_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_SIZES", (4 << 10, 64 << 10, 512 << 10, 1 << 20, 2 << 20))
-    monkeypatch.setattr(calibration, "_REPETITIONS", 1)
-    told: list[str] = []
+    monkeypatch.setattr(calibration, "_with_references", lambda hosts, device_type, machine, world: machine)
     with HostAgents(placement(2, 1), threads=1) as hosts:
-        found = calibration.calibrated(hosts, "cpu", this_machine("cpu"), told.append)
-    assert told == ["kernels", "collectives", "reference steps"]
+        found = calibration.calibrated(hosts, "cpu", this_machine("cpu"))
     assert set(found.slowdown) == {1, 2}
     assert found.flops_per_s["float32"] > 0
     assert {(each.operation, each.world) for each in found.collectives} == {
         ("all_reduce", ONE_HOST),
         ("send_recv", ONE_HOST),
     }
-    assert {each.strategy for each in found.references} == {"ring_ddp", "pipeline_1f1b", "tensor_split"}
     assert not found.shares_cores
     assert found.versions["torch"] == torch.__version__

@@ -104,6 +104,7 @@ def measured_model(
         splits=splits,
         pipelines=pipelines,
         refused=refused,
+        waiting=first.waiting,
     )
 
 
@@ -129,7 +130,7 @@ def _rounds(subject: PlannedModule, crowds: Sequence[int], tensor_parallel_size:
         ordered = sorted(ranks, key=lambda rank: rank.phases.step_s)
         middle, inner = ordered[len(ordered) // 2], ordered[1:-1] or ordered
         spread = (inner[-1].phases.step_s - inner[0].phases.step_s) / middle.phases.step_s
-        found[crowd] = replace(middle, phases=replace(middle.phases, spread=max(spread, middle.phases.spread)))
+        found[crowd] = replace(middle, phases=replace(middle.phases, spread=spread))
     return found
 
 

@@ -17,7 +17,8 @@ class Phases:
         input_s: waiting for the next batch, and moving it to the device.
         forward_s, backward_s, optimizer_s: as they say.
         other_s: Lightning's loop and the module's hooks.
-        spread: (third quartile - first quartile) / median of the steps, or what measurements differ by if that is more.
+        jitter: (third quartile - first quartile) / median of the steps of a rank.
+        spread: what measurements of the median step differ by, over it.
     """
 
     forward_s: float
@@ -25,6 +26,7 @@ class Phases:
     optimizer_s: float = 0.0
     input_s: float = 0.0
     other_s: float = 0.0
+    jitter: float = 0.0
     spread: float = 0.0
 
     @property
@@ -34,16 +36,14 @@ class Phases:
 
     def times(self, factor: float) -> Phases:
         """The phases with all times multiplied."""
-        times = {name: value * factor for name, value in asdict(self).items() if name != "spread"}
+        times = {name: value * factor for name, value in asdict(self).items() if name.endswith("_s")}
         return replace(self, **times)
 
     @classmethod
     def mean(cls, several: Sequence[Phases]) -> Phases:
-        """The means of several measurements; their spread is at least the range of the steps."""
+        """The means of several ranks."""
         count = len(several)
-        found = {name: sum(getattr(one, name) for one in several) / count for name in asdict(several[0])}
-        steps = [one.step_s for one in several]
-        return replace(cls(**found), spread=max(found["spread"], (max(steps) - min(steps)) / max(steps)))
+        return cls(**{name: sum(getattr(one, name) for one in several) / count for name in asdict(several[0])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +81,7 @@ class ModelProfile:
         splits: ranks that split layers -> one rank's part.
         pipelines: predicted pipelines of this model, for several sizes, schedules and numbers of micro-batches.
         refused: strategy -> why it cannot train this model.
+        waiting: the share of the measurement on one device in which other processes had its core.
     """
 
     name: str
@@ -94,6 +95,7 @@ class ModelProfile:
     splits: Mapping[int, SplitPart] = field(default_factory=dict)
     pipelines: Sequence[PipelinePlan] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
+    waiting: float = 0.0
 
     @property
     def gradient_bytes(self) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import sqrt
+from statistics import NormalDist
 from typing import Any
 
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan
@@ -247,6 +248,8 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
     elif name == "sharded_ps":
         optimizer_s /= max(2, world.nodes)
     exposed_s = end_s - phases.backward_s
+    if name != "async_ps":  # every rank waits for the slowest one of each step
+        exposed_s += straggling_s(phases, world.size, cost.world.size)
     compute_s = k * (phases.forward_s + phases.backward_s)
     every = int(options.get("average_every", 1))
     spread = _uncertainty(phases, compute_s, exposed_s, machine, world)
@@ -265,6 +268,20 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
         activations_bytes=model.activations_bytes,
         sent_bytes={link: bytes_ / every for link, bytes_ in sent.items()},
     )
+
+
+def straggling_s(phases: Phases, num_ranks: int, of_reference: int) -> float:
+    """Seconds that more ranks wait longer for the slowest one than those of the calibration's world did.
+
+    The steps of a rank vary as a normal distribution whose quartiles are those of the measured steps. The largest of N
+    values is then expected at the quantile (N - 3/8) / (N + 1/4) (Blom 1958).
+    """
+
+    def largest(count: int) -> float:
+        return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+
+    deviation_s = phases.jitter * phases.step_s / (2 * NormalDist().inv_cdf(0.75))
+    return max(0.0, deviation_s * (largest(num_ranks) - largest(of_reference)))
 
 
 def _bucket_bytes(name: str, gradient_bytes: int, world: World) -> int:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
-from lightning_multigpu.communication.metering.clocks import clock_of
+from lightning_multigpu.communication.metering.clocks import CoreWait, clock_of
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.tensor_split.blocks import Applied, find_blocks, find_pairs, order_of_calls
@@ -64,6 +64,7 @@ class LoneRank:
         flops: multiplications and additions of a step.
         gradients: bytes of each gradient and the share of backward after which it is ready.
         collectives: operation and bytes of each collective that a part of a module would take part in.
+        waiting: the share of the time in which other processes had the core.
     """
 
     phases: Phases
@@ -74,6 +75,7 @@ class LoneRank:
     flops: float
     gradients: Sequence[tuple[int, float]] = ()
     collectives: Sequence[tuple[str, int]] = ()
+    waiting: float = 0.0
 
 
 class LoneTensorGroup(TensorGroup):
@@ -222,6 +224,8 @@ class _Watch(pl.Callback):
     def __init__(self, connection: Connection, barrier: Any, seconds: float) -> None:
         self._connection, self._barrier, self._seconds = connection, barrier, seconds
         self._until_s = 0.0
+        self._core_wait = CoreWait()
+        self._waited_s = 0.0
         self._ready: list[list[tuple[int, Any]]] = []
         self._begins: list[Any] = []
 
@@ -233,6 +237,8 @@ class _Watch(pl.Callback):
         if steps == _WARM_UP:
             self._barrier.wait(_TIMEOUT_S)
             self._until_s = time.monotonic() + self._seconds
+            self._core_wait.__enter__()
+            self._waited_s = self._core_wait.seconds()
         if steps >= _WARM_UP + _FEWEST_STEPS and time.monotonic() >= self._until_s and not self._ready:
             for parameter in pl_module.parameters():
                 if parameter.requires_grad:
@@ -267,6 +273,7 @@ class _Watch(pl.Callback):
             flops=strategy.flops,
             gradients=_shares(clock, detailed[-1], self._ready[_DETAILED - 1]),
             collectives=strategy.collectives,
+            waiting=(self._core_wait.seconds() - self._waited_s) / (time.monotonic() - self._until_s + self._seconds),
         )
         self._connection.send(found)
         os._exit(0)
@@ -292,7 +299,7 @@ def _phases(clock: Any, steps: Sequence[_Step]) -> Phases:
         optimizer_s=middle["optimizer"],
         input_s=middle["input"],
         other_s=max(0.0, median(steps_s) - sum(middle.values())),
-        spread=(high - low) / median(steps_s),
+        jitter=(high - low) / median(steps_s),
     )
 
 
