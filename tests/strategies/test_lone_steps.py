@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_multigpu.strategies.steps.lone_steps import LoneRank, LoneStepsError, lone_steps
+from lightning_multigpu.communication.metering.clocks import HostClock
+from lightning_multigpu.strategies.steps.lone_steps import LoneRank, LoneStepsError, _phases, _Step, lone_steps
 
 WIDTH = 8
 pytestmark = pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
@@ -100,6 +101,17 @@ def test_a_step_is_timed_and_counted(crowd: int) -> None:
 def test_manual_optimization_has_the_same_phases() -> None:
     phases = measured(Module(optimizers=2)).phases
     assert min(phases.forward_s, phases.backward_s, phases.optimizer_s) > 0
+
+
+def test_phases_within_each_other_count_once() -> None:
+    """Of two steps, in seconds: the optimizer's step runs the closure, as Lightning does."""
+    first = _Step(0.0, [("forward", 1.0, 3.0), ("backward", 3.0, 7.0), ("optimizer", 1.0, 8.0)], end=8.5)
+    steps = [first, _Step(9.0, first.phases, end=17.5), _Step(18.0)]
+    steps[1].phases = [(phase, start + 9.0, end + 9.0) for phase, start, end in first.phases]
+    phases = _phases(HostClock(), steps)
+    assert (phases.forward_s, phases.backward_s, phases.optimizer_s) == (2.0, 4.0, 1.0)
+    assert (phases.input_s, phases.other_s) == (0.5, 1.5)
+    assert phases.step_s == 9.0
 
 
 def test_a_rank_of_split_layers_has_its_part_and_its_collectives() -> None:

@@ -284,8 +284,9 @@ def _phases(clock: Any, steps: Sequence[_Step]) -> Phases:
     rows = []
     for step, following in pairwise(steps):
         row = {"step": clock.seconds(step.begin, following.begin), "input": clock.seconds(step.end, following.begin)}
-        for phase, start, end in step.phases:
-            within = [(a, b) for _, a, b in step.phases if a is not start and _is_within(clock, a, b, start, end)]
+        for index, (phase, start, end) in enumerate(step.phases):
+            others = (mark for number, mark in enumerate(step.phases) if number != index)
+            within = [(a, b) for _, a, b in others if _is_within(clock, a, b, start, end)]
             own_s = clock.seconds(start, end) - sum(clock.seconds(a, b) for a, b in within)
             row[phase] = row.get(phase, 0.0) + own_s
         rows.append(row)
