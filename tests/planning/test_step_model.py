@@ -103,6 +103,10 @@ class TestDataParallel:
         assert found.step_s == pytest.approx(4 * (4 + 10 + 1 + 1) + 2 + 4)
         assert found.samples == 64
 
+    def test_a_global_batch_is_divided(self) -> None:
+        found = predict(replace(MODEL, divides_batch=True), MACHINE, Candidate("ring_ddp"), HOSTS)
+        assert (found.compute_s, found.samples) == (7.0, 8)
+
     def test_compression_sends_less_and_computes_more(self) -> None:
         coded = replace(MACHINE, codings=[Coding(name="bf16", ratio=2.0, s_per_byte=0.25 / MIB)])
         found = step("ring_ddp", machine=coded, compression="bf16")

@@ -105,6 +105,7 @@ def measured_model(
         pipelines=pipelines,
         refused=refused,
         waiting=first.waiting,
+        divides_batch=any(hasattr(callback, "check_before_launch") for callback in subject.callbacks),
     )
 
 

@@ -72,6 +72,7 @@ class ModelProfile:
     Attributes:
         name: for people.
         samples: of a batch of one rank; 0 if they cannot be counted.
+        divides_batch: whether data-parallel ranks divide that batch among them, instead of having one each.
         parameters: their number.
         held: bytes that one device holds.
         activations_bytes: saved for backward on one device.
@@ -96,6 +97,7 @@ class ModelProfile:
     pipelines: Sequence[PipelinePlan] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     waiting: float = 0.0
+    divides_batch: bool = False
 
     @property
     def gradient_bytes(self) -> int:

@@ -227,6 +227,8 @@ def bucket_timeline(
 
 def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, world: World) -> Prediction:
     name = candidate.strategy.removesuffix(_SPAWNED)
+    if model.divides_batch:
+        model = model.with_batches(1 / world.size)
     crowd = machine.crowd(world)
     phases = model.at_once(crowd, machine.slowdown_of(crowd))
     cost = machine.reference(name, world) if world.size > 1 else ReferenceCost(strategy=name, world=world)

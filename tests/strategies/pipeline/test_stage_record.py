@@ -147,7 +147,7 @@ class Loading(Deep):
 def predicted(schedule: Any, again: Any) -> list[PlannedMemory]:
     strategy = PipelineStrategy(schedule=schedule, activation_checkpointing=again)
     trainer = make_trainer(Case(max_epochs=1, precision="32-true"), strategy, 2)
-    planner = PipelinePlanner(trainer, schedules=None, num_micro_batches=[16], link=LinkCost(0.0, 0.0))
+    planner = PipelinePlanner.of_trainer(trainer, schedules=None, num_micro_batches=[16], link=LinkCost(0.0, 0.0))
     settings = {"accelerator": "cpu", "max_epochs": 1, "use_distributed_sampler": False}
     [plan] = planner.run(Loading(), None, settings).plans
     return list(plan.memory)
