@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--again", action="store_true", help="calibrate again where the folder has files")
     parser.add_argument("--measure", nargs=2, metavar=("MODEL", "NODES"), help=argparse.SUPPRESS)
+    parser.add_argument("--picture", type=Path, help="draw measured over predicted steps there")
     parser.add_argument("--table", action="store_true", help="only print the table of the folder")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -83,7 +84,27 @@ def main() -> None:
         machines = _calibrated(options.folder, worlds, again=options.again)
         for model in options.models:
             _one_model(model, worlds, machines, options)
-    _report(options.folder)
+    done = _report(options.folder)
+    if options.picture:
+        _draw(done, options.picture)
+
+
+def _draw(done: list[dict[str, Any]], path: Path) -> None:
+    """Measured over predicted steps, both in logarithms, with lines of 10 % on both sides."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set(xscale="log", yscale="log", xlabel="predicted step, ms", ylabel="measured step, ms")
+    for world in dict.fromkeys(row["world"] for row in done):
+        own = [row for row in done if row["world"] == world]
+        predicted_ms = [1e3 * row["step_s"] for row in own]
+        axes.plot(predicted_ms, [1e3 * row["measured"]["step_s"] for row in own], "o", markersize=4, label=world)
+    ends = axes.get_xlim()
+    for factor, style in ((1.0, "k-"), (1.1, "k:"), (1 / 1.1, "k:")):
+        axes.plot(ends, [factor * end for end in ends], style, linewidth=1)
+    axes.legend(fontsize="small", title="hosts x ranks")
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _label(bandwidth: str, world: World) -> str:
@@ -226,8 +247,8 @@ def _measured(name: str, world: World, repetitions: int) -> dict[str, Any] | Non
     return found
 
 
-def _report(folder: Path) -> None:
-    """The errors by strategy, in all, and of the first choices."""
+def _report(folder: Path) -> list[dict[str, Any]]:
+    """Prints the errors by strategy, in all, and of the first choices; returns the cases."""
     print(heading())
     print("# predicted first, then measured; error: of the step; ratio: of the step over the step of the same ranks")
     print("# without communication, both measured in turns, which a machine that has become slower changes less")
@@ -253,7 +274,7 @@ def _report(folder: Path) -> None:
             f"{1e3 * measured['step_s']:8.1f}ms {100 * error:+6.1f}% {100 * ratio:+6.1f}%  {100 * held:+5.1f}%"
         )
     if not done:
-        return
+        return done
     print(f"\n{'':34} {'':5} {'step':>16} {'ratio':>16}")
     print(f"{'strategy':34} {'cases':>5} {'median':>8}{'9 of 10':>8} {'median':>8}{'9 of 10':>8}")
     for strategy, errors in [*by_strategy.items(), ("all", [e for each in by_strategy.values() for e in each])]:
@@ -265,6 +286,7 @@ def _report(folder: Path) -> None:
         print(f"{strategy:34} {len(errors):5}{cells}")
     print(f"memory: median {100 * statistics.median(memory):.1f} %, largest {100 * max(memory):.1f} %")
     print(f"within the interval: {inside} of {len(done)}")
+    _report_gains(done)
     good = worlds = 0
     for key in dict.fromkeys((row["model"], row["world"]) for row in done):
         own = [row for row in done if (row["model"], row["world"]) == key]
@@ -273,6 +295,23 @@ def _report(folder: Path) -> None:
         worlds += 1
         good += _rate(first) >= 0.95 * best
     print(f"first choice within 5 % of the measured best: {good} of {worlds} models and worlds")
+    return done
+
+
+def _report_gains(done: list[dict[str, Any]]) -> None:
+    """Samples a second of each remedy over those of ring_ddp as it is, predicted and measured."""
+    plain = {(row["model"], row["world"]): row for row in done if row["strategy"] == "ring_ddp"}
+    print(f"\n{'remedy':34} {'world':13} {'predicted gain':>15} {'measured':>9}   (medians over the models)")
+    gains: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in done:
+        before = plain.get((row["model"], row["world"]))
+        if before is not None and before is not row and row["strategy"].startswith("ring_ddp"):
+            gain = row["samples_per_s"] / before["samples_per_s"], _rate(row) / _rate(before)
+            gains.setdefault((row["strategy"], row["world"]), []).append(gain)
+    for (strategy, world), pairs in gains.items():
+        predicted, measured = (statistics.median(pair[kind] for pair in pairs) for kind in (0, 1))
+        print(f"{strategy:34} {world:13} {predicted:14.2f}x {measured:8.2f}x")
+    print()
 
 
 def _rate(row: dict[str, Any]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -75,6 +76,14 @@ def test_hosts_need_a_link() -> None:
         alone.all_reduce_s(World(2, 1), 1)
     faster = alone.with_link(8.0)
     assert faster.all_reduce_s(World(2, 1), 1_000_000) == pytest.approx(2 * (20e-6 + 500_000 * 1e-9))
+
+
+def test_links_of_a_world_come_before_the_last_ones_measured() -> None:
+    crowded = MeasuredCollective(operation="send_recv", world=World(1, 4), link=Link(1e-3, 1e-9))
+    machine = replace(MACHINE, collectives=[crowded])
+    assert machine.link_inside(World(1, 4)).latency_s == 1e-3
+    assert machine.link_inside(World(1, 2)) == MACHINE.inside
+    assert machine.link_between(World(2, 1)) == MACHINE.between
 
 
 def test_costs_of_the_nearest_world_hosts_beside_hosts() -> None:

@@ -43,7 +43,6 @@ _SLOW_BYTES_PER_S = 4e8
 _LONGEST_CALL_S = 0.5
 _ON_ONE_HOST = ("cpu_ps", "dp")
 _DATA_PARALLEL = ("ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps")
-_CODINGS = ("bf16", "int8")
 _SMALL_BUCKET_MB = 0.01
 _SMALL_BUCKETS = f"ring_ddp:bucket_cap_mb={_SMALL_BUCKET_MB}"
 """Each layer of the deep model is a bucket."""
@@ -103,10 +102,16 @@ def _with_kernels(hosts: HostAgents, device_type: str, base: Machine) -> Machine
             best[dtype] = max(best.get(dtype, 0.0), kernels.flops(int(size)) / took)
     mixed = [f"matmul float32 {kernels.MATMUL_SIZES[-1]}", "stream"]
     slowdown = {c: sum(s[name] / alone[name] for name in mixed) / len(mixed) for c, s in seconds.items()}
+    coded = seconds[crowds[-1]]  # all ranks compress at once
+    codings = [
+        Coding(name=name, ratio=coded[f"ratio {name}"], s_per_byte=coded[f"coding {name}"] / kernels.OPTIMIZER_BYTES)
+        for name in kernels.CODINGS
+    ]
     if shares:
-        return replace(base, shares_cores=True)
+        return replace(base, shares_cores=True, codings=base.codings or codings)
     return replace(
         base,
+        codings=codings,
         flops_per_s=best,
         memory_bytes_per_s=kernels.STREAM_BYTES / alone["stream"],
         slowdown={**base.slowdown, **(slowdown if device_type == "cpu" else {})},
@@ -128,7 +133,7 @@ def _with_collectives(hosts: HostAgents, device_type: str, machine: Machine, wor
     found = []
     for operation, name in names.items():
         points: list[tuple[int, float]] = []
-        for sizes in (_SIZES[:4], _SIZES[4:]):  # larger ones only where they do not take too long
+        for sizes in (_SIZES[:4], *([size] for size in _SIZES[4:])):  # larger ones only where they do not take too long
             if points and sizes[-1] / points[-1][0] * points[-1][1] > _LONGEST_CALL_S:
                 break
             plan = CollectivePlan(
@@ -166,8 +171,6 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
     wanted += [(tiny, contender(f"pipeline_1f1b:num_micro_batches={number}")) for number in _MICRO_BATCHES]
     wanted += [(subject, contender("tensor_split")) for subject in (tiny, deep)]
     wanted += [(deep, contender(_SMALL_BUCKETS))]
-    if world.nodes > 1:
-        wanted += [(large, contender(f"ring_ddp:compression={name}")) for name in _CODINGS]
     runs = []
     for subject, each in wanted:
         plan = StrategyPlan(
@@ -226,10 +229,7 @@ class _Fit:
         self._pipeline()
         self._tensor_split()
         others = [each for each in self._machine.references if each.world != self._world]
-        machine = replace(self._machine, references=[*others, *self._costs])
-        codings = [coding for name in _CODINGS if (coding := self._coding(machine, name)) is not None]
-        kept = [each for each in machine.codings if each.name not in {coding.name for coding in codings}]
-        return replace(machine, codings=[*kept, *codings])
+        return replace(self._machine, references=[*others, *self._costs])
 
     def _predicted(self, model: ModelProfile, cost: ReferenceCost, **options: Any) -> Prediction:
         machine = replace(self._machine, references=[cost])
@@ -250,7 +250,7 @@ class _Fit:
             cost = self._with_small_models(cost)
             if not on_cores:
                 cost = self._solved(replace(cost, scale=1.0), "busy", 1.0, large_s)
-            if cost.busy in (0.0, 1.0):
+            if on_cores or (cost.busy in (0.0, 1.0) and name != "ring_ddp"):  # whose transfers are measured alone
                 cost = self._solved(cost, "scale", 20.0, large_s)
         return cost
 
@@ -312,20 +312,6 @@ class _Fit:
         each_s -= self._machine.all_reduce_s(self._world, 4 * _TINY_BATCH * _TINY_WIDTH)
         cost = replace(ring, strategy="tensor_split", scale=1.0, busy=0.0, pass_s=max(0.0, each_s))
         self._costs.append(cost)
-
-    def _coding(self, machine: Machine, name: str) -> Coding | None:
-        label = f"ring_ddp:compression={name}"
-        row, plain = self._rows.get(("large", label)), self._rows.get(("large", "ring_ddp"))
-        if row is None or row.step_s is None or plain is None or not row.metered or not plain.metered:
-            return None
-        ratio = plain.metered["sent_bytes"] / row.metered["sent_bytes"]
-        low, high = 0.0, 1e-6
-        for _ in range(40):
-            middle = (low + high) / 2
-            trial = replace(machine, codings=[Coding(name=name, ratio=ratio, s_per_byte=middle)])
-            step_s = predict(self._profile, trial, Candidate("ring_ddp", {"compression": name}), self._world).step_s
-            low, high = (middle, high) if step_s < row.step_s.median else (low, middle)
-        return Coding(name=name, ratio=ratio, s_per_byte=high)
 
 
 def _profile(width: int, num_layers: int, step_s: float, crowd: int) -> ModelProfile:

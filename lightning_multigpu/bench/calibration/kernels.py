@@ -6,14 +6,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lightning_multigpu.bench.jobs.local_ranks import Requests, Seat
+from lightning_multigpu.communication.compression import make_compressor
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.runtime.shared_gpus import rank_devices
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CODINGS = ("fp16", "bf16", "int8")
+"""Compressions that are timed."""
 MATMUL_SIZES = (256, 1024)
 """Rows and columns of the matrices; accelerators also multiply larger ones."""
 _LARGEST_ON_GPU = 8192
@@ -59,6 +63,17 @@ def _kernels(device: torch.device) -> dict[str, float]:
         parameter.grad = torch.ones_like(parameter)
         step = getattr(torch.optim, optimizer)([parameter], lr=1e-9).step
         found[f"optimizer {optimizer}"] = _timed(device, step)
+    values = torch.randn(_OPTIMIZER_BYTES // 4)  # gradients are compressed in the host's memory
+    for name in CODINGS:
+        compressor: Any = make_compressor(name)
+        wire = torch.empty(compressor.encoded_bytes(values.numel()), dtype=torch.uint8)
+
+        def code(compressor: Any = compressor, wire: torch.Tensor = wire) -> None:
+            compressor.encode(values, wire)
+            compressor.decode(wire, values)
+
+        found[f"coding {name}"] = _timed(torch.device("cpu"), code)
+        found[f"ratio {name}"] = values.nbytes / wire.nbytes
     if device.type == "cuda":
         host = torch.empty(_STREAM_BYTES // 4, pin_memory=True)
         found["copy"] = _timed(device, lambda: host.copy_(x))

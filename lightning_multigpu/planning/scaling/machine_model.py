@@ -164,7 +164,15 @@ class Machine:
         return formula_s * measured[nearest].seconds(size_bytes) / self._all_reduce_by_formula_s(nearest, size_bytes)
 
     def _all_reduce_by_formula_s(self, world: World, size_bytes: float) -> float:
-        return all_reduce_s(world.nodes, world.devices, size_bytes, self.inside, self.link_between(world))
+        return all_reduce_s(world.nodes, world.devices, size_bytes, self.link_inside(world), self.link_between(world))
+
+    def link_inside(self, world: World) -> Link:
+        """The link between two ranks of a host of ``world``: measured with as many ranks, or :attr:`inside`."""
+        return self._messages(World(1, world.devices)) or self.inside
+
+    def _messages(self, world: World) -> Link | None:
+        found = (each for each in self.collectives if (each.operation, each.world) == ("send_recv", world))
+        return next((each.link for each in found), None)
 
     def link_between(self, world: World) -> Link:
         """The link between two hosts of ``world``; one that takes no time for one host.
@@ -174,6 +182,9 @@ class Machine:
         """
         if world.nodes == 1:
             return _INSTANT
+        measured = self._messages(world)
+        if measured is not None:
+            return measured
         if self.between is None:
             raise ValueError(
                 f"{world} needs the link between hosts, which {self.name} does not have; calibrate on two hosts or "

@@ -304,7 +304,7 @@ def _transfers(
     and those of the last one after it.
     """
     n, d, size = world.nodes, world.devices, float(model.gradient_bytes)
-    between, inside = machine.link_between(world), machine.inside
+    between, inside = machine.link_between(world), machine.link_inside(world)
     network = {"network": 2 * (n - 1) / n * size} if n > 1 else {}
     memory = {"host": size} if d > 1 else {}
     if name == "ddp_sharded":
@@ -400,7 +400,11 @@ def _staged(
     backward_s = [factor * both_s * stage.backward_s + cost.pass_s for stage in stages]
     per_host = max(1, ranks // world.nodes)
     cuts_s = [
-        (machine.inside if (i % ranks) // per_host == ((i + 1) % ranks) // per_host else machine.link_between(world))
+        (
+            machine.link_inside(world)
+            if (i % ranks) // per_host == ((i + 1) % ranks) // per_host
+            else machine.link_between(world)
+        )
         .times(cost.scale)
         .seconds(stage.output_bytes)
         for i, stage in enumerate(stages[:-1])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy
 import torch
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -193,7 +194,9 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._world.broadcast_tensors([*module.parameters(), *module.buffers()], src=0)
         group = self.new_group("tensor")
         self._peers = self.metered(group, "tensor")
-        self._tensor = TensorGroup(group, meter=self.meter, shared_memory=self._transport.shared_memory)
+        hosts = {rank // self.num_processes for rank in dist.get_process_group_ranks(group)}
+        shared_memory = self._transport.shared_memory and len(hosts) == 1  # emulated hosts have one /dev/shm
+        self._tensor = TensorGroup(group, meter=self.meter, shared_memory=shared_memory)
         assert self.groups is not None
         self.groups.also_cut.append(self._tensor.abort)
         self._undo.callback(self._tensor.close)
