@@ -125,7 +125,7 @@ def _one_model(
         rows = _measured_apart(name, bandwidth, world, options)
         for case in cases:
             if case["world"] == _label(bandwidth, world) and case["strategy"] in rows:
-                case["measured"] = {**rows[case["strategy"]], "alone_s": rows[NO_COMMUNICATION]["alone_s"]}
+                case["measured"] = rows[case["strategy"]]
         path.write_text(json.dumps(cases, indent=1))
         print(f"  {_label(bandwidth, world)}: {time.monotonic() - begin_s:.0f} s", file=sys.stderr, flush=True)
 
@@ -180,8 +180,6 @@ def _profile(name: str, worlds: list[World]) -> ModelProfile:
 
 
 def _predicted(profile: ModelProfile, machine: Machine, bandwidth: str, world: World) -> list[dict[str, Any]]:
-    crowd = machine.crowd(world)
-    alone_s = profile.at_once(crowd, machine.slowdown_of(crowd)).step_s
     found = []
     for text in ONE_HOST if world.nodes == 1 else HOSTS:
         name, options = strategy_of(text.partition(" ")[0])
@@ -195,7 +193,6 @@ def _predicted(profile: ModelProfile, machine: Machine, bandwidth: str, world: W
         case |= {
             "step_s": prediction.step_s,
             "interval_s": prediction.interval_s,
-            "alone_s": alone_s,
             "parts_s": prediction.parts_s,
             "samples_per_s": prediction.samples_per_s,
             "memory": {**asdict(prediction.memory), "activations_bytes": prediction.activations_bytes},
@@ -242,7 +239,6 @@ def _measured(name: str, world: World, repetitions: int) -> dict[str, Any] | Non
         groups = [sum(row.seconds[i : i + k]) for i in range(0, len(row.seconds) - k + 1, k)]
         found[text] = {
             "step_s": statistics.median(groups), "samples_per_s": row.samples_per_s, "memory": row.memory,
-            "alone_s": statistics.fmean(row.rank_medians_s),
         }  # fmt: skip
     return found
 
@@ -250,40 +246,33 @@ def _measured(name: str, world: World, repetitions: int) -> dict[str, Any] | Non
 def _report(folder: Path) -> list[dict[str, Any]]:
     """Prints the errors by strategy, in all, and of the first choices; returns the cases."""
     print(heading())
-    print("# predicted first, then measured; error: of the step; ratio: of the step over the step of the same ranks")
-    print("# without communication, both measured in turns, which a machine that has become slower changes less")
+    print("# python -m benchmarks.planner; predicted first, then measured; error: (predicted - measured) / measured")
     rows = []
     for name in MODELS:
         path = folder / f"{name.replace(' ', '_')}.json"
         rows += [{**case, "model": name} for case in json.loads(path.read_text())] if path.exists() else []
     done = [row for row in rows if "step_s" in row and "step_s" in row.get("measured", {})]
-    by_strategy: dict[str, list[tuple[float, float]]] = {}
+    by_strategy: dict[str, list[float]] = {}
     memory: list[float] = []
     inside = 0
-    print(f"\n{'model':9} {'world':13} {'strategy':34} {'predicted':>10} {'measured':>10}   error   ratio  memory")
+    print(f"\n{'model':9} {'world':13} {'strategy':34} {'predicted':>10} {'measured':>10}   error  memory")
     for row in done:
         measured = row["measured"]
         error = row["step_s"] / measured["step_s"] - 1
-        ratio = (row["step_s"] / row["alone_s"]) / (measured["step_s"] / measured["alone_s"]) - 1
-        by_strategy.setdefault(row["strategy"], []).append((abs(error), abs(ratio)))
+        by_strategy.setdefault(row["strategy"], []).append(abs(error))
         inside += row["interval_s"][0] <= measured["step_s"] <= row["interval_s"][1]
         held = sum(row["memory"].values()) / max(1, sum(measured["memory"].values())) - 1
         memory.append(abs(held))
         print(
             f"{row['model']:9} {row['world']:13} {row['strategy']:34} {1e3 * row['step_s']:8.1f}ms "
-            f"{1e3 * measured['step_s']:8.1f}ms {100 * error:+6.1f}% {100 * ratio:+6.1f}%  {100 * held:+5.1f}%"
+            f"{1e3 * measured['step_s']:8.1f}ms {100 * error:+6.1f}%  {100 * held:+5.1f}%"
         )
     if not done:
         return done
-    print(f"\n{'':34} {'':5} {'step':>16} {'ratio':>16}")
-    print(f"{'strategy':34} {'cases':>5} {'median':>8}{'9 of 10':>8} {'median':>8}{'9 of 10':>8}")
+    print(f"\n{'strategy':34} {'cases':>5} {'median':>7} {'9 of 10':>8}")
     for strategy, errors in [*by_strategy.items(), ("all", [e for each in by_strategy.values() for e in each])]:
-        cells = ""
-        for kind in (0, 1):
-            ordered = sorted(error[kind] for error in errors)
-            nine = ordered[max(0, -(-9 * len(ordered) // 10) - 1)]
-            cells += f" {100 * statistics.median(ordered):7.1f}%{100 * nine:7.1f}%"
-        print(f"{strategy:34} {len(errors):5}{cells}")
+        nine = sorted(errors)[max(0, -(-9 * len(errors) // 10) - 1)]
+        print(f"{strategy:34} {len(errors):5} {100 * statistics.median(errors):6.1f}% {100 * nine:7.1f}%")
     print(f"memory: median {100 * statistics.median(memory):.1f} %, largest {100 * max(memory):.1f} %")
     print(f"within the interval: {inside} of {len(done)}")
     _report_gains(done)

@@ -31,8 +31,8 @@ def print_ranking(console: Console, ranking: Ranking) -> None:
         soft_wrap=True,
     )
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))  # all columns fit on 80 characters
-    table.add_column("strategy", overflow="fold", min_width=20)
-    for title in ("hosts x devices", "step ms", "x one", "effi- ciency", "comm.", "bubble", "memory"):
+    table.add_column("strategy", overflow="fold", width=20)
+    for title in ("nodes x ranks", "step ms", "x one", "eff.", "comm.", "bubble", "memory"):
         table.add_column(title, justify="right", min_width=max(map(len, title.split())), no_wrap=title == "memory")
     table.add_column("limit", no_wrap=True)
     for each in [*ranking.predictions, *ranking.too_large]:

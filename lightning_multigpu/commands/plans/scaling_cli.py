@@ -121,6 +121,8 @@ class ScalingCLI(TrainingCLI):
         wanted, trainer = self._wanted, self.trainer
         devices = wanted.devices or [machine.devices if wanted.preset else max(2, trainer.num_devices)]
         usual = [1, 2, 4, 8] if machine.between is not None else [1]
+        if machine.shares_cores:
+            usual = sorted({1, *(each.world.nodes for each in machine.collectives)})
         return [World(n, d) for n in wanted.nodes or usual for d in devices]
 
     def configuration(self) -> str:

@@ -35,8 +35,8 @@ _MOST_BUCKETS = 128
 _SERVED = ("sync_ps", "sharded_ps", "async_ps")
 _SERVER_BYTES = {True: 4 << 20, False: 1 << 20}
 """A bucket of parameter servers, on one host and on several."""
-_LEAST_UNCERTAINTY = 0.06
-"""The uncertainty of a prediction where nothing varied in the measurements."""
+_LEAST_UNCERTAINTY = 0.15
+"""The uncertainty of a prediction where nothing varied: 8 of 10 errors of ``benchmarks.planner`` are smaller."""
 
 PIPELINES: dict[str, ScheduleName] = {
     "model_parallel": "gpipe",
@@ -163,7 +163,7 @@ def predict(model: ModelProfile, machine: Machine, candidate: Candidate, world: 
     if world.size == 1 and name != "one_device":
         raise ImpossibleError(f"{name} needs 2 devices or more")
     if name in ("cpu_ps", "dp") and world.nodes > 1:
-        raise ImpossibleError(f"{name} works on one host, and {world} has {world.nodes}")
+        raise ImpossibleError(f"{name} works on one host only")
     try:
         if name in PIPELINES:
             return _pipeline(model, machine, candidate, world)
