@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOpti
 from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner, PlanError
 from lightning_multigpu.strategies.steps.lone_steps import LoneRank, LoneStepsError, lone_steps
 
+_FAILURES = (PlanError, PipelineError, RuntimeError)
 _ROUNDS = 5
 _SECONDS = 1.0
 """Of each round and number of ranks."""
@@ -87,10 +89,8 @@ def measured_model(
     pipelines: list[PipelinePlan] = []
     if {*PIPELINES, "hybrid"} & set(names):
         tell("its layers one by one")
-        try:
-            pipelines = _pipelines(subject, sorted({world.size for world in worlds}), names, num_micro_batches)
-        except (PlanError, PipelineError) as error:
-            refused |= dict.fromkeys(PIPELINES, str(error))
+        pipelines, reasons = _pipelines(subject, sorted({world.size for world in worlds}), names, num_micro_batches)
+        refused |= reasons
     first = whole[1]
     return ModelProfile(
         name=type(subject.module).__name__,
@@ -149,21 +149,39 @@ def _part(size: int, ranks: Mapping[int, LoneRank]) -> SplitPart:
 
 def _pipelines(
     subject: PlannedModule, sizes: Sequence[int], names: Sequence[str], num_micro_batches: Sequence[int]
-) -> list[PipelinePlan]:
-    schedules = [PIPELINES[name] for name in names if name in PIPELINES] or [PIPELINES["pipeline_1f1b"]]
+) -> tuple[list[PipelinePlan], dict[str, str]]:
+    """The plans of all sizes and schedules, and why names have none.
+
+    All are measured together, or one by one if that raises an error: a list of layers may be right for two stages, and
+    the finer one for four not.
+    """
+    schedules = {name: PIPELINES[name] for name in names if name in PIPELINES} or {"pipeline_1f1b": "1f1b"}
     options = subject.pipeline_options or _usual_options()
-    of_schedules = [options.with_schedule(schedule) for schedule in dict.fromkeys(schedules)]
     numbers = sorted({1, *(4 * size for size in sizes), *num_micro_batches})
-    planner = PipelinePlanner(
-        of_schedules,
-        sizes,
-        device=subject.device,
-        num_micro_batches=numbers,
-        clip_micro_batches=True,
-        callbacks=subject.callbacks,
-    )
-    planner.run(subject.module, subject.datamodule, {**subject.trainer_settings, "accumulate_grad_batches": 1})
-    return [plan for plans in planner.of_sizes.values() for plan in plans.plans]
+
+    def plans(schedules: Iterable[str], sizes: Sequence[int]) -> list[PipelinePlan]:
+        planner = PipelinePlanner(
+            [options.with_schedule(schedule) for schedule in dict.fromkeys(schedules)],  # type: ignore[arg-type]
+            sizes,
+            device=subject.device,
+            num_micro_batches=numbers,
+            clip_micro_batches=True,
+            callbacks=subject.callbacks,
+        )
+        planner.run(subject.module, subject.datamodule, {**subject.trainer_settings, "accumulate_grad_batches": 1})
+        return [plan for plans in planner.of_sizes.values() for plan in plans.plans]
+
+    with suppress(*_FAILURES):
+        return plans(schedules.values(), sizes), {}
+    found: list[PipelinePlan] = []
+    reasons: dict[str, str] = {}
+    for name, schedule in schedules.items():
+        for size in sizes:
+            try:
+                found += plans([schedule], [size])
+            except _FAILURES as error:
+                reasons[name] = str(error)
+    return found, {name: why for name, why in reasons.items() if schedules[name] not in {p.schedule for p in found}}
 
 
 def _usual_options() -> PipelineOptions:
