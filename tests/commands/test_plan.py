@@ -15,15 +15,17 @@ import yaml
 
 from lightning_multigpu.cli import main
 from lightning_multigpu.commands.plans import measured_model
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.links import Link
 from lightning_multigpu.planning.scaling.machine_model import Machine
+from lightning_multigpu.planning.scaling.model_profile import Phases
 from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.strategies.steps.lone_steps import LoneRank, LoneStepsError
 from tests.commands.planned import Model, events
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
 
 CONFIG: dict[str, Any] = {
@@ -42,6 +44,24 @@ MACHINE = Machine(
 NAMES = {regime.name for regime in REGIMES if not regime.name.endswith("_spawn")}
 
 
+def steps(module: Model, *arguments: Any, tensor_parallel_size: int = 1, **options: Any) -> LoneRank:
+    """The steps that a rank would have; tests/strategies/test_lone_steps.py measures some."""
+    events.append("measured")
+    if type(module).__name__ == "Failing":
+        raise LoneStepsError("ZeroDivisionError: division by zero")
+    size = 5184 // tensor_parallel_size
+    return LoneRank(
+        phases=Phases(forward_s=1e-3, backward_s=2e-3, optimizer_s=1e-4, input_s=1e-4, other_s=1e-4),
+        steps=10,
+        samples=8,
+        held=HeldBytes(size, size, 2 * size),
+        activations_bytes=3072,
+        flops=1e6,
+        gradients=[(size, 1.0)],
+        collectives=[("all_reduce", 1024)] * (tensor_parallel_size > 1),
+    )
+
+
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current directory, with a configuration and a machine; measurements are short."""
@@ -51,8 +71,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["lightning-multigpu"])
-    monkeypatch.setattr(measured_model, "_SECONDS", 0.01)
-    monkeypatch.setattr(measured_model, "_ROUNDS", 1)
+    monkeypatch.setattr(measured_model, "lone_steps", steps)
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "LOCAL_RANK", "NODE_RANK", "SLURM_LOCALID"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import lightning as L
@@ -16,15 +18,6 @@ from lightning_multigpu.strategies.steps.lone_steps import LoneRank, LoneStepsEr
 
 WIDTH = 8
 pytestmark = pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Processes are forked from one that has no threads for operations."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Block(nn.Module):
@@ -58,6 +51,11 @@ class Module(L.LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
+class Manual(Module):
+    def __init__(self) -> None:
+        super().__init__(optimizers=2)
+
+
 class Failing(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         raise KeyError("a column")
@@ -69,20 +67,53 @@ class WithoutPairs(Module):
         self.blocks = nn.Sequential(nn.Linear(WIDTH, WIDTH))
 
 
-def measured(module: L.LightningModule, **options: Any) -> LoneRank:
+def measured(module: type[L.LightningModule], **options: Any) -> LoneRank:
+    """The steps of a new module, which stays as it is; raises what ``lone_steps`` raises."""
+    found = _outcomes()[CASES.index((module, options))]
+    if isinstance(found, LoneRank):
+        return found
+    raise LoneStepsError(found)
+
+
+@functools.cache
+def _outcomes() -> list[LoneRank | str]:
+    """Of all cases, from one process: ranks are forked from one without other threads, as that of the command line."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return [pool.submit(_outcome, module, options).result() for module, options in CASES]
+
+
+def _outcome(module: type[L.LightningModule], options: dict[str, Any]) -> LoneRank | str:
+    try:
+        return _measured(module, options)
+    except LoneStepsError as error:
+        return str(error)
+
+
+def _measured(make: type[L.LightningModule], options: dict[str, Any]) -> LoneRank:
+    torch.set_num_threads(1)
+    module = make()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
     settings = {"accelerator": "cpu", "max_epochs": 1, "accumulate_grad_batches": 2}
     defaults = {"device": torch.device("cpu"), "crowd": 1, "seconds": 0.01}
-    return lone_steps(module, None, settings, **{**defaults, **options})
+    found = lone_steps(module, None, settings, **{**defaults, **options})
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    return found
 
 
+CASES: list[tuple[type[L.LightningModule], dict[str, Any]]] = [
+    (Module, {"crowd": 1}),
+    (Module, {"crowd": 2}),
+    (Manual, {}),
+    (Module, {"tensor_parallel_size": 2}),
+    (WithoutPairs, {"tensor_parallel_size": 2}),
+    (Failing, {"crowd": 2}),
+]
 PARAMETERS = 2 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
 
 
 @pytest.mark.parametrize("crowd", [1, 2])
 def test_a_step_is_timed_and_counted(crowd: int) -> None:
-    module = Module()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    found = measured(module, crowd=crowd)
+    found = measured(Module, crowd=crowd)
     phases = found.phases
     assert min(phases.forward_s, phases.backward_s, phases.optimizer_s, phases.input_s) > 0
     assert found.samples == 4
@@ -94,12 +125,10 @@ def test_a_step_is_timed_and_counted(crowd: int) -> None:
     shares = [share for _, share in found.gradients]
     assert shares == sorted(shares)
     assert 0 <= shares[0] <= shares[-1] <= 1
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert module._trainer is None
 
 
 def test_manual_optimization_has_the_same_phases() -> None:
-    phases = measured(Module(optimizers=2)).phases
+    phases = measured(Manual).phases
     assert min(phases.forward_s, phases.backward_s, phases.optimizer_s) > 0
 
 
@@ -115,7 +144,7 @@ def test_phases_within_each_other_count_once() -> None:
 
 
 def test_a_rank_of_split_layers_has_its_part_and_its_collectives() -> None:
-    found = measured(Module(), tensor_parallel_size=2)
+    found = measured(Module, tensor_parallel_size=2)
     part = 2 * (4 * WIDTH * WIDTH + 2 * WIDTH + WIDTH)  # of both layers' weights, of the first bias, and the second one
     assert found.held.parameters_bytes == 4 * part
     # Each block sums its output forward, and the second one the gradient of its input.
@@ -124,9 +153,9 @@ def test_a_rank_of_split_layers_has_its_part_and_its_collectives() -> None:
 
 def test_a_module_whose_layers_cannot_be_split() -> None:
     with pytest.raises(LoneStepsError, match="no layer can be split"):
-        measured(WithoutPairs(), tensor_parallel_size=2)
+        measured(WithoutPairs, tensor_parallel_size=2)
 
 
 def test_the_error_of_the_users_code_is_the_message() -> None:
     with pytest.raises(LoneStepsError, match="KeyError: 'a column'"):
-        measured(Failing(), crowd=2)
+        measured(Failing, crowd=2)
