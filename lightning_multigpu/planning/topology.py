@@ -1,4 +1,4 @@
-"""What joins the devices of a host: locations in a /sys tree, the matrix of links, GPUDirect RDMA, the paths of bytes.
+"""Topology of a host: locations of devices in a /sys tree, the matrix of links, GPUDirect RDMA, the paths of bytes.
 
 A device's folder in /sys is below those of all bridges on its way to the CPU; what two folders share joins them::
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import asdict
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -18,6 +21,17 @@ SCHEMA_VERSION = 1
 _BAR = 40
 _BUSY = 0.05
 _LIMITS = {"exposed communication": "comm.", "computation": "compute"}
+
+
+def show(ranking: Ranking, picture_path: Path | None, json_path: Path | None) -> None:
+    """Prints a ranking to standard output, and writes its picture and its JSON where there is a path."""
+    print_ranking(Console(file=sys.stdout), ranking)
+    if picture_path is not None:
+        picture_path.write_bytes(picture(ranking, picture_path.suffix))
+        print(f"Picture: {picture_path}")
+    if json_path is not None:
+        json_path.write_text(json.dumps(as_json(ranking), indent=2) + "\n")
+        print(f"Plans as JSON: {json_path}")
 
 
 def print_ranking(console: Console, ranking: Ranking) -> None:

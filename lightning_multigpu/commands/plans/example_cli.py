@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
-
-from rich.console import Console
 
 from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu.commands.usage import UsageError
@@ -44,13 +40,7 @@ def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
     if wanted.preset is None:
         return 0
     ranking = _ranking(wanted)
-    scaling_table.print_ranking(Console(file=sys.stdout), ranking)
-    if wanted.picture is not None:
-        wanted.picture.write_bytes(scaling_table.picture(ranking, wanted.picture.suffix))
-        print(f"Picture: {wanted.picture}")
-    if wanted.json is not None:
-        wanted.json.write_text(json.dumps(scaling_table.as_json(ranking), indent=2) + "\n")
-        print(f"Plans as JSON: {wanted.json}")
+    scaling_table.show(ranking, wanted.picture, wanted.json)
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import yaml
-from rich.console import Console
 
 from lightning_multigpu.bench.strategies.contenders import contender
 from lightning_multigpu.commands.calibrate import FILE_NAME, cached_path, identity, this_machine
@@ -43,14 +41,7 @@ def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # ranks are forked from this process
     cli = ScalingCLI(arguments, wanted)
     ranking = cli.ranking
-    console = Console(file=sys.stdout)
-    scaling_table.print_ranking(console, ranking)
-    if wanted.picture is not None:
-        wanted.picture.write_bytes(scaling_table.picture(ranking, wanted.picture.suffix))
-        print(f"Picture: {wanted.picture}")
-    if wanted.json is not None:
-        wanted.json.write_text(json.dumps(scaling_table.as_json(ranking), indent=2) + "\n")
-        print(f"Plans as JSON: {wanted.json}")
+    scaling_table.show(ranking, wanted.picture, wanted.json)
     if wanted.write is not None:
         wanted.write.write_text(cli.configuration())
         print(f"Configuration of {ranking.first.candidate}: {wanted.write}")
