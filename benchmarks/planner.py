@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan, Strat
 from lightning_multigpu.commands.plans.measured_model import PlannedModule, measured_model
 from lightning_multigpu.commands.plans.scaling_cli import strategy_of
 from lightning_multigpu.planning.scaling.machine_model import Machine, World, from_json
-from lightning_multigpu.planning.scaling.model_profile import ModelProfile
+from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases
 from lightning_multigpu.planning.scaling.step_model import Candidate, ImpossibleError, predict
 
 MODELS: dict[str, tuple[Any, int]] = {
@@ -116,6 +117,7 @@ def _one_model(
 ) -> None:
     """Predicts, writes the predictions down, and measures."""
     profile = _profile(name, [world for _, world in worlds])
+    alone_s = {crowd: phases.step_s for crowd, phases in profile.phases.items()}
     path = options.folder / f"{name.replace(' ', '_')}.json"
     cases = [case for bandwidth, world in worlds for case in _predicted(profile, machines[bandwidth], bandwidth, world)]
     path.write_text(json.dumps(cases, indent=1))
@@ -123,11 +125,25 @@ def _one_model(
     for bandwidth, world in worlds:
         begin_s = time.monotonic()
         rows = _measured_apart(name, bandwidth, world, options)
+        pace = rows[NO_COMMUNICATION]["mean_s"] / alone_s[world.size]
+        again = _predicted(_at_pace(profile, pace), machines[bandwidth], bandwidth, world)
+        paced = {case["strategy"]: case.get("step_s") for case in again}
         for case in cases:
             if case["world"] == _label(bandwidth, world) and case["strategy"] in rows:
                 case["measured"] = rows[case["strategy"]]
+                case["paced_s"] = paced[case["strategy"]]
         path.write_text(json.dumps(cases, indent=1))
         print(f"  {_label(bandwidth, world)}: {time.monotonic() - begin_s:.0f} s", file=sys.stderr, flush=True)
+
+
+def _at_pace(profile: ModelProfile, factor: float) -> ModelProfile:
+    """The profile with steps ``factor`` times as long: as the machine has them later."""
+
+    def later(phases: Mapping[int, Phases]) -> dict[int, Phases]:
+        return {crowd: each.times(factor) for crowd, each in phases.items()}
+
+    splits = {size: replace(part, phases=later(part.phases)) for size, part in profile.splits.items()}
+    return replace(profile, phases=later(profile.phases), splits=splits)
 
 
 def _calibrated(folder: Path, worlds: list[tuple[str, World]], *, again: bool) -> dict[str, Machine]:
@@ -218,7 +234,8 @@ def _measured(name: str, world: World, repetitions: int) -> dict[str, Any] | Non
     make, batch_size = MODELS[name]
     subject = Subject(name, make, batch_size)
     with HostAgents(placement(world.devices, world.nodes), threads=1) as hosts:
-        runs, texts = [], [NO_COMMUNICATION, *(ONE_HOST if world.nodes == 1 else HOSTS)]
+        others = ONE_HOST if world.nodes == 1 else HOSTS
+        runs, texts = [], [NO_COMMUNICATION, *others[:4], NO_COMMUNICATION, *others[4:]]
         for text in texts:
             k = ACCUMULATED if text.endswith("x4") else 1
             plan = StrategyPlan(
@@ -231,6 +248,8 @@ def _measured(name: str, world: World, repetitions: int) -> dict[str, Any] | Non
         if not hosts.prints:
             return None
     found: dict[str, Any] = {}
+    alone = [row for row in rows if row.label == NO_COMMUNICATION]
+    mean_s = statistics.fmean(seconds for row in alone for seconds in row.rank_medians_s)
     for text, row in zip(texts, rows, strict=True):
         if row.step_s is None:
             found[text] = {"reason": row.reason}
@@ -238,7 +257,8 @@ def _measured(name: str, world: World, repetitions: int) -> dict[str, Any] | Non
         k = ACCUMULATED if text.endswith("x4") else 1
         groups = [sum(row.seconds[i : i + k]) for i in range(0, len(row.seconds) - k + 1, k)]
         found[text] = {
-            "step_s": statistics.median(groups), "samples_per_s": row.samples_per_s, "memory": row.memory,
+            "step_s": statistics.median(groups), "mean_s": mean_s,
+            "samples_per_s": row.samples_per_s, "memory": row.memory,
         }  # fmt: skip
     return found
 
@@ -252,27 +272,32 @@ def _report(folder: Path) -> list[dict[str, Any]]:
         path = folder / f"{name.replace(' ', '_')}.json"
         rows += [{**case, "model": name} for case in json.loads(path.read_text())] if path.exists() else []
     done = [row for row in rows if "step_s" in row and "step_s" in row.get("measured", {})]
-    by_strategy: dict[str, list[float]] = {}
+    by_strategy: dict[str, list[tuple[float, float]]] = {}
     memory: list[float] = []
     inside = 0
-    print(f"\n{'model':9} {'world':13} {'strategy':34} {'predicted':>10} {'measured':>10}   error  memory")
+    print("# paced: the error with the model's step alone as it was during the measurement, minutes later")
+    print(f"\n{'model':9} {'world':13} {'strategy':34} {'predicted':>10} {'measured':>10}   error   paced  memory")
     for row in done:
         measured = row["measured"]
         error = row["step_s"] / measured["step_s"] - 1
-        by_strategy.setdefault(row["strategy"], []).append(abs(error))
+        paced = row["paced_s"] / measured["step_s"] - 1
+        by_strategy.setdefault(row["strategy"], []).append((abs(error), abs(paced)))
         inside += row["interval_s"][0] <= measured["step_s"] <= row["interval_s"][1]
         held = sum(row["memory"].values()) / max(1, sum(measured["memory"].values())) - 1
         memory.append(abs(held))
         print(
             f"{row['model']:9} {row['world']:13} {row['strategy']:34} {1e3 * row['step_s']:8.1f}ms "
-            f"{1e3 * measured['step_s']:8.1f}ms {100 * error:+6.1f}%  {100 * held:+5.1f}%"
+            f"{1e3 * measured['step_s']:8.1f}ms {100 * error:+6.1f}% {100 * paced:+6.1f}%  {100 * held:+5.1f}%"
         )
     if not done:
         return done
-    print(f"\n{'strategy':34} {'cases':>5} {'median':>7} {'9 of 10':>8}")
+    print(f"\n{'strategy':34} {'cases':>5} {'median':>7} {'9 of 10':>8}   paced: median  9 of 10")
     for strategy, errors in [*by_strategy.items(), ("all", [e for each in by_strategy.values() for e in each])]:
-        nine = sorted(errors)[max(0, -(-9 * len(errors) // 10) - 1)]
-        print(f"{strategy:34} {len(errors):5} {100 * statistics.median(errors):6.1f}% {100 * nine:7.1f}%")
+        figures = []
+        for kind in zip(*errors, strict=True):
+            figures += [statistics.median(kind), sorted(kind)[max(0, -(-9 * len(kind) // 10) - 1)]]
+        shown = "{:6.1f}% {:7.1f}%         {:6.1f}% {:7.1f}%".format(*(100 * figure for figure in figures))
+        print(f"{strategy:34} {len(errors):5} {shown}")
     print(f"memory: median {100 * statistics.median(memory):.1f} %, largest {100 * max(memory):.1f} %")
     print(f"within the interval: {inside} of {len(done)}")
     _report_gains(done)

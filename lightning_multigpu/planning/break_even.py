@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 
+from lightning_multigpu.planning.scaling.links import Link, ring_all_reduce_s
+
 _SMALLEST_SHARE = 1 / 8  # of the time without compression; a smaller cost is within the noise
 
 
@@ -34,7 +36,7 @@ def break_even_bytes_per_s(cost_s_per_byte: float, ratio: float, *, world_size: 
         raise ValueError(f"ratio={ratio}: it is bytes without compression over bytes with it; pass more than 0")
     if world_size < 2:
         raise ValueError(f"world_size={world_size}: nothing is sent; pass 2 or more")
-    saved = 2 * (world_size - 1) / world_size * (1 - 1 / ratio)
+    saved = ring_all_reduce_s(world_size, 1.0, Link(0.0, 1.0)) * (1 - 1 / ratio)
     if saved <= 0:
         return 0.0
     return saved / cost_s_per_byte if cost_s_per_byte else math.inf

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_multigpu.planning.rank_figures import Pushes, RankFigures
+from lightning_multigpu.planning.scaling.links import Link, ring_all_reduce_s, servers_s
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 
 _BF16 = 0.5
@@ -84,7 +85,7 @@ def _another_strategy(ranks: Sequence[RankFigures], wait: SharedWait) -> dict[st
     if not wait.part("activations") or least.memory is None or not least.activations_rate:
         return {}
     model_bytes = sum(r.memory.kinds_bytes.get("parameters", 0.0) for r in ranks if r.memory is not None)
-    all_reduce_s = 2 * model_bytes * (len(ranks) - 1) / len(ranks) / least.activations_rate
+    all_reduce_s = ring_all_reduce_s(len(ranks), model_bytes, Link(0.0, 1 / least.activations_rate))
     remedy = 'If the model fits on one device, average its gradients instead: strategy="ring_ddp"'
     return {remedy: max(0.0, wait.part("activations") - all_reduce_s)}
 
@@ -102,8 +103,7 @@ def _pushed_in_half(pushes: Pushes, num_servers: int) -> float:
 
 
 def _around_a_ring(pushes: Pushes, num_ranks: int) -> float:
-    """Seconds of an all-reduce over the same links.
-
-    With n hosts of r ranks (n - 1) r x S come to the server's host; around the ring each host sends 2(n - 1)/n x S.
-    """
-    return _gradients_s(pushes, 1)[0] * 2 / num_ranks
+    """Seconds of an all-reduce over the same links, which take P for the gradients of all ranks to one server."""
+    link = Link(0.0, 1.0)
+    ring_s, server_s = ring_all_reduce_s(num_ranks, 1.0, link), servers_s(num_ranks, 1, 1.0, 1, link, link)
+    return _gradients_s(pushes, 1)[0] * ring_s / server_s

@@ -29,7 +29,14 @@ from lightning_multigpu.bench.strategies.models import BenchMLP, Subject
 from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan, StrategyResult, StrategyRun, take_turns
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.links import fitted
-from lightning_multigpu.planning.scaling.machine_model import Coding, Machine, MeasuredCollective, ReferenceCost, World
+from lightning_multigpu.planning.scaling.machine_model import (
+    OF_ACTIVATIONS,
+    Coding,
+    Machine,
+    MeasuredCollective,
+    ReferenceCost,
+    World,
+)
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases
 from lightning_multigpu.planning.scaling.step_model import (
     Candidate,
@@ -48,7 +55,7 @@ _SMALL_BUCKETS = f"ring_ddp:bucket_cap_mb={_SMALL_BUCKET_MB}"
 """Each layer of the deep model is a bucket."""
 _MOST_SAMPLES = 1024
 _TURNS = 8
-_REPETITIONS = 4
+_REPETITIONS = 3
 _TINY_WIDTH, _TINY_BATCH, _LARGE_BATCH = 64, 16, 64
 _TINY_LAYERS, _DEEP_LAYERS = 6, 30
 _MICRO_BATCHES = (4, 16)
@@ -128,7 +135,7 @@ def _with_collectives(hosts: HostAgents, device_type: str, machine: Machine, wor
     elif world.nodes == 1:
         names = {"all_reduce": "shared_memory", "send_recv": "gloo"}
     else:
-        names = {"all_reduce": "hierarchy", "send_recv": "gloo"}
+        names = {"all_reduce": "hierarchy", "send_recv": "gloo", OF_ACTIVATIONS: "gloo"}
     by_name = {each.name: each for each in IMPLEMENTATIONS}
     found = []
     for operation, name in names.items():
@@ -137,7 +144,7 @@ def _with_collectives(hosts: HostAgents, device_type: str, machine: Machine, wor
             if points and sizes[-1] / points[-1][0] * points[-1][1] > _LONGEST_CALL_S:
                 break
             plan = CollectivePlan(
-                operations=[BY_NAME[operation]],
+                operations=[BY_NAME["all_reduce" if operation == OF_ACTIVATIONS else operation]],
                 implementations=[by_name[name]],
                 sizes=sizes,
                 device_type=device_type,
@@ -309,7 +316,7 @@ class _Fit:
         alone = [self._step(subject, NO_COMMUNICATION) or 0.0 for subject in ("tiny", "deep")]
         tensors_s = 2 * (_DEEP_LAYERS - _TINY_LAYERS) * ring.tensor_s
         each_s = (steps[1] - alone[1] - steps[0] + alone[0] - tensors_s) / (many - few)
-        each_s -= self._machine.all_reduce_s(self._world, 4 * _TINY_BATCH * _TINY_WIDTH)
+        each_s -= self._machine.all_reduce_s(self._world, 4 * _TINY_BATCH * _TINY_WIDTH, OF_ACTIVATIONS)
         cost = replace(ring, strategy="tensor_split", scale=1.0, busy=0.0, pass_s=max(0.0, each_s))
         self._costs.append(cost)
 

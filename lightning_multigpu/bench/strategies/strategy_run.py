@@ -12,6 +12,7 @@ neighbour or profits from a quiet moment of the machine. ::
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,8 +117,8 @@ def take_turns(
                 runner.turn()
                 told(runner.contender.label)
     finally:
-        for runner in runners:
-            runner.end()
+        with ThreadPoolExecutor() as threads:  # ranks take a moment to end
+            list(threads.map(StrategyRun.end, runners))
     return [runner.result() for runner in runners]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -131,7 +132,8 @@ def _rounds(subject: PlannedModule, crowds: Sequence[int], tensor_parallel_size:
         ordered = sorted(ranks, key=lambda rank: rank.phases.step_s)
         middle, inner = ordered[len(ordered) // 2], ordered[1:-1] or ordered
         spread = (inner[-1].phases.step_s - inner[0].phases.step_s) / middle.phases.step_s
-        found[crowd] = replace(middle, phases=replace(middle.phases, spread=spread))
+        adding_s = median(rank.phases.adding_s for rank in ranks)  # a small difference of large times
+        found[crowd] = replace(middle, phases=replace(middle.phases, spread=spread, adding_s=adding_s))
     return found
 
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from lightning_multigpu.planning.scaling.links import Link, all_reduce_s
 
 SCHEMA_VERSION = 1
+OF_ACTIVATIONS = "all_reduce of activations"
+"""Of layers that are split between hosts: the back end's, where gradients take the hierarchy's."""
 
 
 _INSTANT = Link(0.0, 0.0)
@@ -145,15 +147,21 @@ class Machine:
         nearest = min(known, key=lambda count: abs(log(count / crowd)))
         return known[nearest] * max(1.0, crowd / nearest)
 
-    def all_reduce_s(self, world: World, size_bytes: float) -> float:
+    def all_reduce_s(self, world: World, size_bytes: float, operation: str = "all_reduce") -> float:
         """Seconds of an all-reduce of ``size_bytes``: measured, or by the formula, corrected by the nearest measured.
+
+        Args:
+            world: its ranks.
+            size_bytes: of the tensor.
+            operation: that of gradients, or :data:`OF_ACTIVATIONS`, which is the same where it was not measured.
 
         Raises:
             ValueError: the world has several hosts, and no link between hosts is known.
         """
         if world.size == 1:
             return 0.0
-        measured = {each.world: each.link for each in self.collectives if each.operation == "all_reduce"}
+        wanted = ("all_reduce", operation)  # the later one counts
+        measured = {o.world: o.link for name in wanted for o in self.collectives if o.operation == name}
         if world in measured:
             return measured[world].seconds(size_bytes)
         formula_s = self._all_reduce_by_formula_s(world, size_bytes)

@@ -16,6 +16,7 @@ class Phases:
     Attributes:
         input_s: waiting for the next batch, and moving it to the device.
         forward_s, backward_s, optimizer_s: as they say.
+        adding_s: that backward takes longer where its gradients are added to those of an earlier batch.
         other_s: Lightning's loop and the module's hooks.
         jitter: (third quartile - first quartile) / median of the steps of a rank.
         spread: what measurements of the median step differ by, over it.
@@ -25,13 +26,14 @@ class Phases:
     backward_s: float
     optimizer_s: float = 0.0
     input_s: float = 0.0
+    adding_s: float = 0.0
     other_s: float = 0.0
     jitter: float = 0.0
     spread: float = 0.0
 
     @property
     def step_s(self) -> float:
-        """The whole step."""
+        """The whole step of one batch."""
         return self.forward_s + self.backward_s + self.optimizer_s + self.input_s + self.other_s
 
     def times(self, factor: float) -> Phases:

@@ -26,7 +26,7 @@ from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePl
 from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName, schedule_orders, step_time
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.links import owners_s, servers_s
-from lightning_multigpu.planning.scaling.machine_model import Machine, ReferenceCost, World
+from lightning_multigpu.planning.scaling.machine_model import OF_ACTIVATIONS, Machine, ReferenceCost, World
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases, SplitPart
 
 ON_ONE_HOST_BYTES = 25 << 20
@@ -252,7 +252,7 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
     exposed_s = end_s - phases.backward_s
     if name != "async_ps":  # every rank waits for the slowest one of each step
         exposed_s += straggling_s(phases, world.size, cost.world.size)
-    compute_s = k * (phases.forward_s + phases.backward_s)
+    compute_s = k * (phases.forward_s + phases.backward_s) + (k - 1) * phases.adding_s
     every = int(options.get("average_every", 1))
     spread = _uncertainty(phases, compute_s, exposed_s, machine, world)
     return Prediction(
@@ -450,14 +450,16 @@ def _split(model: ModelProfile, machine: Machine, candidate: Candidate, world: W
     crowd, k = machine.crowd(world), candidate.accumulate
     phases = model.at_once(crowd, machine.slowdown_of(crowd), part.phases)
     cost = machine.reference("tensor_split", world)
-    collectives_s = sum(cost.scale * machine.all_reduce_s(world, size) + cost.pass_s for _, size in part.collectives)
+    collectives_s = sum(
+        cost.scale * machine.all_reduce_s(world, size, OF_ACTIVATIONS) + cost.pass_s for _, size in part.collectives
+    )
     bytes_ = float(sum(size for _, size in part.collectives))
     sent = {"network": 2 * (world.nodes - 1) / world.nodes * bytes_} if world.nodes > 1 else {"host": bytes_}
-    compute_s = phases.forward_s + phases.backward_s
+    compute_s = k * (phases.forward_s + phases.backward_s) + (k - 1) * phases.adding_s
     return Prediction(
         candidate=candidate,
         world=world,
-        compute_s=k * compute_s,
+        compute_s=compute_s,
         exposed_s=k * collectives_s,
         optimizer_s=phases.optimizer_s,
         input_s=k * phases.input_s,

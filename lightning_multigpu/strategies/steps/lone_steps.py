@@ -41,7 +41,7 @@ from lightning_multigpu.planning.scaling.model_profile import Phases
 from lightning_multigpu.strategies.steps.dry_run import QUIET_SETTINGS, without_trace
 from lightning_multigpu.strategies.tensor_parallel.split_layers import SplitLayers
 
-_FEWEST_STEPS = 4
+_FEWEST_STEPS = 6
 _WARM_UP = 2
 _DETAILED = 3
 _TIMEOUT_S = 600.0
@@ -142,6 +142,8 @@ class LoneStepsStrategy(SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_first:
             return self._first_step(*args, **kwargs)
+        if self._group is not None:
+            self.collectives, self._group.sent = self._group.sent, []  # of the batch before
         return self._timed("forward", super().training_step, *args, **kwargs)
 
     @override
@@ -150,8 +152,6 @@ class LoneStepsStrategy(SingleDeviceStrategy):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._group is not None:
-            self.collectives, self._group.sent = self._group.sent, []
         return self._timed("optimizer", super().optimizer_step, *args, **kwargs)
 
     def _timed(self, phase: str, call: Any, *args: Any, **kwargs: Any) -> Any:
@@ -280,7 +280,10 @@ class _Watch(pl.Callback):
 
 
 def _phases(clock: Any, steps: Sequence[_Step]) -> Phases:
-    """The medians; ``steps`` has one more step, whose begin ends the last one."""
+    """The medians; ``steps`` has one more step, whose begin ends the last one.
+
+    Gradients of two batches are added up before an optimizer step, where the module's optimization is automatic.
+    """
     rows = []
     for step, following in pairwise(steps):
         row = {"step": clock.seconds(step.begin, following.begin), "input": clock.seconds(step.end, following.begin)}
@@ -290,17 +293,24 @@ def _phases(clock: Any, steps: Sequence[_Step]) -> Phases:
             own_s = clock.seconds(start, end) - sum(clock.seconds(a, b) for a, b in within)
             row[phase] = row.get(phase, 0.0) + own_s
         rows.append(row)
-    steps_s = [row["step"] for row in rows]
-    phases = ("forward", "backward", "optimizer", "input")
-    middle = {phase: median(row.get(phase, 0.0) for row in rows) for phase in phases}
+    last = [row for row in rows if "optimizer" in row] or rows
+    adding = [row["backward"] for before, row in pairwise(rows) if "optimizer" not in before and "backward" in row]
+    first = [row["backward"] for before, row in pairwise(rows) if "optimizer" in before and "backward" in row]
+    middle = {phase: median(row.get(phase, 0.0) for row in rows) for phase in ("forward", "backward", "input")}
+    backward_s = median(first) if first else middle["backward"]
+    adding_s = max(0.0, median(adding) - backward_s) if adding and first else 0.0
+    optimizer_s = median(row.get("optimizer", 0.0) for row in last)
+    steps_s = [row["step"] - row.get("optimizer", 0.0) for row in rows]
+    known_s = middle["forward"] + median(row.get("backward", 0.0) for row in rows) + middle["input"]
     low, _, high = quantiles(steps_s, n=4)
     return Phases(
         forward_s=middle["forward"],
-        backward_s=middle["backward"],
-        optimizer_s=middle["optimizer"],
+        backward_s=backward_s,
+        optimizer_s=optimizer_s,
         input_s=middle["input"],
-        other_s=max(0.0, median(steps_s) - sum(middle.values())),
-        jitter=(high - low) / median(steps_s),
+        adding_s=adding_s,
+        other_s=max(0.0, median(steps_s) - known_s),
+        jitter=(high - low) / (median(steps_s) + optimizer_s),
     )
 
 
@@ -401,8 +411,9 @@ def _train(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // crowd))
     endless = {
-        "accumulate_grad_batches": 1, "max_epochs": -1, "max_steps": -1, "max_time": None, "min_epochs": None,
-        "min_steps": None, "devices": 1, "num_nodes": 1, "use_distributed_sampler": False,
+        "accumulate_grad_batches": 1 + module.automatic_optimization, "max_epochs": -1, "max_steps": -1,
+        "max_time": None, "min_epochs": None, "min_steps": None, "devices": 1, "num_nodes": 1,
+        "use_distributed_sampler": False,
     }  # fmt: skip
     settings = {
         **trainer_settings,
