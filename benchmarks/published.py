@@ -120,7 +120,7 @@ def _memory_and_servers() -> Iterator[Row]:
         yield Row(f"{what}: {name}", published, held, "GB", inputs)
     size, link, n = 1e9, Link(0.0, 8e-9 / 100), 32
     optimum_s = {k: 2 * n * (n - 1) * size / ((n * n + k * n - 2 * k) * link.bytes_per_s) for k in (0, n)}
-    planned = 1e3 * 2 * servers_s(n, 1, size, n, Link(0.0, 0.0), link)
+    planned = 1e3 * servers_s(n, 1, size, n, Link(0.0, 0.0), link)
     inputs = "t = 2n(n-1)M / [(n^2+kn-2k)B] with k = 0, n = 32 hosts, M = 1 GB, B = 100 Gbit/s; a server on each host"
     yield Row("BytePS's optimum, servers on the workers' hosts", 1e3 * optimum_s[0], planned, "ms", inputs)
     gain = 100 * (ring_all_reduce_s(n, size, link) / optimum_s[n] - 1)

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -23,9 +22,6 @@ from lightning_multigpu.commands.benches.bench_options import check_device
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.planning.scaling.machine_model import Machine, World, differences, from_json
-
-if TYPE_CHECKING:
-    pass
 
 FILE_NAME = "machine.json"
 _DESCRIPTION = f"""\
@@ -145,6 +141,9 @@ def print_machine(console: Console, machine: Machine) -> None:
     rates = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s in {dtype}" for dtype, rate in machine.flops_per_s.items())
     memory = f"memory {machine.memory_bytes_per_s / 1e9:.1f} GB/s"
     console.print(f"{machine.processor}, {machine.devices} devices: {rates}; {memory}", highlight=False)
+    steps = [f"{name} {1e9 * s_per_byte:.2f}" for name, s_per_byte in machine.optimizer_s_per_byte.items()]
+    copies = f"; copies to and from the host {machine.copy_bytes_per_s / 1e9:.1f} GB/s" * bool(machine.copy_bytes_per_s)
+    console.print(f"optimizer steps, in ns a byte of parameters: {', '.join(steps)}{copies}", highlight=False)
     if machine.slowdown:
         slower = ", ".join(f"{factor:.2f} with {crowd}" for crowd, factor in sorted(machine.slowdown.items()))
         console.print(f"time of a computation with several ranks at once: {slower}", highlight=False)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -32,10 +33,16 @@ from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, Loss
 from lightning_multigpu.engine.data_parallel.common_values import CommonValues
 from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradients
 from lightning_multigpu.engine.data_parallel.replicas import check_replicas
-from lightning_multigpu.engine.data_parallel.trained_parameters import check_embeddings, check_has_shapes
+from lightning_multigpu.engine.data_parallel.trained_parameters import (
+    TrainedParameters,
+    check_belong,
+    check_embeddings,
+    check_has_shapes,
+)
 from lightning_multigpu.engine.step_state import seed_of
 from lightning_multigpu.runtime.batch_feed import BatchFeed, check_loaders, complete_resumed_epoch
 from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import await_file
+from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import WholeCheckpointIO, map_files
 from lightning_multigpu.runtime.common_stop import share_stops
 from lightning_multigpu.runtime.failure_watch import FailureWatch
 from lightning_multigpu.runtime.joining import Joining, check_model, table_of
@@ -48,7 +55,7 @@ from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.mesh import MeshStrategy
 from lightning_multigpu.strategies.pack import PackStrategy
 from lightning_multigpu.strategies.steps.global_batch import global_batch_text
-from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
+from lightning_multigpu.strategies.steps.hook_detection import has_hook, reads_gradients
 from lightning_multigpu.strategies.steps.step_logs import uncounted_logs, uncounted_metrics
 
 if TYPE_CHECKING:
@@ -105,6 +112,8 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
 
     name_with_spawn: ClassVar[str | None] = None
     """The registered name, if there is one, under which this strategy spawns its ranks."""
+    _maps_checkpoints = False
+    """Whether a rank keeps a part of a checkpoint only, and so reads no more of the file."""
 
     def __init__(
         self,
@@ -164,6 +173,10 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         self._activation_checkpointing: Choice = activation_checkpointing
         self._recomputation: Recomputation | None = None
         self._given: GivenGradients | None = None
+        self._streams = False  # whether a save is under way that fetches values only while the file is written
+        self._broadcast_buffers = False
+        self._buffers_due = True
+        self._buffers: MeteredGroup | None = None
         self._common = CommonValues()
         self._weighs = False
         self._draws: list[Tensor] = []
@@ -314,6 +327,7 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         self.signals.end(None if self.lightning_module is None else self.lightning_module._trainer)
         self.feed.restore_warning()
         self._given, self._common = None, CommonValues()
+        self._buffers, self._buffers_due = None, True
         super().teardown()
         self._leave_groups()
 
@@ -374,7 +388,30 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         path, exists = self.broadcast((checkpoint_path, os.path.exists(str(checkpoint_path))))
         if exists:
             await_file(path, self.failure_watch.check)
+        if self._maps_checkpoints:
+            map_files(self.checkpoint_io)
         return super().load_checkpoint(path, *args, **kwargs)
+
+    def _stream_saves(self, trainer: pl.Trainer, undo: ExitStack) -> None:
+        """Lets ``trainer.save_checkpoint`` fetch values of other ranks only while the file is written.
+
+        For other files than local ones, and for hooks that read a checkpoint, values are gathered in rank 0's memory.
+        """
+        save = trainer.save_checkpoint
+
+        @wraps(save)
+        def streamed(filepath: Any, weights_only: bool | None = None, storage_options: Any | None = None) -> None:
+            is_file = storage_options is None and "://" not in str(filepath)
+            hooked = has_hook("on_save_checkpoint", trainer.lightning_module, of_lightning=True)
+            are_whole = self.tensor_parallel_size == 1  # else all ranks of a tensor group gather
+            self._streams = are_whole and is_file and not hooked and type(self.checkpoint_io) is WholeCheckpointIO
+            try:
+                save(filepath, weights_only, storage_options)
+            finally:
+                self._streams = False
+
+        trainer.save_checkpoint = streamed  # type: ignore[method-assign]
+        undo.callback(delattr, trainer, "save_checkpoint")
 
     # Training
 
@@ -476,6 +513,28 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         self._steps_unchecked = 0
         for group, parameters in self._held_in_common():
             check_replicas(parameters, self.metered(group.group, "replicas"))
+
+    def _synchronise_buffers(self) -> None:
+        """Gives every rank the buffers of the first one, where ``broadcast_buffers`` says so; a collective."""
+        if self._buffers is None or not self._broadcast_buffers or self._buffers.size == 1:
+            return
+        ignored = set(getattr(self._module, "_ddp_params_and_buffers_to_ignore", ()))
+        buffers = [buffer for name, buffer in self._module.named_buffers() if name not in ignored]
+        self._buffers.broadcast_tensors(buffers, src=self._buffers.first_rank)
+
+    def _share_changes(self, trained: TrainedParameters) -> None:
+        """Checks that hooks have frozen, unfrozen and added the same parameters on all ranks; a collective.
+
+        All ranks get the first rank's values of parameters that are trained from now on.
+
+        Raises:
+            RuntimeError: on all ranks, if they differ.
+        """
+        assert self._buffers is not None
+        self._compare_changes(trained.differences(), "do not train the same parameters")
+        check_belong(self._module, self.optimizers)
+        self._buffers.broadcast_tensors([p.detach() for p in trained.added()], src=self._buffers.first_rank)
+        self._common.watch(self._in_common())
 
     def _compare_changes(self, changes: dict[str, str], what: str) -> None:
         """Checks that all ranks have frozen and unfrozen the same parameters; a collective.

@@ -18,8 +18,6 @@ from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.communication.compression import Compressor
-from lightning_multigpu.communication.compression.compressors import TopK
-from lightning_multigpu.communication.compression.powersgd import PowerSGD
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.tensors import alike, apply_flat
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
@@ -31,9 +29,9 @@ from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.step_state import seed_of, set_random_state
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.pack import CHECKPOINT_KEY
 from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, unlogged_loss, without_trace
-from lightning_multigpu.strategies.steps.scaled_rate import ScaledRateStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
 _NCCL_ALGORITHM = "NCCL_ALGO"
 
 
-class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
+class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     """Data parallel training: each rank computes the gradients of its share of the batch, and a ring averages them.
 
     The all-reduce of the gradients runs while backward still computes. On CPU tensors the ring is this pack's own
@@ -75,9 +73,6 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
         check_loss: before the first step, check that the gradients of two halves of each rank's first batch add up to
             those of the whole batch, as they do unless the loss couples the samples of a batch; see
             :class:`.GradientCheck`. Has no effect in manual optimization; excludes ``static_graph``.
-        adascale: multiply the learning rate of each step by AdaScale's gain: the number of steps with one rank's batch
-            that the step is worth. Global batches can then grow with the ranks under the schedule of one rank's batch.
-            True, or ``{"smoothing": 0.9}``; see :class:`.AdaScale`.
         ddp_comm_state: the state that is passed to ``ddp_comm_hook``.
         ddp_comm_hook: a communication hook that replaces the ring, on CPUs as well.
         ddp_comm_wrapper: a wrapper for the hook, such as torch's ``fp16_compress_wrapper``.
@@ -104,7 +99,6 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
         shared_memory: bool = True,
         nccl_algorithm: Literal["ring", "tree"] | None = None,
         check_loss: bool = False,
-        adascale: bool | Mapping[str, Any] = False,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
@@ -150,30 +144,15 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
             ddp_comm_hook=ddp_comm_hook,
             ddp_comm_wrapper=ddp_comm_wrapper,
             model_averaging_period=model_averaging_period,
-            adascale=adascale,
-            broadcast_buffers=broadcast_buffers,
             **options,
         )
+        self._broadcast_buffers = broadcast_buffers
         self._transport = GradientTransport(
             bucket_cap_mb=bucket_cap_mb,
             compressor=compressor_of(compression),
             compress_inside_hosts=compress_inside_hosts,
             shared_memory=shared_memory,
         )
-        if adascale is not False:
-            alone = {"average_every": average_every, "model_averaging_period": model_averaging_period}
-            reasons = {
-                f"{n}={k}": "ranks step with gradients of their own" for n, k in alone.items() if k not in (1, None)
-            }
-            if isinstance(self._transport.compressor, TopK | PowerSGD):
-                reasons[f"compression={compression!r}"] = "a part of each gradient is left for later steps"
-            if ddp_comm_hook is not None:
-                reasons[f"ddp_comm_hook={ddp_comm_hook!r}"] = "the hook may leave any gradients behind"
-            for other, reason in reasons.items():
-                raise ValueError(
-                    f"adascale={adascale!r} and {other}: {reason}, and the gain comes from the norms of averaged "
-                    "gradients; leave one of the two out"
-                )
         self._ddp_options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
             "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -195,6 +174,7 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
             **super().options,
             "bucket_cap_mb": self._transport.bucket_cap_mb,
             **self._ddp_options,
+            "broadcast_buffers": self._broadcast_buffers,
             "average_every": self._average_every,
             **self._transport.options,
             "nccl_algorithm": self._nccl_algorithm,
@@ -485,9 +465,6 @@ class RingDDPStrategy(ScaledRateStrategy, DDPStrategy):
         super().post_backward(closure_loss)
         if self._reducer is not None:
             self._check_averaged(self._reducer.finish())
-        wrapped = self.model
-        accumulates = isinstance(wrapped, DistributedDataParallel) and not wrapped.require_backward_grad_sync
-        self._measure_gain(accumulates=accumulates)
 
     @override
     def teardown(self) -> None:

@@ -24,9 +24,8 @@ from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedPa
 from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.steps.common_overflow import CommonOverflow
-from lightning_multigpu.strategies.steps.scaled_rate import ScaledRateStrategy
-from lightning_multigpu.strategies.streamed_saves import StreamedSaves
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -40,7 +39,7 @@ _BUCKET_CAP_MB = 1.0
 ShortDtype = Literal["fp16", "bf16"]
 
 
-class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
+class ShardedStrategy(MultiGPUStrategy):
     """Data parallel training whose gradients and optimizer states are sharded over the ranks, by FairScale.
 
     Each rank computes the gradients of its share of the batch. Every parameter belongs to one rank, its owner: the
@@ -69,7 +68,6 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
             parameters: gradients and new values of S/N cross the bus in each step.
         gather_at_end: after the run, rank 0 has all optimizer states in the host's memory, so that a checkpoint can
             still be saved. False leaves each rank its own; checkpoints can then be saved only during the run.
-        adascale: multiply the learning rate of each step by AdaScale's gain, as in :class:`RingDDPStrategy`.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
@@ -78,6 +76,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
     """
 
     name_with_spawn: ClassVar[str | None] = "ddp_sharded_spawn"
+    _maps_checkpoints = True
 
     def __init__(
         self,
@@ -89,7 +88,6 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
         broadcast_dtype: ShortDtype | None = None,
         offload_optimizer: bool = False,
         gather_at_end: bool = True,
-        adascale: bool | Mapping[str, Any] = False,
         **options: Any,
     ) -> None:
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
@@ -114,7 +112,8 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
                 f"reduce_dtype={reduce_dtype!r} and bucket_cap_mb={bucket_cap_mb:g}: buckets hold gradients in the "
                 "dtype of their parameters; leave one of the two out"
             )
-        super().__init__(adascale=adascale, broadcast_buffers=broadcast_buffers, **options)
+        super().__init__(**options)
+        self._broadcast_buffers = broadcast_buffers
         self._bucket_cap_mb = bucket_cap_mb
         self._find_unused = find_unused_parameters
         self._reduce_dtype = reduce_dtype
@@ -139,6 +138,7 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
             **super().options,
             "bucket_cap_mb": self._bucket_cap_mb,
             "find_unused_parameters": self._find_unused,
+            "broadcast_buffers": self._broadcast_buffers,
             "reduce_dtype": self._reduce_dtype,
             "broadcast_dtype": self._broadcast_dtype,
             "offload_optimizer": self._offload,
@@ -339,15 +339,6 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
 
         return averaged
 
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        self._measure_gain(accumulates=self._gradients is not None and self._gradients.accumulates)
-
-    @override
-    def _counts_gradient(self, parameter: Tensor) -> bool:
-        return any(sharded.owns(parameter) for sharded in self._sharded.values())
-
     def _average_missed(self) -> None:
         """Averages gradients of parameters that were unfrozen within the step, or frozen after accumulation."""
         assert self._trained is not None
@@ -455,4 +446,3 @@ class ShardedStrategy(ScaledRateStrategy, StreamedSaves):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             self._sharded[optimizer].load_state_dict(state)
-        self._load_gain(checkpoint)

@@ -8,7 +8,6 @@ from lightning_multigpu.planning.scaling.links import (
     Link,
     all_reduce_s,
     fitted,
-    owners_s,
     ring_all_reduce_s,
     servers_s,
 )
@@ -50,13 +49,12 @@ def test_a_ring_of_four_has_six_steps_of_a_quarter() -> None:
 def test_hosts_reduce_inside_and_then_between() -> None:
     inside, between = 2 * (1e-3 + 2e-3), 2 * (2e-3 + 2e-2)
     assert all_reduce_s(2, 2, 4_000, LINK, SLOW) == pytest.approx(inside + between)
-    assert owners_s(2, 2, 4_000, LINK, SLOW) == pytest.approx((inside + between) / 2)
     assert all_reduce_s(1, 1, 4_000, LINK, SLOW) == 0
 
 
 def test_the_busiest_link_of_servers_decides() -> None:
     # One server on the first of two hosts: the other host's two ranks send all of theirs to it.
     assert servers_s(2, 2, 1_000, 1, LINK, SLOW) == pytest.approx(2e-3 + 2 * 1_000 * 1e-5)
-    # A server on each host: each host receives half of the other's two ranks' gradients.
-    assert servers_s(2, 2, 1_000, 2, LINK, SLOW) == pytest.approx(2e-3 + 2 * 500 * 1e-5)
+    # A server on each host: half of the other's two ranks' gradients come to a host, and half of its own two's weights.
+    assert servers_s(2, 2, 1_000, 2, LINK, SLOW) == pytest.approx(2e-3 + (2 * 500 + 2 * 500) * 1e-5)
     assert servers_s(1, 2, 1_000, 2, LINK, SLOW) == pytest.approx(1e-3 + 2 * 500 * 1e-6)

@@ -143,6 +143,19 @@ def test_phases_within_each_other_count_once() -> None:
     assert phases.step_s == 9.0
 
 
+def test_a_backward_that_adds_to_gradients_is_timed_apart() -> None:
+    """Two batches an optimizer step: the second one's backward takes 5 s instead of 4 s."""
+    steps, begin = [], 0.0
+    for _ in range(3):
+        steps.append(_Step(begin, [("forward", begin, begin + 2), ("backward", begin + 2, begin + 6)], end=begin + 6))
+        begin += 6
+        second = [("forward", begin, begin + 2), ("backward", begin + 2, begin + 7), ("optimizer", begin, begin + 8)]
+        steps.append(_Step(begin, second, end=begin + 8))
+        begin += 8
+    phases = _phases(HostClock(), [*steps, _Step(begin)])
+    assert (phases.forward_s, phases.backward_s, phases.adding_s, phases.optimizer_s) == (2.0, 4.0, 1.0, 1.0)
+
+
 def test_a_rank_of_split_layers_has_its_part_and_its_collectives() -> None:
     found = measured(Module, tensor_parallel_size=2)
     part = 2 * (4 * WIDTH * WIDTH + 2 * WIDTH + WIDTH)  # of both layers' weights, of the first bias, and the second one

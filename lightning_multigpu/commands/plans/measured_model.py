@@ -74,23 +74,25 @@ def measured_model(
     """
     worlds = [world for world in worlds if world.size > 1]
     crowds = {world: machine.crowd(world) for world in worlds}
+    sizes = {world.size for world in worlds}
+    if "hybrid" in names:  # whose pipelines and split layers have some of the ranks
+        sizes = {size for largest in sizes for size in range(2, largest + 1) if largest % size == 0}
     tell("the whole model")
     whole = _rounds(subject, sorted({1, *crowds.values()}))
     refused: dict[str, str] = {}
     splits: dict[int, SplitPart] = {}
     if {"tensor_split", "hybrid"} & set(names):
-        for size in sorted({world.size for world in worlds}):
+        for size in sorted(sizes):
             tell(f"its layers split over {size} ranks")
-            own = sorted({crowds[world] for world in worlds if world.size == size})
+            own = sorted({crowds[world] for world in worlds if world.size == size} or {machine.crowd(World(1, size))})
             try:
                 splits[size] = _part(size, _rounds(subject, own, size))
             except LoneStepsError as error:
-                refused["tensor_split"] = str(error)
-                break
+                refused[f"tensor_split on {size} ranks"] = str(error)
     pipelines: list[PipelinePlan] = []
     if {*PIPELINES, "hybrid"} & set(names):
         tell("its layers one by one")
-        pipelines, reasons = _pipelines(subject, sorted({world.size for world in worlds}), names, num_micro_batches)
+        pipelines, reasons = _pipelines(subject, sorted(sizes), names, num_micro_batches)
         refused |= reasons
     first = whole[1]
     return ModelProfile(
@@ -182,8 +184,8 @@ def _pipelines(
             try:
                 found += plans([schedule], [size])
             except _FAILURES as error:
-                reasons[name] = str(error)
-    return found, {name: why for name, why in reasons.items() if schedules[name] not in {p.schedule for p in found}}
+                reasons[f"{name} on {size} ranks"] = str(error)
+    return found, reasons
 
 
 def _usual_options() -> PipelineOptions:

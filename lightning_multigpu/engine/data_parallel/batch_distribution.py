@@ -193,6 +193,11 @@ class OnDemandBatchSampler(CountedBatchSampler):
         """Whether this worker has a further batch; asks for one if it has none."""
         return bool(self.numbers) or self._has_following()
 
+    @property
+    def lacks_next(self) -> bool:
+        """Whether this worker has to ask for its next batch."""
+        return not (self.numbers or self._following or self._is_exhausted)
+
     def _has_following(self) -> bool:
         if not self._following and not self._is_exhausted:
             self._following.extend(self._take())

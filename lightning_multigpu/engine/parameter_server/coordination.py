@@ -25,6 +25,7 @@ class Coordination:
     def __init__(self, servers: ServerConnections) -> None:
         self._servers = servers
         self._run = 0
+        self._asked: Fields | None = None
         self.is_exhausted = False
 
     def start(self) -> None:
@@ -49,17 +50,32 @@ class Coordination:
             num_batches: of the epoch.
             limit: batches that the run may take; None for any number.
         """
-        of_epoch = {"run": self._run, "epoch": epoch, "first": first, "num_batches": num_batches, "limit": limit}
-        fields = self._answer_to({"kind": "next", **of_epoch})
+        question = self._question(epoch, first, num_batches, limit)
+        fields = self._answer_to(question)
         if fields["may_return"]:
             with self._waits():
                 self.pause()
-                fields = self._answer_to({"kind": "next", **of_epoch, "waits": True})
+                fields = self._answer_to({**question, "waits": True})
         self.is_exhausted = bool(fields["is_over"])
         number = fields["number"]
         return None if number is None else int(number)
 
+    def ask_ahead(self, epoch: int, *, first: int, num_batches: int, limit: int | None) -> None:
+        """Asks for what :meth:`next_batch` of the same arguments returns, so that the answer comes meanwhile."""
+        if self._asked is None:
+            self._asked = self._question(epoch, first, num_batches, limit)
+            self._servers.ask(0, self._asked)
+
+    def _question(self, epoch: int, first: int, num_batches: int, limit: int | None) -> Fields:
+        of_epoch = {"epoch": epoch, "first": first, "num_batches": num_batches, "limit": limit}
+        return {"kind": "next", "run": self._run, **of_epoch}
+
     def _answer_to(self, question: Fields) -> Fields:
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            ((fields, _),) = self._servers.answers("batch", _FIRST)
+            if asked == question:
+                return fields  # else of an epoch that has been given back
         self._servers.ask(0, question)
         ((fields, _),) = self._servers.answers("batch", _FIRST)
         return fields

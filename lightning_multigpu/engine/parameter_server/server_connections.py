@@ -393,10 +393,12 @@ class ServerConnections:
             ServerError: a server has ended, or refuses what it was sent.
         """
         waiting = [self._answers[server] for server in (range(self.num_servers) if of is None else of)]
-        self.wait_until(lambda: all(waiting))
-        found = [answers.pop(0) for answers in waiting]
-        assert all(fields["kind"] == kind for fields, _ in found)
-        return found
+
+        def places() -> list[int | None]:  # an answer of another kind may have been asked for ahead
+            return [next((i for i, (fields, _) in enumerate(each) if fields["kind"] == kind), None) for each in waiting]
+
+        self.wait_until(lambda: None not in places())
+        return [answers.pop(place) for answers, place in zip(waiting, places(), strict=True) if place is not None]
 
     def confirmations(self) -> list[list[Fields]]:
         """For each server its answer to what was posted to it, and that of its replica.

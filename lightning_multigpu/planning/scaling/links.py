@@ -8,11 +8,10 @@ operation           seconds                                            source
 ring all-reduce     2 (N-1) a + 2 (N-1)/N S/B                          Patarasuk and Yuan 2009
 over n hosts        inside: as above with the ranks of a host;         Jia et al. 2018, arXiv:1807.11205,
                     between: as above with n, by the host's link       section 3.3
-reduce, broadcast   a + (N-1)/N S/B for S cut into N owners' parts     Rajbhandari et al. 2020, ZeRO,
+to owners and back  half of an all-reduce each                         Rajbhandari et al. 2020, ZeRO,
                                                                        arXiv:1910.02054, section 7
-parameter servers   a + max(S, n S / K) / B each way, for n hosts      Jiang et al. 2020, BytePS (OSDI),
-                    and K servers on hosts of their own;               section 3
-                    (2n - 1) / n S / B where servers share the hosts
+parameter servers   a + (s (n-1) + K - s) d S/K / B for n hosts of d   Jiang et al. 2020, BytePS (OSDI),
+                    ranks, of which the fullest has s of K servers     section 4.1
 ==================  =================================================  ====================================
 
 The assumptions: both directions of a link work at the same time, hosts are joined without a bottleneck between them,
@@ -125,22 +124,16 @@ def all_reduce_s(nodes: int, devices: int, size_bytes: float, inside: Link, betw
     return seconds + (ring_all_reduce_s(nodes, size_bytes, between) if nodes > 1 else 0.0)
 
 
-def owners_s(nodes: int, devices: int, size_bytes: float, inside: Link, between: Link) -> float:
-    """Each part of a tensor to its owner, or from there to all: half of an all-reduce."""
-    return all_reduce_s(nodes, devices, size_bytes, inside, between) / 2
-
-
 def servers_s(nodes: int, devices: int, size_bytes: float, servers: int, inside: Link, between: Link) -> float:
-    """Gradients of all ranks to K servers on the ranks' hosts; the same time again takes the weights' way back.
+    """Gradients of all ranks to K servers on the ranks' hosts, while the weights of the bucket before come back.
 
-    The busiest link decides: of a host with a server come in the parts of the other hosts' ranks, and its own ranks
-    send the parts of the other servers. Ranks of a server's host use the host's memory.
+    The busiest link decides, which is that of the host with most servers. Into it come the parts of the other hosts'
+    ranks, and the weights of the other servers for its own ranks; as much leaves it. Ranks of a server's host use the
+    host's memory.
     """
     share = size_bytes / servers
     inside_s = inside.latency_s + devices * share * (1 / inside.bytes_per_s)
     if nodes == 1:
         return inside_s
-    with_server = -(-servers // nodes)
-    received = (nodes - 1) * devices * share * with_server
-    sent = devices * share * (servers - with_server)
-    return between.latency_s + max(received, sent) / between.bytes_per_s
+    most = -(-servers // nodes)
+    return between.latency_s + devices * share * (most * (nodes - 1) + servers - most) / between.bytes_per_s

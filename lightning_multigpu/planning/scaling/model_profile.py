@@ -83,7 +83,7 @@ class ModelProfile:
         phases: ranks that compute on one machine at once -> the step; 1 at least.
         splits: ranks that split layers -> one rank's part.
         pipelines: predicted pipelines of this model, for several sizes, schedules and numbers of micro-batches.
-        refused: strategy -> why it cannot train this model.
+        refused: strategy, or "strategy on N ranks" -> why it cannot train this model.
         waiting: the share of the measurement on one device in which other processes had its core.
     """
 

@@ -17,7 +17,7 @@ calibration found beyond its formula: see :class:`.ReferenceCost`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import sqrt
 from statistics import NormalDist
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan
 from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName, schedule_orders, step_time
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
-from lightning_multigpu.planning.scaling.links import owners_s, servers_s
+from lightning_multigpu.planning.scaling.links import servers_s
 from lightning_multigpu.planning.scaling.machine_model import OF_ACTIVATIONS, Machine, ReferenceCost, World
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases, SplitPart
 
@@ -158,8 +158,9 @@ def predict(model: ModelProfile, machine: Machine, candidate: Candidate, world: 
         ImpossibleError: the strategy cannot have this world, or cannot train this model.
     """
     name = candidate.strategy.removesuffix(_SPAWNED)
-    if (reason := model.refused.get(name)) is not None:
-        raise ImpossibleError(reason)
+    for refused in (name, f"{name} on {world.size} ranks"):
+        if refused in model.refused:
+            raise ImpossibleError(model.refused[refused])
     if world.size == 1 and name != "one_device":
         raise ImpossibleError(f"{name} needs 2 devices or more")
     if name in ("cpu_ps", "dp") and world.nodes > 1:
@@ -307,16 +308,11 @@ def _transfers(
     between, inside = machine.link_between(world), machine.link_inside(world)
     network = {"network": 2 * (n - 1) / n * size} if n > 1 else {}
     memory = {"host": size} if d > 1 else {}
-    if name == "ddp_sharded":
-
-        def half(b: float) -> float:
-            return owners_s(n, d, b, inside, between)
-
-        return half, {**memory, **network}, half(size)
     if name == "dp":
         return (lambda b: 0.0), {"host": 2 * (d - 1) * size}, 2 * (d - 1) * inside.seconds(size)
-    if name == "cpu_ps":
-        return (lambda b: machine.all_reduce_s(world, b) / 2), {"host": size}, machine.all_reduce_s(world, size) / 2
+    if name in ("ddp_sharded", "cpu_ps"):  # to owners and back, half of an all-reduce each
+        sent = {**memory, **network} if name == "ddp_sharded" else {"host": size}
+        return (lambda b: machine.all_reduce_s(world, b) / 2), sent, machine.all_reduce_s(world, size) / 2
     if name in _SERVED:
         servers = int(options.get("num_servers") or 1) if name != "sharded_ps" else max(2, n)
 
@@ -334,9 +330,11 @@ def _transfers(
         if coding is None:
             raise ImpossibleError(f"compression={compression!r} is not calibrated on {machine.name}")
         network["network"] /= coding.ratio
+        crowded = machine.slowdown_of(machine.crowd(world)) / machine.slowdown_of(machine.devices)
+        coding_s = coding.s_per_byte * max(1.0, crowded)
 
         def compressed(b: float) -> float:
-            return machine.all_reduce_s(world, b / coding.ratio) + b * coding.s_per_byte
+            return machine.all_reduce_s(world, b / coding.ratio) + b * coding_s
 
         return compressed, {**memory, **network}, 0.0
     return (lambda b: machine.all_reduce_s(world, b)), {**memory, **network}, 0.0
@@ -368,18 +366,21 @@ def largest_shard(sizes: Iterable[int], num_ranks: int) -> int:
 
 
 def _pipeline(model: ModelProfile, machine: Machine, candidate: Candidate, world: World) -> Prediction:
-    name, size = candidate.strategy, world.size
-    schedule = PIPELINES[name]
-    wanted = 1 if name == "model_parallel" else candidate.options.get("num_micro_batches", 4 * size)
+    return _staged(model, machine, candidate, world, _plan_of(model, candidate, world.size), 1.0)
+
+
+def _plan_of(model: ModelProfile, candidate: Candidate, num_stages: int) -> PipelinePlan:
+    """The measured pipeline with the most micro-batches up to those that the candidate asks for."""
+    name = candidate.strategy
+    wanted = 1 if name == "model_parallel" else candidate.options.get("num_micro_batches", 4 * num_stages)
     fitting = [
         plan
         for plan in model.pipelines
-        if len(plan.memory) == size and plan.schedule == schedule and plan.num_micro_batches <= wanted
+        if (len(plan.memory), plan.schedule) == (num_stages, PIPELINES[name]) and plan.num_micro_batches <= wanted
     ]
     if not fitting:
-        raise ImpossibleError(f"no pipeline of {size} stages is known")
-    plan = max(fitting, key=lambda one: one.num_micro_batches)
-    return _staged(model, machine, candidate, world, plan, 1.0)
+        raise ImpossibleError(f"no pipeline of {num_stages} stages is known")
+    return max(fitting, key=lambda one: one.num_micro_batches)
 
 
 def _staged(
@@ -495,17 +496,15 @@ def _mesh(
 ) -> Prediction:
     """Neighbouring ranks split layers, then form pipelines; gradients of a rank's part are averaged between these."""
     data, pipeline, tensor = mesh
-    if pipeline > 1 and tensor > 1:
-        raise ImpossibleError("a mesh with both pipelines and split layers is not predicted")
     inner = _inner(world, pipeline * tensor)
     named = replace(candidate, options={"data_parallel_size": data, "pipeline_parallel_size": pipeline,
                                         "tensor_parallel_size": tensor})  # fmt: skip
     if pipeline > 1:
-        base = _pipeline(model, machine, Candidate("pipeline_1f1b", candidate.options), inner)
+        base = _pipeline_of_groups(model, machine, candidate, inner, tensor)
     elif tensor > 1:
         base = _tensor_split(model, machine, candidate, inner)
     else:
-        base = _data_parallel(model, machine, Candidate("ring_ddp"), world)
+        base = _data_parallel(model, machine, replace(candidate, strategy="ring_ddp", options={}), world)
         return replace(base, candidate=named)
     crowd, inner_crowd = machine.crowd(world), machine.crowd(inner)
     slower = machine.slowdown_of(crowd) / machine.slowdown_of(inner_crowd)
@@ -519,6 +518,29 @@ def _mesh(
         exposed_s=base.exposed_s + reduce_s,
         samples=base.samples * data,
     )
+
+
+def _pipeline_of_groups(
+    model: ModelProfile, machine: Machine, candidate: Candidate, world: World, tensor: int
+) -> Prediction:
+    """A pipeline over the ranks of ``world``, whose stages are groups of ``tensor`` ranks that split each layer.
+
+    Each pass takes as long, and each rank holds as much, as the split model's share of the whole one.
+    """
+    pipelined = replace(candidate, strategy="pipeline_1f1b")
+    if tensor == 1:
+        return _pipeline(model, machine, pipelined, world)
+    plan = _plan_of(model, pipelined, world.size // tensor)
+    alone = replace(candidate, accumulate=1)
+    split = _tensor_split(model, machine, alone, _inner(world, tensor))
+    crowd = machine.crowd(split.world)
+    whole = model.at_once(crowd, machine.slowdown_of(crowd))
+    factor = (split.compute_s + split.exposed_s) / (whole.forward_s + whole.backward_s)
+    base = _staged(model, machine, pipelined, world, plan, factor)
+    share = split.memory.total / max(1, model.held.total)
+    held = HeldBytes(*(round(share * getattr(base.memory, each.name)) for each in fields(HeldBytes)))
+    activations = split.activations_bytes / max(1, model.activations_bytes)
+    return replace(base, memory=held, activations_bytes=round(activations * base.activations_bytes))
 
 
 def _inner(world: World, size: int) -> World:

@@ -136,14 +136,17 @@ class AsynchronousTraining(Callback):
     def _take(self, trainer: pl.Trainer) -> range:
         """The batches of the next update: ``accumulate_grad_batches``, or fewer at the end of the epoch."""
         size, num_batches = trainer.accumulate_grad_batches, self._num_batches(trainer)
-        is_resumed = trainer.current_epoch == self._resumed_epoch
-        update = self._coordination.next_batch(
-            trainer.current_epoch,
-            first=min(self._first_batch or 0, num_batches) // size if is_resumed else 0,
-            num_batches=-(-num_batches // size),
-            limit=max(0, trainer.max_steps - self._resumed_version) if self._has_max_steps(trainer) else None,
-        )
+        update = self._coordination.next_batch(trainer.current_epoch, **self._of_epoch(trainer))
         return range(0) if update is None else range(update * size, min(num_batches, (update + 1) * size))
+
+    def _of_epoch(self, trainer: pl.Trainer) -> dict[str, Any]:
+        size, num_batches = trainer.accumulate_grad_batches, self._num_batches(trainer)
+        is_resumed = trainer.current_epoch == self._resumed_epoch
+        return {
+            "first": min(self._first_batch or 0, num_batches) // size if is_resumed else 0,
+            "num_batches": -(-num_batches // size),
+            "limit": max(0, trainer.max_steps - self._resumed_version) if self._has_max_steps(trainer) else None,
+        }
 
     def _has_max_steps(self, trainer: pl.Trainer) -> bool:
         """Whether the number of batches follows from ``max_steps``; in manual optimization batches make any number of
@@ -260,6 +263,12 @@ class AsynchronousTraining(Callback):
         """The batches of an epoch, for all workers together."""
         assert self._batches is not None
         return int(min(len(self._batches), trainer.num_training_batches))
+
+    @override
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        """Asks for the next batch, so that the answer comes while gradients are pushed and weights pulled."""
+        if self._batches is not None and pl_module.automatic_optimization and self._batches.lacks_next:
+            self._coordination.ask_ahead(trainer.current_epoch, **self._of_epoch(trainer))
 
     def after_step(self, trainer: pl.Trainer) -> None:
         """Takes the next batch as late as possible: no other worker can train on it from then on."""

@@ -26,6 +26,7 @@ from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
 from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.pipeline import pipeline_checks
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
@@ -40,7 +41,6 @@ from lightning_multigpu.strategies.steps.same_batches import (
     write_no_predictions,
 )
 from lightning_multigpu.strategies.steps.step_logs import uncounted_metrics
-from lightning_multigpu.strategies.streamed_saves import StreamedSaves
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -48,13 +48,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class StagedStrategy(StreamedSaves):
+class StagedStrategy(MultiGPUStrategy):
     """Base class of strategies whose ranks hold stages of a model, see :class:`PipelineStrategy`.
 
     Args:
         pipeline_options: the options of the pipeline.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
     """
+
+    _maps_checkpoints = True
 
     def __init__(self, pipeline_options: PipelineOptions, **options: Any) -> None:
         super().__init__(**options)

@@ -101,11 +101,6 @@ class TensorSplitStrategy(RingDDPStrategy):
                 option_checks.check_positive(name, size, whole=True)
         check_plan(plan)
         check_sequence_split(sequence_split)
-        if options.get("adascale"):
-            raise ValueError(
-                f"adascale={options['adascale']!r}: under tensor_split each rank has parts of the gradients, and not "
-                "their norms; leave it out, or use strategy='ring_ddp'"
-            )
         super().__init__(**options)
         self._asked_sizes = tensor_parallel_size, data_parallel_size
         self._plan: Plan = plan

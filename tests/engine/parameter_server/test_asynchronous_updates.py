@@ -590,6 +590,20 @@ def test_an_epoch_and_the_end_of_training() -> None:
         assert told == [{"metrics": {"loss": torch.tensor(2.0)}, "best": "a.ckpt"}]
 
 
+def test_a_batch_is_asked_for_ahead() -> None:
+    """Its answer waits until it is wanted, beside other answers; one of an epoch that was given back is dropped."""
+    with workers() as (first, second):
+        first.coordination.start()
+        of_epoch: dict[str, Any] = {"epoch": 0, "first": 0, "num_batches": 4, "limit": None}
+        first.coordination.ask_ahead(**of_epoch)
+        first.connections.statistics()
+        assert (second.coordination.next_batch(**of_epoch), first.coordination.next_batch(**of_epoch)) == (1, 0)
+        first.coordination.ask_ahead(**of_epoch)
+        first.coordination.give_back(0)
+        assert first.coordination.next_batch(**{**of_epoch, "epoch": 1}) == 0
+        assert [second.coordination.next_batch(**of_epoch) for _ in range(3)] == [0, 2, 3]
+
+
 def test_worker_0_trains_on_what_a_worker_loses_late() -> None:
     """Worker 0 was told that there were no more batches while the other had some, and these were then nobody's."""
     with workers(max_staleness=1, num_servers=2) as (first, second):
