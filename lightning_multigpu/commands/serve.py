@@ -75,7 +75,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         try:
             problem = server.serve()
         except KeyboardInterrupt:
-            server.end("the server was interrupted", replica_goes_on=True)
+            server.end("the server was interrupted")
             server.serve()
             return 130
     print(f"The job has failed: {problem}" if problem else "The job has ended", flush=True)

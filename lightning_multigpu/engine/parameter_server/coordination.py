@@ -34,7 +34,7 @@ class Coordination:
         if self._servers.worker == 0:
             self._servers.post(0, {"kind": "start", "run": self._run})
         else:
-            self._servers.ask(0, {"kind": "await start", "run": self._run})
+            self._servers.post(0, {"kind": "await start", "run": self._run})
             self._servers.answers("start", _FIRST)
 
     def next_batch(self, epoch: int, *, first: int, num_batches: int, limit: int | None) -> int | None:
@@ -49,7 +49,7 @@ class Coordination:
             num_batches: of the epoch.
             limit: batches that the run may take; None for any number.
         """
-        of_epoch = {"run": self._run, "epoch": epoch, "first": first, "num_batches": num_batches, "limit": limit}
+        of_epoch = {"epoch": epoch, "first": first, "num_batches": num_batches, "limit": limit}
         fields = self._answer_to({"kind": "next", **of_epoch})
         if fields["may_return"]:
             with self._waits():
@@ -60,7 +60,7 @@ class Coordination:
         return None if number is None else int(number)
 
     def _answer_to(self, question: Fields) -> Fields:
-        self._servers.ask(0, question)
+        self._servers.post(0, question)
         ((fields, _),) = self._servers.answers("batch", _FIRST)
         return fields
 
@@ -85,7 +85,7 @@ class Coordination:
             at_once: have them end within the epoch, after their present batch.
         """
         with self._waits():
-            self._servers.ask(0, {"kind": "stop", "epoch": -1 if at_once else epoch, "at_once": at_once})
+            self._servers.post(0, {"kind": "stop", "epoch": -1 if at_once else epoch, "at_once": at_once})
             self._servers.answers("stopped", _FIRST)
 
     @contextmanager
@@ -107,7 +107,7 @@ class Coordination:
         if self._servers.worker == 0:
             self._servers.post_value(0, {"kind": "over"}, message, "worker 0's last message")
             return message
-        self._servers.ask(0, {"kind": "await over"})
+        self._servers.post(0, {"kind": "await over"})
         ((fields, tensors),) = self._servers.answers("over", _FIRST)
         return unpacked(fields["body"], tensors)
 
@@ -122,6 +122,6 @@ class Coordination:
         self._servers.post(0, {"kind": "tell", "name": name, "value": value})
         if self._servers.worker != 0:
             return [value]
-        self._servers.ask(0, {"kind": "told", "name": name, "of_all": of_all})
+        self._servers.post(0, {"kind": "told", "name": name, "of_all": of_all})
         ((fields, _),) = self._servers.answers("told", _FIRST)
         return list(fields["values"])

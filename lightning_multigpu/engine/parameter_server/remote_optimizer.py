@@ -176,10 +176,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         self._plans = 0
         self._round = 0
         self._targets: dict[tuple[int, int], tuple[list[memoryview], int, bool]] = {}
-        self._waits_for: list[int] = []
-        self._unmirrored: set[int] = set()
         self._squares: dict[int, float] = {}
-        self._is_pulling = False
         self._is_replacing = False  # weights are on their way to servers, and the next request must come after them
         self._kinds: dict[Parameter, int] = {}
         self._rows: dict[Parameter, Tensor] = {}
@@ -256,10 +253,8 @@ class RemoteOptimizer(RedirectedOptimizer):
     def pull(self) -> None:
         """Gets the newest weights."""
         staged = self._expect()
-        self._is_pulling = True
         self._post_to_all({"kind": "pull", "optimizer": self._number})
         self._await_parts()
-        self._is_pulling = False
         for piece, place in staged:
             piece.fill(piece.parameter, place)
         self._complete_sums()
@@ -281,7 +276,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         if self._servers.worker != 0:
             return found
         for server in range(self._servers.num_servers):
-            self._servers.ask(server, {"kind": "state", "optimizer": self._number})
+            self._servers.post(server, {"kind": "state", "optimizer": self._number})
         told: dict[tuple[int, int, int], dict[str, Any]] = {}
         for server, (fields, tensors) in enumerate(self._servers.answers("state")):
             for bucket, index, state in unpacked(fields["body"], tensors):
@@ -316,7 +311,7 @@ class RemoteOptimizer(RedirectedOptimizer):
                 {"values": values, "state": states[server]},
                 "the state of the checkpoint's optimizer",
             )
-        self._servers.confirmations()
+        self._servers.answers("done")
 
     # Where things are
 
@@ -379,16 +374,9 @@ class RemoteOptimizer(RedirectedOptimizer):
             }
             content = self._content(parts) if is_first else None
             servers.post_value(server, fields, content, f"an option of {type(self.optimizer).__name__}")
-        answers = servers.confirmations()
-        for number, copies in enumerate(answers):
-            if any(fields != copies[0] for fields in copies):
-                raise ServerError(
-                    f"parameter server {number} and its replica do not go on from the same snapshot: start both with "
-                    "--resume and the file of one of them"
-                )
+        resumed = [bool(fields["is_resumed"]) for fields, _ in servers.answers("done")]
         if together and is_first:
             servers.gather(None)
-        resumed = [any(bool(fields["is_resumed"]) for fields in copies) for copies in answers]
         if any(resumed) and not all(resumed):
             raise ServerError(
                 f"parameter server {resumed.index(True)} goes on from a snapshot, and {resumed.index(False)} does not: "
@@ -623,44 +611,22 @@ class RemoteOptimizer(RedirectedOptimizer):
     def _post_to_all(
         self, message: Fields, payload: Sequence[memoryview] = (), *, is_urgent: bool = True, is_first: bool = False
     ) -> None:
-        """Asks all servers for their parts; replicas say that they have mirrored it.
-
-        A replica that takes over gets the question and then the list of missing buckets, or, if it has taken over
-        before, the question alone.
-        """
-        servers = self._servers
-        with servers.arriving():
-            self._waits_for = self._asked()
-            self._unmirrored = {server for server in self._waits_for if servers.is_mirrored(server)}
-            for server in self._waits_for:
-                servers.post(server, message, payload, is_urgent=is_urgent, is_first=is_first)
+        """Asks all servers for their parts."""
+        for server in self._asked():
+            self._servers.post(server, message, payload, is_urgent=is_urgent, is_first=is_first)
 
     def _await_parts(self) -> None:
-        """Waits until all parts are there, and replicas have done what their servers have."""
-        servers = self._servers
-        servers.wait_until(
-            lambda: not self._targets and not any(servers.has_replica(server) for server in self._unmirrored)
-        )
-        self._waits_for = []
+        """Waits until all parts are there."""
+        self._servers.wait_until(lambda: not self._targets)
         self._is_replacing = False
-
-    def lacks(self, server: int) -> Fields | None:
-        """What this worker waits for from a server: buckets of its round. None if it has not asked the server."""
-        if server not in self._waits_for:
-            return None
-        buckets = [bucket for of_server, bucket in list(self._targets) if of_server == server]
-        return {"optimizer": self._number, "round": self._round, "is_pull": self._is_pulling, "buckets": buckets}
 
     def receive(
         self, server: int, fields: Fields, payload_bytes: int, channel: Channel, memory: BucketMemory | None
     ) -> None:
         """Takes a part that a server sends, or has in memory; on the thread that reads from it."""
-        if fields["kind"] != "part":
+        if fields["kind"] == "squares":
             with self._servers.arriving():
-                if fields["kind"] == "squares":
-                    self._squares[server] = float(fields["squares"])
-                else:
-                    self._unmirrored.discard(server)
+                self._squares[server] = float(fields["squares"])
             return
         views, size_bytes, is_summed = self._targets.get((server, fields.get("bucket", -1)), (None, 0, False))
         kinds = fields.get("kinds")

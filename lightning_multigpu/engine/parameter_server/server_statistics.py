@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-COUNTED = ("bytes_in", "bytes_out", "num_steps", "waited_s")
+_COUNTED = ("bytes_in", "bytes_out", "num_steps", "waited_s")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ServerStatistics:
         """Reads the answers of the servers. Every server that holds weights counts every update."""
         counted: list[Any] = next((answer["staleness"] for answer in answers if answer["staleness"]), [])
         return cls(
-            **{name: [answer[name] for answer in answers] for name in COUNTED},
+            **{name: [answer[name] for answer in answers] for name in _COUNTED},
             staleness={worker: Counter(dict(found)) for worker, found in counted},
             shares=shares,
         )
@@ -46,7 +46,7 @@ class ServerStatistics:
         """The counts since earlier ones."""
         return ServerStatistics(
             **{name: [b - a for a, b in zip(getattr(before, name), getattr(self, name), strict=True)]
-               for name in COUNTED},
+               for name in _COUNTED},
             staleness={worker: found - before.staleness.get(worker, Counter())
                        for worker, found in self.staleness.items()},
             shares=self.shares,

@@ -8,7 +8,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -63,9 +63,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         colocated: with addresses in ``servers``, start a server on each node as well. Shards are then unequal, so that
             all links are busy for the same time (Jiang et al., OSDI 2020; see
             :func:`~lightning_multigpu.engine.parameter_server.sharding.colocated_shares`).
-        replicas: 1 for a second server with the same shard for each one, on another host if the run has several. When a
-            server ends, its replica takes over, and no update is lost. Ranks push to both: 2 x S instead of S. With
-            addresses in ``servers``, the second half of them are the replicas, in the order of the first half.
         joins: with "async" and addresses in ``servers``, train as a further worker of a running job. It starts with the
             job's current weights, and uses the job's ``max_staleness`` and the like.
         compression: push float32 gradients as "fp16", "bf16", "int8" or "topk", the last two with error feedback, as
@@ -91,7 +88,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         num_servers: int | Literal["nodes"] = 1,
         servers: Literal["auto"] | list[str] = "auto",
         colocated: bool = False,
-        replicas: int = 0,
         joins: bool = False,
         compression: str | Mapping[str, Any] | None = None,
         bucket_cap_mb: float | None = None,
@@ -106,7 +102,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         }
         _check_rules(mode, max_staleness, delay_compensation, [name for name, is_given in rules.items() if is_given])
         self._addresses = None if servers == "auto" else _addresses(servers)
-        _check_servers(self._addresses, num_servers, replicas)
+        _check_servers(self._addresses, num_servers)
         if joins and (self._addresses is None or mode != "async" or any(rules.values())):
             raise ValueError(
                 "joins=True: give mode='async' and the addresses of the job's servers, such as "
@@ -116,11 +112,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             raise ValueError(
                 "colocated=True: it starts servers on the nodes of a job beside those that servers=[...] names; give "
                 "these, such as servers=['10.0.0.5:7000'], and leave joins=True out"
-            )
-        if colocated and replicas:
-            raise ValueError(
-                "replicas=1: not with colocated=True, whose shares use all of the network that replicas would need; "
-                "leave one of the two out"
             )
         if bucket_cap_mb is not None:
             option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
@@ -137,12 +128,10 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         self._compressor = elementwise(compression)
         self._joins = joins
         self._joined_as: int | None = None
-        self._num_servers, self._replicas = num_servers, replicas
-        self._num_reported = 0
+        self._num_servers = num_servers
         self._reported_unshared: set[str] = set()
         self._bucket_cap_mb = bucket_cap_mb
         self._processes: list[ServerProcess] = []
-        self._places: list[int] = []
         self._connections: ServerConnections | None = None
 
     def _check_that_no_rank_waits(self, options: Mapping[str, Any]) -> None:
@@ -165,7 +154,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             "num_servers": self._num_servers,
             "servers": self._addresses,
             "colocated": self._is_colocated,
-            "replicas": self._replicas,
             "joins": self._joins,
             "compression": None if self._compressor is None else repr(self._compressor),
             "bucket_cap_mb": self._bucket_cap_mb,
@@ -209,8 +197,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             addresses += self._start_servers(secret)
             if self._is_asynchronous and given is not None:
                 listed = ", ".join(f"{host}:{port}" for host, port in addresses)
-                replicas = f", replicas={self._replicas}" if self._replicas else ""
-                rank_zero_info(f"Further workers may join: joins=True, and servers=[{listed}]{replicas}")
+                rank_zero_info(f"Further workers may join: joins=True, and servers=[{listed}]")
         self._connections = connections = ServerConnections(
             addresses,
             secret,
@@ -220,10 +207,8 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             shares=shares,
             meter=self.meter,
             gather=self.gather_objects,
-            num_replicas=self._replicas,
             silence_s=self.failure_timeout_s / 2,
         )
-        self._num_reported = 0
         self.groups.also_cut.append(connections.cut)
         limit = f"for {self.join_timeout_s:g} s at most (join_timeout_s)"
         connections.open(
@@ -244,18 +229,17 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         number = max(2, self.num_nodes) if self._num_servers == "nodes" else self._num_servers
         if self._is_colocated:
             number = self.num_nodes
-        nodes = [(k + replica) % self.num_nodes for replica in range(1 + self._replicas) for k in range(number)]
-        own = [k for k, node in enumerate(nodes) if node == self.node_rank] if self.local_rank == 0 else []
+        own = range(self.node_rank, number, self.num_nodes) if self.local_rank == 0 else range(0)
         host = "127.0.0.1"
         if self.num_nodes > 1:
             host = source_address(self.run_context.main_address) or host
             self._check_reachable(host)
         computing = len(own) + (self.num_processes if self.root_device.type == "cpu" else 0)
         threads = max(1, option_checks.available_cpu_count() // max(1, computing))
-        self._processes, self._places = [ServerProcess(host, secret, num_threads=threads) for _ in own], own
+        self._processes = [ServerProcess(host, secret, num_threads=threads) for _ in own]
         found = dict(zip(own, [(host, process.port) for process in self._processes], strict=True))
         everywhere = {k: where for by_rank in self.gather_objects(found) for k, where in by_rank.items()}
-        return [everywhere[k] for k in range(len(nodes))]
+        return [everywhere[k] for k in range(number)]
 
     def _check_reachable(self, host: str) -> None:
         """Refuses a loopback address for servers of several hosts; a collective."""
@@ -295,11 +279,9 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         if self._connections is not None:
             connections, self._connections = self._connections, None
             connections.close()
-            if not self.failure_watch.failed:
-                self._warn_of_ended(connections)
         for process in self._processes:
             process.close()
-        self._processes, self._places = [], []
+        self._processes = []
 
     @property
     @override
@@ -309,14 +291,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     @override
     def server_statistics(self) -> ServerStatistics | None:
         return None if self._connections is None or self.global_rank else self._connections.statistics()
-
-    def _warn_of_ended(self, connections: ServerConnections) -> None:
-        """Warns of servers and replicas that have ended while training goes on."""
-        unreported = connections.ended[self._num_reported :]
-        self._num_reported += len(unreported)
-        for place, text in unreported:
-            own = dict(zip(self._places, self._processes, strict=True)).get(place)
-            rank_zero_warn(text if own is None else f"{text} ({own.state()})")
 
     # Asynchronous workers
 
@@ -389,8 +363,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
-        if self._connections is not None:
-            self._warn_of_ended(self._connections)
         if self._asynchronous is not None and self.lightning_module is not None:
             self._asynchronous.after_step(self.lightning_module.trainer)
         return output
@@ -430,26 +402,17 @@ def _check_rules(mode: str, max_staleness: Any, delay_compensation: Any, given: 
         option_checks.check_positive("delay_compensation", delay_compensation)
 
 
-def _check_servers(addresses: Sequence[tuple[str, int]] | None, num_servers: Any, replicas: Any) -> None:
-    """Checks the numbers of servers and replicas; ``addresses`` are those of servers that run already."""
+def _check_servers(addresses: Sequence[tuple[str, int]] | None, num_servers: Any) -> None:
+    """Checks the number of servers; ``addresses`` are those of servers that run already."""
     if isinstance(num_servers, str):
         option_checks.check_choice("num_servers", num_servers, ("nodes",))
     else:
         option_checks.check_positive("num_servers", num_servers, whole=True)
-    if type(replicas) is not int or replicas not in (0, 1):
-        raise ValueError(f"replicas={replicas!r}: a server has one replica or none; pass 1 or 0")
-    if addresses is None:
-        return
-    named = f"servers={[f'{host}:{port}' for host, port in addresses]!r}"
-    if len(addresses) % (1 + replicas):
+    if addresses is not None and num_servers not in (1, len(addresses)):
         raise ValueError(
-            f"replicas=1: {named} names {len(addresses)}; name an even number, all servers and then their replicas in "
-            "the same order"
-        )
-    if num_servers not in (1, len(addresses) // (1 + replicas)):
-        raise ValueError(
-            f"num_servers={num_servers!r} is for servers that the strategy starts, and {named} names "
-            f"{len(addresses) // (1 + replicas)}: leave one of the two out"
+            f"num_servers={num_servers!r} is for servers that the strategy starts, and "
+            f"servers={[f'{host}:{port}' for host, port in addresses]!r} names {len(addresses)}: leave one of the two "
+            "out"
         )
 
 

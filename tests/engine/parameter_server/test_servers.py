@@ -95,7 +95,6 @@ class Job:
     workers: Workers
     problems: list[str]
     shares: list[int] | None = None
-    num_replicas: int = 0
     in_memory: Collection[int] = ALL
     silence_s: float | None = None
     threads: list[threading.Thread] = field(default_factory=list)
@@ -113,7 +112,6 @@ class Job:
             shares=self.shares,
             meter=meter or Meter(),
             gather=lambda value: self.workers.gather(worker or 0, value),
-            num_replicas=self.num_replicas,
             shares_memory=(worker or 0) in self.in_memory,
             silence_s=self.silence_s,
         )
@@ -132,11 +130,10 @@ def job(
     num_servers: int = 1,
     num_workers: int = 2,
     shares: list[int] | None = None,
-    num_replicas: int = 0,
     in_memory: Collection[int] = ALL,
 ) -> Iterator[Job]:
-    servers = [Server("127.0.0.1", 0, SECRET) for _ in range(num_servers * (1 + num_replicas))]
-    found = Job(servers, Workers(num_workers), [""] * len(servers), shares, num_replicas, in_memory)
+    servers = [Server("127.0.0.1", 0, SECRET) for _ in range(num_servers)]
+    found = Job(servers, Workers(num_workers), [""] * len(servers), shares, in_memory)
 
     def serve(number: int) -> None:
         found.problems[number] = servers[number].serve()
@@ -923,7 +920,7 @@ def test_asynchronous_updates_copy_the_weights_into_the_same_memory() -> None:
     sent: list[tuple[int, float]] = []
 
     class Receiver:
-        is_quiet, memory = False, ()
+        memory = ()
 
         def post(self, fields: dict[str, Any], payload: list[memoryview]) -> None:
             found = torch.frombuffer(payload[0], dtype=torch.float32)
