@@ -33,7 +33,7 @@ from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.clipping import ABSENT, SPARSE, kind_of, rows_of, sparse
 from lightning_multigpu.engine.optimizer_split import Split
 from lightning_multigpu.engine.parameter_server.bucket_memory import BucketMemory, copy_out
-from lightning_multigpu.engine.parameter_server.server_connections import Fields, ServerConnections, ServerError
+from lightning_multigpu.engine.parameter_server.server_connections import Fields, ServerConnections
 from lightning_multigpu.engine.parameter_server.sharding import bucket_parts, imbalance_of
 from lightning_multigpu.engine.parameter_server.wire import (
     WireError,
@@ -324,11 +324,11 @@ class RemoteOptimizer(RedirectedOptimizer):
         first = len(self._buckets)
         for parameters in alike(new):
             self._make_buckets(parameters)  # type: ignore[arg-type]
-        is_resumed = self._configure(self._buckets[first:])
+        self._configure(self._buckets[first:])
         for parameter in new:
             self.optimizer.state.pop(parameter, None)
         self._plans += 1
-        if is_resumed or not self._servers.consistency.is_synchronous:
+        if not self._servers.consistency.is_synchronous:
             self.pull()
         self._complete_sums()
 
@@ -358,8 +358,8 @@ class RemoteOptimizer(RedirectedOptimizer):
         for parameter in parameters:
             self._pieces.setdefault(parameter, []).sort(key=lambda found: found[0].pieces[found[1]].start)
 
-    def _configure(self, buckets: list[_Bucket]) -> bool:
-        """Sends the servers new buckets; returns whether the servers resume from snapshots, with other weights."""
+    def _configure(self, buckets: list[_Bucket]) -> None:
+        """Sends the servers new buckets."""
         servers, is_first = self._servers, self._servers.worker == 0
         together = servers.consistency.is_synchronous
         if together and not is_first:
@@ -374,15 +374,9 @@ class RemoteOptimizer(RedirectedOptimizer):
             }
             content = self._content(parts) if is_first else None
             servers.post_value(server, fields, content, f"an option of {type(self.optimizer).__name__}")
-        resumed = [bool(fields["is_resumed"]) for fields, _ in servers.answers("done")]
+        servers.answers("done")
         if together and is_first:
             servers.gather(None)
-        if any(resumed) and not all(resumed):
-            raise ServerError(
-                f"parameter server {resumed.index(True)} goes on from a snapshot, and {resumed.index(False)} does not: "
-                "start all of them with --resume, or none"
-            )
-        return any(resumed)
 
     def _plan(self, server: int, parts: Sequence[_Part]) -> dict[str, Any]:
         """What all workers must have in common."""

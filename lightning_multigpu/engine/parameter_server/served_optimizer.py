@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import traceback
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -141,7 +139,6 @@ class ServedOptimizer:
         job: the numbers of workers and servers, and their consistency.
         members: the workers that are there.
         number: of this optimizer, as the workers count.
-        saved: a :meth:`snapshot` to go on from; None to begin with the weights of worker 0.
 
     Attributes:
         number: of this optimizer, as the workers count.
@@ -149,14 +146,10 @@ class ServedOptimizer:
             others had made since the worker got the weights.
     """
 
-    def __init__(
-        self, job: Job, members: Mapping[int, Member], number: int, saved: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, job: Job, members: Mapping[int, Member], number: int) -> None:
         self.number = number
         self._num_servers = job.num_servers
         self._consistency = job.consistency
-        self.is_resumed = saved is not None
-        self._saved = saved
         self._members = members
         workers = range(job.num_workers)
         self._rounds: dict[int, _Round] = {}
@@ -202,7 +195,6 @@ class ServedOptimizer:
             return
         if body is None or number != len(self._plans):
             raise WireError("a plan came out of turn, or without weights")
-        body = self._with_saved(number, plan, body)
         weights, buckets = body["weights"], plan["buckets"]
         if len(weights) != len(buckets):
             raise WireError("a plan and its weights differ in length")
@@ -246,20 +238,6 @@ class ServedOptimizer:
             self._optimizer.param_groups = self._groups(body["values"])
         for bucket, index, state in body["state"]:
             self._optimizer.state[self._buckets[first + bucket].pieces[index]] = state
-
-    def _with_saved(self, number: int, plan: Mapping[str, Any], body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The content of a plan, with weights and state of the snapshot instead of worker 0's."""
-        if self._saved is None or number >= len(self._saved["plans"]):
-            return body
-        if self._saved["plans"][number] != plan:
-            raise WireError(
-                "the snapshot of this server is of another model, optimizer or number of servers: train with those, or "
-                "serve without --resume"
-            )
-        first = len(self._buckets)
-        stop = first + len(plan["buckets"])
-        state = [[b - first, index, values] for b, index, values in self._saved["state"] if first <= b < stop]
-        return {**body, "weights": self._saved["weights"][first:stop], "state": state}
 
     # Memory that workers of this host share
 
@@ -443,7 +421,6 @@ class ServedOptimizer:
             )
         round_now.requests[worker] = request
         if worker == 0 and request.kind == "step":
-            self._saved = None
             assert self._optimizer is not None
             if len(request.values) != len(self._optimizer.param_groups):
                 raise WireError("a step came with values of other groups")
@@ -601,7 +578,7 @@ class ServedOptimizer:
             "version": bucket.version,
             "staleness": staleness,
         }
-        if self._common is None and (self.number, bucket.number) in member.memory:
+        if (self.number, bucket.number) in member.memory:
             self._post_in_memory(member, {**fields, "in_memory": "weights"}, weights)
         else:
             member.post(fields, [bytes_of(weights)])
@@ -715,25 +692,6 @@ class ServedOptimizer:
 
     # Checkpoints
 
-    @property
-    def is_between_rounds(self) -> bool:
-        """Whether no round has updated a part of the weights only."""
-        rounds = self._rounds.values() if self._common is None else (self._common,)
-        return not any(round_now.num_sent for round_now in rounds)
-
-    def is_within_round(self, worker: int) -> bool:
-        """Whether a step of the worker has updated a part of the weights only."""
-        return self._round_of(worker).num_sent > 0
-
-    def checksum(self) -> int:
-        """A number that differs for other weights."""
-        return functools.reduce(lambda before, bucket: zlib.crc32(bytes_of(bucket.weights), before), self._buckets, 0)
-
-    def snapshot(self) -> dict[str, Any]:
-        """What another server needs to go on: plans, weights and state."""
-        weights = [bucket.weights.clone() for bucket in self._buckets]
-        return {"plans": list(self._plans), "weights": weights, "state": self.state()}
-
     def state(self) -> list[list[Any]]:
         """The optimizer's state of each piece, copied: bucket, index in it, and values by name."""
         assert self._optimizer is not None
@@ -745,9 +703,7 @@ class ServedOptimizer:
         ]
 
     def load(self, values: Sequence[Mapping[str, Any]], states: Sequence[Sequence[Any]]) -> None:
-        """Takes state as :meth:`state` returns it, and values of the groups; not over that of a snapshot."""
-        if self._saved is not None:
-            return
+        """Takes state as :meth:`state` returns it, and values of the groups."""
         assert self._optimizer is not None
         numbers: dict[tuple[int, int], int] = {}
         groups = []

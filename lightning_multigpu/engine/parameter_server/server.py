@@ -50,7 +50,6 @@ _LAST_WORDS_S = 5.0
 _LOOK_S = 1.0  # between two checks for machines that have vanished
 _SILENCE_S = 0.5, 86_400.0
 _LATE_S = 2.0
-_SAVES_WITHIN_S = 1.0
 
 
 class Server:
@@ -60,17 +59,15 @@ class Server:
         host: the address to listen at.
         port: 0 for a free one.
         secret: of the job.
-        saved: a :meth:`snapshot` to go on from; None to begin with the weights of worker 0.
 
     Raises:
         OSError: it cannot listen there.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes, *, saved: Mapping[int, Any] | None = None) -> None:
+    def __init__(self, host: str, port: int, secret: bytes) -> None:
         self._changing = threading.Condition()
         self._members: dict[int, Member] = {}
         self._job: Job | None = None
-        self._saved = saved or {}
         self._optimizers: dict[int, ServedOptimizer] = {}
         self._departed: set[int] = set()
         self._num_joined = self._num_come = 0
@@ -84,7 +81,7 @@ class Server:
         self._awaited_batch: dict[str, Any] | None = None
         self._last_word: Any = None
         self._await_last_word: set[int] = set()
-        self._is_stopping = self._is_saving = False
+        self._is_stopping = False
         self._problem = ""
         self._is_over = threading.Event()
         self._listener = Listener(host, port, secret, self._welcome)
@@ -120,26 +117,6 @@ class Server:
 
     def _all_have_come(self) -> bool:
         return self._job is None or self._num_come >= self._job.num_workers
-
-    def snapshot(self) -> dict[int, dict[str, Any]]:
-        """Weights and state of all optimizers by number, of a moment between rounds; empty before there are any.
-
-        Meanwhile workers begin no step, and workers within a step complete it. The server waits 1 s for the step of an
-        asynchronous worker, which may be stopped; after that the snapshot contains a part of the step, as the weights
-        do when a worker is lost.
-        """
-        with self._changing:
-            served = self._optimizers
-            self._is_saving = True
-            try:
-                self._changing.wait_for(
-                    lambda: self._is_over.is_set() or all(each.is_between_rounds for each in served.values()),
-                    _SAVES_WITHIN_S if self._may_lose_workers else None,
-                )
-                return {number: each.snapshot() for number, each in served.items()}
-            finally:
-                self._is_saving = False
-                self._changing.notify_all()
 
     def end(self, problem: str) -> None:
         """Ends :meth:`serve`; workers that are still there see their connections close.
@@ -326,7 +303,7 @@ class Server:
             raise WireError(f"a message {str(kind)[:40]!r} came with {payload_bytes} bytes")
         if kind == "goodbye":
             return False
-        with self._turn(worker):
+        with self._turn():
             if kind == "statistics":
                 member.post({"kind": "statistics", **self._statistics()})
                 return True
@@ -352,7 +329,7 @@ class Server:
         """Handles a message with a value: parameters that are new, a checkpoint's state, or the end of training."""
         kind, worker = fields["kind"], member.worker
         if kind == "configure":
-            member.post({"kind": "done", **self._configure(member, fields, value)})
+            self._configure(member, fields, value)
             self._changing.notify_all()
         elif worker != 0:
             raise WireError(f"worker {worker} sends {kind!r}, and not worker 0")
@@ -362,31 +339,26 @@ class Server:
             self._optimizer(fields).load(value["values"], value["state"])
             member.post({"kind": "done"})
 
-    def _configure(self, member: Member, fields: dict[str, Any], value: Any) -> dict[str, Any]:
-        """Takes the plan of parameters that are new; returns what the worker is told of it."""
+    def _configure(self, member: Member, fields: dict[str, Any], value: Any) -> None:
+        """Takes the plan of parameters that are new; a worker of this host is told of memory for them."""
         worker, plan, optimizer = member.worker, int(fields["number"]), _optimizer_number(fields)
         if optimizer not in self._optimizers:
             assert self._job is not None
-            saved = self._saved.get(optimizer)
-            self._optimizers[optimizer] = ServedOptimizer(self._job, self._members, optimizer, saved)
+            self._optimizers[optimizer] = ServedOptimizer(self._job, self._members, optimizer)
         served = self._optimizers[optimizer]
         if self._may_lose_workers and worker != 0:  # it may have connected before worker 0
             self._changing.wait_for(
                 lambda: not served.lacks(plan) or self._is_stopping or 0 in self._departed or self._is_over.is_set()
             )
         served.configure(worker, plan, fields["plan"], value)
-        told: dict[str, Any] = {"is_resumed": served.is_resumed}
-        if served.is_resumed and worker == plan == 0:
-            told["weights"] = served.checksum()
-        if member.shares_memory:
-            told["memory"] = served.offer_memory(worker, plan)
-        return told
+        offered = {"memory": served.offer_memory(worker, plan)} if member.shares_memory else {}
+        member.post({"kind": "done", **offered})
 
     def _push(self, member: Member, channel: Channel, fields: dict[str, Any], payload_bytes: int) -> None:
         """Takes the gradients of a bucket, from the connection or from memory that the worker shares."""
         worker, served = member.worker, self._optimizer(fields)
         memory = member.memory[served.number, fields["bucket"]] if fields.get("in_memory") is True else None
-        with self._turn(worker):
+        with self._turn():
             room = served.room_for_push(
                 fields.get("bucket"),
                 fields.get("kinds"),
@@ -396,7 +368,7 @@ class Server:
             )
         if memory is None and room is not None:
             channel.receive_into([bytes_of(room)])
-        with self._turn(worker):
+        with self._turn():
             if memory is not None and room is not None:
                 member.memory_in += room.nbytes
             served.push(
@@ -410,20 +382,12 @@ class Server:
             )
 
     @contextmanager
-    def _turn(self, worker: int) -> Iterator[None]:
-        """Holds the lock while a worker's message is handled, after messages of other workers and after a snapshot."""
+    def _turn(self) -> Iterator[None]:
+        """Holds the lock while a worker's message is handled, after messages of other workers."""
         start_s = time.perf_counter()
         with self._changing:
-            self._changing.wait_for(
-                lambda: (
-                    not self._is_saving
-                    or self._is_over.is_set()
-                    or any(served.is_within_round(worker) for served in self._optimizers.values())
-                )
-            )
             self._waited_s += time.perf_counter() - start_s
             yield
-            self._changing.notify_all()  # a snapshot may be waiting for the end of a round
 
     def _statistics(self) -> dict[str, Any]:
         counts: dict[int, Counter[int]] = defaultdict(Counter)
@@ -464,6 +428,7 @@ class Server:
             self._answer_worker_0()
         elif kind == "stop" and worker == 0:
             self._is_stopping = True
+            self._changing.notify_all()  # a worker may wait for worker 0's parameters
             self._queue.end_with(int(fields["epoch"]))
             for other in self._members.values() if fields["at_once"] else ():
                 other.post({"kind": "stop"})

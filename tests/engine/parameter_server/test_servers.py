@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import pytest
@@ -20,7 +20,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_multigpu.communication.channel import Channel, ChannelError, connect
-from lightning_multigpu.communication.checksums import bytes_of, checksums, device_checksum
+from lightning_multigpu.communication.checksums import checksums, device_checksum
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.communication.metering.meter import Meter
@@ -248,78 +248,6 @@ def test_a_loaded_state_goes_on(name: str) -> None:
 
         for result in found.workers.run(work):
             assert_equal(result, [p.detach() for p in wanted])
-
-
-def test_servers_with_and_without_snapshots_are_not_mixed() -> None:
-    """Parts of the weights would be the snapshot's, and parts the workers'."""
-    with job(2) as found:
-
-        def work(worker: int, words: str | None) -> None:
-            with found.connections(worker) as connections:
-                parameters = weights()
-                context = pytest.raises(ServerError, match=words) if words else contextlib.nullcontext()
-                with context:
-                    train(connections, parameters, optim.SGD(parameters, lr=0.1), range(2))
-
-        found.workers.run(lambda worker: work(worker, None))
-        saved = found.servers[1].snapshot()
-    with job(2) as found:
-        found.servers[1]._saved = saved
-        words = "parameter server 1 goes on from a snapshot, and 0 does not: start all of them with --resume"
-        found.workers.run(lambda worker: work(worker, words))
-
-
-def test_a_snapshot_does_not_wait_for_a_quiet_moment_of_asynchronous_workers() -> None:
-    """Some worker was always in the middle of a step, and the server wrote no snapshot until the end of the job."""
-    buckets = [{"dtype": "float32", "pieces": [[3]]}] * 2
-    plan = {"class": "torch.optim.sgd:SGD", "split": "elements", "buckets": buckets, "groups": [[[0, 0], [1, 0]]]}
-    values = [dict(optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0).defaults)]
-    tensors: list[Tensor] = []
-    content = {"defaults": values[0], "values": values, "weights": [torch.zeros(3)] * 2, "state": []}
-    hello = {"kind": "hello", "num_workers": 2, "num_servers": 1, "consistency": asdict(Consistency(False))}
-    with ThreadPoolExecutor(1) as pool, job() as found, contextlib.ExitStack() as ends:
-        [server] = found.servers
-        channels = [ends.enter_context(contextlib.closing(connect("127.0.0.1", server.port, SECRET, timeout_s=5)))
-                    for _ in range(2)]  # fmt: skip
-        for worker, channel in enumerate(channels):
-            channel.send({**hello, "worker": worker})
-            told: dict[str, Any] = {"kind": "configure", "optimizer": 0, "number": 0, "plan": plan}
-            told["body"] = packed(content if worker == 0 else None, tensors if worker == 0 else [], what="")
-            channel.send(told, [bytes_of(tensor) for tensor in tensors] if worker == 0 else [])
-            channel.send({"kind": "pull", "optimizer": 0})
-
-        def push(worker: int, round_: int, bucket: int) -> None:
-            told = {"kind": "push", "optimizer": 0, "bucket": bucket, "round": round_, "kinds": [1]}
-            channels[worker].send(told, [bytes_of(torch.ones(3))])
-
-        def is_within(worker: int, round_: int) -> bool:
-            with server._changing:
-                now = server._optimizers[0]._round_of(worker) if server._optimizers else None
-                return now is not None and now.number == round_ and now.num_sent == 1
-
-        def begin(worker: int, round_: int) -> None:
-            """Sends one of two buckets; waits until the server has updated it, or holds it back."""
-            body = packed(values if worker == 0 else [], [], what="")
-            channels[worker].send({"kind": "step", "optimizer": 0, "round": round_, "values": body})
-            push(worker, round_, 0)
-            num_looks = 0
-            while not is_within(worker, round_) and num_looks < 200:
-                num_looks += server._is_saving
-                time.sleep(0.001)
-
-        begin(0, 0)
-        saving = pool.submit(server.snapshot)
-        for round_ in range(100):
-            begin(1, round_)
-            push(0, round_, 1)
-            if saving.done():
-                break
-            begin(0, round_ + 1)
-            push(1, round_, 1)
-        weights_saved = saving.result(timeout=30)[0]["weights"]
-        assert torch.equal(weights_saved[0], weights_saved[1]), "no step is there in part"
-        for channel in channels[::-1]:
-            channel.send({"kind": "goodbye"})
 
 
 def test_tensors_of_several_dtypes_have_the_shares_of_the_servers() -> None:
@@ -764,11 +692,11 @@ def test_who_waits_looks_for_machines_that_are_gone(looking: Any, monkeypatch: p
 
 def test_a_worker_that_comes_after_a_failure_hears_of_it() -> None:
     server = Server("127.0.0.1", 0, SECRET)
-    server.end("the snapshot is of another model")
+    server.end("the disk is full")
     with contextlib.closing(connect("127.0.0.1", server.port, SECRET, timeout_s=5.0)) as channel:
         channel.send({"kind": "hello", "worker": 1, "num_workers": 2, "num_servers": 1})
-        assert channel.receive()[0] == {"kind": "error", "text": "the snapshot is of another model"}
-    assert server.serve() == "the snapshot is of another model"
+        assert channel.receive()[0] == {"kind": "error", "text": "the disk is full"}
+    assert server.serve() == "the disk is full"
 
 
 def test_a_worker_that_comes_while_a_server_ends_hears_why() -> None:
@@ -779,12 +707,12 @@ def test_a_worker_that_comes_while_a_server_ends_hears_why() -> None:
         with contextlib.closing(connect(*address, timeout_s=5.0)) as first:
             first.send({**hello, "worker": 0})
             assert first.receive()[0]["kind"] == "welcome"
-            found.servers[0].end("the snapshot is of another model")
-            assert first.receive()[0]["text"] == "the snapshot is of another model"
+            found.servers[0].end("the disk is full")
+            assert first.receive()[0]["text"] == "the disk is full"
             time.sleep(0.2)
         with contextlib.closing(connect(*address, timeout_s=5.0)) as late:
             late.send({**hello, "worker": 1})
-            assert late.receive()[0] == {"kind": "error", "text": "the snapshot is of another model"}
+            assert late.receive()[0] == {"kind": "error", "text": "the disk is full"}
 
 
 def test_steps_overtake_gradients_on_a_connection_of_their_own_unless_the_order_counts() -> None:
