@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from lightning.pytorch.callbacks import Callback
 
 from lightning_multigpu import ParameterServerStrategy
-from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.cli import main
 from lightning_multigpu.commands.serve import _options, _parser
 from lightning_multigpu.communication.job_secret import JOB_SECRET
 from tests import preforked
-from tests.strategies.parameter_server.test_asynchronous_training import EVERY, Seen, loader, trained_on
 from tests.strategies.tasks import Case, Classifier, assert_same_weights, eval_loader, make_trainer, state, train_loader
 from tests.world import World
 
@@ -71,65 +65,6 @@ def test_workers_train_on_servers_that_are_there(world2: World) -> None:
         for process in (first, second):
             assert process.communicate(timeout=30)[0] == "The job has ended\n"
             assert process.returncode == 0
-
-
-class Meets(Callback):
-    """After a batch the first worker waits until the other has trained on one."""
-
-    def __init__(self, directory: Path, *, is_late: bool) -> None:
-        self.sign, self.is_late = directory / "joined", is_late
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        deadline_s = time.monotonic() + 60
-        while not self.is_late and not self.sign.exists() and time.monotonic() < deadline_s:
-            time.sleep(0.02)
-        if self.is_late:
-            self.sign.touch()
-
-
-def takes_part(address: str, directory: Path, *, joins: bool) -> dict[str, Any]:
-    os.environ[JOB_SECRET] = SECRET
-    module = Seen()
-    strategy = ParameterServerStrategy(mode="async", servers=[address], joins=joins, join_timeout_s=20)
-    report = RunReport()
-    callbacks = [Meets(directory, is_late=joins), report]
-    trainer = make_trainer(Case(max_epochs=3), strategy, 1, callbacks=callbacks, default_root_dir=str(directory))
-    try:
-        trainer.fit(module, loader(), eval_loader())
-    finally:
-        del os.environ[JOB_SECRET]
-    ranks = [] if report.report is None else [each["rank"] for each in report.report["ranks"]]
-    return {
-        "samples": module.samples,
-        "weights": state(module),
-        "validated": len(module.versions),
-        "reported": ranks,
-    }
-
-
-@pytest.mark.launch
-def test_a_worker_joins_a_job_that_trains(tmp_path: Path) -> None:
-    with (
-        serving() as (port, process),
-        contextlib.closing(World(1)) as first,
-        contextlib.closing(World(1)) as late,
-        ThreadPoolExecutor() as pool,
-    ):
-        address = f"127.0.0.1:{port}"
-        late.run_raising(RuntimeError, "no asynchronous job here", takes_part, address, tmp_path, joins=True)
-        training = pool.submit(first.run, takes_part, address, tmp_path, joins=False)
-        results: list[dict[str, Any]] = []
-        while not results:  # the job may not be there yet
-            with contextlib.suppress(RuntimeError):
-                results = late.run(takes_part, address, tmp_path, joins=True)
-        results += training.result()
-        assert process.wait(30) == 0
-    joined, began = results
-    assert trained_on(results) == dict.fromkeys(range(3), EVERY)
-    assert joined["samples"]
-    assert (began["validated"], joined["validated"]) == (3, 0)
-    assert (began["reported"], joined["reported"]) == ([0, 1], []), "both were rank 0, and the job failed at its end"
-    assert_same_weights(joined, began)
 
 
 @pytest.mark.launch

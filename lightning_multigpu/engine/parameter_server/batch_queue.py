@@ -40,11 +40,6 @@ class BatchQueue:
         self._last: int | None = None
 
     @property
-    def newest_epoch(self) -> int:
-        """The last epoch that workers have got batches of."""
-        return max(self._epochs, default=self._first_open)
-
-    @property
     def is_limited(self) -> bool:
         """Whether the run takes a certain number of batches."""
         return self._left is not None

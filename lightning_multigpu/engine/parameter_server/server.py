@@ -27,7 +27,6 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -70,7 +69,7 @@ class Server:
         self._job: Job | None = None
         self._optimizers: dict[int, ServedOptimizer] = {}
         self._departed: set[int] = set()
-        self._num_joined = self._num_come = 0
+        self._num_come = 0
         self._bytes_in = self._bytes_out = 0  # of workers that have left
         self._num_steps, self._waited_s = 0, 0.0
         self._told: dict[str, dict[int, Any]] = defaultdict(dict)
@@ -165,12 +164,10 @@ class Server:
         fields, payload_bytes = channel.receive()
         if "requests_of" in fields and not payload_bytes:
             return self._member_with_requests(fields["requests_of"], channel)
-        if fields.get("joins") is True and fields.get("kind") == "hello" and not payload_bytes:
-            return self._joined(fields, channel)
         numbers = [fields.get(name) for name in ("worker", "num_workers", "num_servers")]
         worker, workers, servers = (n if type(n) is int and 0 <= n <= _MAX_WORKERS else -1 for n in numbers)
         rules = fields.get("consistency")
-        if fields.get("kind") != "hello" or payload_bytes or min(worker, workers - 1, servers - 1) < 0:
+        if fields.get("kind") != "hello" or payload_bytes or min(worker, workers - 1 - worker, servers - 1) < 0:
             raise WireError("the first message is no worker's hello")
         shares = fields.get("shares", [1] * servers)
         if not isinstance(shares, list) or len(shares) != servers:
@@ -178,14 +175,22 @@ class Server:
         given = Consistency(**rules) if isinstance(rules, dict) else Consistency()
         job = Job(workers, servers, given, shares)
         with self._changing:
-            if worker >= workers and job.consistency.is_synchronous:
-                raise WireError("the first message is no worker's hello")
             if self._job not in (None, job):
                 raise WireError(f"this server belongs to another job: {self._job}, and not {job}")
             if worker in self._members:
                 raise WireError(f"there is a worker {worker} already")
             self._job = job
-            return self._let_in(worker, fields, channel)
+            if self._is_over.is_set():  # the thread that writes to the worker would never end
+                raise WireError(self._problem or "the job of this server has ended")
+            member = self._members[worker] = Member(worker, channel)
+            self._num_come += 1
+            silence_s = fields.get("silence_s")
+            if isinstance(silence_s, float) and _SILENCE_S[0] <= silence_s <= _SILENCE_S[1]:
+                channel.watch(silence_s)
+            member.shares_memory = fields.get("shares_memory") is True and channel.is_within_host
+            member.writer.start()
+            member.post({"kind": "welcome"})
+            return member
 
     def _member_with_requests(self, worker: Any, channel: Channel) -> Member:
         """The worker that opens a second connection, where its requests do not wait behind its gradients."""
@@ -195,35 +200,6 @@ class Server:
                 raise WireError(f"there is no worker {str(worker)[:40]}")
             member.requests = channel
         channel.send({"kind": "welcome"})
-        return member
-
-    def _joined(self, fields: dict[str, Any], channel: Channel) -> Member:
-        """Admits a worker that joins a running job, under a number that no worker has had."""
-        with self._changing:
-            job = self._job
-            if job is None or job.consistency.is_synchronous:
-                raise WireError("there is no asynchronous job here that a worker could join; start its rank 0 first")
-            if fields.get("num_servers") != job.num_servers:
-                raise WireError(f"this job has {job.num_servers} servers: name all of them, in the same order")
-            if self._last_word is not None or self._is_stopping:
-                raise WireError("the training of this job has ended")
-            self._num_joined += 1
-            worker = job.num_workers + self._num_joined - 1
-            told: dict[str, Any] = {"num_workers": job.num_workers, "shares": job.shares}
-            told["epoch"] = self._queue.newest_epoch
-            return self._let_in(worker, fields, channel, consistency=asdict(job.consistency), **told)
-
-    def _let_in(self, worker: int, hello: Mapping[str, Any], channel: Channel, **welcome: Any) -> Member:
-        if self._is_over.is_set():  # the thread that writes to the worker would never end
-            raise WireError(self._problem or "the job of this server has ended")
-        member = self._members[worker] = Member(worker, channel)
-        self._num_come += 1
-        silence_s = hello.get("silence_s")
-        if isinstance(silence_s, float) and _SILENCE_S[0] <= silence_s <= _SILENCE_S[1]:
-            channel.watch(silence_s)
-        member.shares_memory = hello.get("shares_memory") is True and channel.is_within_host
-        member.writer.start()
-        member.post({"kind": "welcome", "pid": os.getpid(), "worker": worker, **welcome})
         return member
 
     @property
@@ -269,7 +245,6 @@ class Server:
         first = self._members.get(0)
         if first is not None and worker not in self._departed:
             first.post({"kind": "lost", "worker": worker, "batches": batches, "left": len(self._members)})
-        self._departed &= {0}  # another may come under the worker's number
         self._answer_worker_0()
         self._tell_what_workers_told()
         self._tell_of_stop()

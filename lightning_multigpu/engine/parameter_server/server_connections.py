@@ -84,8 +84,8 @@ class ServerConnections:
     Args:
         addresses: host and port of each server; all workers have the same list.
         secret: of the job.
-        worker: the number of this worker; None for one that joins a job which is there.
-        num_workers: of the job; those that join are not counted.
+        worker: the number of this worker.
+        num_workers: of the job.
         consistency: the rules of the job, the same on all workers.
         shares: of the weights' bytes, one for each server, the same on all workers; None for even ones.
         meter: told of every push and pull.
@@ -98,7 +98,6 @@ class ServerConnections:
         unshared: the servers of this host with which no memory is shared: their name, and why.
         lost: on worker 0 of an asynchronous job, for each lost worker its number, how many batches it had, and how
             many workers are left.
-        joined_in: the epoch of the job that this worker has joined; None for one of the first workers.
         is_stopped: worker 0 has ended training.
     """
 
@@ -107,7 +106,7 @@ class ServerConnections:
         addresses: Sequence[tuple[str, int]],
         secret: bytes,
         *,
-        worker: int | None,
+        worker: int,
         num_workers: int,
         consistency: Consistency | None = None,
         shares: Sequence[int] | None = None,
@@ -116,9 +115,7 @@ class ServerConnections:
         silence_s: float | None = None,
         shares_memory: bool = True,
     ) -> None:
-        self.worker = -1 if worker is None else worker
-        self.num_workers, self.num_servers = num_workers, len(addresses)
-        self.joined_in: int | None = None
+        self.worker, self.num_workers, self.num_servers = worker, num_workers, len(addresses)
         self.meter, self.gather = meter, gather
         self._addresses, self._secret = addresses, secret
         self.consistency = consistency or Consistency()
@@ -157,15 +154,19 @@ class ServerConnections:
                 thread = threading.Thread(target=target, args=(of,), name="parameter servers", daemon=True)
                 thread.start()
                 self._threads.append(thread)
-            others = list(self._connections)
-            hello: Fields = {"kind": "hello", "num_servers": self.num_servers, "silence_s": self._silence_s}
-            if self.worker < 0:
-                self._join(others.pop(0), hello)
-            hello |= {"worker": self.worker, "num_workers": self.num_workers, "shares": self.shares}
-            hello["consistency"] = dataclasses.asdict(self.consistency)
-            for connection in others:
-                self._put(connection, ({**hello, "shares_memory": self._may_share(connection)}, (), None), _URGENT)
-            self.answers("welcome", [connection.number for connection in others])
+            for connection in self._connections:
+                hello = {
+                    "kind": "hello",
+                    "worker": self.worker,
+                    "num_workers": self.num_workers,
+                    "num_servers": self.num_servers,
+                    "shares": self.shares,
+                    "consistency": dataclasses.asdict(self.consistency),
+                    "silence_s": self._silence_s,
+                    "shares_memory": self._may_share(connection),
+                }
+                self.post(connection.number, hello)
+            self.answers("welcome")
             for connection in self._connections:
                 if not self._may_share(connection):
                     self._open_requests(connection, timeout_s)
@@ -193,13 +194,6 @@ class ServerConnections:
             raise ServerError(f"{connection.name} has ended: {error}") from error
         if answer.get("kind") != "welcome":
             raise ServerError(f"{connection.name}: {answer.get('text')}")
-
-    def _join(self, first: _Connection, hello: Fields) -> None:
-        """Takes a number of its own, and what else the job's workers know, from the first server."""
-        self._put(first, ({**hello, "joins": True, "shares_memory": self._may_share(first)}, (), None), _URGENT)
-        ((fields, _),) = self.answers("welcome", (0,))
-        self.worker, self.num_workers, self.joined_in = fields["worker"], fields["num_workers"], fields["epoch"]
-        self.consistency, self.shares = Consistency(**fields["consistency"]), fields["shares"]
 
     def _may_share(self, connection: _Connection) -> bool:
         return self._shares_memory and connection.channel.is_within_host

@@ -63,8 +63,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         colocated: with addresses in ``servers``, start a server on each node as well. Shards are then unequal, so that
             all links are busy for the same time (Jiang et al., OSDI 2020; see
             :func:`~lightning_multigpu.engine.parameter_server.sharding.colocated_shares`).
-        joins: with "async" and addresses in ``servers``, train as a further worker of a running job. It starts with the
-            job's current weights, and uses the job's ``max_staleness`` and the like.
         compression: push float32 gradients as "fp16", "bf16", "int8" or "topk", the last two with error feedback, as
             under ring_ddp; pulled weights are not compressed.
         bucket_cap_mb: size of a bucket of gradients, in MiB; a bucket is pushed, updated and pulled at once. None for 4
@@ -88,13 +86,12 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         num_servers: int | Literal["nodes"] = 1,
         servers: Literal["auto"] | list[str] = "auto",
         colocated: bool = False,
-        joins: bool = False,
         compression: str | Mapping[str, Any] | None = None,
         bucket_cap_mb: float | None = None,
         **options: Any,
     ) -> None:
         option_checks.check_choice("mode", mode, ("sync", "async"))
-        option_checks.check_bools(scale_lr_by_staleness=scale_lr_by_staleness, colocated=colocated, joins=joins)
+        option_checks.check_bools(scale_lr_by_staleness=scale_lr_by_staleness, colocated=colocated)
         rules = {
             "max_staleness": max_staleness is not None,
             "scale_lr_by_staleness": scale_lr_by_staleness,
@@ -103,15 +100,10 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         _check_rules(mode, max_staleness, delay_compensation, [name for name, is_given in rules.items() if is_given])
         self._addresses = None if servers == "auto" else _addresses(servers)
         _check_servers(self._addresses, num_servers)
-        if joins and (self._addresses is None or mode != "async" or any(rules.values())):
-            raise ValueError(
-                "joins=True: give mode='async' and the addresses of the job's servers, such as "
-                "servers=['10.0.0.5:7000'], and none of max_staleness, scale_lr_by_staleness and delay_compensation"
-            )
-        if colocated and (self._addresses is None or joins):
+        if colocated and self._addresses is None:
             raise ValueError(
                 "colocated=True: it starts servers on the nodes of a job beside those that servers=[...] names; give "
-                "these, such as servers=['10.0.0.5:7000'], and leave joins=True out"
+                "these, such as servers=['10.0.0.5:7000']"
             )
         if bucket_cap_mb is not None:
             option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
@@ -126,8 +118,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         self._resumed: dict[str, Any] = {}
         self._is_colocated = colocated
         self._compressor = elementwise(compression)
-        self._joins = joins
-        self._joined_as: int | None = None
         self._num_servers = num_servers
         self._reported_unshared: set[str] = set()
         self._bucket_cap_mb = bucket_cap_mb
@@ -154,7 +144,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             "num_servers": self._num_servers,
             "servers": self._addresses,
             "colocated": self._is_colocated,
-            "joins": self._joins,
             "compression": None if self._compressor is None else repr(self._compressor),
             "bucket_cap_mb": self._bucket_cap_mb,
         }
@@ -195,13 +184,10 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             shares = colocated_shares(self.num_nodes, len(addresses))
         if self._addresses is None or self._is_colocated:
             addresses += self._start_servers(secret)
-            if self._is_asynchronous and given is not None:
-                listed = ", ".join(f"{host}:{port}" for host, port in addresses)
-                rank_zero_info(f"Further workers may join: joins=True, and servers=[{listed}]")
         self._connections = connections = ServerConnections(
             addresses,
             secret,
-            worker=None if self._joins else self.global_rank,
+            worker=self.global_rank,
             num_workers=self.world_size,
             consistency=self._consistency,
             shares=shares,
@@ -215,13 +201,12 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             timeout_s=self.join_timeout_s if self._addresses else min(self.join_timeout_s, _STARTED_S),
             on_late=lambda server: rank_zero_info(f"{server} is not there yet; ranks look for it {limit}"),
         )
-        self._joined_as = connections.worker if self._joins else None
         if self._is_asynchronous:
             self._asynchronous = AsynchronousTraining(
                 connections,
                 self.signals,
                 leave_groups=self._leave_world,
-                can_be_lost=lambda: None if self.is_global_zero else self.failure_watch.can_be_lost(),
+                can_be_lost=self.failure_watch.can_be_lost,
             )
 
     def _start_servers(self, secret: bytes) -> list[tuple[str, int]]:
@@ -254,7 +239,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
 
     @property
     def _bucket_bytes(self) -> int:
-        """The same on all ranks, also on those that are on a host of their own and join later."""
         is_on_one_host = self._addresses is None and self.num_nodes == 1
         return round((self._bucket_cap_mb or _BUCKET_CAP_MB[is_on_one_host]) * 2**20)
 
@@ -282,11 +266,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         for process in self._processes:
             process.close()
         self._processes = []
-
-    @property
-    @override
-    def joined_as(self) -> int | None:
-        return self._joined_as
 
     @override
     def server_statistics(self) -> ServerStatistics | None:

@@ -101,7 +101,7 @@ class Job:
 
     @contextlib.contextmanager
     def connections(
-        self, worker: int | None, meter: Meter | None = None, consistency: Consistency | None = None
+        self, worker: int, meter: Meter | None = None, consistency: Consistency | None = None
     ) -> Iterator[ServerConnections]:
         found = ServerConnections(
             [("127.0.0.1", server.port) for server in self.servers],
@@ -111,8 +111,8 @@ class Job:
             consistency=consistency,
             shares=self.shares,
             meter=meter or Meter(),
-            gather=lambda value: self.workers.gather(worker or 0, value),
-            shares_memory=(worker or 0) in self.in_memory,
+            gather=lambda value: self.workers.gather(worker, value),
+            shares_memory=worker in self.in_memory,
             silence_s=self.silence_s,
         )
         found.open(timeout_s=10.0)

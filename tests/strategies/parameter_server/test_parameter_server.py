@@ -348,7 +348,6 @@ def test_buckets_are_smaller_on_a_network(num_nodes: int, options: dict[str, Any
         {"servers": ["10.0.0.5:0"]},
         {"servers": ["a:1", "a:1"]},
         {"colocated": True},
-        {"colocated": True, "servers": ["a:1"], "mode": "async", "joins": True},
     ],
 )
 def test_wrong_options_of_servers_are_refused(options: dict[str, Any]) -> None:
