@@ -187,13 +187,13 @@ class RemoteOptimizer(RedirectedOptimizer):
 
     @property
     def imbalance(self) -> float:
-        """The largest ratio of a shard to the server's share of the bytes; 1.0 where all have their shares."""
+        """The largest shard in proportion to an even one; 1.0 is even."""
         self._place_new()
         sizes = [0] * self._servers.num_servers
         for bucket in self._buckets:
             for part in bucket.parts:
                 sizes[part.server] += part.nbytes
-        return imbalance_of(sizes, self._servers.shares)
+        return imbalance_of(sizes)
 
     def close(self) -> None:
         """Gives the optimizer its own ``step`` back, and pushes nothing from now on."""
@@ -337,7 +337,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         dtype = parameters[0].dtype
         placed = bucket_parts(
             [parameter.numel() for parameter in parameters],
-            self._servers.shares,
+            self._servers.num_servers,
             self._split,
             full_numel=self._bucket_bytes / dtype.itemsize,
         )

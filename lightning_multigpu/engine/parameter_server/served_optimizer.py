@@ -114,7 +114,6 @@ class Job:
     num_workers: int
     num_servers: int
     consistency: Consistency
-    shares: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -169,11 +169,8 @@ class Server:
         rules = fields.get("consistency")
         if fields.get("kind") != "hello" or payload_bytes or min(worker, workers - 1 - worker, servers - 1) < 0:
             raise WireError("the first message is no worker's hello")
-        shares = fields.get("shares", [1] * servers)
-        if not isinstance(shares, list) or len(shares) != servers:
-            raise WireError("a worker's hello lacks the share of each server")
         given = Consistency(**rules) if isinstance(rules, dict) else Consistency()
-        job = Job(workers, servers, given, shares)
+        job = Job(workers, servers, given)
         with self._changing:
             if self._job not in (None, job):
                 raise WireError(f"this server belongs to another job: {self._job}, and not {job}")

@@ -41,8 +41,8 @@ Fields = dict[str, Any]
 _URGENT, _NORMAL, _LAST = range(3)
 _Frame = tuple[Fields, Payload, Transfer | None]
 _Memory = dict[tuple[int, int], BucketMemory]
-# How urgent a frame is, a number in order, and where it goes; None ends the thread that sends.
-_Outbox = queue.PriorityQueue[tuple[int, int, "tuple[_Connection, _Frame] | None"]]
+# How urgent a frame is, a number in order, and the frame; None ends the thread that sends.
+_Outbox = queue.PriorityQueue[tuple[int, int, _Frame | None]]
 
 
 class Receiver(Protocol):
@@ -66,7 +66,7 @@ class _Connection:
     number: int
     name: str
     channel: Channel
-    outbox: _Outbox
+    outbox: _Outbox = field(default_factory=queue.PriorityQueue)
     requests: Channel | None = None
     answers: list[tuple[Fields, list[Tensor]]] = field(default_factory=list)
     memory: _Memory = field(default_factory=dict)
@@ -87,7 +87,6 @@ class ServerConnections:
         worker: the number of this worker.
         num_workers: of the job.
         consistency: the rules of the job, the same on all workers.
-        shares: of the weights' bytes, one for each server, the same on all workers; None for even ones.
         meter: told of every push and pull.
         gather: collects an object of every worker, in their order; a collective.
         silence_s: how long the machine of a server may be silent before the server counts as ended, and the servers
@@ -109,7 +108,6 @@ class ServerConnections:
         worker: int,
         num_workers: int,
         consistency: Consistency | None = None,
-        shares: Sequence[int] | None = None,
         meter: Meter,
         gather: Callable[[Any], list[Any]],
         silence_s: float | None = None,
@@ -119,7 +117,6 @@ class ServerConnections:
         self.meter, self.gather = meter, gather
         self._addresses, self._secret = addresses, secret
         self.consistency = consistency or Consistency()
-        self.shares = list(shares or [1] * self.num_servers)
         self._silence_s = silence_s
         self._shares_memory = shares_memory
         self.unshared: dict[str, str] = {}
@@ -133,7 +130,6 @@ class ServerConnections:
         self._connections: list[_Connection] = []
         self._optimizers = 0
         self._order = count()
-        self._outboxes: list[_Outbox] = []
 
     def open(self, *, timeout_s: float, on_late: Callable[[str], None] = lambda _: None) -> None:
         """Connects to all servers; :meth:`cut` ends it.
@@ -149,18 +145,16 @@ class ServerConnections:
             start_s = time.monotonic()
             for number in range(self.num_servers):
                 self._connections.append(self._found(number, start_s, timeout_s, on_late))
-            work: list[tuple[Callable[[Any], None], Any]] = [(self._write, outbox) for outbox in self._outboxes]
-            for target, of in work + [(self._read, connection) for connection in self._connections]:
-                thread = threading.Thread(target=target, args=(of,), name="parameter servers", daemon=True)
-                thread.start()
-                self._threads.append(thread)
             for connection in self._connections:
+                for work in (self._write, self._read):
+                    thread = threading.Thread(target=work, args=(connection,), name="parameter servers", daemon=True)
+                    thread.start()
+                    self._threads.append(thread)
                 hello = {
                     "kind": "hello",
                     "worker": self.worker,
                     "num_workers": self.num_workers,
                     "num_servers": self.num_servers,
-                    "shares": self.shares,
                     "consistency": dataclasses.asdict(self.consistency),
                     "silence_s": self._silence_s,
                     "shares_memory": self._may_share(connection),
@@ -227,11 +221,7 @@ class ServerConnections:
 
         left_s = max(0.1, start_s + timeout_s - time.monotonic())
         channel = self._connected(number, name, timeout_s=left_s, before_retry=before_retry)
-        # TCP divides a link evenly between connections. Where parts of a bucket are not even, one thread sends them one
-        # after the other, so that none of them comes late.
-        if not self._outboxes or len({*self.shares}) == 1:
-            self._outboxes.append(queue.PriorityQueue())
-        return _Connection(number, name, channel, self._outboxes[-1])
+        return _Connection(number, name, channel)
 
     def _connected(self, number: int, name: str, **options: Any) -> Channel:
         try:
@@ -289,8 +279,8 @@ class ServerConnections:
             fields = {**fields, "in_memory": is_in_memory}
         self._put(connection, (fields, payload, transfer), _URGENT if is_urgent else _NORMAL)
 
-    def _put(self, connection: _Connection, frame: _Frame, urgency: int) -> None:
-        connection.outbox.put((urgency, next(self._order), (connection, frame)))
+    def _put(self, connection: _Connection, frame: _Frame | None, urgency: int) -> None:
+        connection.outbox.put((urgency, next(self._order), frame))
 
     def post_value(self, server: int, fields: Fields, value: Any, what: str) -> None:
         """Sends a frame with a value that :func:`packed` takes."""
@@ -314,7 +304,7 @@ class ServerConnections:
         """What all servers have counted since they started."""
         for server in range(self.num_servers):
             self.post(server, {"kind": "statistics"})
-        return ServerStatistics.of([fields for fields, _ in self.answers("statistics")], self.shares)
+        return ServerStatistics.of([fields for fields, _ in self.answers("statistics")])
 
     def wait_until(self, is_true: Callable[[], bool]) -> None:
         """Waits for what threads change within :meth:`arriving`.
@@ -350,8 +340,7 @@ class ServerConnections:
                 with suppress(ChannelError):
                     connection.requests.send({"kind": "goodbye"})
             self._put(connection, ({"kind": "goodbye"}, (), None), _LAST)
-        for outbox in self._outboxes:
-            outbox.put((_LAST, next(self._order), None))
+            self._put(connection, None, _LAST)
         deadline_s = time.monotonic() + _LEAVING_S
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -366,9 +355,9 @@ class ServerConnections:
         with self.arriving():
             self._problem = self._problem or problem
 
-    def _write(self, outbox: _Outbox) -> None:
-        while (posted := outbox.get()[2]) is not None:
-            connection, (fields, payload, transfer) = posted
+    def _write(self, connection: _Connection) -> None:
+        while (frame := connection.outbox.get()[2]) is not None:
+            fields, payload, transfer = frame
             try:
                 parts = payload() if callable(payload) else payload
                 if fields.get("in_memory"):

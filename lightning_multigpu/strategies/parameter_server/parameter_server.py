@@ -19,7 +19,6 @@ from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
-from lightning_multigpu.engine.parameter_server.sharding import colocated_shares
 from lightning_multigpu.engine.parameter_server.wire import elementwise
 from lightning_multigpu.runtime.process_groups import leave_world
 from lightning_multigpu.runtime.server_process import ServerProcess
@@ -60,9 +59,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             host, but at least 2.
         servers: "auto" to start them, or the addresses of servers that ``lightning-multigpu serve`` runs elsewhere, as
             ``["10.0.0.5:7000"]``. These need the same ``LIGHTNING_MULTIGPU_JOB_SECRET`` as the ranks.
-        colocated: with addresses in ``servers``, start a server on each node as well. Shards are then unequal, so that
-            all links are busy for the same time (Jiang et al., OSDI 2020; see
-            :func:`~lightning_multigpu.engine.parameter_server.sharding.colocated_shares`).
         compression: push float32 gradients as "fp16", "bf16", "int8" or "topk", the last two with error feedback, as
             under ring_ddp; pulled weights are not compressed.
         bucket_cap_mb: size of a bucket of gradients, in MiB; a bucket is pushed, updated and pulled at once. None for 4
@@ -85,13 +81,12 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         delay_compensation: float = 0.0,
         num_servers: int | Literal["nodes"] = 1,
         servers: Literal["auto"] | list[str] = "auto",
-        colocated: bool = False,
         compression: str | Mapping[str, Any] | None = None,
         bucket_cap_mb: float | None = None,
         **options: Any,
     ) -> None:
         option_checks.check_choice("mode", mode, ("sync", "async"))
-        option_checks.check_bools(scale_lr_by_staleness=scale_lr_by_staleness, colocated=colocated)
+        option_checks.check_bools(scale_lr_by_staleness=scale_lr_by_staleness)
         rules = {
             "max_staleness": max_staleness is not None,
             "scale_lr_by_staleness": scale_lr_by_staleness,
@@ -100,11 +95,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         _check_rules(mode, max_staleness, delay_compensation, [name for name, is_given in rules.items() if is_given])
         self._addresses = None if servers == "auto" else _addresses(servers)
         _check_servers(self._addresses, num_servers)
-        if colocated and self._addresses is None:
-            raise ValueError(
-                "colocated=True: it starts servers on the nodes of a job beside those that servers=[...] names; give "
-                "these, such as servers=['10.0.0.5:7000']"
-            )
         if bucket_cap_mb is not None:
             option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
         super().__init__(**options)
@@ -116,7 +106,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             self._consistency = Consistency(False, max_staleness, scale_lr_by_staleness, float(delay_compensation))
         self._asynchronous: AsynchronousTraining | None = None
         self._resumed: dict[str, Any] = {}
-        self._is_colocated = colocated
         self._compressor = elementwise(compression)
         self._num_servers = num_servers
         self._reported_unshared: set[str] = set()
@@ -143,7 +132,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             "delay_compensation": self._consistency.compensation,
             "num_servers": self._num_servers,
             "servers": self._addresses,
-            "colocated": self._is_colocated,
             "compression": None if self._compressor is None else repr(self._compressor),
             "bucket_cap_mb": self._bucket_cap_mb,
         }
@@ -155,12 +143,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             raise ValueError(
                 f"servers=[...]: {JOB_SECRET} is not set, by which servers and ranks know each other; make "
                 "one with 'openssl rand -hex 32', and set it for both"
-            )
-        if self._is_colocated and self._addresses is not None and len(self._addresses) >= self.num_nodes:
-            raise ValueError(
-                f"colocated=True: servers=[...] names {len(self._addresses)}, and num_nodes={self.num_nodes}; with as "
-                "many servers apart as nodes, or more, those on the nodes would have no share: leave colocated=True "
-                "out, or name fewer"
             )
         finders = [c for c in trainer.callbacks if isinstance(c, BatchSizeFinder | LearningRateFinder)]  # type: ignore[attr-defined]
         if finders and self._is_asynchronous:
@@ -179,18 +161,12 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         assert self.groups is not None
         given = job_secret(os.environ)
         secret = self.broadcast(os.urandom(32)) if given is None else bytes.fromhex(given)
-        addresses, shares = list(self._addresses or ()), None
-        if self._is_colocated:
-            shares = colocated_shares(self.num_nodes, len(addresses))
-        if self._addresses is None or self._is_colocated:
-            addresses += self._start_servers(secret)
         self._connections = connections = ServerConnections(
-            addresses,
+            self._addresses or self._start_servers(secret),
             secret,
             worker=self.global_rank,
             num_workers=self.world_size,
             consistency=self._consistency,
-            shares=shares,
             meter=self.meter,
             gather=self.gather_objects,
             silence_s=self.failure_timeout_s / 2,
@@ -212,8 +188,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     def _start_servers(self, secret: bytes) -> list[tuple[str, int]]:
         """Starts this host's servers on its first rank; returns the addresses of all servers; a collective."""
         number = max(2, self.num_nodes) if self._num_servers == "nodes" else self._num_servers
-        if self._is_colocated:
-            number = self.num_nodes
         own = range(self.node_rank, number, self.num_nodes) if self.local_rank == 0 else range(0)
         host = "127.0.0.1"
         if self.num_nodes > 1:

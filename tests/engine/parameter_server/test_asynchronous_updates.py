@@ -71,12 +71,11 @@ def workers(
     number: int = 2,
     *,
     num_servers: int = 1,
-    shares: list[int] | None = None,
     in_memory: Collection[int] = ALL,
     **rules: Any,
 ) -> Iterator[list[Worker]]:
     consistency = Consistency(is_synchronous=False, **rules)
-    with job(num_servers, number, shares, in_memory=in_memory) as found:
+    with job(num_servers, number, in_memory=in_memory) as found:
         made = [Worker(found, worker, make, consistency) for worker in range(number)]
         try:
             yield made
@@ -96,20 +95,16 @@ def alone(make: Callable[[Any], optim.Optimizer], updates: list[list[Tensor]]) -
     return [parameter.detach() for parameter in parameters]
 
 
-@pytest.mark.parametrize(
-    ("num_servers", "shares", "in_memory"),
-    [(1, None, ALL), (3, None, (0,)), (3, [2, 1, 1], ())],
-    ids=["1", "3", "unequal"],
-)
+@pytest.mark.parametrize(("num_servers", "in_memory"), [(1, ALL), (3, (0,)), (3, ())], ids=["1", "3", "sockets"])
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Muon", "NormedSGD", "OrderedSGD"])
 def test_updates_follow_each_other_in_the_order_in_which_they_come(
-    name: str, num_servers: int, shares: list[int] | None, in_memory: Collection[int]
+    name: str, num_servers: int, in_memory: Collection[int]
 ) -> None:
     own = {"NormedSGD": NormedSGD, "OrderedSGD": OrderedSGD}
     make = OPTIMIZERS.get(name, lambda groups: own[name](groups, lr=0.1))
     order = [0, 1, 1, 0, 1, 0]
     updates = [gradients(step, worker) for step, worker in enumerate(order)]
-    with workers(make, num_servers=num_servers, shares=shares, in_memory=in_memory) as both:
+    with workers(make, num_servers=num_servers, in_memory=in_memory) as both:
         for worker, update in zip(order, updates, strict=True):
             both[worker].step(update)
             assert both[worker].remote.version == both[0].remote.version or worker == 1

@@ -94,7 +94,6 @@ class Job:
     servers: list[Server]
     workers: Workers
     problems: list[str]
-    shares: list[int] | None = None
     in_memory: Collection[int] = ALL
     silence_s: float | None = None
     threads: list[threading.Thread] = field(default_factory=list)
@@ -109,7 +108,6 @@ class Job:
             worker=worker,
             num_workers=self.workers.num,
             consistency=consistency,
-            shares=self.shares,
             meter=meter or Meter(),
             gather=lambda value: self.workers.gather(worker, value),
             shares_memory=worker in self.in_memory,
@@ -129,11 +127,10 @@ class Job:
 def job(
     num_servers: int = 1,
     num_workers: int = 2,
-    shares: list[int] | None = None,
     in_memory: Collection[int] = ALL,
 ) -> Iterator[Job]:
     servers = [Server("127.0.0.1", 0, SECRET) for _ in range(num_servers)]
-    found = Job(servers, Workers(num_workers), [""] * len(servers), shares, in_memory)
+    found = Job(servers, Workers(num_workers), [""] * len(servers), in_memory)
 
     def serve(number: int) -> None:
         found.problems[number] = servers[number].serve()
@@ -166,15 +163,9 @@ def train(
     return remote
 
 
-@pytest.mark.parametrize(
-    ("num_servers", "shares", "in_memory"),
-    [(1, None, ALL), (3, None, (0,)), (3, [2, 1, 1], ())],
-    ids=["1", "3", "unequal"],
-)
-def test_every_optimizer_of_torch_updates_as_on_one_device(
-    num_servers: int, shares: list[int] | None, in_memory: Collection[int]
-) -> None:
-    with job(num_servers, shares=shares, in_memory=in_memory) as found:
+@pytest.mark.parametrize(("num_servers", "in_memory"), [(1, ALL), (3, (0,)), (3, ())], ids=["1", "3", "sockets"])
+def test_every_optimizer_of_torch_updates_as_on_one_device(num_servers: int, in_memory: Collection[int]) -> None:
+    with job(num_servers, in_memory=in_memory) as found:
 
         def work(worker: int) -> dict[str, tuple[list[Tensor], dict[str, Any]]]:
             results = {}
@@ -250,8 +241,8 @@ def test_a_loaded_state_goes_on(name: str) -> None:
             assert_equal(result, [p.detach() for p in wanted])
 
 
-def test_tensors_of_several_dtypes_have_the_shares_of_the_servers() -> None:
-    with job(3, shares=[2, 1, 1]) as found:
+def test_tensors_of_several_dtypes_are_divided_evenly() -> None:
+    with job(2) as found:
 
         def work(worker: int) -> list[list[int]]:
             with found.connections(worker) as connections:
@@ -267,35 +258,7 @@ def test_tensors_of_several_dtypes_have_the_shares_of_the_servers() -> None:
                 return [[part.nbytes for part in bucket.parts] for bucket in remote._buckets]
 
         sizes = found.workers.run(work)[0]
-    assert sizes == [[160, 80, 80], [160, 80, 80], [120, 60, 60]]
-
-
-@pytest.mark.parametrize("shares", [[2, 1], [1, 1]], ids=["unequal", "even"])
-def test_parts_that_are_not_even_are_sent_one_after_the_other(
-    shares: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """TCP divides a link evenly: the large parts came late, and their server's link was idle at first."""
-    sent: list[tuple[int, int]] = []
-    others_are_sent = threading.Event()
-    plainly = Channel.send
-
-    def send(channel: Channel, fields: dict[str, Any], payload: Any = ()) -> None:
-        if fields.get("kind") == "push":
-            server = [connection.channel for connection in connections._connections].index(channel)
-            if server == 0:  # its link is slow
-                assert shares == [2, 1] or others_are_sent.wait(30)
-                time.sleep(0.02)
-            sent.append((fields["bucket"], server))
-            if len([number for _, number in sent if number == 1]) == 3:
-                others_are_sent.set()
-        plainly(channel, fields, payload)
-
-    monkeypatch.setattr(Channel, "send", send)
-    with job(2, 1, shares) as found, found.connections(0) as connections:
-        parameters = weights()
-        train(connections, parameters, optim.SGD(parameters, lr=0.1), range(1))
-    in_order = [(bucket, server) for bucket in range(len(sent) // 2) for server in range(2)]
-    assert sent == in_order if shares == [2, 1] else sorted(sent) == in_order
+    assert sizes == [[160, 160], [160, 160], [120, 120]]
 
 
 @WAYS
