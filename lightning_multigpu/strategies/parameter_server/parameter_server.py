@@ -59,8 +59,8 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             host, but at least 2.
         servers: "auto" to start them, or the addresses of servers that ``lightning-multigpu serve`` runs elsewhere, as
             ``["10.0.0.5:7000"]``. These need the same ``LIGHTNING_MULTIGPU_JOB_SECRET`` as the ranks.
-        compression: push float32 gradients as "fp16", "bf16", "int8" or "topk", the last two with error feedback, as
-            under ring_ddp; pulled weights are not compressed.
+        compression: push float32 gradients as "fp16", "bf16" or "int8", the last with error feedback, as under
+            ring_ddp; pulled weights are not compressed.
         bucket_cap_mb: size of a bucket of gradients, in MiB; a bucket is pushed, updated and pulled at once. None for 4
             on one host with ``servers="auto"``, else 1: on a network, the first pull begins when a bucket is pushed.
         options: options of :class:`OptimizerServerStrategy` and
