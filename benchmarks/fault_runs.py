@@ -2,9 +2,8 @@
 
 ``python -m benchmarks.fault_runs --runs 15`` runs 15 of all combinations of fault, place, rank and launcher, one
 after another; ``--only kill,stop training popen`` those that have one of the words in each of the arguments. Controls
-are among them: what a job has to survive, with the weights of a run without faults. With ``--strategy replicated_ps``,
-sync_ps with replicas, the end of a server or of its replica (kill-server) is one of them. The launcher ``hosts`` starts
-one rank on each of two emulated hosts, and needs root.
+are among them: what a job has to survive, with the weights of a run without faults. The launcher ``hosts`` starts one
+rank on each of two emulated hosts, and needs root.
 
 With ``--results FILE`` each run is appended to that file as a line of JSON, and runs that are in it are skipped:
 a program that was ended goes on where it stopped. The tables are made of the whole file. There are fewer combinations
@@ -44,7 +43,6 @@ from tests.launch.fault_script import (
     JOIN_TIMEOUT_S,
     KINDS,
     RANKS,
-    SERVER_KINDS,
     STRATEGIES,
     must_survive,
 )
@@ -78,9 +76,9 @@ class Combination:
         return [method, self.kind, self.where, str(self.rank), str(step), str(workers), strategy]
 
 
-def combinations(only: list[str], runs: int | None, strategy: str = "ring_ddp") -> list[Combination]:
+def combinations(only: list[str], runs: int | None) -> list[Combination]:
     """The combinations that were asked for, in an order that mixes them; the same every time."""
-    kinds = (*KINDS, *HOST_KINDS, *CONTROLS, *(SERVER_KINDS if strategy == "replicated_ps" else ()))
+    kinds = (*KINDS, *HOST_KINDS, *CONTROLS)
     every = [
         Combination(*values)
         for values in itertools.product(kinds, PLACES, range(RANKS), LAUNCHERS)
@@ -139,9 +137,7 @@ def read_results(path: Path, strategy: str) -> list[tuple[Combination, Outcome]]
 
 
 def makes_sense(kind: str, where: str, rank: int, launcher: str) -> bool:
-    """Hosts fail where there are several, guardians and jobs once they have begun, servers where a rank started one."""
-    if kind in SERVER_KINDS:
-        return where not in ("joining", "end of fit") and (rank == 0 or launcher == "hosts")
+    """Hosts fail where there are several, guardians and jobs once they have begun."""
     if where == "joining" and (kind in HOST_KINDS or "guardian" in kind):
         return False
     return launcher == "hosts" or kind not in HOST_KINDS
@@ -160,7 +156,7 @@ def row(combination: Combination, outcome: Outcome) -> str:
 
 def main() -> int:
     options = arguments()
-    chosen = repeated(combinations(options.only, None, options.strategy), options.runs)[options.skip :]
+    chosen = repeated(combinations(options.only, None), options.runs)[options.skip :]
     kept = [] if options.results is None else read_results(options.results, options.strategy)
     if kept:
         print(f"{len(kept)} runs are in {options.results}")

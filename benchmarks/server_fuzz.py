@@ -98,7 +98,7 @@ def recorded_pair() -> list[tuple[int, Frame]]:
     """What two asynchronous workers send that train a step each: the worker, and the frame."""
     frames = {fields["kind"]: (fields, payload) for fields, payload in recorded()}
     (configure, _), (push, _), (step, _) = (frames[kind] for kind in ("configure", "push", "step"))
-    job = {**_HELLO, "num_workers": 2, "num_replicas": 1, "is_replica": False, "consistency": {
+    job = {**_HELLO, "num_workers": 2, "consistency": {
         "is_synchronous": False, "max_staleness": 1, "scales_learning_rate": True, "compensation": 0.1}}  # fmt: skip
     pushes = [({**push, "bucket": 1, "in_memory": True}, b""), ({**push, "bucket": 0, "in_memory": False}, bytes(24))]
 
@@ -130,9 +130,6 @@ def recorded_pair() -> list[tuple[int, Frame]]:
             asked("norm", optimizer=0, squares=1),
         ),
         *(asked("next", **of_epoch, limit=None), asked("give back", epoch=0), asked("pause"), asked("await over")),
-        asked("answered", question={"kind": "next", "run": 1, **of_epoch, "limit": 2}, number=2),
-        asked("answered", question={"kind": "told", "name": "rate", "of_all": True}, number=None),
-        asked("take over", rounds=[{"optimizer": 0, "round": 0, "is_pull": False, "buckets": [0, 1]}]),
         asked("goodbye"),
     ]
     return [(0, (job, b"")), (1, ({**job, "worker": 1}, b"")), *_alternating(first, second)]

@@ -4,15 +4,13 @@
         python -m benchmarks.servers_apart --servers 1
 
 The first N hosts train; each further one, K of them, runs a server. For S bytes of gradients and B bytes a second the
-exchange takes max(S/B, N S/(K B)) at least: each worker pushes and pulls S, each server N S/K, both ways at once. With
-servers on the workers' hosts as well (``colocated=True``, for K < N) it takes 2 N (N-1) S / ((N^2 + K N - 2 K) B).
+exchange takes max(S/B, N S/(K B)) at least: each worker pushes and pulls S, each server N S/K, both ways at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -20,7 +18,7 @@ from lightning_multigpu import ParameterServerStrategy
 from lightning_multigpu.communication.interface import source_address
 from lightning_multigpu.communication.job_secret import JOB_SECRET
 
-_PORTS = {"Apart": 7000, "Colocated": 7001}
+_PORT = "7000"
 _NETWORK = "10.77.0"  # of emulated hosts, which count from 1
 _SERVERS = "BENCHMARK_SERVERS"
 
@@ -29,15 +27,7 @@ class Apart(ParameterServerStrategy):
     """Takes its servers from the environment, since they differ from run to run."""
 
     def __init__(self, **options: Any) -> None:
-        port = _PORTS[type(self).__name__]
-        super().__init__(servers=[f"{host}:{port}" for host in os.environ[_SERVERS].split(",")], **options)
-
-
-class Colocated(Apart):
-    """The same with a server on each worker's host too."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(colocated=True, **options)
+        super().__init__(servers=[f"{host}:{_PORT}" for host in os.environ[_SERVERS].split(",")], **options)
 
 
 def main() -> None:
@@ -49,16 +39,13 @@ def main() -> None:
     os.environ.setdefault(JOB_SECRET, "of this benchmark alone, which nobody else can reach")
     program = [sys.executable, "-m", "lightning_multigpu"]
     workers, servers = arguments.workers, arguments.servers
-    ports = _PORTS if servers < workers else {"Apart": _PORTS["Apart"]}
     if int(os.environ["NODE_RANK"]) >= workers:
-        serve = [*program, "serve", "--host", str(source_address(os.environ["MASTER_ADDR"])), "--port"]
-        processes = [subprocess.Popen([*serve, str(port)]) for port in ports.values()]
-        sys.exit(max(process.wait() for process in processes))
+        address = str(source_address(os.environ["MASTER_ADDR"]))
+        os.execv(sys.executable, [*program, "serve", "--host", address, "--port", _PORT])
     os.environ[_SERVERS] = ",".join(f"{_NETWORK}.{workers + 1 + k}" for k in range(servers))
-    module = __spec__.name if __spec__ else __name__
-    named = [f"{module}.{name}:bucket_cap_mb={arguments.bucket_cap_mb}" for name in ports]
+    named = f"{__spec__.name if __spec__ else __name__}.Apart:bucket_cap_mb={arguments.bucket_cap_mb}"
     command = [*program, "bench", "strategies", "--num-nodes", str(workers)]
-    strategies = ["--devices", "1", "--strategies", "ring_ddp", *named, "--baseline", "ring_ddp"]
+    strategies = ["--devices", "1", "--strategies", "ring_ddp", named, "--baseline", "ring_ddp"]
     os.execv(sys.executable, [*command, *strategies, *others])
 
 

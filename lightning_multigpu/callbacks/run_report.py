@@ -160,7 +160,7 @@ class RunReport(SilentMonitors):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._gathered is None:
             gathered = gather(trainer, (self._record(trainer), self._told()))
-        elif job_rank(trainer) != 0:
+        elif not trainer.is_global_zero:
             return
         else:
             gathered = [
@@ -206,7 +206,7 @@ class RunReport(SilentMonitors):
 
     def _record(self, trainer: Trainer) -> document.RankRecord:
         return document.RankRecord(
-            rank=job_rank(trainer),
+            rank=trainer.global_rank,
             node=trainer.node_rank,
             host=socket.gethostname(),
             steps=self._throughput.steps,
@@ -259,12 +259,6 @@ def memory_of(trainer: Trainer) -> StageMemory | None:
         return None
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return StageMemory(**asdict(held), activations_bytes=None, device_peak_bytes=peak_bytes)
-
-
-def job_rank(trainer: Trainer) -> int:
-    """This rank's number in its job, which has more ranks than the Trainer if workers have joined the job."""
-    joined_as = trainer.strategy.joined_as if isinstance(trainer.strategy, ObservedStrategy) else None
-    return trainer.global_rank if joined_as is None else joined_as
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:

@@ -18,7 +18,7 @@ from statistics import median_low
 from lightning_multigpu.planning.communication_remedies import SharedWait, communication_remedies
 from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
-from lightning_multigpu.planning.rank_figures import RankFigures, Shard, ThreadTrial
+from lightning_multigpu.planning.rank_figures import RankFigures, ThreadTrial
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 
 SMALLEST_SHARE = 0.05
@@ -54,7 +54,7 @@ def diagnose(
     *,
     pipeline: PipelineFigures | None = None,
     trial: ThreadTrial | None = None,
-    shards: Sequence[Shard] = (),
+    shards: Sequence[float] = (),
     strategy: StrategyOptions = StrategyOptions(),  # noqa: B008
     asynchronous: bool = False,
 ) -> list[Finding]:
@@ -307,17 +307,14 @@ def _balance(strategy: StrategyOptions) -> str:
     return f"Let the measured time of the layers decide: {strategy.with_pipeline(balance='time')}, or give {counts}."
 
 
-def _shards(ranks: Sequence[RankFigures], shards: Sequence[Shard], strategy: StrategyOptions) -> list[Finding]:
+def _shards(ranks: Sequence[RankFigures], shards: Sequence[float], strategy: StrategyOptions) -> list[Finding]:
     """Ranks wait for the busiest server; even shares shorten that wait in proportion."""
-    total, shares = sum(shard.sent_bytes for shard in shards), sum(shard.share for shard in shards)
-    if len(shards) < 2 or not total:
+    if len(shards) < 2 or not sum(shards):
         return []
 
-    def excess(shard: Shard) -> float:
-        return shard.sent_bytes / total * shares / shard.share if shard.share else 0.0
-
-    fullest = max(range(len(shards)), key=lambda server: excess(shards[server]))
-    times = excess(shards[fullest])
+    fullest = max(range(len(shards)), key=shards.__getitem__)
+    part = shards[fullest] / sum(shards)
+    times = part * len(shards)
     exposed_s, step_s = _exposed_s(ranks), max(rank.step_s for rank in ranks)
     saving_s = max(0.0, exposed_s * (1 - 1 / times))
     return [
@@ -325,7 +322,7 @@ def _shards(ranks: Sequence[RankFigures], shards: Sequence[Shard], strategy: Str
             kind="imbalance of shards",
             saving_s=saving_s,
             step_s=step_s - saving_s,
-            evidence=f"server {fullest} moves {100 * shards[fullest].sent_bytes / total:.0f} % of the bytes, "
+            evidence=f"server {fullest} moves {100 * part:.0f} % of the bytes, "
             f"{times:.2f} times its share; {_who_waits(ranks)} {ms(exposed_s)} of a step of {ms(step_s)} for "
             "servers and other ranks.",
             remedy=_even_shards(strategy, len(shards)),

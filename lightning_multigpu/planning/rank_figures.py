@@ -101,19 +101,6 @@ class MemoryUse:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A parameter server's part of the traffic.
-
-    Attributes:
-        sent_bytes: bytes from and to all ranks.
-        share: the server's intended part of the traffic, relative to the other servers' shares.
-    """
-
-    sent_bytes: float
-    share: float
-
-
-@dataclass(frozen=True)
 class ThreadTrial:
     """The median step of a run with its threads, and with fewer, measured one after the other."""
 

@@ -8,7 +8,6 @@ import select
 import subprocess
 import sys
 
-from lightning_multigpu.guardian.proc import ended_text
 from lightning_multigpu.guardian.workers import SERVER
 
 # With -P, and this process's path on standard input: -m would put the working folder before all other folders.
@@ -18,7 +17,6 @@ _CODE = (
 )
 _START_S = 120.0
 _END_S = 5.0
-_STATE_S = 1.0
 
 
 class ServerProcess:
@@ -61,13 +59,6 @@ class ServerProcess:
             )
             raise RuntimeError(f"a parameter server (pid {self._process.pid}) {status}; what it printed is above")
         return int(json.loads(line)["port"])
-
-    def state(self) -> str:
-        """The state of its process, for a message about its end."""
-        try:
-            return f"pid {self._process.pid}, which {ended_text(self._process.wait(_STATE_S))}"
-        except subprocess.TimeoutExpired:
-            return f"pid {self._process.pid}, which has not ended"
 
     def close(self) -> None:
         """Waits for its end, when all workers have left; kills it if that takes long."""

@@ -91,14 +91,6 @@ class ObservedStrategy:
         """
         return None
 
-    @property
-    def joined_as(self) -> int | None:
-        """This rank's number in the job that it has joined, beside the ranks of that job; None for other ranks.
-
-        Rank 0 of that job reports on this rank as well.
-        """
-        return None
-
     def is_common(self, error: BaseException) -> bool:
         """True if all ranks have raised ``error`` at the same batch, so that collectives still work."""
         return True

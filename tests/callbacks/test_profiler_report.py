@@ -353,7 +353,6 @@ def test_updates_of_ranks_at_their_own_pace_have_a_staleness(world2: World, tmp_
     assert other is None
     counts = [dict(worker["histogram"]) for worker in profile["servers"]["workers"]]
     assert sum(sum(of_worker.values()) for of_worker in counts) == 20
-    assert profile["servers"]["servers"][0]["share"] == 1
     held = {"parameters_bytes": 320, "gradients_bytes": 320, "optimizer_bytes": 0, "device_peak_bytes": None}
     assert [of_rank["memory"] for of_rank in profile["ranks"]] == [{**held, "activations_bytes": 5 * 2 * 4 * 4}] * 2
     assert "Staleness of updates" in profile_page.page(profile)

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from lightning.pytorch.callbacks import Callback
 
 from lightning_multigpu import ParameterServerStrategy
-from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.cli import main
-from lightning_multigpu.commands.serve import _parser
+from lightning_multigpu.commands.serve import _options, _parser
 from lightning_multigpu.communication.job_secret import JOB_SECRET
 from tests import preforked
-from tests.strategies.parameter_server.test_asynchronous_training import EVERY, NUM_BATCHES, Seen, loader, trained_on
 from tests.strategies.tasks import Case, Classifier, assert_same_weights, eval_loader, make_trainer, state, train_loader
 from tests.world import World
 
@@ -74,159 +67,6 @@ def test_workers_train_on_servers_that_are_there(world2: World) -> None:
             assert process.returncode == 0
 
 
-class Continues(Classifier):
-    """It goes on with the state of an optimizer."""
-
-    saved: Any = None
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        if self.saved is not None:
-            optimizer.load_state_dict(self.saved)
-        return optimizer
-
-
-@pytest.mark.launch
-def test_servers_go_on_from_their_snapshots(world2: World, tmp_path: Path) -> None:
-    reference = Continues("adamw")
-    for _ in range(2):
-        trainer = make_trainer(CASE, "auto", 1)
-        trainer.fit(reference, train_loader(CASE, trainer))
-        reference.saved = trainer.optimizers[0].state_dict()
-    files = [str(tmp_path / name) for name in ("one", "other")]
-    settings = tmp_path / "server.yaml"
-    settings.write_text(f"host: 192.0.2.1\nsnapshot: {files[1]}\nsnapshot_every_s: 0.1\n")
-    for arguments in ([], ["--resume"]):
-        resumes = [[*arguments, file] if arguments else [] for file in files]
-        with (
-            serving("--snapshot", files[0], "--snapshot-every-s", "0.1", *resumes[0]) as (first_port, first),
-            serving("--config", str(settings), "--host", "127.0.0.1", *resumes[1]) as (second_port, second),
-        ):
-            results = world2.run(fit, [f"127.0.0.1:{first_port}", f"127.0.0.1:{second_port}"])
-            assert (first.wait(30), second.wait(30)) == (0, 0)
-    for result in results:
-        assert_same_weights(result, {"weights": state(reference)})
-    with serving("--resume", files[0]) as (port, process):
-        world2.run_raising(
-            RuntimeError, "is of another model, optimizer or number of servers", fit, [f"127.0.0.1:{port}"]
-        )
-        assert process.wait(30) == 1
-
-
-class Begins(Callback):
-    """It keeps the weights with which training begins."""
-
-    weights: Any = None
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.weights = [parameter.detach().clone() for parameter in module.parameters()]
-
-
-def asynchronously(address: str, epochs: int) -> dict[str, Any]:
-    os.environ[JOB_SECRET] = SECRET
-    module, begins = Seen("adamw"), Begins()
-    strategy = ParameterServerStrategy(mode="async", servers=[address], join_timeout_s=20)
-    trainer = make_trainer(Case(max_epochs=epochs), strategy, 2, callbacks=[begins])
-    try:
-        trainer.fit(module, loader())
-    finally:
-        del os.environ[JOB_SECRET]
-    return {
-        "samples": module.samples,
-        "weights": state(module),
-        "began": begins.weights,
-        "steps": {int(each["step"]) for each in trainer.optimizers[0].state_dict()["state"].values()},
-    }
-
-
-@pytest.mark.launch
-def test_a_server_of_asynchronous_ranks_goes_on_after_it_was_killed(world2: World, tmp_path: Path) -> None:
-    file = tmp_path / "server.pt"
-    with serving("--snapshot", str(file), "--snapshot-every-s", "0.1") as (port, process), ThreadPoolExecutor() as pool:
-        words = rf"parameter server 0 of 1 \(127.0.0.1 port {port}\) has ended"
-        training = pool.submit(world2.run_raising, RuntimeError, words, asynchronously, f"127.0.0.1:{port}", 100_000)
-        deadline_s = time.monotonic() + 60
-        while not (file.exists() and steps_of(file)) and time.monotonic() < deadline_s:
-            time.sleep(0.05)
-        process.kill()
-        training.result()
-    (saved,) = torch.load(file, weights_only=True).values()
-    with serving("--resume", str(file)) as (port, process):
-        first, second = world2.run(asynchronously, f"127.0.0.1:{port}", 2)
-        assert process.communicate(timeout=30)[0] == "The job has ended\n"
-        assert process.returncode == 0
-    weights = torch.cat(saved[0]["weights"])
-    assert torch.equal(torch.cat([w.flatten() for w in first["began"]]).sort().values, weights.sort().values)
-    assert trained_on([first, second]) == dict.fromkeys(range(2), EVERY)
-    assert first["steps"] == {steps + 2 * NUM_BATCHES for steps in steps_of(file)}, "the state goes on, too"
-    assert_same_weights(first, second)
-
-
-def steps_of(file: Path) -> set[int]:
-    """The updates of each piece in a snapshot."""
-    (saved,) = torch.load(file, weights_only=True).values()
-    return {int(state["step"]) for _, _, state in saved[0]["state"]}
-
-
-class Meets(Callback):
-    """After a batch the first worker waits until the other has trained on one."""
-
-    def __init__(self, directory: Path, *, is_late: bool) -> None:
-        self.sign, self.is_late = directory / "joined", is_late
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        deadline_s = time.monotonic() + 60
-        while not self.is_late and not self.sign.exists() and time.monotonic() < deadline_s:
-            time.sleep(0.02)
-        if self.is_late:
-            self.sign.touch()
-
-
-def takes_part(address: str, directory: Path, *, joins: bool) -> dict[str, Any]:
-    os.environ[JOB_SECRET] = SECRET
-    module = Seen()
-    strategy = ParameterServerStrategy(mode="async", servers=[address], joins=joins, join_timeout_s=20)
-    report = RunReport()
-    callbacks = [Meets(directory, is_late=joins), report]
-    trainer = make_trainer(Case(max_epochs=3), strategy, 1, callbacks=callbacks, default_root_dir=str(directory))
-    try:
-        trainer.fit(module, loader(), eval_loader())
-    finally:
-        del os.environ[JOB_SECRET]
-    ranks = [] if report.report is None else [each["rank"] for each in report.report["ranks"]]
-    return {
-        "samples": module.samples,
-        "weights": state(module),
-        "validated": len(module.versions),
-        "reported": ranks,
-    }
-
-
-@pytest.mark.launch
-def test_a_worker_joins_a_job_that_trains(tmp_path: Path) -> None:
-    with (
-        serving() as (port, process),
-        contextlib.closing(World(1)) as first,
-        contextlib.closing(World(1)) as late,
-        ThreadPoolExecutor() as pool,
-    ):
-        address = f"127.0.0.1:{port}"
-        late.run_raising(RuntimeError, "no asynchronous job here", takes_part, address, tmp_path, joins=True)
-        training = pool.submit(first.run, takes_part, address, tmp_path, joins=False)
-        results: list[dict[str, Any]] = []
-        while not results:  # the job may not be there yet
-            with contextlib.suppress(RuntimeError):
-                results = late.run(takes_part, address, tmp_path, joins=True)
-        results += training.result()
-        assert process.wait(30) == 0
-    joined, began = results
-    assert trained_on(results) == dict.fromkeys(range(3), EVERY)
-    assert joined["samples"]
-    assert (began["validated"], joined["validated"]) == (3, 0)
-    assert (began["reported"], joined["reported"]) == ([0, 1], []), "both were rank 0, and the job failed at its end"
-    assert_same_weights(joined, began)
-
-
 @pytest.mark.launch
 def test_workers_of_another_job_are_not_let_in(world2: World) -> None:
     with serving(secret="f" * 64) as (port, process):
@@ -241,20 +81,6 @@ def test_workers_of_another_job_are_not_let_in(world2: World) -> None:
     ("secret", "arguments", "words"),
     [
         ("", [], f"{JOB_SECRET} is not set: make one with 'openssl rand -hex 32'"),
-        (SECRET, ["--snapshot-every-s", "0"], "--snapshot-every-s 0.0 is out of range; give a number above 0"),
-        (SECRET, ["--snapshot-every-s", "inf"], "--snapshot-every-s inf is out of range; give a number above 0 and of"),
-        (SECRET, ["--snapshot-every-s", "5"], "--snapshot-every-s 5 does nothing without --snapshot FILE; name a file"),
-        (SECRET, ["--resume", __file__], "test_serve.py: it cannot be read as a snapshot"),
-        (
-            SECRET,
-            ["--snapshot", f"{__file__}/a.pt"],
-            "test_serve.py/a.pt: no file can be written there (Not a directory)",
-        ),
-        (
-            SECRET,
-            [*NOWHERE, "--snapshot", "/"],
-            "--snapshot /: no file can be written there (Is a directory); name a file in",
-        ),
         ("short", [], f"{JOB_SECRET} has 5 characters; it must have 32 or more"),
         (SECRET, ["--port", "70000"], "--port 70000 is not between 0 and 65535"),
         (SECRET, NOWHERE, "cannot listen on 192.0.2.1 port 7000: "),
@@ -273,11 +99,11 @@ def test_wrong_settings_are_refused(
     ("text", "words"),
     [
         ("prot: 1", "{path}: prot is not a setting. Did you mean 'port'?"),
-        ("config: other.yaml", "{path}: config is not a setting. Known: host, port, resume, "),
+        ("config: other.yaml", "{path}: config is not a setting. Known: host, port, threads"),
         ("port: many", "{path}: argument --port: invalid int value: 'many'"),
         ("port: 7000.5", "{path}: argument --port: invalid int value: '7000.5'"),
         ("threads: true", "{path}: threads=True is neither a number nor a text"),
-        ("resume: [a, b]", "{path}: resume=['a', 'b'] is neither a number nor a text"),
+        ("host: [a, b]", "{path}: host=['a', 'b'] is neither a number nor a text"),
         ("threads: -1", "{path}: --threads -1 is not between 0 and 1024"),
         ("", "{path}: not settings, as in 'port: 7000', but None"),
         (None, "--config={path}: there is no such file"),
@@ -291,6 +117,13 @@ def test_wrong_settings_of_a_file_are_refused(
         path.write_text(text)
     assert main(["serve", "--config", str(path)]) == 2
     assert words.format(path=path) in capsys.readouterr().err
+
+
+def test_options_of_the_command_line_override_those_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text("host: 192.0.2.1\nthreads: 3\n")
+    options = _options(_parser("serve"), ["--config", str(path), "--host", "127.0.0.1"])
+    assert (options.host, options.threads) == ("127.0.0.1", 3)
 
 
 def test_the_example_shows_the_defaults() -> None:

@@ -65,10 +65,6 @@ CONTROLS: dict[str, Callable[[faults.Spot], Callback]] = {
     "pause": lambda spot: spot.call(outside_faults.pause),
     "suspend": lambda spot: spot.call(outside_faults.suspend),
 }
-# Those that a job with replicas of parameter servers must survive.
-SERVER_KINDS: dict[str, Callable[[faults.Spot], Callback]] = {
-    "kill-server": lambda spot: spot.call(outside_faults.kill_server),
-}
 
 
 def must_survive(kind: str, where: str) -> bool:
@@ -77,7 +73,7 @@ def must_survive(kind: str, where: str) -> bool:
     SIGINT to a worker of a loader is what every Ctrl-C at a terminal brings along: the rank decides what to do, and the
     worker goes on until it is ended.
     """
-    return kind in ("nothing", *CONTROLS, *SERVER_KINDS) or (kind, where) == ("interrupt", "data")
+    return kind in ("nothing", *CONTROLS) or (kind, where) == ("interrupt", "data")
 
 
 STRATEGIES: dict[str, Callable[[Any], Any]] = {
@@ -116,13 +112,6 @@ STRATEGIES: dict[str, Callable[[Any], Any]] = {
         join_timeout_s=JOIN_TIMEOUT_S,
         hang_report_s=HANG_REPORT_S,
     ),
-    "replicated_ps": lambda method: ParameterServerStrategy(
-        replicas=1,
-        start_method=method,
-        failure_timeout_s=FAILURE_TIMEOUT_S,
-        join_timeout_s=JOIN_TIMEOUT_S,
-        hang_report_s=HANG_REPORT_S,
-    ),
     "ddp": lambda method: DDPStrategy(start_method=method),
 }
 
@@ -148,10 +137,8 @@ def main() -> None:
     ]
     if kind != "nothing":
         callbacks.append(
-            {**KINDS, **HOST_KINDS, **CONTROLS, **SERVER_KINDS}[kind](
-                faults.at(rank=int(rank), step=int(step), where=where)
-            )
-        )  # type: ignore[arg-type]
+            {**KINDS, **HOST_KINDS, **CONTROLS}[kind](faults.at(rank=int(rank), step=int(step), where=where))  # type: ignore[arg-type]
+        )
     num_nodes = int(os.environ.get("NUM_NODES", "1"))
     ranks = RANKS // num_nodes
     trainer = make_trainer(

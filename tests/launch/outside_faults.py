@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 import pdb
 import random
@@ -17,8 +16,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-
-from lightning_multigpu.runtime.server_process import ServerProcess
 
 _MARK = "FAULT_JOB_MARK"
 _GUARDIAN = os.path.join("guardian", "__main__.py")
@@ -56,13 +53,6 @@ def vanish() -> None:
     for pid in [*_others_of_this_host(), os.getpid()]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def kill_server() -> None:
-    """The first parameter server that this rank has started, or the replica, is killed."""
-    first = next(found for found in gc.get_objects() if type(found) is ServerProcess)
-    first._process.kill()
-    first._process.wait()
 
 
 def end_guardian() -> None:

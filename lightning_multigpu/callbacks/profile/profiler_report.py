@@ -26,7 +26,7 @@ from lightning_multigpu.callbacks.probes import host_memory, usable_cores
 from lightning_multigpu.callbacks.profile.action_recorder import ActionRecorder
 from lightning_multigpu.callbacks.profile.operator_trace import OperatorTrace
 from lightning_multigpu.callbacks.profile.value_reads import ValueReads
-from lightning_multigpu.callbacks.run_report import gather, is_fast_dev_run, job_rank, memory_of, versions_of
+from lightning_multigpu.callbacks.run_report import gather, is_fast_dev_run, memory_of, versions_of
 from lightning_multigpu.callbacks.silent_monitors import SilentMonitors
 from lightning_multigpu.callbacks.strategy_identity import identify, strategy_options
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor
@@ -185,7 +185,7 @@ class ProfilerReport(SilentMonitors):
         told = gather(trainer, self._told(self._window)) if self._gathered is None else self._gathered
         directory = trainer.log_dir or trainer.default_root_dir  # a broadcast: every rank must ask
         self._window = None
-        if job_rank(trainer) != 0:
+        if not trainer.is_global_zero:
             return
         if not all(of_rank["steps"] for of_rank in told):
             rank_zero_warn(
@@ -266,7 +266,7 @@ class _Window:
         meter = getattr(trainer.strategy, "meter", None)
         self._meter = meter if isinstance(meter, Meter) else None
         self.now: Callable[[], float] = time.perf_counter if self._meter is None else self._meter.now
-        self._rank = job_rank(trainer)
+        self._rank = trainer.global_rank
         self._node = trainer.node_rank
         self._warmup, self._active = warmup, active
         self._left_to_wait = wait

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 _MAX_BATCHES = 2**40
 _MAX_EPOCHS = 10_000
-_MAX_AHEAD = 65_536  # as many batches as there may be workers
 
 
 @dataclass(eq=False)
@@ -39,11 +38,6 @@ class BatchQueue:
         self._first_open = 0
         self._left: int | None = None
         self._last: int | None = None
-
-    @property
-    def newest_epoch(self) -> int:
-        """The last epoch that workers have got batches of."""
-        return max(self._epochs, default=self._first_open)
 
     @property
     def is_limited(self) -> bool:
@@ -100,9 +94,18 @@ class BatchQueue:
         Raises:
             ValueError: a number is out of range.
         """
-        batches = None if self.is_over(worker, epoch) else self._opened(worker, epoch, first, num_batches)
-        if batches is None:
+        if self.is_over(worker, epoch):
             return None
+        if not 0 <= first <= num_batches < _MAX_BATCHES or epoch < 0:
+            raise ValueError(f"batch {first} of {num_batches} in epoch {epoch}")
+        self._epoch_of[worker] = max(epoch, self._epoch_of.get(worker, 0))
+        self._forget_ended()
+        if epoch < self._first_open:  # all workers have left it
+            return None
+        if len(self._epochs) >= _MAX_EPOCHS and epoch not in self._epochs:
+            raise ValueError(f"epoch {epoch}, and the slowest worker is in epoch {self._first_open}: use max_staleness")
+        batches = self._epochs.setdefault(epoch, _Epoch(num_batches))
+        batches.following = max(batches.following, first)
         if batches.returned:
             number = batches.returned.popleft()
         else:
@@ -110,50 +113,11 @@ class BatchQueue:
             if batches.following >= last or self._has_reached_limit(worker):
                 return None
             number = batches.following
-            self._assign_up_to(batches, number)
+            batches.following += 1
+            if self._left is not None:
+                self._left -= 1
         batches.assigned[worker].add(number)
         return number
-
-    def took(self, worker: int, epoch: int, number: int, *, first: int, num_batches: int) -> None:
-        """On a replica: notes a batch that a worker got from the other server.
-
-        Workers report batches in any order: batches in between count as returned until their workers report them.
-
-        Raises:
-            ValueError: a number is out of range.
-        """
-        batches = self._opened(worker, epoch, first, num_batches)
-        if batches is None:
-            return
-        if not first <= number < min(num_batches, batches.following + _MAX_AHEAD):
-            raise ValueError(f"batch {number} of {num_batches} in epoch {epoch}, after {batches.following}")
-        batches.returned.extend(range(batches.following, number))
-        if number >= batches.following:
-            self._assign_up_to(batches, number)
-        elif number in batches.returned:
-            batches.returned.remove(number)
-        for numbers in batches.assigned.values():  # another worker's, which is lost, as this replica does not know yet
-            numbers.discard(number)
-        batches.assigned[worker].add(number)
-
-    def _opened(self, worker: int, epoch: int, first: int, num_batches: int) -> _Epoch | None:
-        """The worker's epoch; None if all workers have left it."""
-        if not 0 <= first <= num_batches < _MAX_BATCHES or epoch < 0:
-            raise ValueError(f"batch {first} of {num_batches} in epoch {epoch}")
-        self._epoch_of[worker] = max(epoch, self._epoch_of.get(worker, 0))
-        self._forget_ended()
-        if epoch < self._first_open:
-            return None
-        if len(self._epochs) >= _MAX_EPOCHS and epoch not in self._epochs:
-            raise ValueError(f"epoch {epoch}, and the slowest worker is in epoch {self._first_open}: use max_staleness")
-        batches = self._epochs.setdefault(epoch, _Epoch(num_batches))
-        batches.following = max(batches.following, first)
-        return batches
-
-    def _assign_up_to(self, batches: _Epoch, number: int) -> None:
-        if self._left is not None:
-            self._left = max(0, self._left - (number + 1 - batches.following))
-        batches.following = number + 1
 
     def _forget_ended(self) -> None:
         """Forgets epochs that worker 0, and all others that have asked for batches, have left."""

@@ -35,7 +35,7 @@ class Coordination:
         if self._servers.worker == 0:
             self._servers.post(0, {"kind": "start", "run": self._run})
         else:
-            self._servers.ask(0, {"kind": "await start", "run": self._run})
+            self._servers.post(0, {"kind": "await start", "run": self._run})
             self._servers.answers("start", _FIRST)
 
     def next_batch(self, epoch: int, *, first: int, num_batches: int, limit: int | None) -> int | None:
@@ -64,7 +64,7 @@ class Coordination:
         """Asks for what :meth:`next_batch` of the same arguments returns, so that the answer comes meanwhile."""
         if self._asked is None:
             self._asked = self._question(epoch, first, num_batches, limit)
-            self._servers.ask(0, self._asked)
+            self._servers.post(0, self._asked)
 
     def _question(self, epoch: int, first: int, num_batches: int, limit: int | None) -> Fields:
         of_epoch = {"epoch": epoch, "first": first, "num_batches": num_batches, "limit": limit}
@@ -76,7 +76,7 @@ class Coordination:
             ((fields, _),) = self._servers.answers("batch", _FIRST)
             if asked == question:
                 return fields  # else of an epoch that has been given back
-        self._servers.ask(0, question)
+        self._servers.post(0, question)
         ((fields, _),) = self._servers.answers("batch", _FIRST)
         return fields
 
@@ -101,7 +101,7 @@ class Coordination:
             at_once: have them end within the epoch, after their present batch.
         """
         with self._waits():
-            self._servers.ask(0, {"kind": "stop", "epoch": -1 if at_once else epoch, "at_once": at_once})
+            self._servers.post(0, {"kind": "stop", "epoch": -1 if at_once else epoch, "at_once": at_once})
             self._servers.answers("stopped", _FIRST)
 
     @contextmanager
@@ -123,7 +123,7 @@ class Coordination:
         if self._servers.worker == 0:
             self._servers.post_value(0, {"kind": "over"}, message, "worker 0's last message")
             return message
-        self._servers.ask(0, {"kind": "await over"})
+        self._servers.post(0, {"kind": "await over"})
         ((fields, tensors),) = self._servers.answers("over", _FIRST)
         return unpacked(fields["body"], tensors)
 
@@ -138,6 +138,6 @@ class Coordination:
         self._servers.post(0, {"kind": "tell", "name": name, "value": value})
         if self._servers.worker != 0:
             return [value]
-        self._servers.ask(0, {"kind": "told", "name": name, "of_all": of_all})
+        self._servers.post(0, {"kind": "told", "name": name, "of_all": of_all})
         ((fields, _),) = self._servers.answers("told", _FIRST)
         return list(fields["values"])

@@ -44,7 +44,7 @@ from lightning_multigpu.engine.clipping import (
     sum_of_squares,
 )
 from lightning_multigpu.engine.optimizer_split import Split
-from lightning_multigpu.engine.parameter_server.sharding import Layout, Piece
+from lightning_multigpu.engine.parameter_server.sharding import Layout, Piece, imbalance_of
 from lightning_multigpu.engine.redirected_optimizer import (
     RedirectedOptimizer,
     call_on_gradient,
@@ -136,12 +136,11 @@ class HostOptimizer(RedirectedOptimizer):
     def imbalance(self) -> float:
         """The largest shard in proportion to an even one; 1.0 is even."""
         self._place_new()
-        total = sum(flat.weights.nbytes for flat in self._flats)
         sizes = [0] * self._memory.num_ranks
         for flat in self._flats:
             for rank, (first, last) in enumerate(flat.layout.bounds):
                 sizes[rank] += (last - first) * flat.weights.element_size()
-        return max(sizes) * len(sizes) / total if total else 1.0
+        return imbalance_of(sizes)
 
     def close(self) -> None:
         """Gives the optimizer its own ``step`` back, and this rank's state of its shard up."""
@@ -271,7 +270,7 @@ class HostOptimizer(RedirectedOptimizer):
         new = [parameter for parameter in self._parameters() if parameter not in self._shards]
         for parameters in alike(new):
             numels = [parameter.numel() for parameter in parameters]
-            layout = Layout(numels, [1] * self._memory.num_ranks, self._split)
+            layout = Layout(numels, self._memory.num_ranks, self._split)
             dtype = parameters[0].dtype
             gradients, weights = (self._memory.reserve(layout.total, dtype) for _ in range(2))
             pieces = layout.pieces(self._memory.rank)

@@ -23,7 +23,6 @@ class Member:
     """A worker's connection, and what is to be sent over it.
 
     ``requests`` is a second connection of a worker on another host, for messages that must not wait behind gradients.
-    A quiet member takes this server for a replica: the other server sends the weights and answers questions.
     ``memory`` is that of the buckets, by number of their optimizer and their own, which a worker of this host shares;
     ``memory_in`` and ``memory_out`` count the bytes that went through it.
     """
@@ -31,7 +30,6 @@ class Member:
     worker: int
     channel: Channel
     requests: Channel | None = None
-    is_quiet: bool = False
     shares_memory: bool = False
     memory: dict[tuple[int, int], BucketMemory] = field(default_factory=dict)
     memory_in: int = 0

@@ -33,7 +33,7 @@ from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.clipping import ABSENT, SPARSE, kind_of, rows_of, sparse
 from lightning_multigpu.engine.optimizer_split import Split
 from lightning_multigpu.engine.parameter_server.bucket_memory import BucketMemory, copy_out
-from lightning_multigpu.engine.parameter_server.server_connections import Fields, ServerConnections, ServerError
+from lightning_multigpu.engine.parameter_server.server_connections import Fields, ServerConnections
 from lightning_multigpu.engine.parameter_server.sharding import bucket_parts, imbalance_of
 from lightning_multigpu.engine.parameter_server.wire import (
     WireError,
@@ -176,10 +176,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         self._plans = 0
         self._round = 0
         self._targets: dict[tuple[int, int], tuple[list[memoryview], int, bool]] = {}
-        self._waits_for: list[int] = []
-        self._unmirrored: set[int] = set()
         self._squares: dict[int, float] = {}
-        self._is_pulling = False
         self._is_replacing = False  # weights are on their way to servers, and the next request must come after them
         self._kinds: dict[Parameter, int] = {}
         self._rows: dict[Parameter, Tensor] = {}
@@ -190,13 +187,13 @@ class RemoteOptimizer(RedirectedOptimizer):
 
     @property
     def imbalance(self) -> float:
-        """The largest ratio of a shard to the server's share of the bytes; 1.0 where all have their shares."""
+        """The largest shard in proportion to an even one; 1.0 is even."""
         self._place_new()
         sizes = [0] * self._servers.num_servers
         for bucket in self._buckets:
             for part in bucket.parts:
                 sizes[part.server] += part.nbytes
-        return imbalance_of(sizes, self._servers.shares)
+        return imbalance_of(sizes)
 
     def close(self) -> None:
         """Gives the optimizer its own ``step`` back, and pushes nothing from now on."""
@@ -256,10 +253,8 @@ class RemoteOptimizer(RedirectedOptimizer):
     def pull(self) -> None:
         """Gets the newest weights."""
         staged = self._expect()
-        self._is_pulling = True
         self._post_to_all({"kind": "pull", "optimizer": self._number})
         self._await_parts()
-        self._is_pulling = False
         for piece, place in staged:
             piece.fill(piece.parameter, place)
         self._complete_sums()
@@ -281,7 +276,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         if self._servers.worker != 0:
             return found
         for server in range(self._servers.num_servers):
-            self._servers.ask(server, {"kind": "state", "optimizer": self._number})
+            self._servers.post(server, {"kind": "state", "optimizer": self._number})
         told: dict[tuple[int, int, int], dict[str, Any]] = {}
         for server, (fields, tensors) in enumerate(self._servers.answers("state")):
             for bucket, index, state in unpacked(fields["body"], tensors):
@@ -316,7 +311,7 @@ class RemoteOptimizer(RedirectedOptimizer):
                 {"values": values, "state": states[server]},
                 "the state of the checkpoint's optimizer",
             )
-        self._servers.confirmations()
+        self._servers.answers("done")
 
     # Where things are
 
@@ -329,11 +324,11 @@ class RemoteOptimizer(RedirectedOptimizer):
         first = len(self._buckets)
         for parameters in alike(new):
             self._make_buckets(parameters)  # type: ignore[arg-type]
-        is_resumed = self._configure(self._buckets[first:])
+        self._configure(self._buckets[first:])
         for parameter in new:
             self.optimizer.state.pop(parameter, None)
         self._plans += 1
-        if is_resumed or not self._servers.consistency.is_synchronous:
+        if not self._servers.consistency.is_synchronous:
             self.pull()
         self._complete_sums()
 
@@ -342,7 +337,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         dtype = parameters[0].dtype
         placed = bucket_parts(
             [parameter.numel() for parameter in parameters],
-            self._servers.shares,
+            self._servers.num_servers,
             self._split,
             full_numel=self._bucket_bytes / dtype.itemsize,
         )
@@ -363,8 +358,8 @@ class RemoteOptimizer(RedirectedOptimizer):
         for parameter in parameters:
             self._pieces.setdefault(parameter, []).sort(key=lambda found: found[0].pieces[found[1]].start)
 
-    def _configure(self, buckets: list[_Bucket]) -> bool:
-        """Sends the servers new buckets; returns whether the servers resume from snapshots, with other weights."""
+    def _configure(self, buckets: list[_Bucket]) -> None:
+        """Sends the servers new buckets."""
         servers, is_first = self._servers, self._servers.worker == 0
         together = servers.consistency.is_synchronous
         if together and not is_first:
@@ -379,22 +374,9 @@ class RemoteOptimizer(RedirectedOptimizer):
             }
             content = self._content(parts) if is_first else None
             servers.post_value(server, fields, content, f"an option of {type(self.optimizer).__name__}")
-        answers = servers.confirmations()
-        for number, copies in enumerate(answers):
-            if any(fields != copies[0] for fields in copies):
-                raise ServerError(
-                    f"parameter server {number} and its replica do not go on from the same snapshot: start both with "
-                    "--resume and the file of one of them"
-                )
+        servers.answers("done")
         if together and is_first:
             servers.gather(None)
-        resumed = [any(bool(fields["is_resumed"]) for fields in copies) for copies in answers]
-        if any(resumed) and not all(resumed):
-            raise ServerError(
-                f"parameter server {resumed.index(True)} goes on from a snapshot, and {resumed.index(False)} does not: "
-                "start all of them with --resume, or none"
-            )
-        return any(resumed)
 
     def _plan(self, server: int, parts: Sequence[_Part]) -> dict[str, Any]:
         """What all workers must have in common."""
@@ -623,44 +605,22 @@ class RemoteOptimizer(RedirectedOptimizer):
     def _post_to_all(
         self, message: Fields, payload: Sequence[memoryview] = (), *, is_urgent: bool = True, is_first: bool = False
     ) -> None:
-        """Asks all servers for their parts; replicas say that they have mirrored it.
-
-        A replica that takes over gets the question and then the list of missing buckets, or, if it has taken over
-        before, the question alone.
-        """
-        servers = self._servers
-        with servers.arriving():
-            self._waits_for = self._asked()
-            self._unmirrored = {server for server in self._waits_for if servers.is_mirrored(server)}
-            for server in self._waits_for:
-                servers.post(server, message, payload, is_urgent=is_urgent, is_first=is_first)
+        """Asks all servers for their parts."""
+        for server in self._asked():
+            self._servers.post(server, message, payload, is_urgent=is_urgent, is_first=is_first)
 
     def _await_parts(self) -> None:
-        """Waits until all parts are there, and replicas have done what their servers have."""
-        servers = self._servers
-        servers.wait_until(
-            lambda: not self._targets and not any(servers.has_replica(server) for server in self._unmirrored)
-        )
-        self._waits_for = []
+        """Waits until all parts are there."""
+        self._servers.wait_until(lambda: not self._targets)
         self._is_replacing = False
-
-    def lacks(self, server: int) -> Fields | None:
-        """What this worker waits for from a server: buckets of its round. None if it has not asked the server."""
-        if server not in self._waits_for:
-            return None
-        buckets = [bucket for of_server, bucket in list(self._targets) if of_server == server]
-        return {"optimizer": self._number, "round": self._round, "is_pull": self._is_pulling, "buckets": buckets}
 
     def receive(
         self, server: int, fields: Fields, payload_bytes: int, channel: Channel, memory: BucketMemory | None
     ) -> None:
         """Takes a part that a server sends, or has in memory; on the thread that reads from it."""
-        if fields["kind"] != "part":
+        if fields["kind"] == "squares":
             with self._servers.arriving():
-                if fields["kind"] == "squares":
-                    self._squares[server] = float(fields["squares"])
-                else:
-                    self._unmirrored.discard(server)
+                self._squares[server] = float(fields["squares"])
             return
         views, size_bytes, is_summed = self._targets.get((server, fields.get("bucket", -1)), (None, 0, False))
         kinds = fields.get("kinds")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import traceback
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,7 +83,6 @@ class _Pushes:
     gradient: Tensor | None = None
     rooms: list[Tensor] = field(default_factory=list)
     is_averaged: bool = False
-    is_sent: bool = False
 
     def present(self) -> Iterator[Tensor]:
         """The averaged gradients of the pieces that have one."""
@@ -117,8 +114,6 @@ class Job:
     num_workers: int
     num_servers: int
     consistency: Consistency
-    shares: Sequence[int] = ()
-    num_replicas: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,7 +138,6 @@ class ServedOptimizer:
         job: the numbers of workers and servers, and their consistency.
         members: the workers that are there.
         number: of this optimizer, as the workers count.
-        saved: a :meth:`snapshot` to go on from; None to begin with the weights of worker 0.
 
     Attributes:
         number: of this optimizer, as the workers count.
@@ -151,22 +145,17 @@ class ServedOptimizer:
             others had made since the worker got the weights.
     """
 
-    def __init__(
-        self, job: Job, members: Mapping[int, Member], number: int, saved: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, job: Job, members: Mapping[int, Member], number: int) -> None:
         self.number = number
         self._num_servers = job.num_servers
         self._consistency = job.consistency
-        self.is_resumed = saved is not None
-        self._saved = saved
         self._members = members
         workers = range(job.num_workers)
         self._rounds: dict[int, _Round] = {}
-        self._common = self._ended = _Round(workers) if job.consistency.is_synchronous else None
+        self._common = _Round(workers) if job.consistency.is_synchronous else None
         self._clocks = Clocks(workers, job.consistency.max_staleness)
         self.staleness: dict[int, Counter[int]] = defaultdict(Counter)
         self._held: dict[int, list[tuple[_Bucket, int]]] = defaultdict(list)
-        self._lacking: dict[int, tuple[int, Sequence[int]]] = {}
         self._plans: list[Any] = []
         self._optimizer: Optimizer | None = None
         self._split = ""
@@ -205,7 +194,6 @@ class ServedOptimizer:
             return
         if body is None or number != len(self._plans):
             raise WireError("a plan came out of turn, or without weights")
-        body = self._with_saved(number, plan, body)
         weights, buckets = body["weights"], plan["buckets"]
         if len(weights) != len(buckets):
             raise WireError("a plan and its weights differ in length")
@@ -249,20 +237,6 @@ class ServedOptimizer:
             self._optimizer.param_groups = self._groups(body["values"])
         for bucket, index, state in body["state"]:
             self._optimizer.state[self._buckets[first + bucket].pieces[index]] = state
-
-    def _with_saved(self, number: int, plan: Mapping[str, Any], body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The content of a plan, with weights and state of the snapshot instead of worker 0's."""
-        if self._saved is None or number >= len(self._saved["plans"]):
-            return body
-        if self._saved["plans"][number] != plan:
-            raise WireError(
-                "the snapshot of this server is of another model, optimizer or number of servers: train with those, or "
-                "serve without --resume"
-            )
-        first = len(self._buckets)
-        stop = first + len(plan["buckets"])
-        state = [[b - first, index, values] for b, index, values in self._saved["state"] if first <= b < stop]
-        return {**body, "weights": self._saved["weights"][first:stop], "state": state}
 
     # Memory that workers of this host share
 
@@ -446,7 +420,6 @@ class ServedOptimizer:
             )
         round_now.requests[worker] = request
         if worker == 0 and request.kind == "step":
-            self._saved = None
             assert self._optimizer is not None
             if len(request.values) != len(self._optimizer.param_groups):
                 raise WireError("a step came with values of other groups")
@@ -488,11 +461,9 @@ class ServedOptimizer:
                 self._sent += rooms  # one of them holds the average
             else:
                 self._spares(rooms)
-        for worker in round_now.workers:
-            self._has_mirrored(worker, round_now.number)
         following = _Round(round_now.workers, round_now.number + 1)
         if self._common is not None:
-            self._common, self._ended = following, round_now
+            self._common = following
             return
         (worker,) = round_now.workers
         self._rounds[worker] = following
@@ -575,18 +546,10 @@ class ServedOptimizer:
         self._update(together, divide_rate_by=max(1, staleness) if rules.scales_learning_rate else 1)
         round_now.num_sent += len(together)
         for pushes in together:
-            pushes.is_sent = True
-            if self._is_lacking(worker, round_now, pushes):
-                self._send_or_hold(worker, pushes.bucket, staleness, completing=True)
+            if self._clocks.may_go_on(worker, completing=True):
+                self._send_weights(worker, pushes.bucket, staleness)
             else:
-                self._copied_for(worker, pushes.bucket)
-
-    def _send_or_hold(self, worker: int, bucket: _Bucket, staleness: int, *, completing: bool) -> None:
-        """Sends weights, or holds them back from a worker that is too far ahead."""
-        if self._clocks.may_go_on(worker, completing=completing):
-            self._send_weights(worker, bucket, staleness)
-        else:
-            self._held[worker].append((bucket, staleness))
+                self._held[worker].append((pushes.bucket, staleness))
 
     def _release(self) -> None:
         """Sends what was held back from workers that were too far ahead of the slowest."""
@@ -594,23 +557,18 @@ class ServedOptimizer:
             for bucket, staleness in self._held.pop(worker):
                 self._send_weights(worker, bucket, staleness)
 
-    def _copied_for(self, worker: int, bucket: _Bucket) -> Tensor:
-        """The weights of now, copied for a worker, which has them from now on.
+    def _send_weights(self, worker: int, bucket: _Bucket, staleness: int) -> None:
+        """Sends a copy of the weights of now, since others update them while they are sent.
 
         The copy replaces the one before, which the worker has received: it asks for no more until then.
         """
+        member = self._members.get(worker)
+        if member is None:
+            return
         if worker not in bucket.pulled:
             bucket.pulled[worker] = 0, torch.empty_like(bucket.weights)
         weights = bucket.pulled[worker][1].copy_(bucket.weights)
         bucket.pulled[worker] = bucket.version, weights
-        return weights
-
-    def _send_weights(self, worker: int, bucket: _Bucket, staleness: int) -> None:
-        """Sends a copy of the weights of now, since others update them while they are sent."""
-        member = self._members.get(worker)
-        if member is None:
-            return
-        weights = self._copied_for(worker, bucket)
         fields = {
             "kind": "part",
             "optimizer": self.number,
@@ -619,7 +577,7 @@ class ServedOptimizer:
             "version": bucket.version,
             "staleness": staleness,
         }
-        if self._common is None and (self.number, bucket.number) in member.memory:
+        if (self.number, bucket.number) in member.memory:
             self._post_in_memory(member, {**fields, "in_memory": "weights"}, weights)
         else:
             member.post(fields, [bytes_of(weights)])
@@ -627,11 +585,7 @@ class ServedOptimizer:
     def pull(self, worker: int) -> None:
         """Sends all weights to a worker."""
         for bucket in self._filled[: self._num_known[worker]]:
-            if self._members[worker].is_quiet:
-                self._copied_for(worker, bucket)
-            else:
-                self._send_weights(worker, bucket, 0)
-        self._has_mirrored(worker)
+            self._send_weights(worker, bucket, 0)
 
     def pauses(self, worker: int) -> None:
         """Lets workers go on without waiting for this one until it pushes again; it may be validating."""
@@ -642,7 +596,6 @@ class ServedOptimizer:
         """Forgets a lost worker, and its pushes for a step that it did not complete."""
         self._rounds.pop(worker, None)
         self._held.pop(worker, None)
-        self._lacking.pop(worker, None)
         self._num_known.pop(worker, None)
         self._offered = {of: segments for of, segments in self._offered.items() if of[0] != worker}
         for bucket in self._buckets:
@@ -703,10 +656,8 @@ class ServedOptimizer:
     def _send(self, round_now: _Round, complete: Sequence[_Pushes]) -> None:
         """Sends to all workers, once a round. Nothing changes it until all have received it and have pushed again."""
         for pushes in complete:
-            pushes.is_sent = True
             for member in self._members.values():
-                if self._is_lacking(member.worker, round_now, pushes):
-                    self._send_part(member, round_now, pushes)
+                self._send_part(member, round_now, pushes)
         round_now.num_sent += len(complete)
 
     def _send_part(self, member: Member, round_: _Round, pushes: _Pushes) -> None:
@@ -728,38 +679,6 @@ class ServedOptimizer:
         member.memory_out += flat.nbytes
         member.post(fields)
 
-    # In the place of a server that has ended
-
-    def _is_lacking(self, worker: int, round_: _Round, pushes: _Pushes) -> bool:
-        """Whether a worker has to get a bucket from this server, and has not got it from one that has ended."""
-        member, (number, buckets) = self._members.get(worker), self._lacking.get(worker, (-1, ()))
-        return (
-            member is not None and not member.is_quiet and (number != round_.number or pushes.bucket.number in buckets)
-        )
-
-    def _has_mirrored(self, worker: int, round_: int | None = None) -> None:
-        """On a replica: confirms to a worker that the replica has done what the worker has asked both servers for."""
-        member = self._members.get(worker)
-        if member is not None and (member.is_quiet or self._lacking.get(worker, (-1, ()))[0] == round_):
-            member.post({"kind": "mirrored", "optimizer": self.number})
-
-    def send_rest(self, worker: int, round_: int, buckets: Sequence[int], *, is_pull: bool) -> None:
-        """Sends a worker the missing buckets of a round, or of a pull; buckets that are not ready follow later."""
-        round_now, member = self._round_of(worker), self._members[worker]
-        if not is_pull:
-            self._lacking[worker] = round_, buckets
-        has_ended = round_now.number > round_
-        if has_ended and self._ended is not None:
-            round_now = self._ended
-        for bucket in map(self._bucket, buckets):
-            pushes = round_now.pushes.get(bucket.number)
-            if is_pull:
-                self._send_weights(worker, bucket, 0)
-            elif self._common is None and (has_ended or (pushes is not None and pushes.is_sent)):
-                self._send_or_hold(worker, bucket, 0, completing=not has_ended)
-            elif self._common is not None and pushes is not None and pushes.is_sent:
-                self._send_part(member, round_now, pushes)
-
     def _bucket(self, number: Any) -> _Bucket:
         if type(number) is not int or not 0 <= number < len(self._buckets):
             raise WireError(f"there is no bucket {str(number)[:40]}")
@@ -772,25 +691,6 @@ class ServedOptimizer:
 
     # Checkpoints
 
-    @property
-    def is_between_rounds(self) -> bool:
-        """Whether no round has updated a part of the weights only."""
-        rounds = self._rounds.values() if self._common is None else (self._common,)
-        return not any(round_now.num_sent for round_now in rounds)
-
-    def is_within_round(self, worker: int) -> bool:
-        """Whether a step of the worker has updated a part of the weights only."""
-        return self._round_of(worker).num_sent > 0
-
-    def checksum(self) -> int:
-        """A number that differs for other weights."""
-        return functools.reduce(lambda before, bucket: zlib.crc32(bytes_of(bucket.weights), before), self._buckets, 0)
-
-    def snapshot(self) -> dict[str, Any]:
-        """What another server needs to go on: plans, weights and state."""
-        weights = [bucket.weights.clone() for bucket in self._buckets]
-        return {"plans": list(self._plans), "weights": weights, "state": self.state()}
-
     def state(self) -> list[list[Any]]:
         """The optimizer's state of each piece, copied: bucket, index in it, and values by name."""
         assert self._optimizer is not None
@@ -802,9 +702,7 @@ class ServedOptimizer:
         ]
 
     def load(self, values: Sequence[Mapping[str, Any]], states: Sequence[Sequence[Any]]) -> None:
-        """Takes state as :meth:`state` returns it, and values of the groups; not over that of a snapshot."""
-        if self._saved is not None:
-            return
+        """Takes state as :meth:`state` returns it, and values of the groups."""
         assert self._optimizer is not None
         numbers: dict[tuple[int, int], int] = {}
         groups = []

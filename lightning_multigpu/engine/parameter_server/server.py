@@ -13,10 +13,6 @@ A worker with which the server shares no memory has a second connection, for req
 would wait behind gradients that are on their way.
 
 Gradients are summed in the order of workers, so that a run repeats bit for bit.
-
-A server may be the replica of another server. The replica gets the same messages and makes the same updates, but sends
-no weights. When the other server has ended, workers tell the replica which buckets they still wait for, and the replica
-takes over.
 """
 
 from __future__ import annotations
@@ -31,7 +27,6 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -54,7 +49,6 @@ _LAST_WORDS_S = 5.0
 _LOOK_S = 1.0  # between two checks for machines that have vanished
 _SILENCE_S = 0.5, 86_400.0
 _LATE_S = 2.0
-_SAVES_WITHIN_S = 1.0
 
 
 class Server:
@@ -64,20 +58,18 @@ class Server:
         host: the address to listen at.
         port: 0 for a free one.
         secret: of the job.
-        saved: a :meth:`snapshot` to go on from; None to begin with the weights of worker 0.
 
     Raises:
         OSError: it cannot listen there.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes, *, saved: Mapping[int, Any] | None = None) -> None:
+    def __init__(self, host: str, port: int, secret: bytes) -> None:
         self._changing = threading.Condition()
         self._members: dict[int, Member] = {}
         self._job: Job | None = None
-        self._saved = saved or {}
         self._optimizers: dict[int, ServedOptimizer] = {}
         self._departed: set[int] = set()
-        self._num_joined = self._num_come = 0
+        self._num_come = 0
         self._bytes_in = self._bytes_out = 0  # of workers that have left
         self._num_steps, self._waited_s = 0, 0.0
         self._told: dict[str, dict[int, Any]] = defaultdict(dict)
@@ -88,9 +80,8 @@ class Server:
         self._awaited_batch: dict[str, Any] | None = None
         self._last_word: Any = None
         self._await_last_word: set[int] = set()
-        self._is_stopping = self._has_taken_over = False
-        self._is_saving = False
-        self._problem, self._replica_goes_on = "", False
+        self._is_stopping = False
+        self._problem = ""
         self._is_over = threading.Event()
         self._listener = Listener(host, port, secret, self._welcome)
 
@@ -112,8 +103,7 @@ class Server:
                 served.end_offers()
         for member in members:
             if self._problem:
-                told = {"kind": "error", "text": self._problem, "replica_goes_on": self._replica_goes_on}
-                member.post(told)
+                member.post({"kind": "error", "text": self._problem})
             member.outbox.put(None)
         for member in members:
             member.writer.join(_LAST_WORDS_S)
@@ -127,35 +117,14 @@ class Server:
     def _all_have_come(self) -> bool:
         return self._job is None or self._num_come >= self._job.num_workers
 
-    def snapshot(self) -> dict[int, dict[str, Any]]:
-        """Weights and state of all optimizers by number, of a moment between rounds; empty before there are any.
-
-        Meanwhile workers begin no step, and workers within a step complete it. The server waits 1 s for the step of an
-        asynchronous worker, which may be stopped; after that the snapshot contains a part of the step, as the weights
-        do when a worker is lost.
-        """
-        with self._changing:
-            served = self._optimizers
-            self._is_saving = True
-            try:
-                self._changing.wait_for(
-                    lambda: self._is_over.is_set() or all(each.is_between_rounds for each in served.values()),
-                    _SAVES_WITHIN_S if self._may_lose_workers else None,
-                )
-                return {number: each.snapshot() for number, each in served.items()}
-            finally:
-                self._is_saving = False
-                self._changing.notify_all()
-
-    def end(self, problem: str, *, replica_goes_on: bool = False) -> None:
+    def end(self, problem: str) -> None:
         """Ends :meth:`serve`; workers that are still there see their connections close.
 
         Args:
             problem: why; an empty text where all is well.
-            replica_goes_on: a replica of this server, if there is one, may take over.
         """
         if not self._is_over.is_set():
-            self._problem, self._replica_goes_on = problem, replica_goes_on
+            self._problem = problem
             self._is_over.set()
             with self._changing:
                 self._changing.notify_all()
@@ -195,29 +164,30 @@ class Server:
         fields, payload_bytes = channel.receive()
         if "requests_of" in fields and not payload_bytes:
             return self._member_with_requests(fields["requests_of"], channel)
-        if fields.get("joins") is True and fields.get("kind") == "hello" and not payload_bytes:
-            return self._joined(fields, channel)
         numbers = [fields.get(name) for name in ("worker", "num_workers", "num_servers")]
-        numbers.append(fields.get("num_replicas", 0))
-        worker, workers, servers, replicas = (n if type(n) is int and 0 <= n <= _MAX_WORKERS else -1 for n in numbers)
+        worker, workers, servers = (n if type(n) is int and 0 <= n <= _MAX_WORKERS else -1 for n in numbers)
         rules = fields.get("consistency")
-        if fields.get("kind") != "hello" or payload_bytes or min(worker, workers - 1, servers - 1, replicas) < 0:
+        if fields.get("kind") != "hello" or payload_bytes or min(worker, workers - 1 - worker, servers - 1) < 0:
             raise WireError("the first message is no worker's hello")
-        shares = fields.get("shares", [1] * servers)
-        if not isinstance(shares, list) or len(shares) != servers:
-            raise WireError("a worker's hello lacks the share of each server")
         given = Consistency(**rules) if isinstance(rules, dict) else Consistency()
-        job = Job(workers, servers, given, shares, replicas)
+        job = Job(workers, servers, given)
         with self._changing:
-            if worker >= workers and job.consistency.is_synchronous:
-                raise WireError("the first message is no worker's hello")
             if self._job not in (None, job):
                 raise WireError(f"this server belongs to another job: {self._job}, and not {job}")
             if worker in self._members:
                 raise WireError(f"there is a worker {worker} already")
             self._job = job
-            self._num_joined = max(self._num_joined, worker + 1 - workers)
-            return self._let_in(worker, fields, channel)
+            if self._is_over.is_set():  # the thread that writes to the worker would never end
+                raise WireError(self._problem or "the job of this server has ended")
+            member = self._members[worker] = Member(worker, channel)
+            self._num_come += 1
+            silence_s = fields.get("silence_s")
+            if isinstance(silence_s, float) and _SILENCE_S[0] <= silence_s <= _SILENCE_S[1]:
+                channel.watch(silence_s)
+            member.shares_memory = fields.get("shares_memory") is True and channel.is_within_host
+            member.writer.start()
+            member.post({"kind": "welcome"})
+            return member
 
     def _member_with_requests(self, worker: Any, channel: Channel) -> Member:
         """The worker that opens a second connection, where its requests do not wait behind its gradients."""
@@ -227,40 +197,6 @@ class Server:
                 raise WireError(f"there is no worker {str(worker)[:40]}")
             member.requests = channel
         channel.send({"kind": "welcome"})
-        return member
-
-    def _joined(self, fields: dict[str, Any], channel: Channel) -> Member:
-        """Admits a worker that joins a running job, under a number that no worker has had."""
-        with self._changing:
-            job = self._job
-            if job is None or job.consistency.is_synchronous:
-                raise WireError("there is no asynchronous job here that a worker could join; start its rank 0 first")
-            if fields.get("num_servers") != job.num_servers:
-                raise WireError(f"this job has {job.num_servers} servers: name all of them, in the same order")
-            if fields.get("num_replicas", 0) != job.num_replicas:
-                raise WireError(f"this job has replicas={job.num_replicas}: give the same, and the same addresses")
-            if self._last_word is not None or self._is_stopping:
-                raise WireError("the training of this job has ended")
-            self._num_joined += 1
-            worker = job.num_workers + self._num_joined - 1
-            told: dict[str, Any] = {"num_workers": job.num_workers, "shares": job.shares}
-            told["epoch"] = self._queue.newest_epoch
-            return self._let_in(worker, fields, channel, consistency=asdict(job.consistency), **told)
-
-    def _let_in(self, worker: int, hello: Mapping[str, Any], channel: Channel, **welcome: Any) -> Member:
-        is_quiet = hello.get("is_replica") is True and hello.get("joins") is not True
-        if self._is_over.is_set():  # the thread that writes to the worker would never end
-            raise WireError(self._problem or "the job of this server has ended")
-        member = self._members[worker] = Member(worker, channel, is_quiet=is_quiet)
-        self._num_come += 1
-        silence_s = hello.get("silence_s")
-        if isinstance(silence_s, float) and _SILENCE_S[0] <= silence_s <= _SILENCE_S[1]:
-            channel.watch(silence_s)
-        member.shares_memory = hello.get("shares_memory") is True and channel.is_within_host
-        member.writer.start()
-        member.post({"kind": "welcome", "pid": os.getpid(), "worker": worker, **welcome})
-        if is_quiet and self._has_taken_over:
-            member.post({"kind": "take over"})
         return member
 
     @property
@@ -283,7 +219,7 @@ class Server:
             if self._members.get(member.worker) is not member:
                 return  # its other connection has ended before
             if not self._may_lose_workers or member.worker == 0:
-                self.end(f"worker {member.worker} is gone: {why}", replica_goes_on=True)
+                self.end(f"worker {member.worker} is gone: {why}")
             elif not self._is_over.is_set():
                 member.outbox.put(None)
                 for told in self._told.values():
@@ -306,7 +242,6 @@ class Server:
         first = self._members.get(0)
         if first is not None and worker not in self._departed:
             first.post({"kind": "lost", "worker": worker, "batches": batches, "left": len(self._members)})
-        self._departed &= {0}  # another may come under the worker's number
         self._answer_worker_0()
         self._tell_what_workers_told()
         self._tell_of_stop()
@@ -340,12 +275,9 @@ class Server:
             raise WireError(f"a message {str(kind)[:40]!r} came with {payload_bytes} bytes")
         if kind == "goodbye":
             return False
-        with self._turn(worker):
+        with self._turn():
             if kind == "statistics":
                 member.post({"kind": "statistics", **self._statistics()})
-                return True
-            if kind == "take over":
-                self._takes_over(member, fields["rounds"])
                 return True
             if self._may_lose_workers and self._handle_asynchronous(member, fields):
                 return True
@@ -369,7 +301,7 @@ class Server:
         """Handles a message with a value: parameters that are new, a checkpoint's state, or the end of training."""
         kind, worker = fields["kind"], member.worker
         if kind == "configure":
-            member.post({"kind": "done", **self._configure(member, fields, value)})
+            self._configure(member, fields, value)
             self._changing.notify_all()
         elif worker != 0:
             raise WireError(f"worker {worker} sends {kind!r}, and not worker 0")
@@ -379,31 +311,26 @@ class Server:
             self._optimizer(fields).load(value["values"], value["state"])
             member.post({"kind": "done"})
 
-    def _configure(self, member: Member, fields: dict[str, Any], value: Any) -> dict[str, Any]:
-        """Takes the plan of parameters that are new; returns what the worker is told of it."""
+    def _configure(self, member: Member, fields: dict[str, Any], value: Any) -> None:
+        """Takes the plan of parameters that are new; a worker of this host is told of memory for them."""
         worker, plan, optimizer = member.worker, int(fields["number"]), _optimizer_number(fields)
         if optimizer not in self._optimizers:
             assert self._job is not None
-            saved = self._saved.get(optimizer)
-            self._optimizers[optimizer] = ServedOptimizer(self._job, self._members, optimizer, saved)
+            self._optimizers[optimizer] = ServedOptimizer(self._job, self._members, optimizer)
         served = self._optimizers[optimizer]
         if self._may_lose_workers and worker != 0:  # it may have connected before worker 0
             self._changing.wait_for(
                 lambda: not served.lacks(plan) or self._is_stopping or 0 in self._departed or self._is_over.is_set()
             )
         served.configure(worker, plan, fields["plan"], value)
-        told: dict[str, Any] = {"is_resumed": served.is_resumed}
-        if served.is_resumed and worker == plan == 0:
-            told["weights"] = served.checksum()
-        if member.shares_memory:
-            told["memory"] = served.offer_memory(worker, plan)
-        return told
+        offered = {"memory": served.offer_memory(worker, plan)} if member.shares_memory else {}
+        member.post({"kind": "done", **offered})
 
     def _push(self, member: Member, channel: Channel, fields: dict[str, Any], payload_bytes: int) -> None:
         """Takes the gradients of a bucket, from the connection or from memory that the worker shares."""
         worker, served = member.worker, self._optimizer(fields)
         memory = member.memory[served.number, fields["bucket"]] if fields.get("in_memory") is True else None
-        with self._turn(worker):
+        with self._turn():
             room = served.room_for_push(
                 fields.get("bucket"),
                 fields.get("kinds"),
@@ -413,7 +340,7 @@ class Server:
             )
         if memory is None and room is not None:
             channel.receive_into([bytes_of(room)])
-        with self._turn(worker):
+        with self._turn():
             if memory is not None and room is not None:
                 member.memory_in += room.nbytes
             served.push(
@@ -427,45 +354,12 @@ class Server:
             )
 
     @contextmanager
-    def _turn(self, worker: int) -> Iterator[None]:
-        """Holds the lock while a worker's message is handled, after messages of other workers and after a snapshot."""
+    def _turn(self) -> Iterator[None]:
+        """Holds the lock while a worker's message is handled, after messages of other workers."""
         start_s = time.perf_counter()
         with self._changing:
-            self._changing.wait_for(
-                lambda: (
-                    not self._is_saving
-                    or self._is_over.is_set()
-                    or any(served.is_within_round(worker) for served in self._optimizers.values())
-                )
-            )
             self._waited_s += time.perf_counter() - start_s
             yield
-            self._changing.notify_all()  # a snapshot may be waiting for the end of a round
-
-    def _takes_over(self, member: Member, rounds: list[dict[str, Any]]) -> None:
-        """Takes over from a server that has ended; ``rounds`` lists the buckets that the worker still waits for."""
-        if not self._has_taken_over:
-            self._has_taken_over = True
-            now = self._statistics()
-            self._bytes_in -= now["bytes_in"]
-            self._bytes_out -= now["bytes_out"]
-            self._num_steps, self._waited_s = 0, 0.0
-            for other in self._members.values():
-                if other.is_quiet and other is not member:
-                    other.post({"kind": "take over"})
-        member.is_quiet = False
-        for waiting in rounds:
-            served = self._optimizers.get(_optimizer_number(waiting))
-            if served is not None:
-                served.send_rest(member.worker, int(waiting["round"]), waiting["buckets"], is_pull=waiting["is_pull"])
-
-    def _await_all(self, asking: Member) -> None:
-        """Waits until no worker takes this server for a replica: each has then told which batches the worker has."""
-        if asking.is_quiet:
-            raise WireError(f"worker {asking.worker} asks a replica")
-        self._changing.wait_for(
-            lambda: self._is_over.is_set() or not any(member.is_quiet for member in self._members.values())
-        )
 
     def _statistics(self) -> dict[str, Any]:
         counts: dict[int, Counter[int]] = defaultdict(Counter)
@@ -486,15 +380,15 @@ class Server:
         """Handles messages of asynchronous workers; False for any other message."""
         kind, worker = fields.get("kind"), member.worker
         if kind == "next":
-            self._await_all(member)
-            self._limit(fields)
+            if fields.get("limit") is not None and not self._queue.is_limited:
+                self._queue.limit_to(int(fields["limit"]))
             self._send_batch(member, fields)
         elif kind in ("start", "await start"):
             run = int(fields["run"])
             if kind == "await start":
                 self._await_run[worker] = run
             elif worker == 0:
-                self._begin(run)
+                self._run, self._queue, self._last_word = run, BatchQueue(), None
             for waiting in [w for w, awaited in self._await_run.items() if awaited <= self._run]:
                 del self._await_run[waiting]
                 self._members[waiting].post({"kind": "start"})
@@ -506,6 +400,7 @@ class Server:
             self._answer_worker_0()
         elif kind == "stop" and worker == 0:
             self._is_stopping = True
+            self._changing.notify_all()  # a worker may wait for worker 0's parameters
             self._queue.end_with(int(fields["epoch"]))
             for other in self._members.values() if fields["at_once"] else ():
                 other.post({"kind": "stop"})
@@ -524,8 +419,6 @@ class Server:
         elif kind == "told" and worker == 0:
             self._asked_for = str(fields["name"]), bool(fields["of_all"])
             self._tell_what_workers_told()
-        elif kind == "answered":
-            self._hears_of_answer(worker, fields["question"], fields["number"])
         elif kind == "pause":
             for served in self._optimizers.values():
                 served.pauses(worker)
@@ -544,25 +437,6 @@ class Server:
             return
         is_over = number is None and self._queue.is_over(worker, epoch)
         member.post({"kind": "batch", "number": number, "is_over": is_over, "may_return": may_return})
-
-    def _begin(self, run: int) -> None:
-        """Starts to distribute the batches of a run; a replica may get a worker's batch before worker 0's "start"."""
-        if run > self._run:
-            self._run, self._queue, self._last_word = run, BatchQueue(), None
-
-    def _limit(self, question: Mapping[str, Any]) -> None:
-        if question.get("limit") is not None and not self._queue.is_limited:
-            self._queue.limit_to(int(question["limit"]))
-
-    def _hears_of_answer(self, worker: int, question: Mapping[str, Any], number: int | None) -> None:
-        """On a replica: makes the change that an answer has made on the other server."""
-        if question["kind"] == "told" and worker == 0 and question["of_all"]:
-            self._told.pop(str(question["name"]), None)
-        elif question["kind"] == "next" and number is not None:
-            self._begin(int(question["run"]))
-            self._limit(question)
-            epoch, first, number_of = (int(question[name]) for name in ("epoch", "first", "num_batches"))
-            self._queue.took(worker, epoch, int(number), first=first, num_batches=number_of)
 
     def parent_has_ended(self) -> None:
         """Ends :meth:`serve`, unless the job goes on without the worker that started this server."""

@@ -1,16 +1,4 @@
-"""A worker's connections to the parameter servers of its job, and to their replicas.
-
-A replica gets the same messages as its server, and sends no weights. When the server ends, each worker tells the
-replica which buckets the worker still waits for, and goes on with the replica::
-
-    worker 0   push -----> server      push -----> (gone)
-               push -----> replica     push -----> replica     "take over", and what it waits for
-               <- weights  server                  replica ->  weights
-               <- mirrored replica
-
-A step of a worker ends when it has the weights of the servers and the replicas have mirrored the step: an update whose
-weights a worker has is on both.
-"""
+"""A worker's connections to the parameter servers of its job."""
 
 from __future__ import annotations
 
@@ -33,7 +21,7 @@ from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.communication.shared_memory.segment import mapped
 from lightning_multigpu.engine.parameter_server.bucket_memory import BucketMemory, copy_in, cut
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
-from lightning_multigpu.engine.parameter_server.server_statistics import COUNTED, ServerStatistics
+from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.engine.parameter_server.wire import (
     packed,
     room_for,
@@ -42,8 +30,6 @@ from lightning_multigpu.engine.parameter_server.wire import (
 _LEAVING_S = 5.0
 _LATE_S = 5.0
 _LOOK_S = 1.0  # between two checks for machines that have vanished
-_CONFIRMED = ("welcome", "done")
-_CHANGES_SERVER = ("next", "told")
 
 
 class ServerError(RuntimeError):
@@ -55,8 +41,8 @@ Fields = dict[str, Any]
 _URGENT, _NORMAL, _LAST = range(3)
 _Frame = tuple[Fields, Payload, Transfer | None]
 _Memory = dict[tuple[int, int], BucketMemory]
-# How urgent a frame is, a number in order, and where it goes; None ends the thread that sends.
-_Outbox = queue.PriorityQueue[tuple[int, int, "tuple[_Connection, _Frame] | None"]]
+# How urgent a frame is, a number in order, and the frame; None ends the thread that sends.
+_Outbox = queue.PriorityQueue[tuple[int, int, _Frame | None]]
 
 
 class Receiver(Protocol):
@@ -67,29 +53,23 @@ class Receiver(Protocol):
     ) -> None:
         """Takes what a server sends for it, or has in memory; on the thread that reads from the server."""
 
-    def lacks(self, server: int) -> Fields | None:
-        """What it waits for from a server; None if it has not asked the server for anything."""
-
 
 @dataclass(eq=False)
 class _Connection:
-    """One server or replica: its channel, and what is to be sent to it.
+    """One server: its channel, what is to be sent to it, and its answers.
 
     ``requests`` is a second channel to a server on another host: there, what is urgent does not wait behind gradients
     that are on their way.
-    ``confirmed`` has its answers to what is sent to servers and replicas alike; ``memory`` is that of the buckets, by
-    number of their optimizer and their own, which a server on this host shares.
+    ``memory`` is that of the buckets, by number of their optimizer and their own, which a server on this host shares.
     """
 
     number: int
     name: str
     channel: Channel
-    outbox: _Outbox
-    is_replica: bool
+    outbox: _Outbox = field(default_factory=queue.PriorityQueue)
     requests: Channel | None = None
-    confirmed: list[Fields] = field(default_factory=list)
+    answers: list[tuple[Fields, list[Tensor]]] = field(default_factory=list)
     memory: _Memory = field(default_factory=dict)
-    num_lost: int = 0
 
     def shut_down(self) -> None:
         """Ends the connections for both ends."""
@@ -102,26 +82,21 @@ class ServerConnections:
     """This worker's connections to all servers of a job, which :meth:`open` makes.
 
     Args:
-        addresses: host and port of each server, and then those of the replicas in the same order; all workers have
-            the same list.
+        addresses: host and port of each server; all workers have the same list.
         secret: of the job.
-        worker: the number of this worker; None for one that joins a job which is there.
-        num_workers: of the job; those that join are not counted.
+        worker: the number of this worker.
+        num_workers: of the job.
         consistency: the rules of the job, the same on all workers.
-        shares: of the weights' bytes, one for each server, the same on all workers; None for even ones.
         meter: told of every push and pull.
         gather: collects an object of every worker, in their order; a collective.
-        num_replicas: of each server: 0 or 1.
         silence_s: how long the machine of a server may be silent before the server counts as ended, and the servers
             wait for this worker's machine; None to wait until the system gives up.
         shares_memory: exchange gradients and weights with servers of this host through memory, and not over sockets.
 
     Attributes:
         unshared: the servers of this host with which no memory is shared: their name, and why.
-        ended: the servers and replicas without which the job goes on: their place in ``addresses``, and a sentence.
         lost: on worker 0 of an asynchronous job, for each lost worker its number, how many batches it had, and how
             many workers are left.
-        joined_in: the epoch of the job that this worker has joined; None for one of the first workers.
         is_stopped: worker 0 has ended training.
     """
 
@@ -130,48 +105,34 @@ class ServerConnections:
         addresses: Sequence[tuple[str, int]],
         secret: bytes,
         *,
-        worker: int | None,
+        worker: int,
         num_workers: int,
         consistency: Consistency | None = None,
-        shares: Sequence[int] | None = None,
         meter: Meter,
         gather: Callable[[Any], list[Any]],
-        num_replicas: int = 0,
         silence_s: float | None = None,
         shares_memory: bool = True,
     ) -> None:
-        self.worker = -1 if worker is None else worker
-        self.num_workers, self.num_servers = num_workers, len(addresses) // (1 + num_replicas)
-        self._num_replicas = num_replicas
-        self.joined_in: int | None = None
+        self.worker, self.num_workers, self.num_servers = worker, num_workers, len(addresses)
         self.meter, self.gather = meter, gather
         self._addresses, self._secret = addresses, secret
         self.consistency = consistency or Consistency()
-        self.shares = list(shares or [1] * self.num_servers)
         self._silence_s = silence_s
         self._shares_memory = shares_memory
         self.unshared: dict[str, str] = {}
         self.lost: list[Fields] = []
-        self.ended: list[tuple[int, str]] = []
         self.is_stopped = False
         self._arrived = threading.Condition()
         self._problem: str | None = None
-        self._answers: list[list[tuple[Fields, list[Tensor]]]] = [[] for _ in range(self.num_servers)]
-        self._questions: dict[int, Fields] = {}
         self._receivers: dict[int, Receiver] = {}
-        self._has_welcomes = self._is_open = self._is_leaving = False
-        self._lost_early: list[tuple[_Connection, str]] = []
+        self._is_leaving = False
         self._threads: list[threading.Thread] = []
         self._connections: list[_Connection] = []
-        self._copies: list[list[_Connection]] = [[] for _ in range(self.num_servers)]
-        self._counted: dict[int, Fields] = {}
-        self._counted_before: dict[int, Fields] = {}
         self._optimizers = 0
         self._order = count()
-        self._outboxes: list[_Outbox] = []
 
     def open(self, *, timeout_s: float, on_late: Callable[[str], None] = lambda _: None) -> None:
-        """Connects to all servers; :meth:`cut` ends it. A collective of the first workers where there are replicas.
+        """Connects to all servers; :meth:`cut` ends it.
 
         Args:
             timeout_s: how long to look for the servers.
@@ -182,48 +143,27 @@ class ServerConnections:
         """
         try:
             start_s = time.monotonic()
-            for place in range(len(self._addresses)):
-                try:
-                    connection = self._found(place, start_s, timeout_s, on_late)
-                except ServerError:
-                    if self.worker >= 0 or not self._num_replicas:
-                        raise
-                    continue  # it has ended before this worker came
-                self._connections.append(connection)
-                self._copies[connection.number].append(connection)
-            if not all(self._copies):
-                raise ServerError("a parameter server is not there, and neither is its replica")
-            work: list[tuple[Callable[[Any], None], Any]] = [(self._write, outbox) for outbox in self._outboxes]
-            for target, of in work + [(self._read, connection) for connection in self._connections]:
-                thread = threading.Thread(target=target, args=(of,), name="parameter servers", daemon=True)
-                thread.start()
-                self._threads.append(thread)
-            others = list(self._connections)
-            hello: Fields = {"kind": "hello", "num_servers": self.num_servers, "num_replicas": self._num_replicas}
-            hello["silence_s"] = self._silence_s
-            if self.worker < 0:
-                others.remove(self._copies[0][0])
-                self._join(hello)
-            hello |= {"worker": self.worker, "num_workers": self.num_workers, "shares": self.shares}
-            hello["consistency"] = dataclasses.asdict(self.consistency)
-            for connection in others:
-                is_replica = connection is not self._copies[connection.number][0]
-                mine = {"is_replica": is_replica, "shares_memory": self._may_share(connection)}
-                self._put(connection, ({**hello, **mine}, (), None), _URGENT)
-            self.wait_until(lambda: all(connection.confirmed for connection in others))
-            for connection in others:
-                connection.confirmed.clear()
-            if self._num_replicas and self.joined_in is None:
-                self._has_welcomes = True
-                self.gather(None)  # no worker looks any more for a server that the others go on without
+            for number in range(self.num_servers):
+                self._connections.append(self._found(number, start_s, timeout_s, on_late))
             for connection in self._connections:
-                if not self._may_share(connection) and not self._num_replicas:
+                for work in (self._write, self._read):
+                    thread = threading.Thread(target=work, args=(connection,), name="parameter servers", daemon=True)
+                    thread.start()
+                    self._threads.append(thread)
+                hello = {
+                    "kind": "hello",
+                    "worker": self.worker,
+                    "num_workers": self.num_workers,
+                    "num_servers": self.num_servers,
+                    "consistency": dataclasses.asdict(self.consistency),
+                    "silence_s": self._silence_s,
+                    "shares_memory": self._may_share(connection),
+                }
+                self.post(connection.number, hello)
+            self.answers("welcome")
+            for connection in self._connections:
+                if not self._may_share(connection):
                     self._open_requests(connection, timeout_s)
-            with self._arrived:
-                self._is_open = True
-                for connection, why in self._lost_early:
-                    self._loses(connection, why)
-                self._lost_early.clear()
         except BaseException:
             self.cut()
             self.close()
@@ -249,15 +189,6 @@ class ServerConnections:
         if answer.get("kind") != "welcome":
             raise ServerError(f"{connection.name}: {answer.get('text')}")
 
-    def _join(self, hello: Fields) -> None:
-        """Takes a number of its own, and what else the job's workers know, from the first server."""
-        first = self._copies[0][0]
-        self._put(first, ({**hello, "joins": True, "shares_memory": self._may_share(first)}, (), None), _URGENT)
-        self.wait_until(lambda: bool(first.confirmed))
-        fields = first.confirmed.pop()
-        self.worker, self.num_workers, self.joined_in = fields["worker"], fields["num_workers"], fields["epoch"]
-        self.consistency, self.shares = Consistency(**fields["consistency"]), fields["shares"]
-
     def _may_share(self, connection: _Connection) -> bool:
         return self._shares_memory and connection.channel.is_within_host
 
@@ -277,16 +208,11 @@ class ServerConnections:
             told = {name: offered[name] for name in ("optimizer", "number")}
             self._put(connection, ({"kind": "memory", **told, "is_mapped": is_mapped}, (), None), _URGENT)
 
-    def _found(self, place: int, start_s: float, timeout_s: float, on_late: Callable[[str], None]) -> _Connection:
+    def _found(self, number: int, start_s: float, timeout_s: float, on_late: Callable[[str], None]) -> _Connection:
         """The connection to a server, when the server listens."""
-        host, port = self._addresses[place]
-        number = place % self.num_servers
-        is_replica = place >= self.num_servers
-        what = "the replica of parameter server" if is_replica else "parameter server"
-        name = f"{what} {number} of {self.num_servers} ({host} port {port})"
+        host, port = self._addresses[number]
+        name = f"parameter server {number} of {self.num_servers} ({host} port {port})"
         untold = [name]
-        if self.worker < 0 and self._num_replicas:  # the job is there, or a server of it has ended
-            start_s, timeout_s = time.monotonic(), min(timeout_s, _LATE_S)
 
         def before_retry() -> None:
             self.wait_until(lambda: True)  # raises after a cut
@@ -294,16 +220,12 @@ class ServerConnections:
                 on_late(untold.pop())
 
         left_s = max(0.1, start_s + timeout_s - time.monotonic())
-        channel = self._connected(place, name, timeout_s=left_s, before_retry=before_retry)
-        # TCP divides a link evenly between connections. Where parts of a bucket are not even, one thread sends them one
-        # after the other, so that none of them comes late.
-        if not self._outboxes or len({*self.shares}) == 1:
-            self._outboxes.append(queue.PriorityQueue())
-        return _Connection(number, name, channel, self._outboxes[-1], is_replica)
+        channel = self._connected(number, name, timeout_s=left_s, before_retry=before_retry)
+        return _Connection(number, name, channel)
 
-    def _connected(self, place: int, name: str, **options: Any) -> Channel:
+    def _connected(self, number: int, name: str, **options: Any) -> Channel:
         try:
-            channel = connect(*self._addresses[place], self._secret, **options)
+            channel = connect(*self._addresses[number], self._secret, **options)
         except ChannelError as error:
             raise ServerError(f"{name} is not there: {error}") from error
         if self._silence_s is not None:
@@ -317,14 +239,6 @@ class ServerConnections:
             self._receivers[self._optimizers - 1] = receiver
             return self._optimizers - 1
 
-    def is_mirrored(self, server: int) -> bool:
-        """Whether what is posted now goes to the server and to a replica."""
-        return len(self._copies[server]) > 1
-
-    def has_replica(self, server: int) -> bool:
-        """Whether the replica of a server is there, which may have taken over."""
-        return any(connection.is_replica for connection in self._copies[server])
-
     def post(
         self,
         server: int,
@@ -335,7 +249,7 @@ class ServerConnections:
         is_first: bool = False,
         push_bytes: int | None = None,
     ) -> None:
-        """Sends a frame to a server and its replica; urgent ones, in their order, overtake the others.
+        """Sends a frame to a server; urgent ones, in their order, overtake the others.
 
         Args:
             server: its number.
@@ -343,42 +257,30 @@ class ServerConnections:
             payload: stays as it is until it is sent; a function is called once, when the frame's turn has come.
             is_urgent: False for gradients.
             is_first: it may overtake all frames, also those that the kernel has.
-            push_bytes: of gradients; the meter is told of them, once for each process that gets them.
+            push_bytes: of gradients; the meter is told of them.
         """
-        with self._arrived:  # a replica that takes over meanwhile gets the frame as well, and once
-            copies = list(self._copies[server])
-            if is_first and (requests := copies[0].requests) is not None and not callable(payload):
-                with suppress(ChannelError):  # the thread that reads is told by the server
-                    requests.send(fields, payload)
-                return
-            if callable(payload) and len(copies) > 1:
-                payload = _once(payload)
-            for connection in copies:
-                transfer = None
-                told = fields
-                if push_bytes is not None:
-                    memory = connection.memory.get((fields["optimizer"], fields["bucket"]))
-                    is_in_memory = memory is not None and push_bytes <= memory.pushed.numel()
-                    transfer = self.meter.begin(
-                        "push",
-                        group="servers",
-                        group_size=self.num_workers,
-                        size_bytes=push_bytes,
-                        memory_bytes=push_bytes if is_in_memory else 0,
-                        awaited=False,
-                    )
-                    told = {**fields, "in_memory": is_in_memory}
-                self._put(connection, (told, payload, transfer), _URGENT if is_urgent else _NORMAL)
+        connection = self._connections[server]
+        if is_first and (requests := connection.requests) is not None and not callable(payload):
+            with suppress(ChannelError):  # the thread that reads is told by the server
+                requests.send(fields, payload)
+            return
+        transfer = None
+        if push_bytes is not None:
+            memory = connection.memory.get((fields["optimizer"], fields["bucket"]))
+            is_in_memory = memory is not None and push_bytes <= memory.pushed.numel()
+            transfer = self.meter.begin(
+                "push",
+                group="servers",
+                group_size=self.num_workers,
+                size_bytes=push_bytes,
+                memory_bytes=push_bytes if is_in_memory else 0,
+                awaited=False,
+            )
+            fields = {**fields, "in_memory": is_in_memory}
+        self._put(connection, (fields, payload, transfer), _URGENT if is_urgent else _NORMAL)
 
-    def ask(self, server: int, fields: Fields) -> None:
-        """Sends a question to a server alone; its replica is asked too if the server ends before it answers."""
-        with self._arrived:
-            self._questions[server] = fields
-            for connection in self._copies[server][:1]:
-                self._put(connection, (fields, (), None), _URGENT)
-
-    def _put(self, connection: _Connection, frame: _Frame, urgency: int) -> None:
-        connection.outbox.put((urgency, next(self._order), (connection, frame)))
+    def _put(self, connection: _Connection, frame: _Frame | None, urgency: int) -> None:
+        connection.outbox.put((urgency, next(self._order), frame))
 
     def post_value(self, server: int, fields: Fields, value: Any, what: str) -> None:
         """Sends a frame with a value that :func:`packed` takes."""
@@ -387,12 +289,12 @@ class ServerConnections:
         self.post(server, {**fields, "body": body}, [bytes_of(tensor) for tensor in tensors])
 
     def answers(self, kind: str, of: Sequence[int] | None = None) -> list[tuple[Fields, list[Tensor]]]:
-        """The answer of every server, or of some, to what it was asked: its fields, and its tensors.
+        """The answer of every server, or of some, to what was posted to it: its fields, and its tensors.
 
         Raises:
             ServerError: a server has ended, or refuses what it was sent.
         """
-        waiting = [self._answers[server] for server in (range(self.num_servers) if of is None else of)]
+        waiting = [self._connections[server].answers for server in (range(self.num_servers) if of is None else of)]
 
         def places() -> list[int | None]:  # an answer of another kind may have been asked for ahead
             return [next((i for i, (fields, _) in enumerate(each) if fields["kind"] == kind), None) for each in waiting]
@@ -400,24 +302,11 @@ class ServerConnections:
         self.wait_until(lambda: None not in places())
         return [answers.pop(place) for answers, place in zip(waiting, places(), strict=True) if place is not None]
 
-    def confirmations(self) -> list[list[Fields]]:
-        """For each server its answer to what was posted to it, and that of its replica.
-
-        Raises:
-            ServerError: a server has ended, or refuses what it was sent.
-        """
-        with self._arrived:
-            self.wait_until(lambda: all(connection.confirmed for copies in self._copies for connection in copies))
-            return [[connection.confirmed.pop(0) for connection in copies] for copies in self._copies]
-
     def statistics(self) -> ServerStatistics:
-        """What all servers have counted since they started; a replica counts on for its server."""
+        """What all servers have counted since they started."""
         for server in range(self.num_servers):
-            self.ask(server, {"kind": "statistics"})
-        for server, (fields, _) in enumerate(self.answers("statistics")):
-            before = self._counted_before.get(server, {})
-            self._counted[server] = {**fields, **{name: fields[name] + value for name, value in before.items()}}
-        return ServerStatistics.of(list(self._counted.values()), self.shares)
+            self.post(server, {"kind": "statistics"})
+        return ServerStatistics.of([fields for fields, _ in self.answers("statistics")])
 
     def wait_until(self, is_true: Callable[[], bool]) -> None:
         """Waits for what threads change within :meth:`arriving`.
@@ -453,8 +342,7 @@ class ServerConnections:
                 with suppress(ChannelError):
                     connection.requests.send({"kind": "goodbye"})
             self._put(connection, ({"kind": "goodbye"}, (), None), _LAST)
-        for outbox in self._outboxes:
-            outbox.put((_LAST, next(self._order), None))
+            self._put(connection, None, _LAST)
         deadline_s = time.monotonic() + _LEAVING_S
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -469,40 +357,9 @@ class ServerConnections:
         with self.arriving():
             self._problem = self._problem or problem
 
-    def _loses(self, connection: _Connection, why: str) -> None:
-        """The connection has broken: its replica takes over, or the job ends."""
-        with self.arriving():
-            if self._is_leaving or self._problem is not None:
-                return
-            connection.shut_down()
-            if self._has_welcomes and not self._is_open:
-                self._lost_early.append((connection, why))
-                return
-            copies = self._copies[connection.number]
-            text = f"{connection.name} has ended: {why}"
-            if not self._is_open or len(copies) == 1:
-                other = [o.name for o in self._connections if o.number == connection.number and o is not connection]
-                self._problem = "; ".join([text, *(f"{name} had ended before" for name in other if self._is_open)])
-                return
-            takes_over = copies[0] is connection
-            copies.remove(connection)
-            (left,) = copies
-            goes_on = "has taken over, and the job ends if" if takes_over else "goes on, and the job ends if"
-            place = connection.number + self.num_servers * connection.is_replica
-            self.ended.append((place, f"{text}; {left.name} {goes_on} that ends too"))
-            if takes_over:
-                self._counted_before[connection.number] = {
-                    name: self._counted.get(connection.number, {}).get(name, 0) for name in COUNTED
-                }
-                lacking = [receiver.lacks(connection.number) for receiver in self._receivers.values()]
-                rounds = [lacks for lacks in lacking if lacks is not None]
-                self._put(left, ({"kind": "take over", "rounds": rounds}, (), None), _URGENT)
-                if connection.number in self._questions:
-                    self._put(left, (self._questions[connection.number], (), None), _URGENT)
-
-    def _write(self, outbox: _Outbox) -> None:
-        while (posted := outbox.get()[2]) is not None:
-            connection, (fields, payload, transfer) = posted
+    def _write(self, connection: _Connection) -> None:
+        while (frame := connection.outbox.get()[2]) is not None:
+            fields, payload, transfer = frame
             try:
                 parts = payload() if callable(payload) else payload
                 if fields.get("in_memory"):
@@ -522,63 +379,33 @@ class ServerConnections:
             while True:
                 fields, payload_bytes = connection.channel.receive()
                 kind = fields.get("kind")
-                if kind in ("part", "squares", "mirrored"):
+                if kind in ("part", "squares"):
                     memory = connection.memory.get((fields["optimizer"], fields.get("bucket", -1)))
                     self._receivers[fields["optimizer"]].receive(
                         number, fields, payload_bytes, connection.channel, memory
                     )
                     continue
                 if kind == "lost":
-                    if number == 0:  # all servers see it, and replicas
+                    if number == 0:  # all servers see it
                         with self.arriving():
-                            connection.num_lost += 1
-                            if connection.num_lost > len(self.lost):
-                                self.lost.append(fields)
+                            self.lost.append(fields)
                     continue
                 if kind == "stop":
                     self.is_stopped = True
-                    continue
-                if kind == "take over":  # another worker has seen the server end
-                    for server in [c for c in self._copies[number][:1] if c is not connection]:
-                        server.channel.shut_down()
                     continue
                 body = fields.get("body")
                 tensors = room_for(body, payload_bytes)
                 connection.channel.receive_into([bytes_of(tensor) for tensor in tensors])
                 if kind == "error":
-                    with self._arrived:  # the server and its replica may both end at once
-                        if fields.get("replica_goes_on") is True and self.is_mirrored(number):
-                            self._loses(connection, str(fields.get("text")))
-                        else:
-                            self._fails(f"{connection.name}: {fields.get('text')}")
+                    self._fails(f"{connection.name}: {fields.get('text')}")
                     return
                 with self.arriving():
-                    if kind in _CONFIRMED:
-                        if offered := fields.pop("memory", None):
-                            self._map(connection, offered)
-                        connection.confirmed.append(fields)
-                        continue
-                    self._answers[number].append((fields, tensors))
-                    question = self._questions.pop(number, {})
-                    if question.get("kind") in _CHANGES_SERVER:
-                        answered = {"kind": "answered", "question": question, "number": fields.get("number")}
-                        for replica in self._copies[number][1:]:
-                            self._put(replica, (answered, (), None), _URGENT)
+                    if offered := fields.pop("memory", None):
+                        self._map(connection, offered)
+                    connection.answers.append((fields, tensors))
         except ChannelError as error:
-            self._loses(connection, str(error))
+            if not self._is_leaving:
+                connection.shut_down()
+                self._fails(f"{connection.name} has ended: {error}")
         except Exception as error:
             self._fails(f"{connection.name} sends what is no message: {type(error).__name__}: {error}")
-
-
-def _once(payload: Callable[[], Sequence[memoryview]]) -> Callable[[], Sequence[memoryview]]:
-    """A payload for two frames, which the first one that is sent makes."""
-    making = threading.Lock()
-    made: list[Sequence[memoryview]] = []
-
-    def make() -> Sequence[memoryview]:
-        with making:
-            if not made:
-                made.append(payload())
-            return made[0]
-
-    return make

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-COUNTED = ("bytes_in", "bytes_out", "num_steps", "waited_s")
+_COUNTED = ("bytes_in", "bytes_out", "num_steps", "waited_s")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,6 @@ class ServerStatistics:
         waited_s: time that messages of workers waited at each server for those of others, added up.
         staleness: how often the updates of each asynchronous worker had which staleness; empty where training is
             synchronous.
-        shares: of the servers in the bytes, as whole numbers.
     """
 
     bytes_in: Sequence[int]
@@ -30,26 +29,23 @@ class ServerStatistics:
     num_steps: Sequence[int]
     waited_s: Sequence[float]
     staleness: Mapping[int, Counter[int]]
-    shares: Sequence[int] = ()
 
     @classmethod
-    def of(cls, answers: Sequence[Mapping[str, Any]], shares: Sequence[int] = ()) -> ServerStatistics:
+    def of(cls, answers: Sequence[Mapping[str, Any]]) -> ServerStatistics:
         """Reads the answers of the servers. Every server that holds weights counts every update."""
         counted: list[Any] = next((answer["staleness"] for answer in answers if answer["staleness"]), [])
         return cls(
-            **{name: [answer[name] for answer in answers] for name in COUNTED},
+            **{name: [answer[name] for answer in answers] for name in _COUNTED},
             staleness={worker: Counter(dict(found)) for worker, found in counted},
-            shares=shares,
         )
 
     def since(self, before: ServerStatistics) -> ServerStatistics:
         """The counts since earlier ones."""
         return ServerStatistics(
             **{name: [b - a for a, b in zip(getattr(before, name), getattr(self, name), strict=True)]
-               for name in COUNTED},
+               for name in _COUNTED},
             staleness={worker: found - before.staleness.get(worker, Counter())
                        for worker, found in self.staleness.items()},
-            shares=self.shares,
         )  # fmt: skip
 
     def queue_ms(self) -> list[float]:
@@ -71,12 +67,10 @@ class ServerStatistics:
         }
 
     def histograms(self) -> dict[str, Any]:
-        """As :meth:`section`, with each server's share, and how many updates of a rank had which staleness."""
+        """As :meth:`section`, with how many updates of a rank had which staleness."""
         section = self.section()
         for worker, counts in zip(section["workers"], self.staleness.values(), strict=True):
             worker["histogram"] = sorted((+counts).items())
-        for server, share in zip(section["servers"], self.shares, strict=True):
-            server["share"] = share
         return section
 
 

@@ -6,49 +6,16 @@ servers, and tensors a to d::
     "elements"   | a a a a b b | b b b b b c | c c d d d d |      even parts: tensors are cut where a part ends
     "tensors"    | b b b b b b b | a a a a c c c | d d d d |      whole tensors, the largest first to the emptiest part
     "nothing"    | a a a a b b b b b b b c c c d d d d |  |  |    one server has all
-
-Parts need not be even: each server has a share, a whole number, and gets bytes in proportion to it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_multigpu.engine.optimizer_split import Split
-
-
-def colocated_shares(num_nodes: int, num_apart: int) -> list[int]:
-    """Shares of servers apart, and of one server on each of the workers' nodes, with which a step is fastest.
-
-    All links carry B bytes a second each way. Of M bytes of weights a server on a node has x M, a server apart y M; n
-    nodes and k servers apart have all of it: n x + k y = 1. In a step these bytes leave a machine, and as many enter::
-
-        a node           M (1 - x)        pushed by its worker; the part of its own server stays inside
-                         (n - 1) x M      sent by its server to the workers of the other nodes
-                         together         M (1 + (n - 2) x)
-        a server apart   n y M            sent to all workers
-
-    A step is fastest where both take as long: 1 + (n - 2) x = n y. With D = n^2 + k n - 2 k::
-
-        x = (n - k) / D          y = 2 (n - 1) / D          time = n y M / B = 2 n (n - 1) M / (D B)
-
-    With k = 0 that is a ring's 2 (n - 1)/n M/B. With k = n, x is 0. Several workers a node multiply all bytes alike.
-
-    Source: Y. Jiang et al., "A unified architecture for accelerating distributed DNN training in heterogeneous GPU/CPU
-    clusters" (BytePS), OSDI 2020, section 4.1.
-
-    Args:
-        num_nodes: n, with workers.
-        num_apart: k, fewer than n.
-
-    Returns:
-        D y for each server apart, then D x for each server on a node.
-    """
-    assert 0 <= num_apart < num_nodes
-    return [2 * (num_nodes - 1)] * num_apart + [num_nodes - num_apart] * num_nodes
 
 
 class Piece(NamedTuple):
@@ -70,7 +37,7 @@ class Layout:
 
     Args:
         numels: elements of each tensor.
-        shares: one for each server's part; parts may be empty.
+        num_parts: one for each server; parts may be empty.
         split: what may be cut.
 
     Attributes:
@@ -78,11 +45,10 @@ class Layout:
         bounds: first and one-past-last element of each server's part; the parts follow one another.
     """
 
-    def __init__(self, numels: Sequence[int], shares: Sequence[int], split: Split) -> None:
+    def __init__(self, numels: Sequence[int], num_parts: int, split: Split) -> None:
         self.numels = list(numels)
         self.total = sum(numels)
-        self._shares = shares
-        parts = _whole_tensors(numels, shares if split == "tensors" else shares[:1])
+        parts = _whole_tensors(numels, num_parts if split == "tensors" else 1)
         self.offsets = [0] * len(numels)
         ends, offset = [], 0
         for part in parts:
@@ -90,9 +56,9 @@ class Layout:
                 self.offsets[number] = offset
                 offset += numels[number]
             ends.append(offset)
-        ends += [offset] * (len(shares) - len(ends))
+        ends += [offset] * (num_parts - len(ends))
         if split == "elements":
-            ends = [-(-self.total * share // sum(shares)) for share in accumulate(shares)]
+            ends = [-(-self.total * part // num_parts) for part in range(1, num_parts + 1)]
         self.bounds = list(pairwise([0, *ends]))
 
     def pieces(self, server: int) -> list[Piece]:
@@ -105,20 +71,14 @@ class Layout:
                 found.append(Piece(number, start - offset, stop - offset, start))
         return sorted(found, key=lambda piece: piece.offset)
 
-    @property
-    def imbalance(self) -> float:
-        """The largest ratio of a part to the server's share of the bytes; 1.0 where all have their shares."""
-        return imbalance_of([last - first for first, last in self.bounds], self._shares)
 
-
-def imbalance_of(sizes: Sequence[int], shares: Sequence[int]) -> float:
-    """The largest ratio of a size to its share of all; 1.0 where all have their shares."""
-    ratios = [size * sum(shares) / share for size, share in zip(sizes, shares, strict=True)]
-    return max(ratios) / sum(sizes) if sum(sizes) else 1.0
+def imbalance_of(sizes: Sequence[int]) -> float:
+    """The largest size in proportion to an even one; 1.0 is even."""
+    return max(sizes) * len(sizes) / sum(sizes) if sum(sizes) else 1.0
 
 
 def bucket_parts(
-    numels: Sequence[int], shares: Sequence[int], split: Split, *, full_numel: float
+    numels: Sequence[int], num_servers: int, split: Split, *, full_numel: float
 ) -> list[list[list[Piece]]]:
     """What travels together: for each bucket, the pieces of each server, whose offsets begin at 0 in each part.
 
@@ -128,7 +88,7 @@ def bucket_parts(
 
     Args:
         numels: elements of each tensor.
-        shares: one for each server.
+        num_servers: the servers that have a part.
         split: what may be cut.
         full_numel: a bucket with so many elements takes no more. Where the update may relate any two parameters, one
             bucket takes all.
@@ -139,15 +99,15 @@ def bucket_parts(
             if split != "nothing" and sum(p.stop - p.start for p in buckets[-1]) >= full_numel:
                 buckets.append([])
             buckets[-1].append(piece)
-    owners = _whole_tensors(numels, shares if split == "tensors" else shares[:1])
+    owners = _whole_tensors(numels, num_servers if split == "tensors" else 1)
     found = []
     for bucket in buckets:
         if split == "elements":
-            layout = Layout([piece.stop - piece.start for piece in bucket], shares, split)
-            parts = [[_within(bucket[p.number], p) for p in layout.pieces(server)] for server in range(len(shares))]
+            layout = Layout([piece.stop - piece.start for piece in bucket], num_servers, split)
+            parts = [[_within(bucket[p.number], p) for p in layout.pieces(server)] for server in range(num_servers)]
         else:
             parts = [[piece for piece in bucket if piece.number in owned] for owned in owners]
-            parts += [[] for _ in range(len(shares) - len(owners))]
+            parts += [[] for _ in range(num_servers - len(owners))]
         found.append([_from_0(part) for part in parts])
     return found
 
@@ -173,12 +133,12 @@ def _from_0(pieces: Sequence[Piece]) -> list[Piece]:
     return placed
 
 
-def _whole_tensors(numels: Sequence[int], shares: Sequence[int]) -> list[list[int]]:
-    """The numbers of the tensors of each part: the largest goes first, to the part that it fills least of its share."""
-    parts: list[list[int]] = [[] for _ in shares]
-    filled = [0] * len(shares)
+def _whole_tensors(numels: Sequence[int], num_parts: int) -> list[list[int]]:
+    """The numbers of the tensors of each part: the largest goes first, to the emptiest part."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    filled = [0] * num_parts
     for number in sorted(range(len(numels)), key=lambda number: -numels[number]):
-        part = min(range(len(shares)), key=lambda part: (filled[part] + numels[number]) / shares[part])
+        part = filled.index(min(filled))
         parts[part].append(number)
         filled[part] += numels[number]
     return [sorted(part) for part in parts]

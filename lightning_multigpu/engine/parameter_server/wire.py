@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
+from lightning_multigpu.communication.compression.compressors import Bf16, ElementwiseCompressor, Fp16, Int8
 from lightning_multigpu.communication.compression.factory import make_compressor
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -168,7 +168,7 @@ def elementwise(compression: Any) -> ElementwiseCompressor | None:
     """The compressor that ``{"name": "int8", "chunk_size": 1024}`` describes; None for None.
 
     Raises:
-        WireError: there is no such compressor of single elements.
+        WireError: there is no such compressor, or none of pushes to servers.
     """
     if compression is None:
         return None
@@ -176,8 +176,6 @@ def elementwise(compression: Any) -> ElementwiseCompressor | None:
         found = make_compressor(compression)
     except (TypeError, ValueError) as error:
         raise WireError(str(error)) from error
-    if not isinstance(found, ElementwiseCompressor):
-        raise WireError(
-            f"compression={found.name!r} does not compress single elements: use 'fp16', 'bf16', 'int8' or 'topk'"
-        )
+    if not isinstance(found, Fp16 | Bf16 | Int8):
+        raise WireError(f"compression={found.name!r} is not for pushes to servers: use 'fp16', 'bf16' or 'int8'")
     return found

@@ -44,9 +44,8 @@ The PHASEs are :data:`lightning_multigpu.planning.step_phases.PHASES`; the parts
 overlap. STAGES are the fields of :class:`lightning_multigpu.planning.pipelines.timeline.StageRecord`, KINDs those of
 :class:`~lightning_multigpu.planning.pipelines.timeline.StageMemory`, and "launches" those of
 :class:`lightning_multigpu.planning.launch_queue.LaunchQueue`. SERVERS are as in ``multigpu_report.json``
-(:mod:`lightning_multigpu.report.schema`); a server has its "share" as well, a worker its "histogram": [[staleness,
-updates]]. A key of "over_time" is that of a monitor. "memory", "limit", "over_time", "launches"
-and "is_metered" may be absent.
+(:mod:`lightning_multigpu.report.schema`); a worker has its "histogram" as well: [[staleness, updates]]. A key of
+"over_time" is that of a monitor. "memory", "limit", "over_time", "launches" and "is_metered" may be absent.
 """
 
 from __future__ import annotations
@@ -75,7 +74,6 @@ from lightning_multigpu.planning.rank_figures import (
     Pushes,
     RankFigures,
     ReadValues,
-    Shard,
     ThreadTrial,
 )
 from lightning_multigpu.planning.step_phases import PHASES, Span, seconds_of
@@ -129,7 +127,7 @@ def build(
         trial = {"threads": trial["threads"], "step_s": slowest_s}
         tried = ThreadTrial(ranks[0]["threads"], max(f.step_s for f in figures), trial["threads"], slowest_s)
     servers = told[0].get("servers")
-    shards = [Shard(s["bytes_in"] + s["bytes_out"], s["share"]) for s in servers["servers"]] if servers else []
+    shards = [s["bytes_in"] + s["bytes_out"] for s in servers["servers"]] if servers else []
     asynchronous = bool(servers and servers["workers"])  # they alone have a staleness
     findings = diagnose(
         figures,

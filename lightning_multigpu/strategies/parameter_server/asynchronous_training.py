@@ -163,9 +163,6 @@ class AsynchronousTraining(Callback):
                 "datasets into one Dataset whose samples come from all of them, or use strategy='sync_ps'"
             )
         self._leave_groups()
-        if self._connections.joined_in is not None:
-            progress: Any = trainer.fit_loop.epoch_progress
-            progress.current.processed = self._connections.joined_in
         self._set_validation(trainer)
         if self._batches is not None:
             self._resume_epoch(trainer)
@@ -375,8 +372,7 @@ class AsynchronousTraining(Callback):
             self._pull()
             for name, value in message["beside servers"].items():
                 beside[name].copy_(value)
-            # A worker that has joined may have fewer callbacks.
-            for (_, callback), state in zip(self._kept, message["callbacks"], strict=False):
+            for (_, callback), state in zip(self._kept, message["callbacks"], strict=True):
                 if state is not None:
                     callback.load_state_dict(state)
             trainer.callback_metrics.update(message["metrics"])

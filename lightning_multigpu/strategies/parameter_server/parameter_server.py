@@ -8,7 +8,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -19,7 +19,6 @@ from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
-from lightning_multigpu.engine.parameter_server.sharding import colocated_shares
 from lightning_multigpu.engine.parameter_server.wire import elementwise
 from lightning_multigpu.runtime.process_groups import leave_world
 from lightning_multigpu.runtime.server_process import ServerProcess
@@ -60,16 +59,8 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             host, but at least 2.
         servers: "auto" to start them, or the addresses of servers that ``lightning-multigpu serve`` runs elsewhere, as
             ``["10.0.0.5:7000"]``. These need the same ``LIGHTNING_MULTIGPU_JOB_SECRET`` as the ranks.
-        colocated: with addresses in ``servers``, start a server on each node as well. Shards are then unequal, so that
-            all links are busy for the same time (Jiang et al., OSDI 2020; see
-            :func:`~lightning_multigpu.engine.parameter_server.sharding.colocated_shares`).
-        replicas: 1 for a second server with the same shard for each one, on another host if the run has several. When a
-            server ends, its replica takes over, and no update is lost. Ranks push to both: 2 x S instead of S. With
-            addresses in ``servers``, the second half of them are the replicas, in the order of the first half.
-        joins: with "async" and addresses in ``servers``, train as a further worker of a running job. It starts with the
-            job's current weights, and uses the job's ``max_staleness`` and the like.
-        compression: push float32 gradients as "fp16", "bf16", "int8" or "topk", the last two with error feedback, as
-            under ring_ddp; pulled weights are not compressed.
+        compression: push float32 gradients as "fp16", "bf16" or "int8", the last with error feedback, as under
+            ring_ddp; pulled weights are not compressed.
         bucket_cap_mb: size of a bucket of gradients, in MiB; a bucket is pushed, updated and pulled at once. None for 4
             on one host with ``servers="auto"``, else 1: on a network, the first pull begins when a bucket is pushed.
         options: options of :class:`OptimizerServerStrategy` and
@@ -90,15 +81,12 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         delay_compensation: float = 0.0,
         num_servers: int | Literal["nodes"] = 1,
         servers: Literal["auto"] | list[str] = "auto",
-        colocated: bool = False,
-        replicas: int = 0,
-        joins: bool = False,
         compression: str | Mapping[str, Any] | None = None,
         bucket_cap_mb: float | None = None,
         **options: Any,
     ) -> None:
         option_checks.check_choice("mode", mode, ("sync", "async"))
-        option_checks.check_bools(scale_lr_by_staleness=scale_lr_by_staleness, colocated=colocated, joins=joins)
+        option_checks.check_bools(scale_lr_by_staleness=scale_lr_by_staleness)
         rules = {
             "max_staleness": max_staleness is not None,
             "scale_lr_by_staleness": scale_lr_by_staleness,
@@ -106,22 +94,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         }
         _check_rules(mode, max_staleness, delay_compensation, [name for name, is_given in rules.items() if is_given])
         self._addresses = None if servers == "auto" else _addresses(servers)
-        _check_servers(self._addresses, num_servers, replicas)
-        if joins and (self._addresses is None or mode != "async" or any(rules.values())):
-            raise ValueError(
-                "joins=True: give mode='async' and the addresses of the job's servers, such as "
-                "servers=['10.0.0.5:7000'], and none of max_staleness, scale_lr_by_staleness and delay_compensation"
-            )
-        if colocated and (self._addresses is None or joins):
-            raise ValueError(
-                "colocated=True: it starts servers on the nodes of a job beside those that servers=[...] names; give "
-                "these, such as servers=['10.0.0.5:7000'], and leave joins=True out"
-            )
-        if colocated and replicas:
-            raise ValueError(
-                "replicas=1: not with colocated=True, whose shares use all of the network that replicas would need; "
-                "leave one of the two out"
-            )
+        _check_servers(self._addresses, num_servers)
         if bucket_cap_mb is not None:
             option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
         super().__init__(**options)
@@ -133,16 +106,11 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             self._consistency = Consistency(False, max_staleness, scale_lr_by_staleness, float(delay_compensation))
         self._asynchronous: AsynchronousTraining | None = None
         self._resumed: dict[str, Any] = {}
-        self._is_colocated = colocated
         self._compressor = elementwise(compression)
-        self._joins = joins
-        self._joined_as: int | None = None
-        self._num_servers, self._replicas = num_servers, replicas
-        self._num_reported = 0
+        self._num_servers = num_servers
         self._reported_unshared: set[str] = set()
         self._bucket_cap_mb = bucket_cap_mb
         self._processes: list[ServerProcess] = []
-        self._places: list[int] = []
         self._connections: ServerConnections | None = None
 
     def _check_that_no_rank_waits(self, options: Mapping[str, Any]) -> None:
@@ -164,9 +132,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             "delay_compensation": self._consistency.compensation,
             "num_servers": self._num_servers,
             "servers": self._addresses,
-            "colocated": self._is_colocated,
-            "replicas": self._replicas,
-            "joins": self._joins,
             "compression": None if self._compressor is None else repr(self._compressor),
             "bucket_cap_mb": self._bucket_cap_mb,
         }
@@ -178,12 +143,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             raise ValueError(
                 f"servers=[...]: {JOB_SECRET} is not set, by which servers and ranks know each other; make "
                 "one with 'openssl rand -hex 32', and set it for both"
-            )
-        if self._is_colocated and self._addresses is not None and len(self._addresses) >= self.num_nodes:
-            raise ValueError(
-                f"colocated=True: servers=[...] names {len(self._addresses)}, and num_nodes={self.num_nodes}; with as "
-                "many servers apart as nodes, or more, those on the nodes would have no share: leave colocated=True "
-                "out, or name fewer"
             )
         finders = [c for c in trainer.callbacks if isinstance(c, BatchSizeFinder | LearningRateFinder)]  # type: ignore[attr-defined]
         if finders and self._is_asynchronous:
@@ -202,60 +161,44 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         assert self.groups is not None
         given = job_secret(os.environ)
         secret = self.broadcast(os.urandom(32)) if given is None else bytes.fromhex(given)
-        addresses, shares = list(self._addresses or ()), None
-        if self._is_colocated:
-            shares = colocated_shares(self.num_nodes, len(addresses))
-        if self._addresses is None or self._is_colocated:
-            addresses += self._start_servers(secret)
-            if self._is_asynchronous and given is not None:
-                listed = ", ".join(f"{host}:{port}" for host, port in addresses)
-                replicas = f", replicas={self._replicas}" if self._replicas else ""
-                rank_zero_info(f"Further workers may join: joins=True, and servers=[{listed}]{replicas}")
         self._connections = connections = ServerConnections(
-            addresses,
+            self._addresses or self._start_servers(secret),
             secret,
-            worker=None if self._joins else self.global_rank,
+            worker=self.global_rank,
             num_workers=self.world_size,
             consistency=self._consistency,
-            shares=shares,
             meter=self.meter,
             gather=self.gather_objects,
-            num_replicas=self._replicas,
             silence_s=self.failure_timeout_s / 2,
         )
-        self._num_reported = 0
         self.groups.also_cut.append(connections.cut)
         limit = f"for {self.join_timeout_s:g} s at most (join_timeout_s)"
         connections.open(
             timeout_s=self.join_timeout_s if self._addresses else min(self.join_timeout_s, _STARTED_S),
             on_late=lambda server: rank_zero_info(f"{server} is not there yet; ranks look for it {limit}"),
         )
-        self._joined_as = connections.worker if self._joins else None
         if self._is_asynchronous:
             self._asynchronous = AsynchronousTraining(
                 connections,
                 self.signals,
                 leave_groups=self._leave_world,
-                can_be_lost=lambda: None if self.is_global_zero else self.failure_watch.can_be_lost(),
+                can_be_lost=self.failure_watch.can_be_lost,
             )
 
     def _start_servers(self, secret: bytes) -> list[tuple[str, int]]:
         """Starts this host's servers on its first rank; returns the addresses of all servers; a collective."""
         number = max(2, self.num_nodes) if self._num_servers == "nodes" else self._num_servers
-        if self._is_colocated:
-            number = self.num_nodes
-        nodes = [(k + replica) % self.num_nodes for replica in range(1 + self._replicas) for k in range(number)]
-        own = [k for k, node in enumerate(nodes) if node == self.node_rank] if self.local_rank == 0 else []
+        own = range(self.node_rank, number, self.num_nodes) if self.local_rank == 0 else range(0)
         host = "127.0.0.1"
         if self.num_nodes > 1:
             host = source_address(self.run_context.main_address) or host
             self._check_reachable(host)
         computing = len(own) + (self.num_processes if self.root_device.type == "cpu" else 0)
         threads = max(1, option_checks.available_cpu_count() // max(1, computing))
-        self._processes, self._places = [ServerProcess(host, secret, num_threads=threads) for _ in own], own
+        self._processes = [ServerProcess(host, secret, num_threads=threads) for _ in own]
         found = dict(zip(own, [(host, process.port) for process in self._processes], strict=True))
         everywhere = {k: where for by_rank in self.gather_objects(found) for k, where in by_rank.items()}
-        return [everywhere[k] for k in range(len(nodes))]
+        return [everywhere[k] for k in range(number)]
 
     def _check_reachable(self, host: str) -> None:
         """Refuses a loopback address for servers of several hosts; a collective."""
@@ -270,7 +213,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
 
     @property
     def _bucket_bytes(self) -> int:
-        """The same on all ranks, also on those that are on a host of their own and join later."""
         is_on_one_host = self._addresses is None and self.num_nodes == 1
         return round((self._bucket_cap_mb or _BUCKET_CAP_MB[is_on_one_host]) * 2**20)
 
@@ -295,28 +237,13 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         if self._connections is not None:
             connections, self._connections = self._connections, None
             connections.close()
-            if not self.failure_watch.failed:
-                self._warn_of_ended(connections)
         for process in self._processes:
             process.close()
-        self._processes, self._places = [], []
-
-    @property
-    @override
-    def joined_as(self) -> int | None:
-        return self._joined_as
+        self._processes = []
 
     @override
     def server_statistics(self) -> ServerStatistics | None:
         return None if self._connections is None or self.global_rank else self._connections.statistics()
-
-    def _warn_of_ended(self, connections: ServerConnections) -> None:
-        """Warns of servers and replicas that have ended while training goes on."""
-        unreported = connections.ended[self._num_reported :]
-        self._num_reported += len(unreported)
-        for place, text in unreported:
-            own = dict(zip(self._places, self._processes, strict=True)).get(place)
-            rank_zero_warn(text if own is None else f"{text} ({own.state()})")
 
     # Asynchronous workers
 
@@ -389,8 +316,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
-        if self._connections is not None:
-            self._warn_of_ended(self._connections)
         if self._asynchronous is not None and self.lightning_module is not None:
             self._asynchronous.after_step(self.lightning_module.trainer)
         return output
@@ -430,26 +355,17 @@ def _check_rules(mode: str, max_staleness: Any, delay_compensation: Any, given: 
         option_checks.check_positive("delay_compensation", delay_compensation)
 
 
-def _check_servers(addresses: Sequence[tuple[str, int]] | None, num_servers: Any, replicas: Any) -> None:
-    """Checks the numbers of servers and replicas; ``addresses`` are those of servers that run already."""
+def _check_servers(addresses: Sequence[tuple[str, int]] | None, num_servers: Any) -> None:
+    """Checks the number of servers; ``addresses`` are those of servers that run already."""
     if isinstance(num_servers, str):
         option_checks.check_choice("num_servers", num_servers, ("nodes",))
     else:
         option_checks.check_positive("num_servers", num_servers, whole=True)
-    if type(replicas) is not int or replicas not in (0, 1):
-        raise ValueError(f"replicas={replicas!r}: a server has one replica or none; pass 1 or 0")
-    if addresses is None:
-        return
-    named = f"servers={[f'{host}:{port}' for host, port in addresses]!r}"
-    if len(addresses) % (1 + replicas):
+    if addresses is not None and num_servers not in (1, len(addresses)):
         raise ValueError(
-            f"replicas=1: {named} names {len(addresses)}; name an even number, all servers and then their replicas in "
-            "the same order"
-        )
-    if num_servers not in (1, len(addresses) // (1 + replicas)):
-        raise ValueError(
-            f"num_servers={num_servers!r} is for servers that the strategy starts, and {named} names "
-            f"{len(addresses) // (1 + replicas)}: leave one of the two out"
+            f"num_servers={num_servers!r} is for servers that the strategy starts, and "
+            f"servers={[f'{host}:{port}' for host, port in addresses]!r} names {len(addresses)}: leave one of the two "
+            "out"
         )
 
 

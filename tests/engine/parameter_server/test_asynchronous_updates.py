@@ -37,9 +37,7 @@ from tests.engine.parameter_server.test_servers import ALL, SMALL, WAYS, Job, jo
 class Worker:
     """One asynchronous worker of a job, driven step by step by the test."""
 
-    def __init__(
-        self, found: Job, number: int | None, make: Callable[[Any], optim.Optimizer], rules: Consistency
-    ) -> None:
+    def __init__(self, found: Job, number: int, make: Callable[[Any], optim.Optimizer], rules: Consistency) -> None:
         self._stack = contextlib.ExitStack()
         self.connections = self._stack.enter_context(found.connections(number, consistency=rules))
         self.parameters = weights()
@@ -73,12 +71,11 @@ def workers(
     number: int = 2,
     *,
     num_servers: int = 1,
-    shares: list[int] | None = None,
     in_memory: Collection[int] = ALL,
     **rules: Any,
 ) -> Iterator[list[Worker]]:
     consistency = Consistency(is_synchronous=False, **rules)
-    with job(num_servers, number, shares, in_memory=in_memory) as found:
+    with job(num_servers, number, in_memory=in_memory) as found:
         made = [Worker(found, worker, make, consistency) for worker in range(number)]
         try:
             yield made
@@ -98,20 +95,16 @@ def alone(make: Callable[[Any], optim.Optimizer], updates: list[list[Tensor]]) -
     return [parameter.detach() for parameter in parameters]
 
 
-@pytest.mark.parametrize(
-    ("num_servers", "shares", "in_memory"),
-    [(1, None, ALL), (3, None, (0,)), (3, [2, 1, 1], ())],
-    ids=["1", "3", "unequal"],
-)
+@pytest.mark.parametrize(("num_servers", "in_memory"), [(1, ALL), (3, (0,)), (3, ())], ids=["1", "3", "sockets"])
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Muon", "NormedSGD", "OrderedSGD"])
 def test_updates_follow_each_other_in_the_order_in_which_they_come(
-    name: str, num_servers: int, shares: list[int] | None, in_memory: Collection[int]
+    name: str, num_servers: int, in_memory: Collection[int]
 ) -> None:
     own = {"NormedSGD": NormedSGD, "OrderedSGD": OrderedSGD}
     make = OPTIMIZERS.get(name, lambda groups: own[name](groups, lr=0.1))
     order = [0, 1, 1, 0, 1, 0]
     updates = [gradients(step, worker) for step, worker in enumerate(order)]
-    with workers(make, num_servers=num_servers, shares=shares, in_memory=in_memory) as both:
+    with workers(make, num_servers=num_servers, in_memory=in_memory) as both:
         for worker, update in zip(order, updates, strict=True):
             both[worker].step(update)
             assert both[worker].remote.version == both[0].remote.version or worker == 1
@@ -252,43 +245,6 @@ def test_an_unfinished_push_of_a_lost_worker_is_forgotten() -> None:
         assert [(lost["worker"], lost["left"]) for lost in first.connections.lost] == [(1, 1)]
 
 
-def test_a_lost_worker_may_come_again_and_gets_the_weights_of_now() -> None:
-    rules = Consistency(is_synchronous=False)
-    make = OPTIMIZERS["AdamW"]
-    with job(1, 2) as found:
-        first, second = (Worker(found, number, make, rules) for number in range(2))
-        second.vanish()
-        first.connections.wait_until(lambda: bool(first.connections.lost))
-        first.step(gradients(0, 0))
-        for number in (1, 5):  # under its own number, and as one more than there were
-            late = Worker(found, number, make, rules)
-            assert_equal(late.now, first.now)
-            late.step(gradients(1, 0))
-            first.remote.pull()
-            assert_equal(late.now, first.now)
-            late.leave()
-        second.leave()
-        first.leave()
-    assert found.problems == [""]
-
-
-def test_a_worker_that_joins_takes_the_shares_of_the_job() -> None:
-    rules, make = Consistency(is_synchronous=False), OPTIMIZERS["AdamW"]
-    with job(3, 2, [4, 1, 1]) as found:
-        first, second = (Worker(found, number, make, rules) for number in range(2))
-        first.step(gradients(0, 0))
-        found.shares = None
-        late = Worker(found, None, make, rules)
-        assert late.connections.shares == [4, 1, 1]
-        assert_equal(late.now, first.now)
-        late.step(gradients(1, 0))
-        first.remote.pull()
-        assert_equal(late.now, first.now)
-        for worker in (late, second, first):
-            worker.leave()
-    assert found.problems == [""] * 3
-
-
 class Played:
     """A channel of a worker that sends what the test says, and is gone."""
 
@@ -337,13 +293,12 @@ def test_workers_that_come_and_go_leave_nothing_on_a_server() -> None:
         for number in range(times):
             ways = ["configure", "await start", "next", "push", "step", "step twice", "tell", "await over", "goodbye"]
             way = ways[number % len(ways)]
-            others = ("tell", "goodbye", "answered", "take over")  # the last two tell a replica that the run has begun
-            frames = [frame for frame in sent[1] if frame[0]["kind"] == way or frame[0]["kind"] not in others]
+            frames = [
+                frame for frame in sent[1] if frame[0]["kind"] == way or frame[0]["kind"] not in ("tell", "goodbye")
+            ]
             end = next(i for i, (fields, _) in enumerate(frames) if fields["kind"] == way.removesuffix(" twice")) + 1
             again = [({**fields, "round": 1}, payload) for fields, payload in frames[6:9]]
-            joins = ({"kind": "hello", "joins": True, "num_servers": 1, "num_replicas": 1, "shares_memory": True}, b"")
-            start = [joins] if number % 2 else frames[:1]
-            server._welcome(Played(start + frames[1:end] + (again if way == "step twice" else [])))  # type: ignore[arg-type]
+            server._welcome(Played(frames[:end] + (again if way == "step twice" else [])))  # type: ignore[arg-type]
         assert server._members.keys() == {0}
         assert not server._await_run
         assert not server._await_last_word
@@ -375,7 +330,7 @@ def test_the_job_ends_with_worker_0() -> None:
 
 def test_a_worker_with_another_model_is_sent_away_and_the_others_go_on() -> None:
     rules = Consistency(is_synchronous=False)
-    with job(1, 1) as found:
+    with job(1, 2) as found:
         first = Worker(found, 0, OPTIMIZERS["SGD"], rules)
         with pytest.raises(ServerError, match="worker 1 has other parameters, or another optimizer"):
             Worker(found, 1, OPTIMIZERS["AdamW"], rules)

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import pytest
@@ -20,7 +20,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_multigpu.communication.channel import Channel, ChannelError, connect
-from lightning_multigpu.communication.checksums import bytes_of, checksums, device_checksum
+from lightning_multigpu.communication.checksums import checksums, device_checksum
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.communication.metering.meter import Meter
@@ -94,15 +94,13 @@ class Job:
     servers: list[Server]
     workers: Workers
     problems: list[str]
-    shares: list[int] | None = None
-    num_replicas: int = 0
     in_memory: Collection[int] = ALL
     silence_s: float | None = None
     threads: list[threading.Thread] = field(default_factory=list)
 
     @contextlib.contextmanager
     def connections(
-        self, worker: int | None, meter: Meter | None = None, consistency: Consistency | None = None
+        self, worker: int, meter: Meter | None = None, consistency: Consistency | None = None
     ) -> Iterator[ServerConnections]:
         found = ServerConnections(
             [("127.0.0.1", server.port) for server in self.servers],
@@ -110,11 +108,9 @@ class Job:
             worker=worker,
             num_workers=self.workers.num,
             consistency=consistency,
-            shares=self.shares,
             meter=meter or Meter(),
-            gather=lambda value: self.workers.gather(worker or 0, value),
-            num_replicas=self.num_replicas,
-            shares_memory=(worker or 0) in self.in_memory,
+            gather=lambda value: self.workers.gather(worker, value),
+            shares_memory=worker in self.in_memory,
             silence_s=self.silence_s,
         )
         found.open(timeout_s=10.0)
@@ -131,12 +127,10 @@ class Job:
 def job(
     num_servers: int = 1,
     num_workers: int = 2,
-    shares: list[int] | None = None,
-    num_replicas: int = 0,
     in_memory: Collection[int] = ALL,
 ) -> Iterator[Job]:
-    servers = [Server("127.0.0.1", 0, SECRET) for _ in range(num_servers * (1 + num_replicas))]
-    found = Job(servers, Workers(num_workers), [""] * len(servers), shares, num_replicas, in_memory)
+    servers = [Server("127.0.0.1", 0, SECRET) for _ in range(num_servers)]
+    found = Job(servers, Workers(num_workers), [""] * len(servers), in_memory)
 
     def serve(number: int) -> None:
         found.problems[number] = servers[number].serve()
@@ -169,15 +163,9 @@ def train(
     return remote
 
 
-@pytest.mark.parametrize(
-    ("num_servers", "shares", "in_memory"),
-    [(1, None, ALL), (3, None, (0,)), (3, [2, 1, 1], ())],
-    ids=["1", "3", "unequal"],
-)
-def test_every_optimizer_of_torch_updates_as_on_one_device(
-    num_servers: int, shares: list[int] | None, in_memory: Collection[int]
-) -> None:
-    with job(num_servers, shares=shares, in_memory=in_memory) as found:
+@pytest.mark.parametrize(("num_servers", "in_memory"), [(1, ALL), (3, (0,)), (3, ())], ids=["1", "3", "sockets"])
+def test_every_optimizer_of_torch_updates_as_on_one_device(num_servers: int, in_memory: Collection[int]) -> None:
+    with job(num_servers, in_memory=in_memory) as found:
 
         def work(worker: int) -> dict[str, tuple[list[Tensor], dict[str, Any]]]:
             results = {}
@@ -253,80 +241,8 @@ def test_a_loaded_state_goes_on(name: str) -> None:
             assert_equal(result, [p.detach() for p in wanted])
 
 
-def test_servers_with_and_without_snapshots_are_not_mixed() -> None:
-    """Parts of the weights would be the snapshot's, and parts the workers'."""
+def test_tensors_of_several_dtypes_are_divided_evenly() -> None:
     with job(2) as found:
-
-        def work(worker: int, words: str | None) -> None:
-            with found.connections(worker) as connections:
-                parameters = weights()
-                context = pytest.raises(ServerError, match=words) if words else contextlib.nullcontext()
-                with context:
-                    train(connections, parameters, optim.SGD(parameters, lr=0.1), range(2))
-
-        found.workers.run(lambda worker: work(worker, None))
-        saved = found.servers[1].snapshot()
-    with job(2) as found:
-        found.servers[1]._saved = saved
-        words = "parameter server 1 goes on from a snapshot, and 0 does not: start all of them with --resume"
-        found.workers.run(lambda worker: work(worker, words))
-
-
-def test_a_snapshot_does_not_wait_for_a_quiet_moment_of_asynchronous_workers() -> None:
-    """Some worker was always in the middle of a step, and the server wrote no snapshot until the end of the job."""
-    buckets = [{"dtype": "float32", "pieces": [[3]]}] * 2
-    plan = {"class": "torch.optim.sgd:SGD", "split": "elements", "buckets": buckets, "groups": [[[0, 0], [1, 0]]]}
-    values = [dict(optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0).defaults)]
-    tensors: list[Tensor] = []
-    content = {"defaults": values[0], "values": values, "weights": [torch.zeros(3)] * 2, "state": []}
-    hello = {"kind": "hello", "num_workers": 2, "num_servers": 1, "consistency": asdict(Consistency(False))}
-    with ThreadPoolExecutor(1) as pool, job() as found, contextlib.ExitStack() as ends:
-        [server] = found.servers
-        channels = [ends.enter_context(contextlib.closing(connect("127.0.0.1", server.port, SECRET, timeout_s=5)))
-                    for _ in range(2)]  # fmt: skip
-        for worker, channel in enumerate(channels):
-            channel.send({**hello, "worker": worker})
-            told: dict[str, Any] = {"kind": "configure", "optimizer": 0, "number": 0, "plan": plan}
-            told["body"] = packed(content if worker == 0 else None, tensors if worker == 0 else [], what="")
-            channel.send(told, [bytes_of(tensor) for tensor in tensors] if worker == 0 else [])
-            channel.send({"kind": "pull", "optimizer": 0})
-
-        def push(worker: int, round_: int, bucket: int) -> None:
-            told = {"kind": "push", "optimizer": 0, "bucket": bucket, "round": round_, "kinds": [1]}
-            channels[worker].send(told, [bytes_of(torch.ones(3))])
-
-        def is_within(worker: int, round_: int) -> bool:
-            with server._changing:
-                now = server._optimizers[0]._round_of(worker) if server._optimizers else None
-                return now is not None and now.number == round_ and now.num_sent == 1
-
-        def begin(worker: int, round_: int) -> None:
-            """Sends one of two buckets; waits until the server has updated it, or holds it back."""
-            body = packed(values if worker == 0 else [], [], what="")
-            channels[worker].send({"kind": "step", "optimizer": 0, "round": round_, "values": body})
-            push(worker, round_, 0)
-            num_looks = 0
-            while not is_within(worker, round_) and num_looks < 200:
-                num_looks += server._is_saving
-                time.sleep(0.001)
-
-        begin(0, 0)
-        saving = pool.submit(server.snapshot)
-        for round_ in range(100):
-            begin(1, round_)
-            push(0, round_, 1)
-            if saving.done():
-                break
-            begin(0, round_ + 1)
-            push(1, round_, 1)
-        weights_saved = saving.result(timeout=30)[0]["weights"]
-        assert torch.equal(weights_saved[0], weights_saved[1]), "no step is there in part"
-        for channel in channels[::-1]:
-            channel.send({"kind": "goodbye"})
-
-
-def test_tensors_of_several_dtypes_have_the_shares_of_the_servers() -> None:
-    with job(3, shares=[2, 1, 1]) as found:
 
         def work(worker: int) -> list[list[int]]:
             with found.connections(worker) as connections:
@@ -342,35 +258,7 @@ def test_tensors_of_several_dtypes_have_the_shares_of_the_servers() -> None:
                 return [[part.nbytes for part in bucket.parts] for bucket in remote._buckets]
 
         sizes = found.workers.run(work)[0]
-    assert sizes == [[160, 80, 80], [160, 80, 80], [120, 60, 60]]
-
-
-@pytest.mark.parametrize("shares", [[2, 1], [1, 1]], ids=["unequal", "even"])
-def test_parts_that_are_not_even_are_sent_one_after_the_other(
-    shares: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """TCP divides a link evenly: the large parts came late, and their server's link was idle at first."""
-    sent: list[tuple[int, int]] = []
-    others_are_sent = threading.Event()
-    plainly = Channel.send
-
-    def send(channel: Channel, fields: dict[str, Any], payload: Any = ()) -> None:
-        if fields.get("kind") == "push":
-            server = [connection.channel for connection in connections._connections].index(channel)
-            if server == 0:  # its link is slow
-                assert shares == [2, 1] or others_are_sent.wait(30)
-                time.sleep(0.02)
-            sent.append((fields["bucket"], server))
-            if len([number for _, number in sent if number == 1]) == 3:
-                others_are_sent.set()
-        plainly(channel, fields, payload)
-
-    monkeypatch.setattr(Channel, "send", send)
-    with job(2, 1, shares) as found, found.connections(0) as connections:
-        parameters = weights()
-        train(connections, parameters, optim.SGD(parameters, lr=0.1), range(1))
-    in_order = [(bucket, server) for bucket in range(len(sent) // 2) for server in range(2)]
-    assert sent == in_order if shares == [2, 1] else sorted(sent) == in_order
+    assert sizes == [[160, 160], [160, 160], [120, 120]]
 
 
 @WAYS
@@ -572,9 +460,7 @@ def test_buckets_are_pushed_while_backward_goes_on(in_memory: Collection[int], m
 
 
 @pytest.mark.parametrize(
-    ("name", "in_memory"),
-    [("fp16", (0,)), ("bf16", ()), ("int8", ALL), ("topk", (0,))],
-    ids=["fp16", "bf16", "int8", "topk"],
+    ("name", "in_memory"), [("fp16", (0,)), ("bf16", ()), ("int8", ALL)], ids=["fp16", "bf16", "int8"]
 )
 def test_compressed_gradients(name: str, in_memory: Collection[int]) -> None:
     """What is pushed is what the compressor makes of each bucket, with the errors of the steps before."""
@@ -767,11 +653,11 @@ def test_who_waits_looks_for_machines_that_are_gone(looking: Any, monkeypatch: p
 
 def test_a_worker_that_comes_after_a_failure_hears_of_it() -> None:
     server = Server("127.0.0.1", 0, SECRET)
-    server.end("the snapshot is of another model")
+    server.end("the disk is full")
     with contextlib.closing(connect("127.0.0.1", server.port, SECRET, timeout_s=5.0)) as channel:
         channel.send({"kind": "hello", "worker": 1, "num_workers": 2, "num_servers": 1})
-        assert channel.receive()[0] == {"kind": "error", "text": "the snapshot is of another model"}
-    assert server.serve() == "the snapshot is of another model"
+        assert channel.receive()[0] == {"kind": "error", "text": "the disk is full"}
+    assert server.serve() == "the disk is full"
 
 
 def test_a_worker_that_comes_while_a_server_ends_hears_why() -> None:
@@ -782,12 +668,12 @@ def test_a_worker_that_comes_while_a_server_ends_hears_why() -> None:
         with contextlib.closing(connect(*address, timeout_s=5.0)) as first:
             first.send({**hello, "worker": 0})
             assert first.receive()[0]["kind"] == "welcome"
-            found.servers[0].end("the snapshot is of another model")
-            assert first.receive()[0]["text"] == "the snapshot is of another model"
+            found.servers[0].end("the disk is full")
+            assert first.receive()[0]["text"] == "the disk is full"
             time.sleep(0.2)
         with contextlib.closing(connect(*address, timeout_s=5.0)) as late:
             late.send({**hello, "worker": 1})
-            assert late.receive()[0] == {"kind": "error", "text": "the snapshot is of another model"}
+            assert late.receive()[0] == {"kind": "error", "text": "the disk is full"}
 
 
 def test_steps_overtake_gradients_on_a_connection_of_their_own_unless_the_order_counts() -> None:
@@ -923,7 +809,7 @@ def test_asynchronous_updates_copy_the_weights_into_the_same_memory() -> None:
     sent: list[tuple[int, float]] = []
 
     class Receiver:
-        is_quiet, memory = False, ()
+        memory = ()
 
         def post(self, fields: dict[str, Any], payload: list[memoryview]) -> None:
             found = torch.frombuffer(payload[0], dtype=torch.float32)
