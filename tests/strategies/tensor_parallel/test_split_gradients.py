@@ -46,15 +46,14 @@ def test_clips_by_the_norm_of_whole_gradients(world2: World, num_split: int) -> 
     world2.run(_clip, num_split)
 
 
-def _step(overflowing_rank: int | None) -> tuple[Tensor, float]:
+def _step() -> tuple[Tensor, float]:
     with tensor_group() as (group, _):
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         gradients = SplitGradients(MixedPrecision("16-mixed", "cpu", scaler), group, LightningModule())
         parameter = nn.Parameter(torch.ones(2, dtype=torch.float32))
         optimizer = torch.optim.SGD([parameter], lr=1.0)
         scaler.scale(torch.zeros(()))
-        large = torch.inf if group.rank == overflowing_rank else 4.0
-        parameter.grad = torch.tensor([2.0, large], dtype=torch.float32)
+        parameter.grad = torch.tensor([2.0, torch.inf if group.rank == 1 else 4.0], dtype=torch.float32)
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
@@ -63,9 +62,6 @@ def _step(overflowing_rank: int | None) -> tuple[Tensor, float]:
 
 
 def test_all_ranks_skip_a_step_in_which_one_overflows(world2: World) -> None:
-    for weights, scale in world2.run(_step, 1):
+    for weights, scale in world2.run(_step):
         assert weights.tolist() == [1, 1]
         assert scale == 2
-    for weights, scale in world2.run(_step, None):
-        assert weights.tolist() == [0.5, 0]
-        assert scale == 4

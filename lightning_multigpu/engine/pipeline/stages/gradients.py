@@ -53,8 +53,8 @@ class StageSums:
 
     Args:
         group: the ranks of the pipeline.
-        tensor: the ranks that split the layers of this stage; None without a tensor split. With it, :meth:`norm`,
-            :meth:`norms` and :meth:`any` are collectives of all stages of these ranks' pipelines.
+        tensor: the ranks that split the layers of this stage; None without a tensor split. With it, :meth:`norms` and
+            :meth:`sum` are collectives of all stages of these ranks' pipelines.
     """
 
     def __init__(self, group: PipelineGroup, tensor: TensorGroup | None = None) -> None:
@@ -87,18 +87,13 @@ class StageSums:
             apply_flat(self._all_reduce, gradients)
         self._group.finish()
 
-    def norm(self, parameters: Sequence[Parameter]) -> Tensor:
-        """The 2-norm of the gradients of all stages' ``parameters``, the same on every stage."""
-        square = self._square([parameter for parameter in parameters if split_of(parameter) is None])
+    def sum(self, number: Tensor) -> Tensor:
+        """The sum of the ranks' numbers, the same on every rank; it may overwrite the rank's own."""
+        number = number.to(self._group.device)
         if self._tensor is not None:
-            parts = self._square([parameter for parameter in parameters if split_of(parameter) is not None])
-            square += self._tensor.all_reduce(parts.reshape(1), "gradient norm")[0]
-        self._all_reduce(square)
-        return square.sqrt()
-
-    def _square(self, parameters: Sequence[Parameter]) -> Tensor:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients).to(self._group.device, torch.float64) ** 2
+            self._tensor.all_reduce(number, "norm or overflow")
+        self._all_reduce(number)
+        return number
 
     def norms(self, parameters: Sequence[Parameter], counted: Sequence[bool]) -> Tensor:
         """Of each parameter's gradient its norms of order 1, 2 and inf, the same on every stage, in the host's memory.
@@ -127,14 +122,6 @@ class StageSums:
                 summed[is_part, column] = torch.linalg.vector_norm(parts[..., column], order, 0)[is_part]
         self._all_reduce(summed)
         return summed.cpu()
-
-    def any(self, flag: Tensor) -> Tensor:
-        """Sets ``flag`` (one number, not negative) above 0 if any rank's flag is above 0."""
-        value = flag.to(self._group.device, copy=True)
-        if self._tensor is not None:
-            self._tensor.all_reduce(value.reshape(1), "overflow")
-        self._all_reduce(value, dist.ReduceOp.MAX)
-        return flag.copy_(value)
 
     def _sum_between(self, parameter: Parameter, holders: Sequence[int], *, is_sparse: bool) -> None:
         """Sums on the last holder, which sends the sum to the other holders."""
