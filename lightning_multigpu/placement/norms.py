@@ -60,18 +60,14 @@ def scale_to_norm(gradients: Iterable[Tensor], max_norm: float, squares: Tensor 
         max_norm: the largest norm of all ranks' gradients.
         squares: the sum of the squares of all ranks' gradients.
     """
-    holders = [_holder(gradient) for gradient in gradients]
-    dtype = functools.reduce(torch.promote_types, (holder.dtype.to_real() for holder in holders), torch.float32)
+    held = [*gradients]
+    holders = [gradient.detach() for gradient in held]
+    for holder, gradient in zip(holders, held, strict=True):
+        holder.grad = gradient  # torch clips the gradients of other tensors
+    dtype = functools.reduce(torch.promote_types, (gradient.dtype.to_real() for gradient in held), torch.float32)
     norm = torch.as_tensor(squares, dtype=torch.float64).sqrt().to(dtype)
     if norm.is_cuda or not norm + 1e-6 <= max_norm:  # nan too; on CPUs a factor of 1 costs a pass over the memory
         clip_grads_with_norm_(holders, max_norm, norm)
-
-
-def _holder(gradient: Tensor) -> Tensor:
-    """A tensor that has the gradient, as torch's function takes it."""
-    holder = gradient.detach()
-    holder.grad = gradient
-    return holder
 
 
 class CommonOverflow:

@@ -15,9 +15,6 @@ from torch.optim import Optimizer
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.placement.norms import CommonOverflow, ReduceSum, clip_by_norm
 
-Owned = Callable[[Sequence[Tensor]], Iterable[Tensor]]
-"""The parameters that this rank owns, among those that it holds."""
-
 
 class PluginMethods:
     """Shows gradients to hooks, clips by the norm of all ranks' gradients, and skips a step on all ranks or on none.
@@ -27,9 +24,9 @@ class PluginMethods:
     Args:
         plugin: the Trainer's precision plugin.
         hooks: by the name of a method of the plugin that calls hooks, what makes the context in which it runs.
-        owned: this rank's parameters in the norm; with ``reduce_sum``.
-        reduce_sum: sums over the ranks; None where each rank has the gradients of all.
-        methods: functions in the place of other methods.
+        owned: those of the parameters that this rank holds which it owns; with ``reduce_sum``.
+        reduce_sum: sums over the ranks; None where each rank steps, or does not step, by itself.
+        methods: functions in the place of other methods of the plugin.
     """
 
     def __init__(
@@ -37,7 +34,7 @@ class PluginMethods:
         plugin: Precision,
         hooks: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
         *,
-        owned: Owned = list,
+        owned: Callable[[Sequence[Tensor]], Iterable[Tensor]] = list,
         reduce_sum: ReduceSum | None = None,
         **methods: Callable[..., Any],
     ) -> None:
@@ -46,8 +43,8 @@ class PluginMethods:
         self._overflow: CommonOverflow | None = None
         if reduce_sum is not None:
             self._methods["clip_grad_by_norm"] = partial(_clip, owned, reduce_sum)
-            if getattr(plugin, "scaler", None) is not None:
-                self._overflow = CommonOverflow(plugin.scaler, reduce_sum)
+            scaler = getattr(plugin, "scaler", None)
+            self._overflow = None if scaler is None else CommonOverflow(scaler, reduce_sum)
         vars(plugin).update(self._methods)
 
     def end(self) -> None:
@@ -66,7 +63,7 @@ def _within(context: Callable[[], AbstractContextManager[Any]], method: Callable
     return within
 
 
-def _clip(owned: Owned, reduce_sum: ReduceSum, optimizer: Optimizer, clip_val: float) -> None:
+def _clip(owned: Callable[..., Any], reduce_sum: ReduceSum, optimizer: Optimizer, clip_val: float) -> None:
     with torch._C.DisableTorchFunction():  # it looks at parts
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         held = [parameter for parameter in parameters if not isinstance(parameter, Placeholder)]

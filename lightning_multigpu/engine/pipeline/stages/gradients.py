@@ -24,13 +24,13 @@ from lightning_multigpu.communication.compression import GradientPiece
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.tensors import alike, apply_flat, size_bytes
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
+from lightning_multigpu.engine.gradient_kinds import ABSENT, DENSE, SPARSE, kind_of
 from lightning_multigpu.engine.pipeline.splitting.ownership import Holding, Ownership
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
-_NONE, _DENSE, _SPARSE = 0, 1, 2
 _BUCKET_BYTES = 25 << 20
 _LARGEST = float("inf")
 _ORDERS = (1.0, 2.0, _LARGEST)
@@ -73,15 +73,15 @@ class StageSums:
         trained = {h.tensor: h.holders for h in common if isinstance(h.tensor, Parameter) and h.tensor.requires_grad}
         if not trained:
             return
-        kinds = torch.tensor([_kind(parameter) for parameter in trained], dtype=torch.uint8, device=self._group.device)
+        kinds = torch.tensor([kind_of(p.grad) for p in trained], dtype=torch.uint8, device=self._group.device)
         self._all_reduce(kinds, dist.ReduceOp.MAX)
         on_all: list[Parameter] = []
         for (parameter, holders), kind in zip(trained.items(), kinds.tolist(), strict=True):
-            if kind != _NONE and len(holders) < self._group.num_ranks:
-                self._sum_between(parameter, holders, is_sparse=kind == _SPARSE)
-            elif kind == _SPARSE:
+            if kind != ABSENT and len(holders) < self._group.num_ranks:
+                self._sum_between(parameter, holders, is_sparse=kind == SPARSE)
+            elif kind == SPARSE:
                 self._sum_sparse(parameter)
-            elif kind == _DENSE:
+            elif kind == DENSE:
                 on_all.append(parameter)
         for gradients in alike(_gradients(on_all)):
             apply_flat(self._all_reduce, gradients)
@@ -318,12 +318,6 @@ class RemoteGradients:
         finally:
             for parameter in shown:
                 parameter.grad = None
-
-
-def _kind(parameter: Parameter) -> int:
-    if parameter.grad is None:
-        return _NONE
-    return _SPARSE if parameter.grad.is_sparse else _DENSE
 
 
 def _sparse_gradient(parameter: Parameter) -> Tensor:
