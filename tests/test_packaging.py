@@ -54,7 +54,11 @@ LAYERS = {
     "planning": {f"{_OURS}.planning"},
     "guardian": {f"{_OURS}.guardian"},
     "communication": {f"{_OURS}.communication", f"{_OURS}._suggest", "torch"},
-    "engine": {f"{_OURS}.{layer}" for layer in ("engine", "communication", "planning", "_torch_compat")} | {"torch"},
+    "placement": {f"{_OURS}.placement", "torch"},
+    "engine": {
+        *(f"{_OURS}.{layer}" for layer in ("engine", "placement", "communication", "planning", "_torch_compat")),
+        "torch",
+    },
     "runtime": {
         *(f"{_OURS}.{layer}" for layer in ("runtime", "engine", "communication", "guardian", "_lightning_internals")),
         *(f"{_OURS}.{module}" for module in ("_torch_compat", "_waiting_ranks")),
@@ -64,8 +68,8 @@ LAYERS = {
     "emulation": {f"{_OURS}.{layer}" for layer in ("emulation", "guardian")},
     "report": {f"{_OURS}.{layer}" for layer in ("report", "planning", "communication.metering")},
     "strategies": {
-        *(f"{_OURS}.{layer}" for layer in ("strategies", "runtime", "engine", "communication", "planning", "report")),
-        *(f"{_OURS}.{module}" for module in ("_lightning_internals", "_suggest")),
+        *(f"{_OURS}.{layer}" for layer in ("strategies", "runtime", "engine", "placement", "communication")),
+        *(f"{_OURS}.{module}" for module in ("planning", "report", "_lightning_internals", "_suggest")),
         "lightning",
         "torch",
         "torchmetrics",
@@ -313,7 +317,7 @@ class TestImport:
     def test_lower_layers_without_lightning(self) -> None:
         names = [
             ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            for path in python_files(*(f"lightning_multigpu/{layer}" for layer in ("communication", "engine")))
+            for path in python_files(*(f"{_OURS}/{layer}" for layer in ("communication", "placement", "engine")))
         ]
         output = self.run(
             "import sys, importlib, lightning_multigpu",

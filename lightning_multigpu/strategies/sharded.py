@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
@@ -25,7 +25,7 @@ from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
-from lightning_multigpu.strategies.steps.common_overflow import CommonOverflow
+from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -206,11 +206,14 @@ class ShardedStrategy(MultiGPUStrategy):
             self._sharded[optimizer] = sharded
             self._undo.callback(sharded.close)
         self._wrap()
-        group, plugin = self._group, self.precision_plugin
-        overflow = CommonOverflow(plugin, lambda flag: flag.copy_(group.all_reduce(flag, "max")))
-        self._undo.callback(overflow.end)
-        self._replace("post_backward", self._averaged_before(plugin.post_backward))
-        self._replace("clip_grad_by_norm", self._clip_by_norm)
+        group, owns = self._group, [sharded.owns for sharded in self._sharded.values()]
+        methods = PluginMethods(
+            self.precision_plugin,
+            {"post_backward": self._averaged},
+            owned=lambda held: [parameter for parameter in held if any(each(parameter) for each in owns)],
+            reduce_sum=lambda number: group.all_reduce(number, "sum"),
+        )
+        self._undo.callback(methods.end)
 
     @property
     @override
@@ -262,10 +265,6 @@ class ShardedStrategy(MultiGPUStrategy):
             shows_all=self._given is not None,
             find_unused=not module.automatic_optimization if self._find_unused is None else self._find_unused,
         )
-
-    def _replace(self, name: str, method: Callable[..., Any]) -> None:
-        vars(self.precision_plugin)[name] = method
-        self._undo.callback(vars(self.precision_plugin).pop, name)
 
     @override
     def teardown(self) -> None:
@@ -327,17 +326,16 @@ class ShardedStrategy(MultiGPUStrategy):
         if self._gradients is not None:
             self._gradients.begin()
 
-    def _averaged_before(self, post_backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def averaged(*args: Any) -> Tensor:
-            if self._gradients is not None and self._gradients.accumulates:
-                self._gradients.finish_accumulating()
-            elif self._gradients is not None:
-                self._gradients.finish()
-                self._average_missed()
-                self._note_averages()
-            return post_backward(*args)
-
-        return averaged
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Within the block, in which hooks read gradients, they are averages."""
+        if self._gradients is not None and self._gradients.accumulates:
+            self._gradients.finish_accumulating()
+        elif self._gradients is not None:
+            self._gradients.finish()
+            self._average_missed()
+            self._note_averages()
+        yield
 
     def _average_missed(self) -> None:
         """Averages gradients of parameters that were unfrozen within the step, or frozen after accumulation."""
@@ -353,9 +351,6 @@ class ShardedStrategy(MultiGPUStrategy):
                 average = self._group.all_reduce(parameter.grad, "mean")
                 parameter.grad = average if sharded.owns(parameter) else None
         self._missed.extend(missed.values())
-
-    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        self._sharded[plain_optimizer(optimizer)].clip(clip_val)
 
     @override
     def on_optimizer_step_end(self) -> None:

@@ -33,16 +33,7 @@ from torch.optim import Optimizer
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.tensors import alike
-from lightning_multigpu.engine.clipping import (
-    ABSENT,
-    DENSE,
-    SPARSE,
-    clip_norm,
-    kind_of,
-    rows_of,
-    sparse,
-    sum_of_squares,
-)
+from lightning_multigpu.engine.gradient_kinds import ABSENT, DENSE, SPARSE, kind_of, rows_of, sparse
 from lightning_multigpu.engine.optimizer_split import Split
 from lightning_multigpu.engine.parameter_server.sharding import Layout, Piece, imbalance_of
 from lightning_multigpu.engine.redirected_optimizer import (
@@ -50,6 +41,7 @@ from lightning_multigpu.engine.redirected_optimizer import (
     call_on_gradient,
     part_of,
 )
+from lightning_multigpu.placement.norms import scale_to_norm, sum_of_squares
 
 
 @dataclass(frozen=True)
@@ -350,10 +342,7 @@ class HostOptimizer(RedirectedOptimizer):
             for gradient in own:
                 gradient.clamp_(-self.clip_value, self.clip_value)
         if self.clip_norm is not None:
-            squares = torch.tensor([sum_of_squares(own)], dtype=torch.float64)
-            if self._memory.num_ranks > 1:
-                self._memory.ranks(squares)
-            clip_norm(own, squares.item(), self.clip_norm)
+            scale_to_norm(own, self.clip_norm, self._memory.ranks(sum_of_squares(own)))
 
     def _load_shard(self, flats: Sequence[_Flat]) -> None:
         """Gives this rank's shard the weights of now, which a hook may have changed, and its gradients."""

@@ -30,7 +30,7 @@ from lightning_multigpu.communication.channel import Channel
 from lightning_multigpu.communication.checksums import bytes_of, checksums
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.tensors import alike
-from lightning_multigpu.engine.clipping import ABSENT, SPARSE, kind_of, rows_of, sparse
+from lightning_multigpu.engine.gradient_kinds import ABSENT, SPARSE, kind_of, rows_of, sparse
 from lightning_multigpu.engine.optimizer_split import Split
 from lightning_multigpu.engine.parameter_server.bucket_memory import BucketMemory, copy_out
 from lightning_multigpu.engine.parameter_server.server_connections import Fields, ServerConnections

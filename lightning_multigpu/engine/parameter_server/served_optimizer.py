@@ -17,15 +17,7 @@ from torch.optim import Optimizer
 from lightning_multigpu.communication.checksums import bytes_of
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
-from lightning_multigpu.engine.clipping import (
-    ABSENT,
-    DENSE,
-    SPARSE,
-    clip_norm,
-    common_kind,
-    sparse,
-    sum_of_squares,
-)
+from lightning_multigpu.engine.gradient_kinds import ABSENT, DENSE, SPARSE, common_kind, sparse
 from lightning_multigpu.engine.parameter_server.bucket_memory import BucketMemory, cut, segment_for
 from lightning_multigpu.engine.parameter_server.consistency import Clocks, Consistency
 from lightning_multigpu.engine.parameter_server.member import Member
@@ -36,6 +28,7 @@ from lightning_multigpu.engine.parameter_server.wire import (
     optimizer_class,
     unpacked,
 )
+from lightning_multigpu.placement.norms import scale_to_norm, sum_of_squares
 
 
 @dataclass(eq=False)
@@ -516,7 +509,7 @@ class ServedOptimizer:
         """Clips by the norm over all servers; False while it is unknown."""
         gradients = [gradient for pushes in complete for gradient in pushes.present()]
         if not round_now.has_sent_squares:
-            squares = sum_of_squares(gradients)
+            squares = float(sum_of_squares(gradients))
             round_now.has_sent_squares = True
             if self._num_servers == 1:
                 round_now.squares = squares
@@ -525,7 +518,7 @@ class ServedOptimizer:
                 self._members[round_now.workers[0]].post(told)
         if round_now.squares is None:
             return False
-        clip_norm(gradients, round_now.squares, max_norm)
+        scale_to_norm(gradients, max_norm, round_now.squares)
         return True
 
     # Asynchronous workers

@@ -13,8 +13,6 @@ options, also one whose constructor does not take its own ``defaults`` (AdamW).
 FairScale 0.4.13 fails on torch 2.13 in these cases, which :class:`_Shards` handles:
 
 - A group that is added after layers were unfrozen gives all parameters new owners, which lack their states.
-- Clipping fails for float64 gradients, leaves out parameters that had no gradient at its first call, and sums a float32
-  zero with other ranks' numbers if a rank has no gradient.
 - Parameters of several dtypes fail an assertion.
 - ``broadcast_fp16`` rounds the owner's weights in every step, so that small updates are lost, and makes float64
   parameters float32.
@@ -38,7 +36,6 @@ from fairscale.nn.misc import ParamBucket
 from fairscale.optim import OSS
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -64,7 +61,7 @@ def quiet() -> Iterator[None]:
 class ShardedOptimizer(RedirectedOptimizer):
     """A user's optimizer; one rank updates each of its parameters.
 
-    Construction, steps, clipping and loading are collectives of the group.
+    Construction, steps and loading are collectives of the group.
 
     Args:
         optimizer: the optimizer of a module that is the same on all ranks.
@@ -109,10 +106,6 @@ class ShardedOptimizer(RedirectedOptimizer):
     def refresh(self) -> None:
         """Finds owners for parameters that were added to the optimizer; a collective."""
         self._place_new()
-
-    def clip(self, max_norm: float) -> None:
-        """Clips the gradients by the norm of all ranks' gradients together, as on one device; a collective."""
-        self.shards.clip_grad_norm(max_norm)
 
     def share_values(self) -> None:
         """Gives every rank the exact values of the owners; a collective."""
@@ -312,18 +305,6 @@ class _Shards(OSS):  # type: ignore[misc]  # without annotations
                 work.wait()
             if rank != self.rank and values is not bucket.buffer:
                 bucket.buffer.copy_(values)
-
-    @torch.no_grad()
-    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0, filter_params_fn: Any = None) -> Tensor:
-        assert norm_type == 2.0
-        assert filter_params_fn is None
-        own = [p for group in self.partition_parameters()[self.rank] for p in group["params"] if p.grad is not None]
-        norm = get_total_norm([p.grad for p in own]).to(self._default_device, torch.float64)
-        total: Tensor = self._metered_group.all_reduce(norm.square(), "sum").sqrt()
-        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]  # and hooks' copies
-        if held:
-            clip_grads_with_norm_(held, max_norm, total.to(held[0].grad.dtype))
-        return total
 
 
 def _filled(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -21,6 +20,7 @@ from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOp
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
+from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -54,7 +54,7 @@ class OptimizerServerStrategy(MultiGPUStrategy):
         super().__init__(**options)
         self._split = optimizer_split
         self._served: dict[Optimizer, Served] = {}
-        self._replaced: list[str] = []
+        self._methods: PluginMethods | None = None
         self._accumulating = False
 
     @property
@@ -120,24 +120,25 @@ class OptimizerServerStrategy(MultiGPUStrategy):
             self._set_pushes_early(not is_changed and not trainer.gradient_clip_val)
         elif is_changed:
             # The hooks of the step need averages on every device, which costs a transfer.
-            self._replace("post_backward", self._averaged_before(self.precision_plugin.post_backward))
+            self._methods = PluginMethods(self.precision_plugin, {"post_backward": self._averaged})
         else:
-            self._replace("clip_grad_by_norm", self._clip_by_norm)
-            self._replace("clip_grad_by_value", self._clip_by_value)
+            self._methods = PluginMethods(
+                self.precision_plugin, clip_grad_by_norm=self._clip_by_norm, clip_grad_by_value=self._clip_by_value
+            )
             self._set_pushes_early(True)
 
     @override
     def teardown(self) -> None:
         module, states = self.lightning_module, []
-        for name in self._replaced:
-            vars(self.precision_plugin).pop(name, None)
+        if self._methods is not None:
+            self._methods.end()
         trainer = None if module is None else module._trainer
         if trainer is not None and not self.failure_watch.failed:
             ends_well = (trainer.state.fn, trainer.state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING)
             states = [(o, served.state_dict()) for o, served in self._served.items() if ends_well]
         for served in self._served.values():
             served.close()
-        self._served, self._replaced = {}, []
+        self._served, self._methods = {}, None
         self._disconnect()
         super().teardown()
         if self.is_global_zero:
@@ -183,25 +184,20 @@ class OptimizerServerStrategy(MultiGPUStrategy):
         for buffer in averaged:
             buffer.copy_(self._data.all_reduce(buffer, "mean"))
 
-    def _averaged_before(self, post_backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def averaged(*args: Any) -> Tensor:
-            if not self._accumulating:
-                for served in self._served.values():
-                    served.average_gradients()
-                self._note_averages()
-            return post_backward(*args)
-
-        return averaged
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Within the block, in which hooks read gradients, they are averages."""
+        if not self._accumulating:
+            for served in self._served.values():
+                served.average_gradients()
+            self._note_averages()
+        yield
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         self._served[plain_optimizer(optimizer)].clip_norm = float(clip_val)
 
     def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         self._served[plain_optimizer(optimizer)].clip_value = float(clip_val)
-
-    def _replace(self, name: str, method: Callable[..., Any]) -> None:
-        vars(self.precision_plugin)[name] = method
-        self._replaced.append(name)
 
     # Checkpoints
 

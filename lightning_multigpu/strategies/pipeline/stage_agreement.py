@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
 from lightning.pytorch.plugins import Precision
-from torch.nn.utils import clip_grads_with_norm_
-from torch.optim import Optimizer
+from torch import Tensor
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.engine.pipeline.stages.gradients import RemoteGradients, StageSums
+from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.whole_reads import WholeReads
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
-from lightning_multigpu.strategies.steps.common_overflow import CommonOverflow
 from lightning_multigpu.strategies.steps.hook_detection import has_hook
+from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 
 
 class StageAgreement:
@@ -35,26 +34,21 @@ class StageAgreement:
     """
 
     def __init__(self, plugin: Precision, model: SplitModel, tensor: TensorGroup | None = None) -> None:
-        self._plugin = plugin
         self._module = model.module
         self._ownership = model.ownership
         self._tensor = tensor
         self._sums = StageSums(model.group, tensor)
         self._gradients = RemoteGradients(model.ownership, self._sums)
-        self._run_hooks = getattr(plugin, HOOKS_BEFORE_STEP)
-        vars(plugin)[HOOKS_BEFORE_STEP] = self._run_hooks_with_gradients
-        vars(plugin)["clip_grad_by_norm"] = self._clip
+        hooks = partial(self.gradients_for, "on_before_optimizer_step", "configure_gradient_clipping")
+        self._methods = PluginMethods(plugin, {HOOKS_BEFORE_STEP: hooks}, owned=self._owned, reduce_sum=self._sums.sum)
         warnings.filterwarnings("ignore", "It is recommended to use `self.log")
         self._filter: Any = warnings.filters[0]
-        self._overflow = CommonOverflow(plugin, self._sums.any)
 
     def end(self) -> None:
         """Gives the plugin and its scaler their own methods back."""
-        for replaced in (HOOKS_BEFORE_STEP, "clip_grad_by_norm"):
-            vars(self._plugin).pop(replaced, None)
+        self._methods.end()
         if self._filter in warnings.filters:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
-        self._overflow.end()
 
     @contextmanager
     def gradients_for(self, *hooks: str) -> Iterator[None]:
@@ -69,17 +63,7 @@ class StageAgreement:
         with self._gradients.shown(), nullcontext() if self._tensor is None else WholeReads(self._tensor):
             yield
 
-    def _run_hooks_with_gradients(self, model: pl.LightningModule, optimizer: Any) -> None:
-        with self.gradients_for("on_before_optimizer_step", "configure_gradient_clipping"):
-            self._run_hooks(model, optimizer)
-
-    def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
-        with torch._C.DisableTorchFunction():  # it looks at parts
-            self._clip_parts(optimizer, clip_val)
-
-    def _clip_parts(self, optimizer: Optimizer, clip_val: float) -> None:
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        norm = self._sums.norm([p for p in self._ownership.counted() if id(p) in own])
-        held = [p for p in self._ownership.held() if id(p) in own and p.grad is not None]
-        dtype = held[0].grad.dtype if held and held[0].grad is not None else norm.dtype
-        clip_grads_with_norm_(held, clip_val, norm.to(dtype))
+    def _owned(self, held: Sequence[Tensor]) -> list[Tensor]:
+        counted = {id(parameter) for parameter in self._ownership.counted()}
+        counts_whole = self._tensor is None or self._tensor.rank == 0
+        return [p for p in held if id(p) in counted and (counts_whole or split_of(p) is not None)]

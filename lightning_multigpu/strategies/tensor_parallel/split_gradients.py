@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import Optimizer
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.whole_reads import WholeReads
-from lightning_multigpu.strategies.steps.common_overflow import CommonOverflow
+from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -42,23 +38,22 @@ class SplitGradients:
     """
 
     def __init__(self, plugin: Precision, group: TensorGroup, module: pl.LightningModule) -> None:
-        self._plugin = plugin
         self._group = group
         self._module = module
         self._by_hand: ExitStack | None = None
         if is_overridden("optimizer_step", module):
             vars(module)["optimizer_step"] = self._stepping_by_hand(module.optimizer_step)
-        vars(plugin)["clip_grad_by_norm"] = self._clip
-        for name in _WITH_HOOKS:
-            vars(plugin)[name] = self._reading(getattr(plugin, name))
-        self._overflow = CommonOverflow(plugin, self._any_rank)
+        self._methods = PluginMethods(
+            plugin,
+            dict.fromkeys(_WITH_HOOKS, partial(WholeReads, group)),
+            owned=lambda held: [p for p in held if group.rank == 0 or split_of(p) is not None],
+            reduce_sum=lambda number: group.all_reduce(number.to(module.device), "norm or overflow"),
+        )
 
     def end(self) -> None:
         """Gives the plugin, its scaler and the module their own methods back."""
         vars(self._module).pop("optimizer_step", None)
-        for name in ("clip_grad_by_norm", *_WITH_HOOKS):
-            vars(self._plugin).pop(name, None)
-        self._overflow.end()
+        self._methods.end()
 
     def after_backward(self) -> None:
         """Backward has ended: what the module's ``optimizer_step`` reads from here on is whole."""
@@ -86,29 +81,3 @@ class SplitGradients:
                     self._by_hand = None
 
         return stepping_by_hand
-
-    def _reading(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def reading(*args: Any) -> Any:
-            with WholeReads(self._group):
-                return method(*args)
-
-        return reading
-
-    def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
-        with torch._C.DisableTorchFunction():  # it looks at parts
-            self._clip_parts(optimizer, clip_val)
-
-    def _clip_parts(self, optimizer: Optimizer, clip_val: float) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not parameters:
-            return
-        parts = [p.grad for p in parameters if split_of(p) is not None]
-        whole = [p.grad for p in parameters if split_of(p) is None]
-        squares = get_total_norm(parts).square() if parts else torch.zeros((), dtype=parameters[0].dtype)
-        squares = self._group.all_reduce(squares.to(parameters[0].device).reshape(1), "gradient norm")[0]
-        if whole:
-            squares = squares + get_total_norm(whole).square().to(squares)
-        clip_grads_with_norm_(parameters, clip_val, squares.sqrt())
-
-    def _any_rank(self, flag: Tensor) -> None:
-        self._group.all_reduce(flag, "overflow")

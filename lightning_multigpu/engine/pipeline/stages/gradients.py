@@ -24,13 +24,13 @@ from lightning_multigpu.communication.compression import GradientPiece
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.tensors import alike, apply_flat, size_bytes
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
+from lightning_multigpu.engine.gradient_kinds import ABSENT, DENSE, SPARSE, kind_of
 from lightning_multigpu.engine.pipeline.splitting.ownership import Holding, Ownership
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
-_NONE, _DENSE, _SPARSE = 0, 1, 2
 _BUCKET_BYTES = 25 << 20
 _LARGEST = float("inf")
 _ORDERS = (1.0, 2.0, _LARGEST)
@@ -53,8 +53,8 @@ class StageSums:
 
     Args:
         group: the ranks of the pipeline.
-        tensor: the ranks that split the layers of this stage; None without a tensor split. With it, :meth:`norm`,
-            :meth:`norms` and :meth:`any` are collectives of all stages of these ranks' pipelines.
+        tensor: the ranks that split the layers of this stage; None without a tensor split. With it, :meth:`norms` and
+            :meth:`sum` are collectives of all stages of these ranks' pipelines.
     """
 
     def __init__(self, group: PipelineGroup, tensor: TensorGroup | None = None) -> None:
@@ -73,32 +73,27 @@ class StageSums:
         trained = {h.tensor: h.holders for h in common if isinstance(h.tensor, Parameter) and h.tensor.requires_grad}
         if not trained:
             return
-        kinds = torch.tensor([_kind(parameter) for parameter in trained], dtype=torch.uint8, device=self._group.device)
+        kinds = torch.tensor([kind_of(p.grad) for p in trained], dtype=torch.uint8, device=self._group.device)
         self._all_reduce(kinds, dist.ReduceOp.MAX)
         on_all: list[Parameter] = []
         for (parameter, holders), kind in zip(trained.items(), kinds.tolist(), strict=True):
-            if kind != _NONE and len(holders) < self._group.num_ranks:
-                self._sum_between(parameter, holders, is_sparse=kind == _SPARSE)
-            elif kind == _SPARSE:
+            if kind != ABSENT and len(holders) < self._group.num_ranks:
+                self._sum_between(parameter, holders, is_sparse=kind == SPARSE)
+            elif kind == SPARSE:
                 self._sum_sparse(parameter)
-            elif kind == _DENSE:
+            elif kind == DENSE:
                 on_all.append(parameter)
         for gradients in alike(_gradients(on_all)):
             apply_flat(self._all_reduce, gradients)
         self._group.finish()
 
-    def norm(self, parameters: Sequence[Parameter]) -> Tensor:
-        """The 2-norm of the gradients of all stages' ``parameters``, the same on every stage."""
-        square = self._square([parameter for parameter in parameters if split_of(parameter) is None])
+    def sum(self, number: Tensor) -> Tensor:
+        """The sum of the ranks' numbers, the same on every rank; it may overwrite the rank's own."""
+        number = number.to(self._group.device)
         if self._tensor is not None:
-            parts = self._square([parameter for parameter in parameters if split_of(parameter) is not None])
-            square += self._tensor.all_reduce(parts.reshape(1), "gradient norm")[0]
-        self._all_reduce(square)
-        return square.sqrt()
-
-    def _square(self, parameters: Sequence[Parameter]) -> Tensor:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients).to(self._group.device, torch.float64) ** 2
+            self._tensor.all_reduce(number, "norm or overflow")
+        self._all_reduce(number)
+        return number
 
     def norms(self, parameters: Sequence[Parameter], counted: Sequence[bool]) -> Tensor:
         """Of each parameter's gradient its norms of order 1, 2 and inf, the same on every stage, in the host's memory.
@@ -127,14 +122,6 @@ class StageSums:
                 summed[is_part, column] = torch.linalg.vector_norm(parts[..., column], order, 0)[is_part]
         self._all_reduce(summed)
         return summed.cpu()
-
-    def any(self, flag: Tensor) -> Tensor:
-        """Sets ``flag`` (one number, not negative) above 0 if any rank's flag is above 0."""
-        value = flag.to(self._group.device, copy=True)
-        if self._tensor is not None:
-            self._tensor.all_reduce(value.reshape(1), "overflow")
-        self._all_reduce(value, dist.ReduceOp.MAX)
-        return flag.copy_(value)
 
     def _sum_between(self, parameter: Parameter, holders: Sequence[int], *, is_sparse: bool) -> None:
         """Sums on the last holder, which sends the sum to the other holders."""
@@ -331,12 +318,6 @@ class RemoteGradients:
         finally:
             for parameter in shown:
                 parameter.grad = None
-
-
-def _kind(parameter: Parameter) -> int:
-    if parameter.grad is None:
-        return _NONE
-    return _SPARSE if parameter.grad.is_sparse else _DENSE
 
 
 def _sparse_gradient(parameter: Parameter) -> Tensor:

@@ -1,8 +1,7 @@
-"""Kinds of gradients, the rows of sparse ones, and clipping by a norm of several processes, as torch.nn.utils does."""
+"""Kinds of gradients, and the rows of sparse ones."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -38,20 +37,3 @@ def sparse(dense: Tensor, rows: Tensor | None) -> Tensor:
     return torch.sparse_coo_tensor(
         present.nonzero().T, dense[present], dense.shape, is_coalesced=True, check_invariants=False
     )
-
-
-def sum_of_squares(gradients: Iterable[Tensor]) -> float:
-    """The sum of the squares of all elements; norms of 16-bit gradients are computed in float32."""
-    squares = 0.0
-    for gradient in gradients:
-        dtype = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
-        squares += torch.linalg.vector_norm(gradient, dtype=dtype).double().item() ** 2
-    return squares
-
-
-def clip_norm(gradients: Iterable[Tensor], squares: float, max_norm: float) -> None:
-    """Clips gradients to the norm ``max_norm``, where ``squares`` is the sum of squares of all shards."""
-    factor = max_norm / (math.sqrt(squares) + 1e-6)
-    if not factor >= 1.0:  # nan too
-        for gradient in gradients:
-            gradient.mul_(factor)
