@@ -64,7 +64,7 @@ class StateElsewhere(MutableMapping[Any, Any]):
     def __delitem__(self, parameter: Any) -> None:
         self.given[parameter] = {}
 
-    def pop(self, parameter: Any, *default: Any) -> None:  # type: ignore[override]
+    def pop(self, parameter: Any, *default: Any) -> None:
         """Removes a parameter's state, and returns None: the state is elsewhere."""
         del self[parameter]
 
@@ -206,7 +206,7 @@ def held_states(optimizer: Optimizer) -> MutableMapping[Any, Any]:
     state: Any = optimizer.state
     if isinstance(state, StateElsewhere):
         return defaultdict(dict)
-    return state.own if isinstance(state, PartialState) else state  # type: ignore[no-any-return]
+    return state.own if isinstance(state, PartialState) else state
 
 
 @contextmanager
@@ -220,7 +220,7 @@ def plain_state(optimizer: Optimizer) -> Iterator[None]:
     try:
         yield
     finally:
-        watched.own, optimizer.state = optimizer.state, watched
+        watched.own, optimizer.state = optimizer.state, watched  # type: ignore[assignment]
 
 
 def release(optimizers: Iterable[Optimizer]) -> None:

@@ -162,7 +162,7 @@ class RedirectedOptimizer(ABC):
     def _given_states(self) -> MutableMapping[Any, Any]:
         """States that the optimizer's constructor or user code has put in place, by parameter."""
         state: Any = self.optimizer.state
-        return state.given if isinstance(state, StateElsewhere) else state  # type: ignore[no-any-return]
+        return state.given if isinstance(state, StateElsewhere) else state
 
     def _take_state(self) -> None:
         """Carries out what user code has done to the state since the last step; a collective."""

@@ -128,9 +128,9 @@ class _Request:
     kind: str
     given_by_one: bool
     values: list[dict[str, Any]]
+    num_changed: int
     clip_norm: float | None
     clip_value: float | None
-    num_changed: int = 0
 
 
 class ServedOptimizer:
@@ -822,7 +822,7 @@ def request_of(fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> _Request
     clips = [None if fields.get(name) is None else float(fields[name]) for name in ("clip_norm", "clip_value")]
     values = unpacked(fields.get("values", []), tensors)
     changed = int(fields.get("num_changed", 0))
-    return _Request(str(fields["kind"]), bool(fields.get("given_by_one")), list(values), *clips, changed)
+    return _Request(str(fields["kind"]), bool(fields.get("given_by_one")), list(values), changed, *clips)
 
 
 def _on_cpu(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -275,8 +275,9 @@ class StateReads(WholeReads):
     def state_of(self, parameter: Tensor, state: Any) -> Any:
         """A parameter's state for who reads it now."""
         split = split_of(parameter)
-        is_plain = split is None or self.is_updating or not isinstance(state, MutableMapping)
-        return state if is_plain else _StateOfParts(state, parameter, split, self)
+        if split is None or self.is_updating or not isinstance(state, MutableMapping):
+            return state
+        return _StateOfParts(state, parameter, split, self)
 
     def own_state(self, parameter: Tensor, state: Any) -> Any:
         """What an optimizer keeps of a parameter's state, in which tensors are whole, or parts."""
@@ -315,7 +316,7 @@ class StateReads(WholeReads):
         )
 
 
-class _StateOfParts(MutableMapping[str, Any], dict[str, Any]):  # torch loads states that are dicts
+class _StateOfParts(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc, metaclass]  # torch loads dicts
     """A parameter's state, in which user code finds parts."""
 
     def __init__(self, state: Any, parameter: Tensor, split: ParameterSplit, reads: StateReads) -> None:
@@ -340,7 +341,7 @@ class _StateOfParts(MutableMapping[str, Any], dict[str, Any]):  # torch loads st
         return len(self.own)
 
     def __deepcopy__(self, memo: Any) -> dict[str, Any]:
-        return {name: copy.deepcopy(value, memo) for name, value in self.items()}
+        return {name: copy.deepcopy(self[name], memo) for name in self}
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self._reads.refuse("a copy")
