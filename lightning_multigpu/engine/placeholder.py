@@ -67,7 +67,7 @@ class Placeholder(Tensor):
         raise self._missing("tolist")
 
     def _missing(self, operation: object) -> PipelineError:
-        message = f"a step computes with {self.source}, whose values are on another stage ({operation})"
+        message = f"a step computes with {self.source}, whose values are on another rank ({operation})"
         return PipelineError(message, self.sources)
 
     @classmethod
@@ -129,5 +129,5 @@ def _unchanged(func: Any, args: Any, mine: Placeholder, sources: tuple[str, ...]
             raise PipelineError(f"{args[0].source} is changed in place, which would be lost between stages")
         args[0].sources = sources
         return args[0]
-    message = f"{func} writes {mine.source}, whose values are on another stage, into a tensor of this stage"
+    message = f"{func} writes {mine.source}, whose values are on another rank, into a tensor of this one"
     raise PipelineError(message, sources)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from types import MethodType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradients
 from lightning_multigpu.engine.optimizer_split import Split, split_of
+from lightning_multigpu.engine.optimizer_state import StateElsewhere, release
 
 
 class RedirectedOptimizer(ABC):
@@ -56,6 +57,7 @@ class RedirectedOptimizer(ABC):
         self.given: GivenGradients | None = None
         self.pushes_early = False
         self._split = split or split_of(optimizer)
+        self._watched: StateElsewhere | None = None
         self._own_step = optimizer.step
         self._had_step = "step" in vars(optimizer)
 
@@ -71,6 +73,7 @@ class RedirectedOptimizer(ABC):
                 self.given.average(self._parameters())
                 self.gradients_are_whole = True
             self._place_new()
+            self._take_state()
             self._step(**options)
             self.gradients_are_whole = False
             self.clip_norm = self.clip_value = None
@@ -88,7 +91,8 @@ class RedirectedOptimizer(ABC):
         optimizer.step = MethodType(with_averages, optimizer)  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """Gives the optimizer its own ``step`` back."""
+        """Gives the optimizer its own ``step`` back, and the states that this process has in the optimizer's place."""
+        release([self.optimizer])
         if self._had_step:
             self.optimizer.step = self._own_step  # type: ignore[method-assign]
         else:
@@ -145,6 +149,44 @@ class RedirectedOptimizer(ABC):
                 f"{own}: was it saved with another model?"
             )
         self._load(groups, state_dict["state"])
+        if self._watched is not None:
+            self.watch_state()
+
+    # What user code does to the state
+
+    def watch_state(self) -> None:
+        """Follows from now on what user code does to ``optimizer.state``, and raises where it reads values there."""
+        self._watched = StateElsewhere(type(self.optimizer).__name__)
+        self.optimizer.state = self._watched  # type: ignore[assignment]
+
+    def _given_states(self) -> MutableMapping[Any, Any]:
+        """States that the optimizer's constructor or user code has put in place, by parameter."""
+        state: Any = self.optimizer.state
+        return state.given if isinstance(state, StateElsewhere) else state
+
+    def _take_state(self) -> None:
+        """Carries out what user code has done to the state since the last step; a collective."""
+        state: Any = self.optimizer.state
+        if self._watched is None:
+            return
+        if state is self._watched:
+            changes = self._watched.take(self._parameters())
+        else:  # load_state_dict or the constructor has replaced it, or user code
+            changes = {parameter: state.get(parameter, {}) for parameter in self._parameters()}
+            self.watch_state()
+        self._change_state(changes)
+
+    @abstractmethod
+    def _change_state(self, changes: Mapping[Parameter, Mapping[str, Any]]) -> None:
+        """Puts the states of some parameters in place, where they are; often of none. A collective."""
+
+    def _groups_alone(self) -> dict[str, Any]:
+        """The optimizer's state dictionary without states."""
+        held, self.optimizer.state = self.optimizer.state, {}  # type: ignore[assignment]
+        try:
+            return self.optimizer.state_dict()
+        finally:
+            self.optimizer.state = held
 
 
 def _hooks_before(optimizer: Optimizer) -> list[dict[int, Any]]:

@@ -26,6 +26,7 @@ from torch.optim import (
 from torch.utils._pytree import tree_leaves
 
 from lightning_multigpu.communication.tensors import size_bytes
+from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 
@@ -66,7 +67,7 @@ def held_bytes(parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) ->
 def measured_bytes(parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> HeldBytes:
     """Bytes that a rank holds at present; placeholders of tensors that other ranks hold do not count."""
     held = [parameter for parameter in parameters if not isinstance(parameter, Placeholder)]
-    states = [leaf for optimizer in optimizers for leaf in tree_leaves(list(optimizer.state.values()))]
+    states = [leaf for optimizer in optimizers for leaf in tree_leaves(list(held_states(optimizer).values()))]
     return HeldBytes(
         sum(map(size_bytes, held)),
         sum(size_bytes(parameter.grad) for parameter in held if parameter.grad is not None),

@@ -318,6 +318,7 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         if self.data_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
             check_embeddings(self._module)  # those of configure_model too
         super().setup(trainer)
+        self._watch_states()  # Lightning has moved what the optimizers' constructors have made
         self._set_recomputation(trainer)
 
     @override
@@ -357,6 +358,7 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        self._watch_states()
         self.feed.start_batch(self._module.trainer, self.data_parallel_rank)
 
     # Checkpoints
@@ -460,6 +462,9 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         """The factor of losses and gradients under 16-mixed, else 1."""
         scaler = getattr(self.precision_plugin, "scaler", None)
         return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def _watch_states(self) -> None:
+        """Where ranks have parts of the optimizers' states: has user code read whole values or none; for subclasses."""
 
     def on_optimizer_step_end(self) -> None:
         """For communication after an optimizer step, as a part of that step; for subclasses."""
@@ -655,6 +660,7 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         self._common.look()
+        self._watch_states()
         output = super().optimizer_step(*args, **kwargs)
         self.on_optimizer_step_end()
         self._common.accept()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
@@ -63,19 +63,22 @@ class PackStrategy(ObservedStrategy, Strategy):
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
-        for number, optimizer in enumerate(map(plain_optimizer, optimizers)):
+        plain = [*map(plain_optimizer, optimizers)]
+        for number, optimizer in enumerate(plain):
             if self._owned and optimizer not in self._owned:
                 raise ValueError(
                     f"optimizer {number} ({type(optimizer).__name__}) was put in place during a fit, and the strategy "
                     "deals out the states of optimizers when a fit starts: change its param_groups, or "
                     "start another fit with it, or use strategy='ring_ddp'"
                 )
+        known = {id(optimizer) for optimizer in self._optimizers}
+        if new := [optimizer for optimizer in plain if id(optimizer) not in known]:
+            self._check_new(new)
         Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
-    @override
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
-        check_belong(self._module, self.optimizers)
+    def _check_new(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raises ValueError for optimizers, of a new fit or put in place during one, that the strategy cannot step."""
+        check_belong(self._module, optimizers)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -189,6 +189,8 @@ class ShardedStrategy(MultiGPUStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         self._stream_saves(trainer, self._undo)
+        for sharded in self._sharded.values():  # Lightning has moved what the constructors have made
+            sharded.watch_state()
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

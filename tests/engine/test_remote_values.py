@@ -60,7 +60,7 @@ def test_each_is_fetched_when_it_is_written_and_then_freed() -> None:
 
 
 def test_values_cannot_be_looked_at() -> None:
-    with pytest.raises(PipelineError, match=r"computes with layers\.0\.weight, whose values are on another stage"):
+    with pytest.raises(PipelineError, match=r"computes with layers\.0\.weight, whose values are on another rank"):
         float(RemoteTensor(torch.empty(1), "layers.0.weight", lambda: torch.ones(1)))
 
 

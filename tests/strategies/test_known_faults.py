@@ -22,7 +22,6 @@ from tests.world import World
 
 CASE = Case(max_epochs=2, num_samples=24)
 PARTS = "parts of split layers are plain tensors to code that runs after the first batch, until every tensor has owners"
-SERVED = "the user's optimizer object has no state, which servers hold, until servers are ranks"
 
 
 class Block(nn.Module):
@@ -67,16 +66,8 @@ class Blocks(Classifier):
         return loss
 
 
-class ClearsState(Classifier):
-    """Begins its second epoch without momentum."""
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.trainer.optimizers[0].state.clear()
-
-
-def train(strategy: str | None, ranks: int, reads: str | None) -> dict[str, Any]:
-    module = ClearsState() if reads is None else Blocks(reads)
+def train(strategy: str | None, ranks: int, reads: str) -> dict[str, Any]:
+    module = Blocks(reads)
     options = {"pipeline_parallel_size": 1} if strategy == "hybrid" else {}
     trainer = make_trainer(CASE, "auto" if strategy is None else make_strategy(strategy, **options), ranks)
     trainer.fit(module, train_loader(CASE, trainer))
@@ -90,13 +81,9 @@ def train(strategy: str | None, ranks: int, reads: str | None) -> dict[str, Any]
         ("tensor_split", "a weight"),
         pytest.param("tensor_split", "hidden values", marks=pytest.mark.xfail(strict=True, reason=PARTS)),
         pytest.param("hybrid", "a weight", marks=pytest.mark.xfail(strict=True, reason=PARTS)),
-        pytest.param("cpu_ps", None, marks=pytest.mark.xfail(strict=True, reason=SERVED)),
-        pytest.param("sync_ps", None, marks=pytest.mark.xfail(strict=True, reason=SERVED)),
-        ("ddp_sharded", None),
-        ("ring_ddp", None),
     ],
 )
-def test_what_code_does_later(strategy: str, reads: str | None, world2: World) -> None:
+def test_what_code_does_later(strategy: str, reads: str, world2: World) -> None:
     expected = train(None, 1, reads)
     for found in world2.run(train, strategy, 2, reads):
         assert_same_weights(found, expected)

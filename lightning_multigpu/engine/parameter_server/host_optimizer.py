@@ -122,6 +122,7 @@ class HostOptimizer(RedirectedOptimizer):
         self._flats: list[_Flat] = []
         self._shards: dict[Parameter, Parameter | None] = {}
         self._shard_state: Any = defaultdict(dict)
+        self._num_changed = 0
         self._copies = EarlyCopies()
 
     @property
@@ -190,7 +191,8 @@ class HostOptimizer(RedirectedOptimizer):
             On rank 0 the values of all tensors, in host memory; on other ranks the groups alone.
         """
         self._place_new()
-        found = self.optimizer.state_dict()
+        self._take_state()
+        found = self._groups_alone()
         own = {number: state for number, (_, _, shard) in enumerate(self._numbered())
                if shard is not None and (state := self._shard_state.get(shard))}  # fmt: skip
         told = self._memory.gather(
@@ -217,13 +219,22 @@ class HostOptimizer(RedirectedOptimizer):
             parameter, pieces, shard = places[number]
             if shard is not None:
                 piece = pieces[self._memory.rank]
-                state[number] = {n: part_of(value, parameter, piece.start, piece.stop) for n, value in values.items()}
+                state[number] = _part_of_state(values, parameter, piece)
         groups = [
             {**group, "params": [number for number in group["params"] if places[number][2] is not None]}
             for group in saved_groups
         ]
         with self._holding_shard():
             self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _change_state(self, changes: Mapping[Parameter, Mapping[str, Any]]) -> None:
+        self._num_changed += len(changes)
+        pieces = {flat.parameters[piece.number]: piece for flat in self._flats for piece in flat.pieces}
+        for parameter, state in changes.items():
+            if (shard := self._shards[parameter]) is not None:
+                self._shard_state.pop(shard, None)
+                if state:
+                    self._shard_state[shard] = _part_of_state(state, parameter, pieces[parameter])
 
     def _numbered(self) -> Iterator[tuple[Parameter, dict[int, Piece], Parameter | None]]:
         """The parameters in the order of a checkpoint: each with its pieces by rank, and this rank's shard."""
@@ -272,28 +283,34 @@ class HostOptimizer(RedirectedOptimizer):
             for piece in pieces:
                 shard = Parameter(flat.own(weights, piece), requires_grad=False)
                 self._shards[flat.parameters[piece.number]] = shard
-                state = self.optimizer.state.get(flat.parameters[piece.number], {})  # some optimizers begin with one
-                self._shard_state[shard] = {
-                    name: part_of(value, parameters[piece.number], piece.start, piece.stop)
-                    for name, value in state.items()
-                }
+                parameter = flat.parameters[piece.number]
+                state = self._given_states().get(parameter, {})  # some optimizers begin with one
+                self._shard_state[shard] = _part_of_state(state, parameter, piece)
             for number, parameter in enumerate(flat.parameters):
-                self.optimizer.state.pop(parameter, None)
+                if self._watched is None:
+                    self.optimizer.state.pop(parameter, None)
                 if parameter.is_cuda:
                     self._copies.follow(parameter, flat.gradient(number), lambda: self.pushes_early)
 
     def _present(self, *, averages: bool) -> list[_Flat]:
         """The flats that have a gradient on some rank; notes which of their parameters have one, and sparse rows."""
         kinds = torch.tensor([kind_of(parameter.grad) for flat in self._flats for parameter in flat.parameters])
-        counts = torch.cat([kinds == DENSE, kinds == SPARSE, torch.tensor([averages])]).to(torch.int32)
+        own = torch.tensor([averages, self._num_changed])
+        counts = torch.cat([kinds == DENSE, kinds == SPARSE, own]).to(torch.int32)
         if self._memory.num_ranks > 1:
             self._memory.ranks(counts)
-        *counted, num_averaging = counts.tolist()
+        *counted, num_averaging, num_changed = counts.tolist()
         if num_averaging not in (0, self._memory.num_ranks):
             raise ValueError(
                 f"{num_averaging} of {self._memory.num_ranks} ranks have hooks that read gradients before a step of "
                 f"{type(self.optimizer).__name__}: register such hooks on all ranks"
             )
+        if num_changed != self._num_changed * self._memory.num_ranks:
+            raise ValueError(
+                f"this rank has changed {self._num_changed} states in optimizer.state of "
+                f"{type(self.optimizer).__name__}, and all ranks together {num_changed}: make the change on all ranks"
+            )
+        self._num_changed = 0
         found = iter(zip(counted[: len(kinds)], counted[len(kinds) :], strict=True))
         for flat in self._flats:
             flat.present[:] = [DENSE if dense else SPARSE if is_sparse else ABSENT
@@ -451,6 +468,10 @@ class _Shape:
 
     shape: torch.Size
     dtype: torch.dtype
+
+
+def _part_of_state(state: Mapping[str, Any], parameter: Tensor, piece: Piece) -> dict[str, Any]:
+    return {name: part_of(value, parameter, piece.start, piece.stop) for name, value in state.items()}
 
 
 def _told(value: Any) -> Any:

@@ -174,6 +174,8 @@ class RemoteOptimizer(RedirectedOptimizer):
         self._buckets: list[_Bucket] = []
         self._pieces: dict[Parameter, list[tuple[_Part, int]]] = {}
         self._plans = 0
+        self._groups: list[list[int]] = []
+        self._num_changed = 0
         self._round = 0
         self._targets: dict[tuple[int, int], tuple[list[memoryview], int, bool]] = {}
         self._squares: dict[int, float] = {}
@@ -243,7 +245,9 @@ class RemoteOptimizer(RedirectedOptimizer):
             values=[self._values(group) for group in self.optimizer.param_groups] if self._servers.worker == 0 else [],
             clip_norm=self.clip_norm,
             clip_value=self.clip_value,
+            num_changed=self._num_changed,
         )
+        self._num_changed = 0
         for piece, place in self._arrived(staged):
             piece.fill(piece.parameter, place)
         self._complete_sums()
@@ -272,9 +276,15 @@ class RemoteOptimizer(RedirectedOptimizer):
             On worker 0 the values of all tensors, in host memory; on others the groups alone.
         """
         self._place_new()
-        found = self.optimizer.state_dict()
-        if self._servers.worker != 0:
-            return found
+        self._take_state()
+        found = self._groups_alone()
+        if self._servers.worker == 0:
+            found["state"] = self._states()
+        return found
+
+    def _states(self) -> dict[int, dict[str, Any]]:
+        """On worker 0 the states of the servers, by the number of a parameter."""
+        found: dict[int, dict[str, Any]] = {}
         for server in range(self._servers.num_servers):
             self._servers.post(server, {"kind": "state", "optimizer": self._number})
         told: dict[tuple[int, int, int], dict[str, Any]] = {}
@@ -285,20 +295,37 @@ class RemoteOptimizer(RedirectedOptimizer):
             pieces = self._pieces.get(parameter, [])
             states = [told.get((part.server, part.bucket, index)) for part, index in pieces]
             if present := [state for state in states if state is not None]:
-                found["state"][number] = {
-                    name: _joined([state[name] for state in present], parameter) for name in present[0]
-                }
+                found[number] = {name: _joined([state[name] for state in present], parameter) for name in present[0]}
         return found
 
     def _load(self, saved_groups: list[dict[str, Any]], saved_state: Mapping[int, Any]) -> None:
         self.optimizer.load_state_dict({"state": {}, "param_groups": saved_groups})
-        if self._servers.worker != 0:
-            return
         numbers = [number for group in saved_groups for number in group["params"]]
         parameter_of = dict(zip(numbers, self._parameters(), strict=True))
+        self._send_states({parameter_of[number]: state for number, state in saved_state.items()})
+
+    def _change_state(self, changes: Mapping[Parameter, Mapping[str, Any]]) -> None:
+        self._num_changed += len(changes)
+        if not changes or self._servers.worker != 0:
+            return
+        parameters, before = self._parameters(), {}
+        if len(changes) < len(parameters):
+            if not self._servers.consistency.is_synchronous:
+                raise ValueError(
+                    f"the states of {len(changes)} of {len(parameters)} parameters were changed in optimizer.state, "
+                    "and other workers update the others meanwhile: change all of them (optimizer.state.clear()), or "
+                    "use strategy='sync_ps'"
+                )
+            before = {parameters[number]: state for number, state in self._states().items()}
+        self._send_states({**before, **changes})
+
+    def _send_states(self, state_of: Mapping[Parameter, Mapping[str, Any]]) -> None:
+        """On worker 0: gives the servers these states instead of all that they have."""
+        if self._servers.worker != 0:
+            return
         states: list[list[Any]] = [[] for _ in range(self._servers.num_servers)]
-        for number, state in saved_state.items():
-            for part, index in self._pieces.get(parameter_of[number], []):
+        for parameter, state in state_of.items():
+            for part, index in self._pieces.get(parameter, []) if state else ():
                 piece = part.pieces[index]
                 states[part.server].append(
                     [part.bucket, index, {name: piece.part_of(value) for name, value in state.items()}]
@@ -309,7 +336,7 @@ class RemoteOptimizer(RedirectedOptimizer):
                 server,
                 {"kind": "load", "optimizer": self._number},
                 {"values": values, "state": states[server]},
-                "the state of the checkpoint's optimizer",
+                f"a state of {type(self.optimizer).__name__}",
             )
         self._servers.answers("done")
 
@@ -319,13 +346,15 @@ class RemoteOptimizer(RedirectedOptimizer):
         """Sends the servers the parameters that the optimizer has got since; a collective."""
         can_be_trained = (p for p in self._parameters() if p.is_floating_point() or p.is_complex())
         new = [parameter for parameter in can_be_trained if parameter not in self._pieces]
-        if not new and self._plans:
+        groups = [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
+        if not new and self._plans and groups == self._groups:
             return
+        self._groups = groups
         first = len(self._buckets)
         for parameters in alike(new):
             self._make_buckets(parameters)  # type: ignore[arg-type]
         self._configure(self._buckets[first:])
-        for parameter in new:
+        for parameter in new if self._watched is None else ():
             self.optimizer.state.pop(parameter, None)
         self._plans += 1
         if not self._servers.consistency.is_synchronous:
@@ -417,7 +446,7 @@ class RemoteOptimizer(RedirectedOptimizer):
                 [number, index, {name: piece.part_of(value) for name, value in state.items()}]
                 for number, part in enumerate(parts)
                 for index, piece in enumerate(part.pieces)
-                if (state := self.optimizer.state.get(piece.parameter))
+                if (state := self._given_states().get(piece.parameter))
             ],
         }
 

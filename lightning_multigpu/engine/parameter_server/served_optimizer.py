@@ -116,6 +116,7 @@ class _Request:
     kind: str
     given_by_one: bool
     values: list[dict[str, Any]]
+    num_changed: int
     clip_norm: float | None
     clip_value: float | None
 
@@ -409,7 +410,7 @@ class ServedOptimizer:
         if others:
             raise WireError(
                 f"workers ask for different steps: {_without_values(others[0])}, {_without_values(request)}; register "
-                "hooks that read gradients before a step on all workers"
+                "hooks that read gradients before a step, and change optimizer.state, on all workers"
             )
         round_now.requests[worker] = request
         if worker == 0 and request.kind == "step":
@@ -711,7 +712,8 @@ class ServedOptimizer:
 def request_of(fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> _Request:
     clips = [None if fields.get(name) is None else float(fields[name]) for name in ("clip_norm", "clip_value")]
     values = unpacked(fields.get("values", []), tensors)
-    return _Request(str(fields["kind"]), bool(fields.get("given_by_one")), list(values), *clips)
+    changed = int(fields.get("num_changed", 0))
+    return _Request(str(fields["kind"]), bool(fields.get("given_by_one")), list(values), changed, *clips)
 
 
 def _on_cpu(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -720,4 +722,4 @@ def _on_cpu(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_values(request: _Request) -> tuple[Any, ...]:
-    return request.kind, request.given_by_one, request.clip_norm, request.clip_value
+    return request.kind, request.given_by_one, request.clip_norm, request.clip_value, request.num_changed

@@ -42,6 +42,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.optimizer_state import PartialState
 from lightning_multigpu.engine.redirected_optimizer import RedirectedOptimizer
 
 
@@ -89,11 +90,15 @@ class ShardedOptimizer(RedirectedOptimizer):
         super().__init__(optimizer, "tensors")
         self._offload = offload
         self._copies: dict[Tensor, Parameter] = {}
-        self._state_of_copies: Any = defaultdict(dict)
+        self._states = self._new_states()
+        self._is_watched = False
         self._group = group
         self._rank = group.rank
         self.shards = _Shards(optimizer, self._update_own, group, meter, broadcast_dtype)
         self._place_new()
+        self._states.adopt(optimizer.state)
+        if offload:
+            optimizer.state = defaultdict(dict)
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank updates the parameter."""
@@ -126,8 +131,34 @@ class ShardedOptimizer(RedirectedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state dictionary, with the states of this rank's parameters."""
+        self._take_state()
         with self._holding(lambda parameter: self._copies.get(parameter, parameter)):
             return self.optimizer.state_dict()
+
+    def watch_state(self) -> None:
+        self._is_watched = True
+        self.optimizer.state = self._states  # type: ignore[assignment]
+
+    def _new_states(self) -> PartialState:
+        def take(_: Any, state: Any) -> Any:
+            return tree_map_only(Tensor, Tensor.cpu, state) if self._offload else state
+
+        return PartialState(self.optimizer, self._key, take=take)
+
+    def _key(self, parameter: Any) -> Any:
+        """Under which key this rank has a parameter's state; None if another rank has it."""
+        return self._copies.get(parameter, parameter) if self.owns(parameter) or not self.has(parameter) else None
+
+    def _take_state(self) -> None:
+        """Takes a mapping that user code has put in place; it changes states themselves at once."""
+        given = self.optimizer.state
+        if self._is_watched and given is not self._states:
+            self._states = self._new_states()
+            self._states.adopt(given)
+            self.watch_state()
+
+    def _change_state(self, changes: Mapping[Parameter, Mapping[str, Any]]) -> None:
+        """Does nothing: :meth:`_take_state` has done it."""
 
     def _update_own(self, **options: Any) -> None:
         for parameter, copy in self._copies.items():
@@ -144,30 +175,22 @@ class ShardedOptimizer(RedirectedOptimizer):
         """Within the block the optimizer's groups hold ``held(parameter)`` for each parameter; None leaves it out."""
         optimizer = self.optimizer
         before = [group["params"] for group in optimizer.param_groups]
-        state = optimizer.state
-        if self._offload:
-            optimizer.state = self._state_of_copies
+        outside, optimizer.state = optimizer.state, self._states.own  # type: ignore[assignment]
         for group in optimizer.param_groups:
             group["params"] = [found for parameter in group["params"] if (found := held(parameter)) is not None]
         try:
             yield
         finally:
-            if self._offload:
-                self._state_of_copies, optimizer.state = optimizer.state, state
+            self._states.own, optimizer.state = optimizer.state, outside
             for group, parameters in zip(optimizer.param_groups, before, strict=True):  # loading makes new groups
                 group["params"] = parameters
 
     def _place_new(self) -> None:
         self.shards.follow(self.optimizer)
-        for parameter in self._parameters():  # some optimizers make all states at once
-            if not self.owns(parameter):
-                self.optimizer.state.pop(parameter, None)
-            elif self._offload and parameter not in self._copies:
+        for parameter in self._parameters() if self._offload else ():
+            if self.owns(parameter) and parameter not in self._copies:
                 copy = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
                 self._copies[parameter] = Parameter(copy, requires_grad=False)
-                state = self.optimizer.state.pop(parameter, {})
-                state = tree_map_only(Tensor, lambda tensor: tensor.to("cpu"), state)
-                self._state_of_copies[self._copies[parameter]] = state
 
     def _load(self, saved_groups: list[dict[str, Any]], saved_state: Mapping[int, Any]) -> None:
         saved = [number for group in saved_groups for number in group["params"]]

@@ -12,13 +12,16 @@ A placeholder, of which only another stage of a pipeline has a part, has the who
 
 Within :class:`StepReads` so do parameters that a step's own code gets from a split layer. Before it gets one, nothing
 is intercepted: the layers compute with their parts, and a step that reads no parameter costs what it did.
+
+States of optimizers are parts, too: :class:`StateReads` raises where a value of them would be that of a part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -34,7 +37,8 @@ from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 _SIZES = frozenset({"shape", "size", "numel", "nelement", "nbytes", "__len__"})
 _OF_A_PART = frozenset(
-    {"dim", "ndimension", "is_floating_point", "is_complex", "is_contiguous", "element_size", "get_device", "data_ptr"}
+    {"dim", "ndimension", "is_floating_point", "is_complex", "is_contiguous", "is_inference", "element_size"}
+    | {"get_device", "data_ptr"}
     | {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 )
 """What is the same for a part and for the whole tensor, or belongs to the part."""
@@ -84,6 +88,9 @@ class WholeReads(TorchFunctionMode):
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        states = {id(each): plain(each) for each in _tensors((args, kwargs or {})) if type(each) is StatePart}
+        if states:
+            args, kwargs = _replaced(args, states), _replaced(kwargs, states)
         return self.read(func, args, kwargs or {})
 
     def read(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -238,23 +245,117 @@ class ReadParameter(Parameter):
 class _PartInStep(Tensor):
     """A tensor that shares memory with a :class:`ReadParameter`, or its gradient."""
 
-    _reads: StepReads
+    _reads: WholeReads
     __torch_function__ = ReadParameter.__torch_function__
 
     @classmethod
-    def of(cls, part: Tensor, split: ParameterSplit, reads: StepReads) -> _PartInStep:
+    def of(cls, part: Tensor, split: ParameterSplit, reads: WholeReads) -> _PartInStep:
         alias = part.as_subclass(cls)
         mark(alias, split)
         alias._reads = reads
         return alias
 
 
-def plain(parameter: Any) -> Any:
-    """A split layer's parameter for the layer itself, which computes with this rank's part."""
-    if type(parameter) is not ReadParameter:
-        return parameter
+class StatePart(_PartInStep):
+    """This rank's part of a tensor of an optimizer's state, for user code; it shares the part's memory."""
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.clone()
+
+
+class StateReads(WholeReads):
+    """States of optimizers that user code reads: operations on each element work on the part, and others raise.
+
+    Attributes:
+        is_updating: the optimizer's own step reads the states.
+    """
+
+    is_updating = False
+
+    def state_of(self, parameter: Tensor, state: Any) -> Any:
+        """A parameter's state for who reads it now."""
+        split = split_of(parameter)
+        if split is None or self.is_updating or not isinstance(state, MutableMapping):
+            return state
+        return _StateOfParts(state, parameter, split, self)
+
+    def own_state(self, parameter: Tensor, state: Any) -> Any:
+        """What an optimizer keeps of a parameter's state, in which tensors are whole, or parts."""
+        if isinstance(state, _StateOfParts):
+            return state.own
+        if isinstance(state, MutableMapping):
+            state.update({name: self.own_value(parameter, value) for name, value in state.items()})
+        return state
+
+    def own_value(self, parameter: Tensor, value: Any) -> Any:
+        """What an optimizer keeps of a value of a parameter's state."""
+        split, value = split_of(parameter), plain(value)
+        if split is None or not isinstance(value, Tensor):
+            return value
+        with torch._C.DisableTorchFunction():
+            is_whole = [*value.shape] == split.whole_shape(parameter)
+            return value if not is_whole else split.part(value, self._group.rank)
+
+    @override
+    def _of_parts(self, result: Any, args: Any, split: ParameterSplit) -> Any:
+        if isinstance(result, list | tuple):
+            return type(result)(self._of_parts(each, args, split) for each in result)
+        is_new = isinstance(result, Tensor) and not isinstance(result, _PartInStep | Parameter)
+        return StatePart.of(result, split, self) if is_new else result
+
+    @override
+    def _on_whole(self, func: Any, name: str, found: list[_Part], args: Any, kwargs: Any) -> Any:
+        self.refuse(name.strip("_"))
+
+    def refuse(self, operation: str) -> NoReturn:
+        """Raises RuntimeError: an operation needs the whole tensor."""
+        raise RuntimeError(
+            f"{operation} of a tensor in optimizer.state, or in optimizer.state_dict(): its layer is split, and "
+            "each rank has a part of the tensor. Read it in on_before_optimizer_step, where it is whole, or use "
+            "trainer.strategy.whole(parameter, tensor) on all ranks; a checkpoint has whole states"
+        )
+
+
+class _StateOfParts(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc, metaclass]  # torch loads dicts
+    """A parameter's state, in which user code finds parts."""
+
+    def __init__(self, state: Any, parameter: Tensor, split: ParameterSplit, reads: StateReads) -> None:
+        self.own, self._parameter, self._split, self._reads = state, parameter, split, reads
+
+    def __getitem__(self, name: str) -> Any:
+        value = self.own[name]
+        with torch._C.DisableTorchFunction():  # which would show whole shapes
+            is_part = isinstance(value, Tensor) and value.dim() and value.shape == self._parameter.shape
+            return StatePart.of(value, self._split, self._reads) if is_part else value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.own[name] = self._reads.own_value(self._parameter, value)
+
+    def __delitem__(self, name: str) -> None:
+        del self.own[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.own)
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        return {name: copy.deepcopy(self[name], memo) for name in self}
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._reads.refuse("a copy")
+
+
+def plain(tensor: Any) -> Any:
+    """A split layer's parameter, or a state of it, for code that computes with this rank's part."""
+    if type(tensor) not in (ReadParameter, StatePart):
+        return tensor
     with torch._C.DisableTorchFunctionSubclass():
-        return parameter.as_subclass(Tensor)
+        part: Tensor = tensor.as_subclass(Tensor)
+    if type(tensor) is StatePart and (split := split_of(tensor)) is not None:
+        mark(part, split)
+    return part
 
 
 def whole_of(part: Tensor, split: ParameterSplit, group: TensorGroup, name: str) -> Tensor:

@@ -128,6 +128,12 @@ class OptimizerServerStrategy(MultiGPUStrategy):
             self._set_pushes_early(True)
 
     @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        for served in self._served.values():  # Lightning has moved what the constructors have made
+            served.watch_state()
+
+    @override
     def teardown(self) -> None:
         module, states = self.lightning_module, []
         if self._methods is not None:

@@ -20,6 +20,7 @@ from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.optimizer_state import held_states, plain_state
 from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.construction import Construction
@@ -150,7 +151,7 @@ class SplitModel:
         """Sends the optimizers' states of a parameter to its new holders."""
         position = self.ownership.position
         for optimizer in self.module.trainer.optimizers:
-            states = plain_optimizer(optimizer).state
+            states = held_states(plain_optimizer(optimizer))
             if position == sender:
                 state = packed(states[holding.tensor], holding.name) if holding.tensor in states else None
                 for receiver in receivers:
@@ -229,7 +230,8 @@ class SplitModel:
             PipelineError: on all stages, if their optimizers do not have the same parameters.
         """
         self._check_groups(optimizer)
-        state: dict[str, Any] = optimizer.state_dict()
+        with plain_state(optimizer):
+            state: dict[str, Any] = optimizer.state_dict()
         last, position = self.group.num_ranks - 1, self.ownership.position
         own: dict[int, Any] = state["state"]
         holders = self._holders(optimizer)

@@ -20,6 +20,7 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.hugging_face import ModelsInStages
+from lightning_multigpu.engine.optimizer_state import plain_state, release, watch
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
@@ -148,9 +149,27 @@ class StagedStrategy(MultiGPUStrategy):
         super().setup(trainer)
 
     @override
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
-        pipeline_checks.check_optimizers(self.optimizers)
+    def _check_new(self, optimizers: Sequence[Optimizer]) -> None:
+        super()._check_new(optimizers)
+        pipeline_checks.check_optimizers(optimizers)
+
+    @override
+    def _watch_states(self) -> None:
+        for optimizer in map(plain_optimizer, self.optimizers):
+            watch(
+                optimizer,
+                lambda each: None if isinstance(each, Placeholder) else each,
+                self._shown_state,
+                self._own_state,
+            )
+
+    def _shown_state(self, parameter: Tensor, state: Any) -> Any:
+        """What user code gets for the state of a parameter of this rank's stages."""
+        return state
+
+    def _own_state(self, parameter: Tensor, state: Any) -> Any:
+        """What this rank keeps of a state that user code puts in place."""
+        return state
 
     @override
     def model_to_device(self) -> None:
@@ -210,6 +229,7 @@ class StagedStrategy(MultiGPUStrategy):
     @override
     def teardown(self) -> None:
         self._gradients_shown.close()
+        release(map(plain_optimizer, self.optimizers))
         try:
             if self._running is not None and not self.failure_watch.failed:
                 assert self._split_model is not None
@@ -423,7 +443,8 @@ class StagedStrategy(MultiGPUStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain, model = plain_optimizer(optimizer), self._gathering_model()
         if model is None:
-            return super().optimizer_state(plain)
+            with plain_state(plain):
+                return super().optimizer_state(plain)
         return model.whole_optimizer_state(plain, streams=self._streams)
 
     @override
@@ -440,6 +461,7 @@ class StagedStrategy(MultiGPUStrategy):
             for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+        self._watch_states()
 
 
 class PipelineStrategy(StagedStrategy):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -276,6 +276,34 @@ class HybridStrategy(StagedStrategy):
     # Training
 
     @override
+    def model_to_device(self) -> None:
+        super().model_to_device()
+        if self._axis is not None:
+            self._axis.layers.follow_updates(self.precision_plugin, self._watch_states)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().optimizer_step(*args, **kwargs)
+        finally:
+            if self._axis is not None:
+                self._axis.layers.state_reads.is_updating = False
+
+    @override
+    def _check_new(self, optimizers: Sequence[Optimizer]) -> None:
+        super()._check_new(optimizers)
+        if self._axis is not None and self._axis.is_split:
+            self._axis.layers.check_optimizers(optimizers)
+
+    @override
+    def _shown_state(self, parameter: Tensor, state: Any) -> Any:
+        return state if self._axis is None else self._axis.layers.state_reads.state_of(parameter, state)
+
+    @override
+    def _own_state(self, parameter: Tensor, state: Any) -> Any:
+        return state if self._axis is None else self._axis.layers.state_reads.own_state(parameter, state)
+
+    @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves the batch to the device; if it differs in a tensor group, all ranks get the first one's."""
         batch = super().batch_to_device(batch, device, dataloader_idx)
@@ -335,10 +363,3 @@ class HybridStrategy(StagedStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state, axis = super().optimizer_state(optimizer), self._gathering_axis
         return state if axis is None else axis.layers.whole_optimizer_state(plain_optimizer(optimizer), state)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        if self._axis is not None:
-            for optimizer in self.optimizers:
-                self._axis.layers.cut_state(optimizer)

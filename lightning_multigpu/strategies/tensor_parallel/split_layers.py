@@ -10,14 +10,16 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Embedding, Module, MultiheadAttention
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_multigpu._lightning_internals import is_compiled, plain_optimizer
+from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP, is_compiled, plain_optimizer
 from lightning_multigpu.engine.optimizer_split import split_of as shards_of
+from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.blocks import (
     Applied,
@@ -34,7 +36,7 @@ from lightning_multigpu.engine.tensor_split.sequence_region import SequenceRegio
 from lightning_multigpu.engine.tensor_split.split_logits import LogitsLayout, SplitLogits
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import Left, Sent, Trials, split_blocks
-from lightning_multigpu.engine.tensor_split.whole_reads import StepReads
+from lightning_multigpu.engine.tensor_split.whole_reads import StateReads, StepReads
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan, WholeBlocks
@@ -136,6 +138,7 @@ class SplitLayers:
     Attributes:
         split: the blocks that are split; None before :meth:`decide`.
         reads: of parameters by a step's own code.
+        state_reads: of the optimizers' states by user code.
     """
 
     def __init__(
@@ -149,7 +152,7 @@ class SplitLayers:
         sequence_split: SequenceSplit = False,
     ) -> None:
         self.split: list[tuple[Block, Applied]] | None = None
-        self.reads = StepReads(group)
+        self.reads, self.state_reads = StepReads(group), StateReads(group)
         self._module = module
         self._group = group
         self._plan = plan
@@ -228,7 +231,7 @@ class SplitLayers:
         self._regions = trials.regions
         for optimizer in optimizers:
             self.cut_state(optimizer)
-        self._check_optimizers(optimizers)
+        self.check_optimizers(optimizers)
         self._gathered = {}
         if self._sequence_split and not self._regions:
             reasons = "; ".join(trials.notes) or "no list of layers (nn.ModuleList, nn.Sequential) has a block in each"
@@ -291,7 +294,8 @@ class SplitLayers:
             "'pipeline_1f1b' to save memory"
         )
 
-    def _check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+    def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """Raises ValueError for an optimizer that may need whole tensors, and gets parts."""
         for optimizer in optimizers:
             plain = plain_optimizer(optimizer)
             if shards_of(plain) != "elements" and any(split_of(p) for g in plain.param_groups for p in g["params"]):
@@ -348,7 +352,7 @@ class SplitLayers:
                 parameter.data = self._whole(own[name], parameter.data, name)
         self._copies = []
         for optimizer in optimizers:
-            states = plain_optimizer(optimizer).state
+            states = held_states(plain_optimizer(optimizer))
             for key, state in states.items():
                 states[key] = self._whole_state(key, state)
         for name, parameter in self._module.named_parameters():
@@ -398,15 +402,24 @@ class SplitLayers:
 
     def cut_state(self, optimizer: Optimizer) -> None:
         """Replaces whole states of an optimizer by this rank's parts."""
-        for parameter, state in plain_optimizer(optimizer).state.items():
-            split = split_of(parameter)
-            if split is None:
-                continue
-            whole_shape = list(parameter.shape)
-            whole_shape[split.dim] = split.whole_size
-            for name, value in state.items():
-                if isinstance(value, Tensor) and list(value.shape) == whole_shape:
-                    state[name] = split.part(value, self._group.rank)
+        for parameter, state in held_states(plain_optimizer(optimizer)).items():
+            self.state_reads.own_state(parameter, state)
+
+    def follow_updates(self, plugin: Precision, before: Callable[[], None]) -> None:
+        """Has an optimizer's own step read its state as it is, from the end of the hooks before it.
+
+        Args:
+            plugin: calls these hooks; the caller ends the step by ``state_reads.is_updating = False``.
+            before: called at their end.
+        """
+        hooks = getattr(plugin, HOOKS_BEFORE_STEP)
+
+        def then_update(*args: Any) -> None:
+            hooks(*args)
+            before()
+            self.state_reads.is_updating = True
+
+        vars(plugin)[HOOKS_BEFORE_STEP] = then_update
 
     def cut_copy(self, copy: Module, gathers: Callable[[], bool]) -> None:
         """Cuts a copy of the module to this rank's parts, until :meth:`make_whole`; its ``state_dict()`` is whole.

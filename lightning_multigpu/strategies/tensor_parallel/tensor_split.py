@@ -24,10 +24,11 @@ from lightning_multigpu._lightning_internals import averaged_copy, plain_optimiz
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.activation_checkpointing import Kept
 from lightning_multigpu.engine.micro_batches import cloned
+from lightning_multigpu.engine.optimizer_state import plain_state, release, watch
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.split_logits import SplitLogits
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from lightning_multigpu.engine.tensor_split.whole_reads import whole_of
+from lightning_multigpu.engine.tensor_split.whole_reads import plain, whole_of
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
@@ -200,6 +201,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         self.failure_watch.explain = self._layers.explain
         self._gradients = SplitGradients(self.precision_plugin, self._tensor, module)
         self._undo.callback(self._gradients.end)
+        self._layers.follow_updates(self.precision_plugin, self._watch_states)
         self._share_random_states(self._peers)
 
     @override
@@ -234,6 +236,7 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     @override
     def teardown(self) -> None:
+        release(map(plain_optimizer, self.optimizers))
         module = self.lightning_module
         if self._is_split and module is not None and module.trainer.state.status == TrainerStatus.RUNNING:
             assert self._layers is not None
@@ -305,8 +308,25 @@ class TensorSplitStrategy(RingDDPStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._gradients is not None
-        with self._gradients.stepping():
-            return super().optimizer_step(*args, **kwargs)
+        assert self._layers is not None
+        try:
+            with self._gradients.stepping():
+                return super().optimizer_step(*args, **kwargs)
+        finally:
+            self._layers.state_reads.is_updating = False
+
+    @override
+    def _watch_states(self) -> None:
+        for optimizer in map(plain_optimizer, self.optimizers if self._layers is not None else ()):
+            assert self._layers is not None
+            reads = self._layers.state_reads
+            watch(optimizer, lambda parameter: parameter, reads.state_of, reads.own_state)
+
+    @override
+    def _check_new(self, optimizers: Sequence[Optimizer]) -> None:
+        super()._check_new(optimizers)
+        if self._layers is not None and self._is_split:
+            self._layers.check_optimizers(optimizers)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -359,7 +379,7 @@ class TensorSplitStrategy(RingDDPStrategy):
             value: a tensor that is split as the parameter is, whose whole is returned instead: its ``grad``, for
                 example, or an optimizer's state.
         """
-        part, split = parameter if value is None else value, split_of(parameter)
+        part, split = parameter if value is None else plain(value), split_of(parameter)
         if split is None:
             return part
         assert self._tensor is not None
@@ -398,19 +418,19 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        plain = plain_optimizer(optimizer)
-        found: dict[str, Any] = super().optimizer_state(plain)
+        optimizer = plain_optimizer(optimizer)
+        self._watch_states()
+        with plain_state(optimizer):
+            found: dict[str, Any] = super().optimizer_state(optimizer)
         if not self._gathers:
             return found
         assert self._layers is not None
-        return self._layers.whole_optimizer_state(plain, found)
+        return self._layers.whole_optimizer_state(optimizer, found)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if self._layers is not None:
-            for optimizer in self.optimizers:
-                self._layers.cut_state(optimizer)
+        self._watch_states()
 
 
 def _checksum_of_random_states(device: torch.device) -> int:

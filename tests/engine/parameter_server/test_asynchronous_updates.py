@@ -417,6 +417,29 @@ def test_the_state_goes_on() -> None:
         assert_equal(second.now, alone(make, [gradients(step, 0) for step in range(3)]))
 
 
+def test_the_first_worker_clears_the_state() -> None:
+    """Servers went on with the momentum that it had cleared."""
+    updates = [gradients(step, 0) for step in range(3)]
+    with workers(lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9)) as (first, second):
+        first.remote.watch_state()
+        first.step(updates[0])
+        first.optimizer.state.clear()
+        first.step(updates[1])
+        second.step(updates[2])
+        parameters = weights()
+        alone = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
+        for number, update in enumerate(updates):
+            if number == 1:
+                alone.state.clear()
+            for parameter, gradient in zip(parameters, update, strict=True):
+                parameter.grad = gradient.clone()
+            alone.step()
+        assert_equal(second.now, [parameter.detach() for parameter in parameters])
+        del first.optimizer.state[first.parameters[0]]
+        with pytest.raises(ValueError, match=r"the states of 1 of .* use strategy='sync_ps'"):
+            first.step(updates[0])
+
+
 class TestBatchQueue:
     def taken(self, queue: BatchQueue, worker: int, epoch: int = 0, **options: Any) -> int | None:
         return queue.next(worker, epoch, **{"first": 0, "num_batches": 4, **options})

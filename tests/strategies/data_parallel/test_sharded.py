@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_multigpu import ShardedStrategy
 from lightning_multigpu.callbacks import RunReport
+from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.strategies import sharded
 from tests.report.shape import assert_follows_schema
 from tests.strategies import test_changing_parameters as changes
@@ -358,7 +359,8 @@ class Looks(Callback):
     """Notes the numbers of the parameters whose states the rank holds."""
 
     def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
-        self.held = set(trainer.optimizers[0].state_dict()["state"])
+        own = held_states(trainer.optimizers[0])
+        self.held = {number for number, p in enumerate(trainer.lightning_module.parameters()) if p in own}
 
 
 def resumed(path: str) -> set[int]:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.micro_batches import split_batch
+from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain, suggested_split_points
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.placeholder import Placeholder
@@ -347,13 +348,13 @@ class Watched(Classifier):
     """Looks at what this rank holds while it trains."""
 
     def on_train_start(self) -> None:
-        self.states_at_start = len(self.trainer.optimizers[0].state)
+        self.states_at_start = len(held_states(self.trainer.optimizers[0]))
 
     def on_train_batch_end(self, *args: Any) -> None:
         super().on_train_batch_end(*args)
         optimizer = self.trainer.optimizers[0]
         self.held = [name for name, value in self.named_parameters() if not isinstance(value, Placeholder)]
-        self.states = len(optimizer.state_dict()["state"])
+        self.states = len(held_states(optimizer))
         self.order = [name for name, _ in self.named_parameters()]
         self.grouped = [id(p) for group in optimizer.param_groups for p in group["params"]] == [
             id(p) for p in self.parameters()

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.micro_batches import split_batch
+from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.step_state import seed_of, set_random_state
@@ -78,7 +79,7 @@ class LadderTask(L.LightningModule):
         self.losses.append(float(outputs["loss"]))
         self.held = [name for name, value in self.named_parameters() if not isinstance(value, Placeholder)]
         optimizer = self.trainer.optimizers[0]
-        self.num_states = sum(bool(state) for state in optimizer.state.values())
+        self.num_states = sum(bool(state) for state in held_states(optimizer).values())
         self.own_buffers = [name for name, value in self.named_buffers() if not isinstance(value, Placeholder)]
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.placeholder import Placeholder
 from tests.strategies.pipeline.test_pipeline import CASE, SEED, WIDTH, Block, ByHand, Text, TinyGPT, assert_same
 from tests.strategies.tasks import Case, Classifier, make_trainer, state, train_loader
@@ -143,7 +144,7 @@ class Resumable(Classifier):
 
     def on_train_batch_end(self, *args: Any) -> None:
         super().on_train_batch_end(*args)
-        state = self.trainer.optimizers[0].state
+        state = held_states(self.trainer.optimizers[0])
         self.states_held = {name for name, p in self.named_parameters() if state.get(p)}
 
 

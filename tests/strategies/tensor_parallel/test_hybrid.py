@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightning_multigpu.callbacks import RunReport
+from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.planning.pipelines.stage_costs import StageCosts
 from tests.report.shape import assert_follows_schema
@@ -102,7 +103,7 @@ class Noting(Callback):
             self.names = {name.split(".")[1] for name in held} - {"blocks"}
             self.held = sum(p.numel() for p in module.parameters() if trainer.world_size == 1 or strategy.holds(p))
             (optimizer,) = trainer.optimizers
-            self.state = sum(v.numel() for each in optimizer.state.values() for v in each.values() if v.dim())
+            self.state = sum(v.numel() for each in held_states(optimizer).values() for v in each.values() if v.dim())
             if self.path:
                 trainer.save_checkpoint(self.path)
 

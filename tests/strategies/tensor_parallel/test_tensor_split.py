@@ -36,6 +36,7 @@ from transformers import (
 from lightning_multigpu import TensorSplitStrategy, _torch_compat
 from lightning_multigpu._lightning_internals import averaged_copy
 from lightning_multigpu.callbacks import RunReport
+from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.planning.split_plan import SplitPlan
 from tests.report.shape import assert_follows_schema
 from tests.strategies.tasks import Case, assert_same_weights, fit, make_strategy, make_trainer, moving_average, state
@@ -578,7 +579,7 @@ class Saving(Callback):
             trainer.save_checkpoint(self.path)
             self.held = sum(p.numel() for p in module.parameters())
             (optimizer,) = trainer.optimizers
-            self.state = sum(v.numel() for each in optimizer.state.values() for v in each.values() if v.dim())
+            self.state = sum(v.numel() for each in held_states(optimizer).values() for v in each.values() if v.dim())
 
 
 def save_or_go_on(ranks: int, path: str, *, resume: bool) -> dict[str, Any]:

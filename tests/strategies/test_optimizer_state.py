@@ -1,0 +1,255 @@
+"""What hooks do to the state and the groups of an optimizer while ranks or servers hold parts of it."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.strategies.tasks import Case, Classifier, make_strategy, make_trainer, state, train_loader
+from tests.world import World, rank
+
+CASE = Case(max_epochs=3, num_samples=24)
+
+
+class Changes(Classifier):
+    """Runs a function at the start of each epoch but the first."""
+
+    def __init__(self, change: Callable[[Changes, Any], object]) -> None:
+        super().__init__()
+        self.change = change
+        self.shapes = [parameter.shape for parameter in self.parameters()]
+        self.kept: Any = None
+        self.found: list[float] = []
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch:
+            self.change(self, self.trainer.optimizers[0])
+
+
+def clear(module: Changes, optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def forget_a_layer(module: Changes, optimizer: Any) -> None:
+    optimizer.state.pop(module.first.weight, None)
+    optimizer.state[module.first.bias] = {}
+    del optimizer.state[module.second.bias]
+
+
+def put_states(module: Changes, optimizer: Any) -> None:
+    for layer, size in ((module.first, 16), (module.second, 3)):
+        optimizer.state[layer.bias] = {"momentum_buffer": torch.linspace(0, 0.1, size, dtype=torch.float64)}
+
+
+def replace_the_mapping(module: Changes, optimizer: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def set_to_zero(module: Changes, optimizer: Any) -> None:
+    for each in optimizer.state.values():
+        each["momentum_buffer"].zero_()
+
+
+def halve_every_tensor(module: Changes, optimizer: Any) -> None:
+    for parameter, each in optimizer.state.items():
+        for name in each:
+            each[name] = optimizer.state[parameter][name] * 0.5
+
+
+def construct_again(module: Changes, optimizer: Any) -> None:
+    optimizer.__init__(module.parameters(), lr=0.1, momentum=0.8)
+
+
+def load(module: Changes, optimizer: Any) -> None:
+    values = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    groups = [{**values, "lr": 0.05, "params": [*range(4)]}]
+    whole = [torch.linspace(0, 0.2, shape.numel(), dtype=torch.float64).view(shape) for shape in module.shapes]
+    states = {number: {"momentum_buffer": tensor} for number, tensor in enumerate(whole)}
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def load_what_was_kept(module: Changes, optimizer: Any) -> None:
+    if module.kept is None:
+        module.kept = copy.deepcopy(optimizer.state_dict())
+    else:
+        optimizer.load_state_dict(module.kept)
+
+
+def change_values(module: Changes, optimizer: Any) -> None:
+    optimizer.param_groups[0].update(lr=0.05, momentum=0.5, weight_decay=0.01)
+
+
+def make_two_groups(module: Changes, optimizer: Any) -> None:
+    if len(optimizer.param_groups) == 1:
+        optimizer.param_groups[0]["params"] = [*module.first.parameters()]
+        optimizer.add_param_group({"params": [*module.second.parameters()], "lr": 0.05})
+
+
+def leave_a_layer_out(module: Changes, optimizer: Any) -> None:
+    for parameter in module.second.parameters():
+        optimizer.state.pop(parameter, None)
+    optimizer.param_groups[0]["params"] = [*module.first.parameters()]
+
+
+def take_another(module: Changes, optimizer: Any) -> None:
+    module.trainer.optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)]
+
+
+def norm_of_all(module: Changes, optimizer: Any) -> None:
+    module.found.append(float(sum(each["momentum_buffer"].norm() for each in optimizer.state.values())))
+
+
+def norm_of_each(module: Changes, optimizer: Any) -> None:
+    module.found += [float(optimizer.state[p]["momentum_buffer"].norm()) for p in module.parameters()]
+
+
+def log_norm(module: Changes, optimizer: Any) -> None:
+    module.log("norm", sum(each["momentum_buffer"].norm() for each in optimizer.state.values()), sync_dist=True)
+
+
+def write(module: Changes, optimizer: Any) -> None:
+    torch.save(optimizer.state_dict(), io.BytesIO())
+
+
+FOLLOWED = (
+    clear,
+    forget_a_layer,
+    put_states,
+    replace_the_mapping,
+    construct_again,
+    load,
+    change_values,
+    make_two_groups,
+    leave_a_layer_out,
+)
+IN_PLACE = (set_to_zero, halve_every_tensor, load_what_was_kept)
+READS = (norm_of_all, norm_of_each, log_norm, write)
+SERVERS = ("cpu_ps", "sync_ps", "sharded_ps")
+PARTS = ("ddp_sharded", "gpipe", "tensor_split", "hybrid")
+
+
+def train(changes: Sequence[Callable[..., object]], strategy: str | None, ranks: int) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for change in changes:
+        options = {"pipeline_parallel_size": 1} if strategy == "hybrid" else {}
+        module = Changes(change)
+        trainer = make_trainer(CASE, "auto" if strategy is None else make_strategy(strategy, **options), ranks)
+        trainer.fit(module, train_loader(CASE, trainer))
+        found[change.__name__] = state(module)
+    return found
+
+
+def assert_equal(found: dict[str, dict[str, Tensor]], expected: dict[str, dict[str, Tensor]]) -> None:
+    off = {
+        change: max(float((found[change][name] - value).abs().max()) for name, value in weights.items())
+        for change, weights in expected.items()
+    }
+    assert max(off.values()) < 1e-12, off
+
+
+@pytest.mark.parametrize("strategy", [*SERVERS, *PARTS])
+def test_changes_of_state_and_groups_are_followed(strategy: str, world2: World) -> None:
+    """Servers went on with the momentum that a hook had cleared, or replaced, and trained layers that had left."""
+    changes = FOLLOWED if strategy in SERVERS else FOLLOWED + IN_PLACE
+    expected = train(changes, None, 1)
+    for found in world2.run(train, changes, strategy, 2):
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("strategy", [*SERVERS, *PARTS])
+def test_states_that_are_elsewhere_are_not_read(strategy: str, world2: World) -> None:
+    """Hooks read an empty state under servers, and the norm of a rank's part elsewhere."""
+    is_served = strategy in SERVERS
+    words = r"this process does not have it.*optimizer\.state\.clear\(\)" if is_served else "optimizer('s state|.state)"
+    for read in (*IN_PLACE, *READS) if is_served else READS:
+        world2.run_raising(Exception, words, train, [read], strategy, 2)
+
+
+@pytest.mark.parametrize("strategy", ["gpipe", "tensor_split", "hybrid"])
+def test_another_optimizer_is_followed_or_checked(strategy: str, world2: World) -> None:
+    expected = train([take_another], None, 1)
+    for found in world2.run(train, [take_another], strategy, 2):
+        assert_equal(found, expected)
+
+
+def of_one_rank(module: Changes, optimizer: Any) -> None:
+    if rank() == 0:
+        clear(module, optimizer)
+
+
+@pytest.mark.parametrize("strategy", ["cpu_ps", "sync_ps"])
+def test_a_change_on_one_rank_is_refused(strategy: str, world2: World) -> None:
+    world2.run_raising(Exception, r"on all (ranks|workers)", train, [of_one_rank], strategy, 2)
+
+
+class ReadsBeforeSteps(Changes):
+    """Reads states in the hook before the step, and where an epoch begins."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.current_epoch:
+            norm_of_all(self, optimizer)
+            optimizer.state[self.first.weight]["momentum_buffer"].mul_(0.5)[0] = 0.1
+
+
+def gather(module: Changes, optimizer: Any) -> None:
+    whole = getattr(module.trainer.strategy, "whole", lambda parameter, value: value)
+    for parameter, each in optimizer.state.items():
+        module.found.append(float(whole(parameter, each["momentum_buffer"]).norm()))
+
+
+def read(strategy: str | None, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
+    module = ReadsBeforeSteps(gather)
+    trainer = make_trainer(CASE, "auto" if strategy is None else make_strategy(strategy), ranks)
+    trainer.fit(module, train_loader(CASE, trainer))
+    return module.found, state(module)
+
+
+def test_states_of_split_layers_are_gathered(world2: World) -> None:
+    """Each rank read the norm of its part."""
+    expected, weights = read(None, 1)
+    for found, of_rank in world2.run(read, "tensor_split", 2):
+        assert found == pytest.approx(expected, rel=1e-12)
+        assert_equal({"read": of_rank}, {"read": weights})
+
+
+def take_one_that_couples(module: Changes, optimizer: Any) -> None:
+    module.trainer.optimizers = [torch.optim.LBFGS(module.parameters())]
+
+
+def test_an_optimizer_that_comes_later_is_checked_too(world2: World) -> None:
+    """It trained with the gradients of each stage, or of each part, alone."""
+    for strategy, words in (("gpipe", "works on all parameters at once"), ("tensor_split", "may need whole tensors")):
+        world2.run_raising(ValueError, f"LBFGS {words}", train, [take_one_that_couples], strategy, 2)
+
+
+class ClearsByHand(Classifier):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        if batch_idx == 1:
+            optimizer.state.clear()
+        optimizer.zero_grad()
+        self.manual_backward(torch.nn.functional.cross_entropy(self(batch[0]), batch[1]))
+        optimizer.step()
+
+
+def clear_by_hand(strategy: str | None, ranks: int) -> dict[str, dict[str, Tensor]]:
+    module = ClearsByHand()
+    trainer = make_trainer(CASE, "auto" if strategy is None else make_strategy(strategy), ranks)
+    trainer.fit(module, train_loader(CASE, trainer))
+    return {"weights": state(module)}
+
+
+@pytest.mark.parametrize("strategy", ["cpu_ps", "sync_ps", "ddp_sharded"])
+def test_a_step_that_optimizes_manually_clears_the_state(strategy: str, world2: World) -> None:
+    expected = clear_by_hand(None, 1)
+    for found in world2.run(clear_by_hand, strategy, 2):
+        assert_equal(found, expected)
