@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -261,3 +263,27 @@ def test_a_step_that_optimizes_manually_clears_the_state(strategy: str, world2: 
     expected = clear_by_hand(None, 1)
     for found in world2.run(clear_by_hand, strategy, 2):
         assert_equal(found, expected)
+
+
+class SavesAtExceptions(L.Callback):
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # it is not written
+            trainer.save_checkpoint("never.ckpt")
+
+
+class Fails(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            raise ArithmeticError("as planned")
+        return super().training_step(batch, batch_idx)
+
+
+def fail(strategy: str) -> None:
+    trainer = make_trainer(CASE, make_strategy(strategy), 2, callbacks=[SavesAtExceptions()])
+    trainer.fit(Fails(), train_loader(CASE, trainer))
+
+
+@pytest.mark.parametrize("strategy", ["cpu_ps", "sync_ps"])
+def test_a_checkpoint_after_a_failure_does_not_hide_it(strategy: str, world2: World) -> None:
+    """It would read states that are lost."""
+    world2.run_raising(ArithmeticError, "as planned", fail, strategy)
