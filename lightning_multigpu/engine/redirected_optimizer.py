@@ -180,7 +180,7 @@ class RedirectedOptimizer(ABC):
     def _change_state(self, changes: Mapping[Parameter, Mapping[str, Any]]) -> None:
         """Puts the states of some parameters in place, where they are; often of none. A collective."""
 
-    def _groups_alone(self) -> dict[str, Any]:
+    def groups_alone(self) -> dict[str, Any]:
         """The optimizer's state dictionary without states."""
         held, self.optimizer.state = self.optimizer.state, {}  # type: ignore[assignment]
         try:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor
 
+from tests.strategies.data_parallel.test_sharded import Offloading
 from tests.strategies.tasks import Case, Classifier, make_strategy, make_trainer, state, train_loader
 from tests.world import World, rank
 
@@ -135,12 +138,19 @@ SERVERS = ("cpu_ps", "sync_ps", "sharded_ps")
 PARTS = ("ddp_sharded", "gpipe", "tensor_split", "hybrid")
 
 
+def strategy_of(name: str | None) -> Any:
+    if name is None:
+        return "auto"
+    if name == "ddp_sharded, offloaded":
+        return Offloading(offload_optimizer=True, start_method="popen")
+    return make_strategy(name, **({"pipeline_parallel_size": 1} if name == "hybrid" else {}))
+
+
 def train(changes: Sequence[Callable[..., object]], strategy: str | None, ranks: int) -> dict[str, dict[str, Tensor]]:
     found = {}
     for change in changes:
-        options = {"pipeline_parallel_size": 1} if strategy == "hybrid" else {}
         module = Changes(change)
-        trainer = make_trainer(CASE, "auto" if strategy is None else make_strategy(strategy, **options), ranks)
+        trainer = make_trainer(CASE, strategy_of(strategy), ranks)
         trainer.fit(module, train_loader(CASE, trainer))
         found[change.__name__] = state(module)
     return found
@@ -154,7 +164,7 @@ def assert_equal(found: dict[str, dict[str, Tensor]], expected: dict[str, dict[s
     assert max(off.values()) < 1e-12, off
 
 
-@pytest.mark.parametrize("strategy", [*SERVERS, *PARTS])
+@pytest.mark.parametrize("strategy", [*SERVERS, *PARTS, "ddp_sharded, offloaded"])
 def test_changes_of_state_and_groups_are_followed(strategy: str, world2: World) -> None:
     """Servers went on with the momentum that a hook had cleared, or replaced, and trained layers that had left."""
     changes = FOLLOWED if strategy in SERVERS else FOLLOWED + IN_PLACE
@@ -206,7 +216,7 @@ def gather(module: Changes, optimizer: Any) -> None:
 
 def read(strategy: str | None, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
     module = ReadsBeforeSteps(gather)
-    trainer = make_trainer(CASE, "auto" if strategy is None else make_strategy(strategy), ranks)
+    trainer = make_trainer(CASE, strategy_of(strategy), ranks)
     trainer.fit(module, train_loader(CASE, trainer))
     return module.found, state(module)
 
@@ -243,7 +253,7 @@ class ClearsByHand(Classifier):
 
 def clear_by_hand(strategy: str | None, ranks: int) -> dict[str, dict[str, Tensor]]:
     module = ClearsByHand()
-    trainer = make_trainer(CASE, "auto" if strategy is None else make_strategy(strategy), ranks)
+    trainer = make_trainer(CASE, strategy_of(strategy), ranks)
     trainer.fit(module, train_loader(CASE, trainer))
     return {"weights": state(module)}
 
@@ -253,3 +263,27 @@ def test_a_step_that_optimizes_manually_clears_the_state(strategy: str, world2: 
     expected = clear_by_hand(None, 1)
     for found in world2.run(clear_by_hand, strategy, 2):
         assert_equal(found, expected)
+
+
+class SavesAtExceptions(L.Callback):
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # it is not written
+            trainer.save_checkpoint("never.ckpt")
+
+
+class Fails(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            raise ArithmeticError("as planned")
+        return super().training_step(batch, batch_idx)
+
+
+def fail(strategy: str) -> None:
+    trainer = make_trainer(CASE, make_strategy(strategy), 2, callbacks=[SavesAtExceptions()])
+    trainer.fit(Fails(), train_loader(CASE, trainer))
+
+
+@pytest.mark.parametrize("strategy", ["cpu_ps", "sync_ps"])
+def test_a_checkpoint_after_a_failure_does_not_hide_it(strategy: str, world2: World) -> None:
+    """It would read states that are lost."""
+    world2.run_raising(ArithmeticError, "as planned", fail, strategy)

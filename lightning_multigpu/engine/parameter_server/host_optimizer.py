@@ -192,7 +192,7 @@ class HostOptimizer(RedirectedOptimizer):
         """
         self._place_new()
         self._take_state()
-        found = self._groups_alone()
+        found = self.groups_alone()
         own = {number: state for number, (_, _, shard) in enumerate(self._numbered())
                if shard is not None and (state := self._shard_state.get(shard))}  # fmt: skip
         told = self._memory.gather(

@@ -277,7 +277,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         """
         self._place_new()
         self._take_state()
-        found = self._groups_alone()
+        found = self.groups_alone()
         if self._servers.worker == 0:
             found["state"] = self._states()
         return found

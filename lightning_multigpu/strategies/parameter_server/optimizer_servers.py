@@ -216,7 +216,9 @@ class OptimizerServerStrategy(MultiGPUStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         served = self._served.get(plain_optimizer(optimizer))
-        return super().optimizer_state(optimizer) if served is None or self.state_is_lost else served.state_dict()
+        if served is None:
+            return super().optimizer_state(optimizer)
+        return served.groups_alone() if self.state_is_lost else served.state_dict()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
