@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,13 +44,27 @@ class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def same_generator() -> Iterator[None]:
-    """Restores torch's generator at the end of the block.
+    """Restores torch's generator at the end of the block, within which threads read and set it one at a time.
 
     In ``torch.utils.checkpoint`` several threads set and restore the generator, and may leave a state from before the
-    forward pass: the next step would then draw the same numbers again.
+    forward pass: the next step would then draw the same numbers again. Two threads have also been seen to wait for each
+    other for ever, one reading the state and one setting it.
     """
-    state = torch.get_rng_state()
+    before = {name: getattr(torch, name) for name in ("get_rng_state", "set_rng_state")}
+    state, turn = torch.get_rng_state(), threading.Lock()
+
+    def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with turn:
+                return function(*args)
+
+        return call
+
     try:
+        for name, function in before.items():
+            setattr(torch, name, in_turn(function))
         yield
     finally:
+        for name, function in before.items():
+            setattr(torch, name, function)
         torch.set_rng_state(state)

@@ -300,6 +300,7 @@ def test_workers_that_come_and_go_leave_nothing_on_a_server() -> None:
             again = [({**fields, "round": 1}, payload) for fields, payload in frames[6:9]]
             server._welcome(Played(frames[:end] + (again if way == "step twice" else [])))  # type: ignore[arg-type]
         assert server._members.keys() == {0}
+        assert not any(1 in bucket.pulled for bucket in server._optimizers[0]._buckets)
         assert not server._await_run
         assert not server._await_last_word
         return size(server)
