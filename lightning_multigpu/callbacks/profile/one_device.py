@@ -28,6 +28,7 @@ from lightning_multigpu.callbacks.probes import usable_cores
 from lightning_multigpu.callbacks.stopwatch import Lap, Stopwatch
 from lightning_multigpu.communication.metering.clocks import clock_of, timed
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.report.statistics import Series, quantile
 from lightning_multigpu.strategies.observed import ObservedStrategy
 from lightning_multigpu.strategies.steps.dry_run import unlogged_loss, without_trace
@@ -171,6 +172,7 @@ def _step_s(
     # What deepcopy puts in the place of each object, by its id: metrics may refer to the strategy.
     copies: dict[int, Any] = {**values, id(trainer.strategy): trainer.strategy, id(trainer): trainer}
     alone = copy.deepcopy(module, copies).to(device)
+    copies |= {id(each.state): copy.deepcopy(held_states(each), copies) for each in trainer.optimizers}
     optimizers = [copy.deepcopy(optimizer, copies) for optimizer in trainer.optimizers]
     alone.trainer = trainer
     object.__setattr__(alone, "all_gather", lambda data, *args, **options: data)
