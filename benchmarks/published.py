@@ -147,7 +147,7 @@ def table() -> list[str]:
     lines = ["| what | published | planner | difference | inputs of the planner |", "|---|---|---|---|---|"]
     for row in rows():
         published = "near-linear" if row.published is None else f"{row.published:.4g} {row.unit}"
-        difference = "" if row.published is None else f"{100 * (row.planned / row.published - 1):+.0f} %"
+        difference = "" if row.published is None else f"{round(100 * (row.planned / row.published - 1)):+d} %"
         lines.append(f"| {row.what} | {published} | {row.planned:.3g} {row.unit} | {difference} | {row.inputs} |")
     return lines
 

@@ -54,7 +54,7 @@ def test_hosts_reduce_inside_and_then_between() -> None:
 
 def test_the_busiest_link_of_servers_decides() -> None:
     # One server on the first of two hosts: the other host's two ranks send all of theirs to it.
-    assert servers_s(2, 2, 1_000, 1, LINK, SLOW) == pytest.approx(2e-3 + 2 * 1_000 * 1e-5)
+    assert servers_s(2, 2, 1_000, 1, LINK, SLOW) == pytest.approx(2 * (2e-3 + 1_000 * 1e-5))
     # A server on each host: half of the other's two ranks' gradients come to a host, and half of its own two's weights.
-    assert servers_s(2, 2, 1_000, 2, LINK, SLOW) == pytest.approx(2e-3 + (2 * 500 + 2 * 500) * 1e-5)
-    assert servers_s(1, 2, 1_000, 2, LINK, SLOW) == pytest.approx(1e-3 + 2 * 500 * 1e-6)
+    assert servers_s(2, 2, 1_000, 2, LINK, SLOW) == pytest.approx((2 + 2) * (2e-3 + 500 * 1e-5))
+    assert servers_s(1, 2, 1_000, 2, LINK, SLOW) == pytest.approx(2 * (1e-3 + 500 * 1e-6))

@@ -10,8 +10,8 @@ over n hosts        inside: as above with the ranks of a host;         Jia et al
                     between: as above with n, by the host's link       section 3.3
 to owners and back  half of an all-reduce each                         Rajbhandari et al. 2020, ZeRO,
                                                                        arXiv:1910.02054, section 7
-parameter servers   a + (s (n-1) + K - s) d S/K / B for n hosts of d   Jiang et al. 2020, BytePS (OSDI),
-                    ranks, of which the fullest has s of K servers     section 4.1
+parameter servers   (s (n-1) + K - s) d (a + S/K / B) for n hosts of   Jiang et al. 2020, BytePS (OSDI),
+                    d ranks, of which the fullest has s of K servers   section 4.1
 ==================  =================================================  ====================================
 
 The assumptions: both directions of a link work at the same time, hosts are joined without a bottleneck between them,
@@ -132,8 +132,7 @@ def servers_s(nodes: int, devices: int, size_bytes: float, servers: int, inside:
     host's memory.
     """
     share = size_bytes / servers
-    inside_s = inside.latency_s + devices * share * (1 / inside.bytes_per_s)
     if nodes == 1:
-        return inside_s
+        return devices * inside.seconds(share)
     most = -(-servers // nodes)
-    return between.latency_s + devices * share * (most * (nodes - 1) + servers - most) / between.bytes_per_s
+    return devices * (most * (nodes - 1) + servers - most) * between.seconds(share)

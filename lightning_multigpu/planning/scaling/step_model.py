@@ -32,6 +32,7 @@ from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phas
 ON_ONE_HOST_BYTES = 25 << 20
 BETWEEN_HOSTS_BYTES = 4 << 20
 _MOST_BUCKETS = 128
+_OWNER_BYTES = 1 << 20
 _SERVED = ("sync_ps", "sharded_ps", "async_ps")
 _SERVER_BYTES = {True: 4 << 20, False: 1 << 20}
 """A bucket of parameter servers, on one host and on several."""
@@ -288,9 +289,9 @@ def straggling_s(phases: Phases, num_ranks: int, of_reference: int) -> float:
 
 
 def _bucket_bytes(name: str, gradient_bytes: int, world: World) -> int:
-    """The default of a strategy; owners are sent each gradient by itself."""
+    """The default of a strategy; owners are sent small gradients together."""
     if name == "ddp_sharded":
-        return 1
+        return _OWNER_BYTES
     if name in _SERVED:
         return _SERVER_BYTES[world.nodes == 1]
     return usual_bucket_bytes(gradient_bytes, between_hosts=world.nodes > 1)
