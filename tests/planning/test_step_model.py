@@ -145,6 +145,14 @@ class TestDataParallel:
     def test_fairscale_gives_each_tensor_to_the_smallest_shard(self) -> None:
         assert largest_shard([5, 3, 3, 1], 2) == 6
 
+    def test_servers_cut_large_tensors(self) -> None:
+        """A transfer of half a MiB or more takes twice as long for each byte; buckets are of 256 KiB."""
+        bent = Link(0.0, 1 / MIB, MIB // 2, 2 / MIB)
+        model = replace(MODEL, gradients=[(2 * MIB, 1.0)])
+        machine = replace(MACHINE, between=bent, collectives=[])
+        found = predict(model, machine, Candidate("sync_ps", {"bucket_cap_mb": 0.25}), HOSTS)
+        assert found.exposed_s == pytest.approx(2.0 + 0.25)  # and the last bucket's weights
+
     def test_servers_hold_the_optimizer(self) -> None:
         assert step("sync_ps").memory == HeldBytes(2 * MIB, 2 * MIB, 0)
 

@@ -317,8 +317,9 @@ def _transfers(
     if name in _SERVED:
         servers = int(options.get("num_servers") or 1) if name != "sharded_ps" else max(2, n)
 
-        def push(b: float) -> float:
-            return servers_s(n, d, b, servers, inside, between)
+        def push(b: float) -> float:  # servers cut a large tensor into pieces of a bucket
+            pieces = max(1.0, b / bucket_bytes)
+            return pieces * servers_s(n, d, b / pieces, servers, inside, between)
 
         return (
             push,
