@@ -1,1 +1,1 @@
-"""Who holds and who owns which part of which tensor, and what follows from it for all strategies; without Lightning."""
+"""Placement: which ranks own and hold each tensor, for all strategies; without Lightning."""

@@ -145,6 +145,32 @@ class TestDataParallel:
     def test_fairscale_gives_each_tensor_to_the_smallest_shard(self) -> None:
         assert largest_shard([5, 3, 3, 1], 2) == 6
 
+    def test_adding_gradients_takes_time_after_the_first_batch(self) -> None:
+        model = replace(MODEL, phases={1: replace(PHASES, adding_s=0.5)})
+        found = predict(model, MACHINE, Candidate("ring_ddp", accumulate=4), HOSTS)
+        assert found.compute_s == pytest.approx(4 * 14 + 3 * 0.5)
+
+    def test_owners_get_small_gradients_together(self) -> None:
+        model = replace(MODEL, gradients=[(MIB // 4, 1.0)] * 4)
+        late = replace(
+            MACHINE, collectives=[MeasuredCollective(operation="all_reduce", world=HOSTS, link=Link(2.0, 0))]
+        )
+        found = predict(model, late, Candidate("ddp_sharded"), HOSTS)
+        assert found.exposed_s == pytest.approx(1.0 + 1.0)  # one transfer to owners, and one back
+
+    def test_ranks_that_share_cores_compress_slower(self) -> None:
+        coding = Coding(name="bf16", ratio=2.0, s_per_byte=1 / MIB)
+        cores = {"device_type": "cpu", "devices": 2, "shares_cores": True, "slowdown": {2: 1.0, 4: 2.0}}
+        machine = replace(MACHINE, codings=[coding], **cores)
+        seconds = [
+            predict(
+                MODEL, replace(machine, slowdown=slowdown), Candidate("ring_ddp", {"compression": "bf16"}), World(4, 1)
+            )
+            for slowdown in ({2: 1.0, 4: 1.0}, {2: 1.0, 4: 2.0})
+        ]
+        hidden = [found.exposed_s + found.hidden_s for found in seconds]
+        assert hidden[1] - hidden[0] == pytest.approx(2.0)  # 2 MiB at twice the time
+
     def test_servers_cut_large_tensors(self) -> None:
         """A transfer of half a MiB or more takes twice as long for each byte; buckets are of 256 KiB."""
         bent = Link(0.0, 1 / MIB, MIB // 2, 2 / MIB)
