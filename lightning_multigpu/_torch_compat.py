@@ -51,6 +51,14 @@ def new_group_in_order(
     return group
 
 
+def base_store() -> dist.TCPStore:  # type: ignore[name-defined]
+    """The store at the job's main address, which torch has no public name for; any key is free but torch's own."""
+    store = c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    return store
+
+
 def make_schedule(
     make: Callable[..., Any], stages: Any, num_micro_batches: int, *, num_stages: int, **options: Any
 ) -> Any:

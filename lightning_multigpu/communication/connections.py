@@ -15,6 +15,7 @@ import gc
 import os
 import resource
 import socket
+import struct
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -22,6 +23,8 @@ from typing import Any
 _DESCRIPTORS = "/proc/self/fd"
 _CUT_AGAIN_S = 0.5
 _MOST_DESCRIPTORS = 1 << 20
+_NUM_PROBES = 3
+_TCP_INFO = struct.Struct("2xB53xI")  # linux/tcp.h, struct tcp_info: tcpi_retransmits and tcpi_last_ack_recv
 
 
 class Connections:
@@ -83,6 +86,48 @@ class Connections:
                 cut += 1
         return cut
 
+    def cut_silent(self, limit_s: float) -> None:
+        """Shuts noted TCP connections down whose machine at the other end is down; to be called every second or so.
+
+        The kernels of both machines answer each other even while the processes are busy or stopped. The kernel's
+        probes, which this turns on, find that a machine is down only while no data is under way to it; otherwise data
+        is repeated again and again. The kernel's limit for data under way (``TCP_USER_TIMEOUT``) would also end a
+        connection whose other process does not read.
+
+        Args:
+            limit_s: how long the other machine may be silent, 1 or more.
+        """
+        for descriptor, name in _sockets().items() if hasattr(socket, "TCP_INFO") else ():
+            if name in self._names:
+                with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
+                    _end_if_silent(connection, limit_s)
+
+
+def _end_if_silent(connection: socket.socket, limit_s: float) -> None:
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+        pause_s = max(1, round(limit_s / (1 + _NUM_PROBES)))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    num_sent_again, last_answer_ms = _TCP_INFO.unpack(
+        connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    )
+    if num_sent_again and last_answer_ms > 1e3 * limit_s:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """A socket for a descriptor that stays open."""
+    connection = socket.socket(fileno=descriptor)  # no duplicate: there may be no descriptor left for one
+    try:
+        yield connection
+    finally:
+        connection.detach()
+
 
 def _sockets() -> dict[int, str]:
     """Open sockets of this process: descriptor -> the kernel's name, which no two open sockets share."""
@@ -118,18 +163,14 @@ def _descriptors() -> Iterable[str | int]:
 
 
 def _shut_down(descriptor: int, except_port: int | None) -> bool:
-    connection: socket.socket | None = None
     try:
-        connection = socket.socket(fileno=descriptor)  # no duplicate: there may be no descriptor left for one
-        if connection.family not in (socket.AF_INET, socket.AF_INET6):
-            return False
-        ports = {connection.getsockname()[1], connection.getpeername()[1]}
-        if except_port in ports:
-            return False
-        connection.shutdown(socket.SHUT_RDWR)
-        return True
+        with _borrowed(descriptor) as connection:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                return False
+            ports = {connection.getsockname()[1], connection.getpeername()[1]}
+            if except_port in ports:
+                return False
+            connection.shutdown(socket.SHUT_RDWR)
+            return True
     except OSError:  # not connected, or closed meanwhile
         return False
-    finally:
-        if connection is not None:
-            connection.detach()

@@ -176,7 +176,7 @@ class Joining:
             run.main_address,
             run.main_port,
             rank=run.rank,
-            is_one_host=run.num_nodes == 1,
+            is_one_host=run.num_nodes == 1 and not run.admits_others,
             is_kept=kept_by_torchrun(os.environ),
             connections=CONNECTIONS,
             **limits,

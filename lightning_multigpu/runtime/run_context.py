@@ -27,6 +27,7 @@ class RunContext:
         failure_timeout_s: seconds in which all ranks have to end after one has failed.
         hang_report_s: seconds that a rank may wait in a collective before a report; None for no report.
         join_timeout_s: seconds after its start in which a rank has to join the others.
+        admits_others: processes that are no ranks, perhaps of other hosts, join at the main address.
     """
 
     environment: ClusterEnvironment
@@ -36,6 +37,7 @@ class RunContext:
     failure_timeout_s: float
     hang_report_s: float | None
     join_timeout_s: float
+    admits_others: bool = False
 
     @property
     def ranks_per_host(self) -> int:

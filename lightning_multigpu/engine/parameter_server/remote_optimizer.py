@@ -17,8 +17,9 @@ Source: M. Li et al., "Scaling distributed machine learning with the parameter s
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -26,22 +27,16 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_multigpu.communication.channel import Channel
-from lightning_multigpu.communication.checksums import bytes_of, checksums
+from lightning_multigpu.communication.checksums import checksums
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
+from lightning_multigpu.communication.shared_memory.segment import mapped
 from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.gradient_kinds import ABSENT, SPARSE, kind_of, rows_of, sparse
 from lightning_multigpu.engine.optimizer_split import Split
-from lightning_multigpu.engine.parameter_server.bucket_memory import BucketMemory, copy_out
-from lightning_multigpu.engine.parameter_server.server_connections import Fields, ServerConnections
+from lightning_multigpu.engine.parameter_server.rooms import Room, cut, room_bytes, wire_bytes
+from lightning_multigpu.engine.parameter_server.served_shard import Contents, Plan, Request
+from lightning_multigpu.engine.parameter_server.servers import Answer, Servers
 from lightning_multigpu.engine.parameter_server.sharding import bucket_parts, imbalance_of
-from lightning_multigpu.engine.parameter_server.wire import (
-    WireError,
-    class_path,
-    dtype_name,
-    packed,
-    unpacked,
-)
 from lightning_multigpu.engine.redirected_optimizer import (
     RedirectedOptimizer,
     call_on_gradient,
@@ -81,18 +76,20 @@ class _Piece(NamedTuple):
         return flat[self.offset : self.offset + self.stop - self.start]
 
 
-@dataclass(frozen=True)
+_States = dict[tuple[int, int], dict[str, Any]]
+
+
+@dataclass(eq=False)
 class _Part:
-    """What one server has of a bucket."""
+    """One server's part of a bucket, with the memory between the server and this worker."""
 
     server: int
-    bucket: int
     pieces: list[_Piece]
     dtype: torch.dtype
     errors: dict[int, Tensor] = field(default_factory=dict)
 
-    def encoded(self, gradients: Tensor, compressor: ElementwiseCompressor, round_: int) -> Tensor:
-        """Gradients on the wire, changed in place; the error is added to those of the next round.
+    def encode(self, gradients: Tensor, compressor: ElementwiseCompressor, round_: int, wire: Tensor) -> None:
+        """Encodes gradients, changed in place; the error is added to those of the next round.
 
         A second push of a round takes the place of the first, and begins with the same errors.
         """
@@ -102,11 +99,9 @@ class _Part:
             self.errors.clear()
             self.errors[earlier] = before
             gradients += before
-        wire = torch.empty(compressor.encoded_bytes(gradients.numel()), dtype=torch.uint8)
         compressor.encode(gradients, wire)
         if compressor.has_error_feedback:
             self.errors[round_] = gradients
-        return wire
 
     @property
     def numel(self) -> int:
@@ -116,15 +111,27 @@ class _Part:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    def joined_weights(self) -> Tensor:
+        """The weights of the pieces, flat, on the host."""
+        return torch.cat([piece.of(piece.parameter).cpu() for piece in self.pieces])
+
 
 @dataclass(eq=False)
 class _Bucket:
-    """Parameters of one dtype and device whose gradients travel together."""
+    """Parameters of one dtype and device whose gradients travel together; only the parts that have pieces."""
 
+    number: int
     parameters: list[Parameter]
     parts: list[_Part]
+    rooms: dict[int, Room] = field(default_factory=dict)
     ready: set[Parameter] = field(default_factory=set)
     pushed: list[tuple[Tensor | None, int]] | None = None
+    num_pushes: int = 0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it is pushed and pulled: buckets of frozen parameters are not."""
+        return any(p.requires_grad or p.grad is not None for p in self.parameters)
 
     def gradients(self) -> list[tuple[Tensor | None, int]]:
         """The gradients of now, and how often each was changed."""
@@ -159,42 +166,36 @@ class RemoteOptimizer(RedirectedOptimizer):
     def __init__(
         self,
         optimizer: Optimizer,
-        servers: ServerConnections,
+        servers: Servers,
         *,
         split: Split | None = None,
         bucket_bytes: int = 4 * 2**20,
         compressor: ElementwiseCompressor | None = None,
     ) -> None:
-        self._class_path = class_path(optimizer)
+        _check_importable(optimizer)
         super().__init__(optimizer, split)
         self.version = 0
         self._servers = servers
         self._bucket_bytes = bucket_bytes
         self._compressor = compressor
         self._buckets: list[_Bucket] = []
-        self._pieces: dict[Parameter, list[tuple[_Part, int]]] = {}
-        self._plans = 0
-        self._groups: list[list[int]] = []
+        self._pieces: dict[Parameter, list[tuple[_Bucket, _Part, int]]] = {}
+        self._groups: list[list[int]] | None = None
         self._num_changed = 0
         self._round = 0
-        self._targets: dict[tuple[int, int], tuple[list[memoryview], int, bool]] = {}
-        self._squares: dict[int, float] = {}
-        self._is_replacing = False  # weights are on their way to servers, and the next request must come after them
-        self._kinds: dict[Parameter, int] = {}
-        self._rows: dict[Parameter, Tensor] = {}
-        self._sums: dict[tuple[int, int], list[int]] = {}
+        self._pushing: list[tuple[int, Future[None]]] = []
+        self._sums: dict[_Part, list[int]] = {}
         self._hooks: list[Any] = []
         self._copying: torch.cuda.Stream | None = None
-        self._number = servers.new_number(self)
+        self._number = servers.new_number()
 
     @property
     def imbalance(self) -> float:
         """The largest shard in proportion to an even one; 1.0 is even."""
         self._place_new()
-        sizes = [0] * self._servers.num_servers
-        for bucket in self._buckets:
-            for part in bucket.parts:
-                sizes[part.server] += part.nbytes
+        sizes = [0] * self._servers.job.num_servers
+        for _, part in self._parts():
+            sizes[part.server] += part.nbytes
         return imbalance_of(sizes)
 
     def close(self) -> None:
@@ -203,69 +204,57 @@ class RemoteOptimizer(RedirectedOptimizer):
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._buckets, self._pieces = [], [], {}
-        self._targets.clear()
+
+    def _parts(self) -> Iterator[tuple[_Bucket, _Part]]:
+        return ((bucket, part) for bucket in self._buckets for part in bucket.parts)
+
+    @property
+    def _asked(self) -> list[int]:
+        """The servers that have a part."""
+        return sorted({part.server for _, part in self._parts()})
 
     def average_gradients(self) -> None:
-        if not self._servers.consistency.is_synchronous:  # a worker's gradients are its own
+        if not self._servers.is_synchronous:  # a worker's gradients are its own
             return
         self._place_new()
         self.gradients_are_whole = False  # backward has added to what was averaged before
-        self._push_rest()
-        staged = self._expect(gradients=True)
-        self._ask("average", is_urgent=False)
-        for parameter, kind in self._kinds.items():
-            if kind != ABSENT and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        for piece, place in self._arrived(staged):
-            parameter = piece.parameter
-            assert parameter.grad is not None
-            if parameter.grad.is_sparse:
-                parameter.grad = torch.zeros_like(parameter)
-            piece.fill(parameter.grad, place)
-        for parameter, kind in self._kinds.items():
-            if kind == SPARSE and parameter.grad is not None and not parameter.grad.is_sparse:
-                parameter.grad = sparse(parameter.grad, self._rows.get(parameter))
+        self._ask([bucket for bucket in self._buckets if bucket.is_active], is_step=False)
         self.gradients_are_whole = True
 
     def _step(self) -> None:
         """Push gradients, have the servers step, pull all weights."""
-        if self._servers.consistency.is_synchronous:
-            self.send_changed_weights()
-        elif self._changed():
+        changed = self._changed()
+        if changed and not self._servers.is_synchronous:
             raise ValueError(
                 "a hook has changed weights in place, and other workers have made updates to them meanwhile, which "
                 "would be lost: use strategy='sync_ps' with that hook"
             )
-        is_urgent = self._push_rest()
-        staged = self._expect()
-        self._ask(
-            "step",
-            is_urgent=is_urgent,
-            given_by_one=self.gradients_are_whole,
-            values=[self._values(group) for group in self.optimizer.param_groups] if self._servers.worker == 0 else [],
-            clip_norm=self.clip_norm,
-            clip_value=self.clip_value,
-            num_changed=self._num_changed,
-        )
+        active = [bucket for bucket in self._buckets if bucket.is_active]
+        answers = self._ask(active, is_step=True, changed=changed)
+        if not self._servers.is_synchronous:
+            self.version = max([self.version, *[version for version, _ in answers]])
         self._num_changed = 0
-        for piece, place in self._arrived(staged):
-            piece.fill(piece.parameter, place)
-        self._complete_sums()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as its own step would tell LR schedulers
 
     @torch.no_grad()
     def pull(self) -> None:
         """Gets the newest weights."""
-        staged = self._expect()
-        self._post_to_all({"kind": "pull", "optimizer": self._number})
-        self._await_parts()
-        for piece, place in staged:
-            piece.fill(piece.parameter, place)
-        self._complete_sums()
+        for bucket in self._buckets:
+            self._expect(bucket, averages=False)
+        answers = {server: self._servers.ask(server, "pull", self._number) for server in self._asked}
+        self._take_weights(self._buckets, answers)
+        self.version = max([self.version, *[answer.get() for answer in answers.values()]])
 
-    def _asked(self) -> list[int]:
-        """The servers with a part. A server without one would begin the next round before the others."""
-        return sorted({part.server for bucket in self._buckets for part in bucket.parts if part.pieces})
+    def send_changed_weights(self) -> bool:
+        """On worker 0 of asynchronous workers: sends the weights that have changed since they came.
+
+        Returns:
+            Whether there were any: a hook or a checkpoint has changed them.
+        """
+        changed = self._changed()
+        for server, weights in changed.items():
+            self._servers.tell(server, "replace", self._number, weights)
+        return bool(changed)
 
     # Checkpoints
 
@@ -284,16 +273,12 @@ class RemoteOptimizer(RedirectedOptimizer):
 
     def _states(self) -> dict[int, dict[str, Any]]:
         """On worker 0 the states of the servers, by the number of a parameter."""
+        asked = {server: self._servers.ask(server, "state", self._number) for server in self._asked}
+        told = {server: answer.get() for server, answer in asked.items()}
         found: dict[int, dict[str, Any]] = {}
-        for server in range(self._servers.num_servers):
-            self._servers.post(server, {"kind": "state", "optimizer": self._number})
-        told: dict[tuple[int, int, int], dict[str, Any]] = {}
-        for server, (fields, tensors) in enumerate(self._servers.answers("state")):
-            for bucket, index, state in unpacked(fields["body"], tensors):
-                told[server, bucket, index] = state
         for number, parameter in enumerate(self._parameters()):
             pieces = self._pieces.get(parameter, [])
-            states = [told.get((part.server, part.bucket, index)) for part, index in pieces]
+            states = [told[part.server].get((bucket.number, index)) for bucket, part, index in pieces]
             if present := [state for state in states if state is not None]:
                 found[number] = {name: _joined([state[name] for state in present], parameter) for name in present[0]}
         return found
@@ -310,7 +295,7 @@ class RemoteOptimizer(RedirectedOptimizer):
             return
         parameters, before = self._parameters(), {}
         if len(changes) < len(parameters):
-            if not self._servers.consistency.is_synchronous:
+            if not self._servers.is_synchronous:
                 raise ValueError(
                     f"the states of {len(changes)} of {len(parameters)} parameters were changed in optimizer.state, "
                     "and other workers update the others meanwhile: change all of them (optimizer.state.clear()), or "
@@ -323,22 +308,20 @@ class RemoteOptimizer(RedirectedOptimizer):
         """On worker 0: gives the servers these states instead of all that they have."""
         if self._servers.worker != 0:
             return
-        states: list[list[Any]] = [[] for _ in range(self._servers.num_servers)]
+        values = [_values(group) for group in self.optimizer.param_groups]
+        states = self._states_by_server(state_of)
+        asked = [self._servers.ask(server, "load", self._number, values, states[server]) for server in self._asked]
+        for answer in asked:
+            answer.get()
+
+    def _states_by_server(self, state_of: Mapping[Parameter, Mapping[str, Any]]) -> list[_States]:
+        """States of parameters as the servers have them: by bucket and place."""
+        found: list[_States] = [{} for _ in range(self._servers.job.num_servers)]
         for parameter, state in state_of.items():
-            for part, index in self._pieces.get(parameter, []) if state else ():
+            for bucket, part, index in self._pieces.get(parameter, []) if state else ():
                 piece = part.pieces[index]
-                states[part.server].append(
-                    [part.bucket, index, {name: piece.part_of(value) for name, value in state.items()}]
-                )
-        values = [self._values(group) for group in self.optimizer.param_groups]
-        for server in range(self._servers.num_servers):
-            self._servers.post_value(
-                server,
-                {"kind": "load", "optimizer": self._number},
-                {"values": values, "state": states[server]},
-                f"a state of {type(self.optimizer).__name__}",
-            )
-        self._servers.answers("done")
+                found[part.server][bucket.number, index] = {name: piece.part_of(v) for name, v in state.items()}
+        return found
 
     # Where things are
 
@@ -347,17 +330,16 @@ class RemoteOptimizer(RedirectedOptimizer):
         can_be_trained = (p for p in self._parameters() if p.is_floating_point() or p.is_complex())
         new = [parameter for parameter in can_be_trained if parameter not in self._pieces]
         groups = [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
-        if not new and self._plans and groups == self._groups:
+        if not new and groups == self._groups:
             return
         self._groups = groups
         first = len(self._buckets)
         for parameters in alike(new):
             self._make_buckets(parameters)  # type: ignore[arg-type]
-        self._configure(self._buckets[first:])
+        self._tell_plans(self._buckets[first:], new)
         for parameter in new if self._watched is None else ():
             self.optimizer.state.pop(parameter, None)
-        self._plans += 1
-        if not self._servers.consistency.is_synchronous:
+        if not self._servers.is_synchronous:
             self.pull()
         self._complete_sums()
 
@@ -366,121 +348,85 @@ class RemoteOptimizer(RedirectedOptimizer):
         dtype = parameters[0].dtype
         placed = bucket_parts(
             [parameter.numel() for parameter in parameters],
-            self._servers.num_servers,
+            self._servers.job.num_servers,
             self._split,
             full_numel=self._bucket_bytes / dtype.itemsize,
         )
         for by_server in placed:
-            number = len(self._buckets)
             parts = [
-                _Part(server, number, [_Piece(parameters[p.number], p.start, p.stop, p.offset) for p in pieces], dtype)
+                _Part(server, [_Piece(parameters[p.number], p.start, p.stop, p.offset) for p in pieces], dtype)
                 for server, pieces in enumerate(by_server)
+                if pieces
             ]
-            bucket = _Bucket([], parts)
+            of_parts = dict.fromkeys(piece.parameter for part in parts for piece in part.pieces)
+            bucket = _Bucket(self._servers.new_bucket(), [*of_parts], parts)
             for part in parts:
                 for index, piece in enumerate(part.pieces):
-                    self._pieces.setdefault(piece.parameter, []).append((part, index))
-            bucket.parameters += dict.fromkeys(piece.parameter for part in parts for piece in part.pieces)
+                    self._pieces.setdefault(piece.parameter, []).append((bucket, part, index))
             self._buckets.append(bucket)
             for parameter in bucket.parameters:
                 self._hooks.append(call_on_gradient(parameter, functools.partial(self._gradient_is_ready, bucket)))
         for parameter in parameters:
-            self._pieces.setdefault(parameter, []).sort(key=lambda found: found[0].pieces[found[1]].start)
+            self._pieces.setdefault(parameter, []).sort(key=lambda found: found[1].pieces[found[2]].start)
 
-    def _configure(self, buckets: list[_Bucket]) -> None:
-        """Sends the servers new buckets."""
-        servers, is_first = self._servers, self._servers.worker == 0
-        together = servers.consistency.is_synchronous
-        if together and not is_first:
-            servers.gather(None)  # worker 0's plan comes first
-        for server in range(servers.num_servers):
-            parts = [bucket.parts[server] for bucket in buckets]
-            fields = {
-                "kind": "configure",
-                "optimizer": self._number,
-                "number": self._plans,
-                "plan": self._plan(server, parts),
-            }
-            content = self._content(parts) if is_first else None
-            servers.post_value(server, fields, content, f"an option of {type(self.optimizer).__name__}")
-        servers.answers("done")
-        if together and is_first:
-            servers.gather(None)
+    def _tell_plans(self, buckets: Sequence[_Bucket], new: Iterable[Parameter]) -> None:
+        """Tells the servers of new parameters, and gets the memory for them."""
+        states = self._states_by_server({p: s for p in new if (s := self._given_states().get(p))})
+        answers = {}
+        for server in self._asked:
+            parts = [(bucket, part) for bucket in buckets for part in bucket.parts if part.server == server]
+            contents = None
+            if self._servers.worker == 0:
+                values = [_values(group) for group in self.optimizer.param_groups]
+                weights = [part.joined_weights() for _, part in parts]
+                contents = Contents(weights, dict(self.optimizer.defaults), values, states[server])
+            plan = self._plan(server, parts)
+            answers[server] = parts, self._servers.ask(server, "place", self._number, plan, contents)
+        for server, (parts, answer) in answers.items():
+            flats = [torch.empty(part.numel, dtype=part.dtype) for _, part in parts]
+            to_push = [room_bytes(flat, self._compressor) for flat in flats]
+            if (offers := answer.get()) is not None:
+                pushed, pulled = offers
+                memories = [*cut(mapped(pushed), to_push)]
+                copies = cut(mapped(pulled), [flat.nbytes for flat in flats])
+                flats = [copy.view(flat.dtype) for copy, flat in zip(copies, flats, strict=True)]
+            else:
+                memories = [torch.empty(size, dtype=torch.uint8) for size in to_push]
+            for (bucket, _), memory, flat in zip(parts, memories, flats, strict=True):
+                pair, on_wire = self._servers.pairs[server], wire_bytes(flat, self._compressor)
+                bucket.rooms[server] = Room(pair, bucket.number, memory, flat, on_wire, offers is not None)
 
-    def _plan(self, server: int, parts: Sequence[_Part]) -> dict[str, Any]:
-        """What all workers must have in common."""
-        buckets = [
-            {
-                "dtype": dtype_name(part.dtype),
-                "pieces": [list(p.parameter.shape) if p.is_whole else [p.stop - p.start] for p in part.pieces],
-            }
-            for part in parts
-        ]
+    def _plan(self, server: int, parts: Sequence[tuple[_Bucket, _Part]]) -> Plan:
+        shapes = [
+            (bucket.number, part.dtype, [_shape(piece) for piece in part.pieces]) for bucket, part in parts
+        ]  # fmt: skip
         groups = [
             [
-                [part.bucket, index]
+                (bucket.number, index)
                 for parameter in group["params"]
-                for part, index in self._pieces.get(parameter, [])
+                for bucket, part, index in self._pieces.get(parameter, [])
                 if part.server == server
             ]
             for group in self.optimizer.param_groups
         ]
-        compression = None
-        if self._compressor is not None:
-            compression = {"name": self._compressor.name, **asdict(self._compressor)}  # type: ignore[call-overload]
-        return {
-            "class": self._class_path,
-            "split": self._split,
-            "compression": compression,
-            "buckets": buckets,
-            "groups": groups,
-        }
-
-    def _content(self, parts: Sequence[_Part]) -> dict[str, Any]:
-        """What worker 0 sends: values of the groups, weights, and the state with which some optimizers begin."""
-        return {
-            "defaults": dict(self.optimizer.defaults),
-            "values": [self._values(group) for group in self.optimizer.param_groups],
-            "weights": [self._joined_weights(part) for part in parts],
-            "state": [
-                [number, index, {name: piece.part_of(value) for name, value in state.items()}]
-                for number, part in enumerate(parts)
-                for index, piece in enumerate(part.pieces)
-                if (state := self._given_states().get(piece.parameter))
-            ],
-        }
-
-    def _joined_weights(self, part: _Part) -> Tensor:
-        pieces = [piece.of(piece.parameter).cpu() for piece in part.pieces]
-        return torch.cat(pieces) if pieces else torch.empty(0, dtype=part.dtype)
-
-    def _values(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in group.items() if name != "params"}
+        return Plan(type(self.optimizer), self._split, self._compressor, shapes, groups)
 
     def _complete_sums(self) -> None:
-        """On worker 0: takes checksums of the parts that have none, which new and staged parts have not."""
+        """On worker 0: takes checksums of the parts that have none, which new ones have not."""
         if self._servers.worker == 0:
-            parts = [part for bucket in self._buckets for part in bucket.parts]
-            self._sums.update(_sums_of(part for part in parts if (part.server, part.bucket) not in self._sums))
+            self._sums.update(_sums_of(part for _, part in self._parts() if part not in self._sums))
 
-    def _changed(self) -> list[_Part]:
-        """On worker 0 the parts whose weights have changed since they came; elsewhere none."""
-        parts = [part for bucket in self._buckets for part in bucket.parts if self._servers.worker == 0]
-        now = _sums_of(parts)
-        return [part for part in parts if now[part.server, part.bucket] != self._sums.get((part.server, part.bucket))]
-
-    def send_changed_weights(self) -> bool:
-        """On worker 0: sends the weights that have changed since they came: by a hook, or by a checkpoint.
-
-        Returns:
-            Whether there were any.
-        """
-        changed = self._changed()
-        self._is_replacing |= bool(changed)
-        for part in changed:
-            fields = {"kind": "replace", "optimizer": self._number, "bucket": part.bucket}
-            self._servers.post(part.server, fields, [bytes_of(self._joined_weights(part))])
-        return bool(changed)
+    def _changed(self) -> dict[int, dict[int, Tensor]]:
+        """On worker 0 the weights that have changed since they came, by server and bucket; elsewhere none."""
+        if self._servers.worker != 0:
+            return {}
+        now = _sums_of(part for _, part in self._parts())
+        found: dict[int, dict[int, Tensor]] = {}
+        for bucket, part in self._parts():
+            if now[part] != self._sums.get(part):
+                found.setdefault(part.server, {})[bucket.number] = part.joined_weights()
+        self._sums = now
+        return found
 
     # Push
 
@@ -493,57 +439,48 @@ class RemoteOptimizer(RedirectedOptimizer):
         if bucket.pushed is None and next(awaited, None) is None:
             self._push(bucket)
 
-    def _push_rest(self) -> bool:
-        """Pushes what backward has not pushed; False if something is pushed again, and must arrive before a step."""
-        pushed_again = False
-        for bucket in self._buckets:
-            if self.gradients_are_whole and self._servers.worker != 0:
-                continue
-            if bucket.pushed is None:
+    def _push_rest(self, buckets: Iterable[_Bucket]) -> None:
+        """Pushes what backward has not pushed, and again what has changed since."""
+        if self.gradients_are_whole and self._servers.worker != 0:
+            return
+        for bucket in buckets:
+            if bucket.pushed is None or bucket.is_stale():
                 self._push(bucket)
-            elif bucket.is_stale():
-                self._push(bucket)
-                pushed_again = True
-        return not pushed_again
 
     def _push(self, bucket: _Bucket) -> None:
         bucket.pushed = bucket.gradients()
+        bucket.num_pushes += 1
         for part in bucket.parts:
-            if not part.pieces:
-                continue
-            kinds = [kind_of(piece.parameter.grad) for piece in part.pieces]
-            gradients, event = self._on_host(part) if any(kinds) else ([], None)
-            self._post_push(part, kinds, gradients, event)
+            gradients, event = self._on_host(part)
+            self._post_push(part, bucket.rooms[part.server], gradients, event)
 
-    def _post_push(
-        self, part: _Part, kinds: list[int], gradients: list[Tensor], event: torch.cuda.Event | None
-    ) -> None:
+    def _post_push(self, part: _Part, room: Room, gradients: list[Tensor], event: torch.cuda.Event | None) -> None:
+        is_whole, round_ = self.gradients_are_whole, self._round
         # What is the average already is taken as it is.
-        compressor = None if self.gradients_are_whole or part.dtype != torch.float32 else self._compressor
-        nbytes = part.nbytes if compressor is None else compressor.encoded_bytes(part.numel)
-        round_ = self._round
+        compressor = None if is_whole or part.dtype != torch.float32 else self._compressor
+        size_bytes = part.nbytes if compressor is None else room.wire_bytes
+        transfer = self._servers.meter.begin(
+            "push",
+            group="servers",
+            group_size=self._servers.job.num_workers,
+            size_bytes=size_bytes,
+            memory_bytes=size_bytes if room.is_shared else 0,
+            awaited=False,
+        )
 
-        def payload() -> list[memoryview]:
-            if event is not None:
-                event.synchronize()
-            if compressor is None or not gradients:
-                return [bytes_of(gradient) for gradient in gradients]
-            return [bytes_of(part.encoded(torch.cat(gradients), compressor, round_))]
+        def push() -> None:
+            try:
+                if event is not None:
+                    event.synchronize()
+                if compressor is None:
+                    torch.cat(gradients, out=room.pushed)
+                else:
+                    part.encode(torch.cat(gradients), compressor, round_, room.wire)
+                room.push(is_whole=is_whole)
+            finally:
+                transfer.finish()
 
-        fields = {
-            "kind": "push",
-            "optimizer": self._number,
-            "bucket": part.bucket,
-            "round": self._round,
-            "kinds": kinds,
-            "is_compressed": compressor is not None,
-            "rows": [
-                [index, rows_of(piece.parameter.grad).nonzero().flatten().tolist()]
-                for index, piece in enumerate(part.pieces)
-                if kinds[index] == SPARSE and piece.is_whole and piece.parameter.grad is not None
-            ],
-        }
-        self._servers.post(part.server, fields, payload, is_urgent=False, push_bytes=nbytes if gradients else 0)
+        self._pushing.append((part.server, self._servers.in_background(part.server, push)))
 
     def _on_host(self, part: _Part) -> tuple[list[Tensor], torch.cuda.Event | None]:
         """The gradients of a part, dense and in host memory, and the event after which they are there.
@@ -576,114 +513,127 @@ class RemoteOptimizer(RedirectedOptimizer):
 
     # Ask, and pull
 
-    def _expect(self, *, gradients: bool = False) -> list[tuple[_Piece, Tensor]]:
-        """Sets the memory for the weights or gradients that servers send; returns the pieces that need a copy then."""
-        staged: list[tuple[_Piece, Tensor]] = []
-        self._kinds, self._rows = {}, {}
-        for bucket in self._buckets:
-            for part in bucket.parts:
-                if not part.pieces:
-                    continue
-                room: Tensor | None = None
-                views = []
-                for piece in part.pieces:
-                    target = piece.parameter.grad if gradients else piece.parameter
-                    if target is None or not _is_in_reach(target, part.dtype):
-                        room = torch.empty(part.numel, dtype=part.dtype) if room is None else room
-                        place = piece.place(room)
-                        staged.append((piece, place))
-                    else:
-                        place = piece.of(target)
-                    views.append(bytes_of(place))
-                is_summed = self._servers.worker == 0 and not gradients and room is None
-                self._targets[part.server, part.bucket] = views, part.nbytes, is_summed
-                if room is not None and not gradients:
-                    self._sums.pop((part.server, part.bucket), None)
-        return staged
-
-    def _arrived(self, staged: list[tuple[_Piece, Tensor]]) -> list[tuple[_Piece, Tensor]]:
-        """Without the pieces of parameters that had a gradient on no worker: nothing came for them."""
-        return [(piece, place) for piece, place in staged if self._kinds.get(piece.parameter, ABSENT) != ABSENT]
-
-    def _ask(self, kind: str, *, is_urgent: bool, **fields: Any) -> None:
-        """Asks all servers for the same, and waits for what they send."""
-        servers = self._servers
-        tensors: list[Tensor] = []
-        values = packed(fields.pop("values", []), tensors, what=f"an option of {type(self.optimizer).__name__}")
-        size_bytes = sum(size for _, size, _ in self._targets.values())
+    def _ask(
+        self, active: list[_Bucket], *, is_step: bool, changed: Mapping[int, Mapping[int, Tensor]] | None = None
+    ) -> list[Any]:
+        """Pushes gradients, asks all servers for the same, and takes the weights that they send; their answers."""
+        servers, parts = self._servers, [(bucket, part) for bucket in active for part in bucket.parts]
+        self._push_rest(active)
         start_s = servers.meter.now()
-        with servers.meter.metered("pull", group="servers", group_size=servers.num_workers, size_bytes=size_bytes):
-            message = {"kind": kind, "optimizer": self._number, "round": self._round, "values": values, **fields}
-            payload = [bytes_of(tensor) for tensor in tensors]
-            self._post_to_all(message, payload, is_urgent=is_urgent, is_first=is_urgent and not self._is_replacing)
-            is_told_squares = servers.worker == 0 or not servers.consistency.is_synchronous
-            if self.clip_norm is not None and kind == "step" and servers.num_servers > 1 and is_told_squares:
-                asked = self._asked()
-                servers.wait_until(lambda: self._squares.keys() >= {*asked})
-                squares = sum(self._squares[server] for server in asked)
-                for server in asked:
-                    servers.post(server, {"kind": "norm", "optimizer": self._number, "squares": squares}, is_first=True)
-            self._await_parts()
+        size_bytes = sum(part.nbytes for _, part in parts)
+        described = {"group": "servers", "group_size": servers.job.num_workers, "size_bytes": size_bytes}
+        with servers.meter.metered("pull", **described), servers.reported():
+            for bucket in active:
+                self._expect(bucket, averages=not is_step)
+            answers: dict[int, Answer] = {}
+            norms = self.clip_norm is not None and is_step and servers.job.num_servers > 1
+            squares: dict[int, Answer] = {}
+            for server in self._asked:
+                if norms and (servers.worker == 0 or not servers.is_synchronous):
+                    squares[server] = servers.expect(server)
+                request = self._request(server, parts, is_step=is_step, weights=(changed or {}).get(server, {}))
+                answers[server] = servers.ask(server, "ask", self._number, request)
+            for server, future in self._pushing:
+                with answers[server].arriving():
+                    future.result()
+            total = sum(answer.get() for answer in squares.values())
+            for server in squares:
+                servers.pairs[server].send(total)
+            if is_step:
+                self._take_weights(active, answers)
+            else:
+                for bucket, part in parts:
+                    with answers[part.server].arriving():
+                        bucket.rooms[part.server].await_pull()
+            found = {server: answer.get() for server, answer in answers.items()}
+            if not is_step:
+                for bucket, part in parts:
+                    self._take_averages(bucket, part, *found[part.server])
         servers.meter.waited(start_s, servers.meter.now())
-        self._squares.clear()
-        for bucket in self._buckets:
-            bucket.pushed = None
+        self._pushing.clear()
+        for bucket in active:
+            bucket.pushed, bucket.num_pushes = None, 0
             bucket.ready.clear()
         self._round += 1
+        return [*found.values()]
 
-    def _post_to_all(
-        self, message: Fields, payload: Sequence[memoryview] = (), *, is_urgent: bool = True, is_first: bool = False
+    def _request(
+        self, server: int, parts: Sequence[tuple[_Bucket, _Part]], *, is_step: bool, weights: Mapping[int, Tensor]
+    ) -> Request:
+        own = [(bucket, part) for bucket, part in parts if part.server == server]
+        gradients = {(b.number, i): piece for b, part in own for i, piece in enumerate(part.pieces)}
+        return Request(
+            is_step=is_step,
+            is_whole=self.gradients_are_whole,
+            pushes={bucket.number: bucket.num_pushes for bucket, _ in own},
+            kinds={bucket.number: [kind_of(piece.parameter.grad) for piece in part.pieces] for bucket, part in own},
+            rows={
+                place: rows_of(gradient)
+                for place, piece in gradients.items()
+                if (gradient := piece.parameter.grad) is not None and gradient.is_sparse and piece.is_whole
+            },
+            values=[_values(g) for g in self.optimizer.param_groups] if is_step and self._servers.worker == 0 else [],
+            weights=dict(weights),
+            num_changed=self._num_changed,
+            clip_norm=self.clip_norm if is_step else None,
+            clip_value=self.clip_value if is_step else None,
+        )
+
+    def _expect(self, bucket: _Bucket, *, averages: bool) -> None:
+        for part in bucket.parts:
+            bucket.rooms[part.server].expect_pull(averages=averages)
+
+    def _take_weights(self, buckets: Iterable[_Bucket], answers: Mapping[int, Answer]) -> None:
+        """Waits for weights, and takes them as they come."""
+        for bucket in buckets:
+            for part in bucket.parts:
+                room = bucket.rooms[part.server]
+                with answers[part.server].arriving():
+                    room.await_pull()
+                for piece in part.pieces:
+                    piece.fill(piece.parameter, piece.place(room.pulled))
+                if self._servers.worker == 0:  # while others are on their way
+                    self._sums.update(_sums_of([part]))
+
+    def _take_averages(
+        self, bucket: _Bucket, part: _Part, kinds: Mapping[int, list[int]], rows: Mapping[tuple[int, int], Tensor]
     ) -> None:
-        """Asks all servers for their parts."""
-        for server in self._asked():
-            self._servers.post(server, message, payload, is_urgent=is_urgent, is_first=is_first)
-
-    def _await_parts(self) -> None:
-        """Waits until all parts are there."""
-        self._servers.wait_until(lambda: not self._targets)
-        self._is_replacing = False
-
-    def receive(
-        self, server: int, fields: Fields, payload_bytes: int, channel: Channel, memory: BucketMemory | None
-    ) -> None:
-        """Takes a part that a server sends, or has in memory; on the thread that reads from it."""
-        if fields["kind"] == "squares":
-            with self._servers.arriving():
-                self._squares[server] = float(fields["squares"])
-            return
-        views, size_bytes, is_summed = self._targets.get((server, fields.get("bucket", -1)), (None, 0, False))
-        kinds = fields.get("kinds")
-        if views is None or payload_bytes not in (0, size_bytes) or not isinstance(kinds, list):
-            raise WireError(f"a part of {payload_bytes} bytes that nobody waits for")
-        if "in_memory" in fields:
-            assert memory is not None
-            copy_out({"pushed": memory.pushed, "weights": memory.weights}[fields["in_memory"]], views)
-        elif payload_bytes:
-            channel.receive_into(views)
-        part = self._buckets[fields["bucket"]].parts[server]
-        if is_summed:  # here, while the other parts are still on their way
-            self._sums.update(_sums_of([part]))
-        with self._servers.arriving():
-            pieces = part.pieces
-            self.version = max(self.version, fields.get("version", 0))
-            self._kinds.update(zip((piece.parameter for piece in pieces), kinds, strict=True))
-            for index, rows in fields.get("rows", ()):
-                parameter = pieces[index].parameter
-                self._rows[parameter] = torch.zeros(len(parameter), dtype=torch.bool)
-                self._rows[parameter][rows] = True
-            del self._targets[server, fields["bucket"]]
+        """Takes the averages of a part, for the parameters that have a gradient on some worker."""
+        room = bucket.rooms[part.server]
+        for index, (piece, kind) in enumerate(zip(part.pieces, kinds[bucket.number], strict=True)):
+            parameter = piece.parameter
+            if kind == ABSENT:
+                continue
+            if parameter.grad is None or parameter.grad.is_sparse:
+                parameter.grad = torch.zeros_like(parameter)
+            piece.fill(parameter.grad, piece.place(room.pushed))
+            if kind == SPARSE and piece.is_whole:
+                parameter.grad = sparse(parameter.grad, rows.get((bucket.number, index)))
 
 
-def _sums_of(parts: Iterable[_Part]) -> dict[tuple[int, int], list[int]]:
+def _check_importable(optimizer: Optimizer) -> None:
+    """Raises ValueError if a server cannot import the class of an optimizer."""
+    kind = type(optimizer)
+    if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+        raise ValueError(
+            f"a parameter server cannot import {kind.__qualname__}, which is defined in "
+            f"{'the script' if kind.__module__ == '__main__' else 'a function'}: move it to a module beside the script"
+        )
+
+
+def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _shape(piece: _Piece) -> torch.Size:
+    return piece.parameter.shape if piece.is_whole else torch.Size([piece.stop - piece.start])
+
+
+def _sums_of(parts: Iterable[_Part]) -> dict[_Part, list[int]]:
     """Numbers for the weights of parts, by which a hook's change of them is seen."""
     parts = list(parts)
     numbers = iter(checksums([piece.of(piece.parameter) for part in parts for piece in part.pieces]))
-    return {(part.server, part.bucket): [next(numbers) for _ in part.pieces] for part in parts}
-
-
-def _is_in_reach(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether bytes can be received straight into the tensor."""
-    return tensor.device.type == "cpu" and not tensor.is_sparse and tensor.is_contiguous() and tensor.dtype == dtype
+    return {part: [next(numbers) for _ in part.pieces] for part in parts}
 
 
 def _joined(values: Sequence[Any], parameter: Parameter) -> Any:

@@ -18,9 +18,8 @@ from lightning_multigpu.engine.data_parallel.agreement import LoaderWrapper
 from lightning_multigpu.engine.data_parallel.batch_distribution import OnDemandBatchSampler, distribute_batches
 from lightning_multigpu.engine.parameter_server.coordination import Coordination
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
-from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
 from lightning_multigpu.engine.parameter_server.server_statistics import summary
-from lightning_multigpu.engine.parameter_server.wire import WireError, packed
+from lightning_multigpu.engine.parameter_server.servers import Servers
 from lightning_multigpu.runtime.batch_feed import add_to_all
 from lightning_multigpu.runtime.run_signals import RunSignals
 
@@ -49,7 +48,7 @@ class AsynchronousTraining(Callback):
 
     def __init__(
         self,
-        connections: ServerConnections,
+        connections: Servers,
         signals: RunSignals,
         *,
         leave_groups: Callable[[], object],
@@ -190,7 +189,7 @@ class AsynchronousTraining(Callback):
         if within_epoch and batches >= trainer.num_training_batches:
             trainer.val_check_batch = float("inf")  # at the end of the epoch; a worker's batches are known only then
         else:
-            trainer.val_check_batch = max(1, int(batches / self._connections.num_workers))
+            trainer.val_check_batch = max(1, int(batches / self._connections.job.num_workers))
 
     def _resume_epoch(self, trainer: pl.Trainer) -> None:
         """Sets Lightning's counts of batches to those of the epoch that a checkpoint was saved in.
@@ -360,7 +359,7 @@ class AsynchronousTraining(Callback):
         if self._is_first:
             self._warn_of_lost()
             deciding = [c for c in trainer.callbacks if isinstance(c, _DECIDING)]  # type: ignore[attr-defined]
-            message["callbacks"] = [_state_to_send(callback) for callback in deciding]
+            message["callbacks"] = [callback.state_dict() for callback in deciding]
             message["metrics"] = {k: v.cpu() for k, v in trainer.callback_metrics.items()}
             message["beside servers"] = {name: value.cpu() for name, value in beside.items()}
             for served in self.served:
@@ -373,8 +372,7 @@ class AsynchronousTraining(Callback):
             for name, value in message["beside servers"].items():
                 beside[name].copy_(value)
             for (_, callback), state in zip(self._kept, message["callbacks"], strict=True):
-                if state is not None:
-                    callback.load_state_dict(state)
+                callback.load_state_dict(state)
             trainer.callback_metrics.update(message["metrics"])
         for number, (value, found) in enumerate(self._at_end):
             found += self._coordination.newest(f"at the end {number}", value(), of_all=True)
@@ -430,17 +428,6 @@ def _beside_servers(trainer: pl.Trainer) -> dict[str, Tensor]:
     trained = {p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
     values = {name: value for name, value in module.named_parameters() if value not in trained}
     return {name: value.detach() for name, value in {**values, **dict(module.named_buffers())}.items()}
-
-
-def _state_to_send(callback: Callback) -> dict[str, Any] | None:
-    """The state of a callback; None if it has values of other types than servers pass on."""
-    state = callback.state_dict()
-    try:
-        packed(state, [], what=f"the state of {type(callback).__name__}")
-    except WireError as error:
-        rank_zero_warn(f"other ranks keep the callback as it was when training began: {error}")
-        return None
-    return state
 
 
 def _by_step(trainer: pl.Trainer) -> list[Any]:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import pickle
+import time
 from collections.abc import Callable, Mapping, Sequence
-from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.utilities import rank_zero_info
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu.communication.interface import source_address
-from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
-from lightning_multigpu.communication.rendezvous import own_host
+from lightning_multigpu._torch_compat import base_store
+from lightning_multigpu.communication.compression.compressors import Bf16, ElementwiseCompressor, Fp16, Int8
+from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
-from lightning_multigpu.engine.parameter_server.server_connections import ServerConnections
+from lightning_multigpu.engine.parameter_server.server import EXTERNAL, RUNS, Job
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
-from lightning_multigpu.engine.parameter_server.wire import elementwise
+from lightning_multigpu.engine.parameter_server.servers import ServerError, Servers
 from lightning_multigpu.runtime.process_groups import leave_world
+from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.runtime.server_process import ServerProcess
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.parameter_server.asynchronous_training import AsynchronousTraining
@@ -30,7 +35,8 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _BUCKET_CAP_MB = {True: 4.0, False: 1.0}  # on one host; on a network, where pulls wait for the first bucket
-_STARTED_S = 10.0  # servers of the strategy listen before any worker looks for them
+_LATE_S = 5.0  # after which rank 0 names a server that is not there
+_POLL_S = 0.05
 
 
 class ParameterServerStrategy(OptimizerServerStrategy):
@@ -55,10 +61,10 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         delay_compensation: with "async", lambda in ``g + lambda * g * g * (w - w_pulled)``, which approximates
             gradients at the newest weights w (Zheng et al., ICML 2017); 0 for none. A server then keeps each worker's
             weights.
-        num_servers: the number of servers that the strategy starts, spread over the hosts; "nodes" for one on each
-            host, but at least 2.
-        servers: "auto" to start them, or the addresses of servers that ``lightning-multigpu serve`` runs elsewhere, as
-            ``["10.0.0.5:7000"]``. These need the same ``LIGHTNING_MULTIGPU_JOB_SECRET`` as the ranks.
+        num_servers: the number of servers; those that the strategy starts are spread over the hosts. "nodes" for one
+            on each host, but at least 2.
+        servers: "auto" to start them, or "external" for servers that join the job by themselves: ``lightning-multigpu
+            serve`` with the ``MASTER_ADDR`` and ``MASTER_PORT`` of the job.
         compression: push float32 gradients as "fp16", "bf16" or "int8", the last with error feedback, as under
             ring_ddp; pulled weights are not compressed.
         bucket_cap_mb: size of a bucket of gradients, in MiB; a bucket is pushed, updated and pulled at once. None for 4
@@ -80,7 +86,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         scale_lr_by_staleness: bool = False,
         delay_compensation: float = 0.0,
         num_servers: int | Literal["nodes"] = 1,
-        servers: Literal["auto"] | list[str] = "auto",
+        servers: Literal["auto", "external"] = "auto",
         compression: str | Mapping[str, Any] | None = None,
         bucket_cap_mb: float | None = None,
         **options: Any,
@@ -93,8 +99,11 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             "delay_compensation": delay_compensation != 0,
         }
         _check_rules(mode, max_staleness, delay_compensation, [name for name, is_given in rules.items() if is_given])
-        self._addresses = None if servers == "auto" else _addresses(servers)
-        _check_servers(self._addresses, num_servers)
+        option_checks.check_choice("servers", servers, ("auto", "external"))
+        if isinstance(num_servers, str):
+            option_checks.check_choice("num_servers", num_servers, ("nodes",))
+        else:
+            option_checks.check_positive("num_servers", num_servers, whole=True)
         if bucket_cap_mb is not None:
             option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
         super().__init__(**options)
@@ -106,12 +115,11 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             self._consistency = Consistency(False, max_staleness, scale_lr_by_staleness, float(delay_compensation))
         self._asynchronous: AsynchronousTraining | None = None
         self._resumed: dict[str, Any] = {}
-        self._compressor = elementwise(compression)
-        self._num_servers = num_servers
-        self._reported_unshared: set[str] = set()
+        self._compressor = _elementwise(compression)
+        self._num_servers, self._are_external = num_servers, servers == "external"
         self._bucket_cap_mb = bucket_cap_mb
         self._processes: list[ServerProcess] = []
-        self._connections: ServerConnections | None = None
+        self._connections: Servers | None = None
 
     def _check_that_no_rank_waits(self, options: Mapping[str, Any]) -> None:
         if self.feed.uneven_inputs != "stop" or self._check_replicas_every:
@@ -131,7 +139,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             "scale_lr_by_staleness": self._consistency.scales_learning_rate,
             "delay_compensation": self._consistency.compensation,
             "num_servers": self._num_servers,
-            "servers": self._addresses,
+            "servers": "external" if self._are_external else "auto",
             "compression": None if self._compressor is None else repr(self._compressor),
             "bucket_cap_mb": self._bucket_cap_mb,
         }
@@ -139,11 +147,14 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     @override
     def check_before_launch(self, trainer: pl.Trainer) -> None:
         super().check_before_launch(trainer)
-        if self._addresses is not None and job_secret(os.environ) is None:
-            raise ValueError(
-                f"servers=[...]: {JOB_SECRET} is not set, by which servers and ranks know each other; make "
-                "one with 'openssl rand -hex 32', and set it for both"
-            )
+        if self._are_external and isinstance(self.cluster_environment, LightningEnvironment):
+            missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+            if missing:
+                raise ValueError(
+                    f"servers='external': {' and '.join(missing)} is not set, by which servers find the job; set "
+                    "MASTER_ADDR to an address of the host of rank 0, and MASTER_PORT to a free port, here and for "
+                    "'lightning-multigpu serve'"
+                )
         finders = [c for c in trainer.callbacks if isinstance(c, BatchSizeFinder | LearningRateFinder)]  # type: ignore[attr-defined]
         if finders and self._is_asynchronous:
             raise ValueError(
@@ -156,81 +167,91 @@ class ParameterServerStrategy(OptimizerServerStrategy):
                 "they do not; use sync_batchnorm=False or strategy='sync_ps'"
             )
 
+    @property
+    @override
+    def run_context(self) -> RunContext:
+        return dataclasses.replace(super().run_context, admits_others=self._are_external)
+
     @override
     def _connect(self) -> None:
         assert self.groups is not None
-        given = job_secret(os.environ)
-        secret = self.broadcast(os.urandom(32)) if given is None else bytes.fromhex(given)
-        self._connections = connections = ServerConnections(
-            self._addresses or self._start_servers(secret),
-            secret,
-            worker=self.global_rank,
+        store = base_store()
+        number = max(2, self.num_nodes) if self._num_servers == "nodes" else self._num_servers
+        job = Job(
+            name=self.broadcast(f"{RUNS}/{store.add(RUNS, 1) if self.global_rank == 0 else 0}"),
+            address=self.run_context.main_address,
             num_workers=self.world_size,
+            num_servers=number,
             consistency=self._consistency,
-            meter=self.meter,
-            gather=self.gather_objects,
-            silence_s=self.failure_timeout_s / 2,
+            join_timeout_s=self.join_timeout_s,
+            silence_s=max(1.0, self.failure_timeout_s / 2),
         )
-        self.groups.also_cut.append(connections.cut)
-        limit = f"for {self.join_timeout_s:g} s at most (join_timeout_s)"
-        connections.open(
-            timeout_s=self.join_timeout_s if self._addresses else min(self.join_timeout_s, _STARTED_S),
-            on_late=lambda server: rank_zero_info(f"{server} is not there yet; ranks look for it {limit}"),
-        )
+        if self.global_rank == 0:
+            store.set(f"{job.name}/job", pickle.dumps(job))
+            if self._are_external:
+                store.set(EXTERNAL, job.name)
+        if not self._are_external:
+            self._start_servers(store, job)
+        self._connections = servers = Servers(job, worker=self.global_rank, meter=self.meter)
+        self.groups.also_cut.append(servers.cut)
+        servers.join(store, lambda server: self._await_server(store, job, server))
+        for name, why in servers.unshared.items():
+            rank_zero_info(f"{name} is on this host, but gradients and weights go over sockets: {why}")
         if self._is_asynchronous:
             self._asynchronous = AsynchronousTraining(
-                connections,
+                servers,
                 self.signals,
                 leave_groups=self._leave_world,
                 can_be_lost=self.failure_watch.can_be_lost,
             )
 
-    def _start_servers(self, secret: bytes) -> list[tuple[str, int]]:
-        """Starts this host's servers on its first rank; returns the addresses of all servers; a collective."""
-        number = max(2, self.num_nodes) if self._num_servers == "nodes" else self._num_servers
-        own = range(self.node_rank, number, self.num_nodes) if self.local_rank == 0 else range(0)
-        host = "127.0.0.1"
-        if self.num_nodes > 1:
-            host = source_address(self.run_context.main_address) or host
-            self._check_reachable(host)
+    def _start_servers(self, store: Any, job: Job) -> None:
+        """Starts this host's servers on its first rank."""
+        own = range(self.node_rank, job.num_servers, self.num_nodes) if self.local_rank == 0 else range(0)
         computing = len(own) + (self.num_processes if self.root_device.type == "cpu" else 0)
         threads = max(1, option_checks.available_cpu_count() // max(1, computing))
-        self._processes = [ServerProcess(host, secret, num_threads=threads) for _ in own]
-        found = dict(zip(own, [(host, process.port) for process in self._processes], strict=True))
-        everywhere = {k: where for by_rank in self.gather_objects(found) for k, where in by_rank.items()}
-        return [everywhere[k] for k in range(number)]
+        self._processes = [ServerProcess(store.host, store.port, job.name, k, num_threads=threads) for k in own]
 
-    def _check_reachable(self, host: str) -> None:
-        """Refuses a loopback address for servers of several hosts; a collective."""
-        hosts = self.gather_objects((own_host(), host))
-        at_home = [(name, address) for name, address in hosts if ip_address(address).is_loopback]
-        if at_home and len({name for name, _ in hosts}) > 1:
-            raise ValueError(
-                f"MASTER_ADDR={self.run_context.main_address} leads to {at_home[0][1]} on {at_home[0][0]}, where "
-                "parameter servers would listen, and ranks of other hosts do not reach them there; set it to an "
-                "address of the network on all hosts, or name servers, such as servers=['10.0.0.5:7000']"
-            )
+    def _await_server(self, store: Store, job: Job, server: int) -> None:
+        """Waits until a server has come to the store."""
+        key, start_s, is_told = f"{job.name}/server {server}", time.monotonic(), False
+        while not store.check([key]):
+            self.failure_watch.check()
+            for process in self._processes:
+                process.check()
+            waited_s = time.monotonic() - start_s
+            what = f"parameter server {server} of {job.num_servers}"
+            if waited_s > job.join_timeout_s:
+                raise ServerError(
+                    f"{what} did not come within {job.join_timeout_s:g} s (join_timeout_s)"
+                    + (
+                        ": run 'lightning-multigpu serve' with the MASTER_ADDR and MASTER_PORT of this job, once for "
+                        f"each of the {job.num_servers} servers (num_servers)"
+                        if self._are_external
+                        else ""
+                    )
+                )
+            if waited_s > _LATE_S and self._are_external and not is_told:
+                is_told = True
+                limit = f"for {job.join_timeout_s:g} s at most (join_timeout_s)"
+                rank_zero_info(f"{what} is not there yet; ranks wait for it {limit}")
+            time.sleep(_POLL_S)
 
     @property
     def _bucket_bytes(self) -> int:
-        is_on_one_host = self._addresses is None and self.num_nodes == 1
+        is_on_one_host = not self._are_external and self.num_nodes == 1
         return round((self._bucket_cap_mb or _BUCKET_CAP_MB[is_on_one_host]) * 2**20)
 
     @override
     def _serve(self, optimizer: Optimizer) -> Served:
         assert self._connections is not None
-        served = RemoteOptimizer(
+        return RemoteOptimizer(
             optimizer,
             self._connections,
             split=self._split,
             bucket_bytes=self._bucket_bytes,
             compressor=self._compressor,
         )
-        for name, why in self._connections.unshared.items():
-            if name not in self._reported_unshared:
-                self._reported_unshared.add(name)
-                rank_zero_info(f"{name} is on this host, but gradients and weights go over sockets: {why}")
-        return served
 
     @override
     def _disconnect(self) -> None:
@@ -355,30 +376,14 @@ def _check_rules(mode: str, max_staleness: Any, delay_compensation: Any, given: 
         option_checks.check_positive("delay_compensation", delay_compensation)
 
 
-def _check_servers(addresses: Sequence[tuple[str, int]] | None, num_servers: Any) -> None:
-    """Checks the number of servers; ``addresses`` are those of servers that run already."""
-    if isinstance(num_servers, str):
-        option_checks.check_choice("num_servers", num_servers, ("nodes",))
-    else:
-        option_checks.check_positive("num_servers", num_servers, whole=True)
-    if addresses is not None and num_servers not in (1, len(addresses)):
-        raise ValueError(
-            f"num_servers={num_servers!r} is for servers that the strategy starts, and "
-            f"servers={[f'{host}:{port}' for host, port in addresses]!r} names {len(addresses)}: leave one of the two "
-            "out"
-        )
-
-
-def _addresses(servers: Any) -> list[tuple[str, int]]:
-    """Hosts and ports from texts like "10.0.0.5:7000" or "[::1]:7000"."""
-    if not isinstance(servers, list | tuple) or not servers:
-        raise ValueError(f"servers={servers!r}: give 'auto', or a list of addresses such as ['10.0.0.5:7000']")
-    found = []
-    for address in servers:
-        host, _, port = str(address).rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
-            raise ValueError(f"servers={servers!r}: {address!r} is no address and port such as '10.0.0.5:7000'")
-        found.append((host.strip("[]"), int(port)))
-    if len({*found}) < len(found):
-        raise ValueError(f"servers={servers!r}: an address stands there twice")
+def _elementwise(compression: Any) -> ElementwiseCompressor | None:
+    """The compressor that ``{"name": "int8", "chunk_size": 1024}`` describes; None for None."""
+    if compression is None:
+        return None
+    try:
+        found = make_compressor(compression)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(found, Fp16 | Bf16 | Int8):
+        raise ValueError(f"compression={found.name!r} is not for pushes to servers: use 'fp16', 'bf16' or 'int8'")
     return found

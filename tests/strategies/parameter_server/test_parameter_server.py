@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from lightning_multigpu import CPUParameterServerStrategy, ParameterServerStrategy
 from lightning_multigpu.callbacks import CommunicationMonitor, RunReport, ThroughputMonitor
-from lightning_multigpu.strategies.parameter_server import parameter_server
 from tests.report.shape import assert_follows_schema
 from tests.strategies.tasks import (
     Case,
@@ -324,7 +323,7 @@ def test_a_wrong_split_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("num_nodes", "options", "expected_mb"),
-    [(1, {}, 4), (2, {}, 1), (1, {"servers": ["a:1"]}, 1), (2, {"bucket_cap_mb": 0.5}, 0.5)],
+    [(1, {}, 4), (2, {}, 1), (1, {"servers": "external"}, 1), (2, {"bucket_cap_mb": 0.5}, 0.5)],
 )
 def test_buckets_are_smaller_on_a_network(num_nodes: int, options: dict[str, Any], expected_mb: float) -> None:
     strategy = ParameterServerStrategy(**options)
@@ -338,14 +337,10 @@ def test_buckets_are_smaller_on_a_network(num_nodes: int, options: dict[str, Any
         {"num_servers": 0},
         {"num_servers": 1.5},
         {"num_servers": "node"},
-        {"num_servers": 3, "servers": ["a:1", "a:2"]},
         {"bucket_cap_mb": 0},
         {"compression": "topk"},
         {"compression": "int7"},
-        {"servers": []},
-        {"servers": ["10.0.0.5"]},
-        {"servers": ["10.0.0.5:0"]},
-        {"servers": ["a:1", "a:1"]},
+        {"servers": ["10.0.0.5:7000"]},
     ],
 )
 def test_wrong_options_of_servers_are_refused(options: dict[str, Any]) -> None:
@@ -376,7 +371,7 @@ class Interrupted(Classifier):
 
 
 def test_a_server_that_is_killed_ends_the_run_and_is_named(world2: World) -> None:
-    words = r"parameter server 0 of 1 \(127.0.0.1 port \d+\) has ended"
+    words = r"parameter server 0 of 1 \(127.0.0.1\) has ended"
     world2.run_raising(RuntimeError, words, lambda: fit(Interrupted(), "sync_ps"))
 
 
@@ -433,19 +428,3 @@ def test_weights_of_16_bits_are_updated_as_on_one_device(
     for result in world2.run(in_16_bits, "async_ps", precision, optimizer):
         assert result["weights"]["layers.0.weight"].dtype == reference["layers.0.weight"].dtype
         assert result["loss"] < 0.5
-
-
-def on_two_hosts() -> None:
-    node = rank()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NODE_RANK", str(node))
-        patch.setenv("LOCAL_RANK", "0")
-        patch.setattr(parameter_server, "own_host", lambda: f"node{node}")
-        trainer = make_trainer(Case(max_epochs=1), make_strategy("sync_ps"), 1, num_nodes=2)
-        trainer.fit(Classifier(), train_loader(Case(), 2))
-
-
-def test_servers_that_other_hosts_cannot_reach_are_refused(world2: World) -> None:
-    """MASTER_ADDR leads to the loopback of the first host: ranks of others looked for the server at their own."""
-    words = r"MASTER_ADDR=127.0.0.1 leads to 127.0.0.1 on node0, .*set it to an address of the network on all hosts"
-    world2.run_raising(ValueError, words, on_two_hosts)

@@ -1,0 +1,173 @@
+"""A worker and a parameter server: two process groups of two, outside of the job's own groups.
+
+A message is a pickled value. Tensors travel beside the messages, over a connection of their own: a message does not
+wait behind gradients that are on their way. The ends of one host share memory for tensors, and only tell each other
+that a tensor is there::
+
+    worker   [gradients] --tensor--> [room]                       between hosts: copied by sockets
+             [gradients  =============room]  "there"              on one host: the same memory
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from lightning_multigpu.communication.connections import Connections
+
+_NEVER = timedelta(days=365)
+_FRAME_BYTES = 4096  # a longer message takes two transfers
+_LENGTH_BYTES = 8
+_FRAME, _REST = 0, 1
+_THERE = torch.ones(1, dtype=torch.uint8)
+
+
+class PairEndedError(RuntimeError):
+    """The process at the other end has ended or failed, or the connection to it has."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The last message of a process that has failed."""
+
+    text: str
+
+
+class Reply:
+    """A message that the other end is going to send, expected before that: it arrives even if the other end fails."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self._frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
+        self._work = pair.requests.recv([self._frame], pair.other, _FRAME)
+
+    def get(self) -> Any:
+        """Waits for the message; messages are to be got in the order in which they were expected.
+
+        Raises:
+            PairEndedError: the other end has ended, or it has failed and says why.
+        """
+        with self._pair.failing():
+            self._work.wait()
+            length = int(self._frame[:_LENGTH_BYTES].view(torch.int64))
+            data = self._frame[_LENGTH_BYTES:][:length]
+            if length > data.numel():
+                rest = torch.empty(length - data.numel(), dtype=torch.uint8)
+                self._pair.requests.recv([rest], self._pair.other, _REST).wait()
+                data = torch.cat([data, rest])
+        message = pickle.loads(data.numpy().tobytes())
+        if isinstance(message, Failure):
+            raise PairEndedError(f"{self._pair.label} has failed: {message.text}")
+        return message
+
+
+class Pair:
+    """One end of the connections between a worker and a server; made by both ends at the same time.
+
+    Args:
+        store: of the job.
+        name: of the pair, the same at both ends.
+        label: of the other end, for errors.
+        is_server: whether this end is the server.
+        connections: notes the pair's connections.
+        timeout_s: how long to wait for the other end.
+
+    Attributes:
+        shares_memory: both ends are on one host, and map memory of the server.
+        bytes_in: of tensors that came, through a connection or memory.
+        bytes_out: of tensors that were sent, likewise.
+
+    Raises:
+        PairEndedError: the other end has not come in time.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        *,
+        label: str,
+        is_server: bool,
+        connections: Connections,
+        timeout_s: float,
+    ) -> None:
+        self.label = label
+        self.other = 0 if is_server else 1
+        self.shares_memory = False
+        self.bytes_in = self.bytes_out = 0
+        self._sending = threading.Lock()
+        with self.failing(), connections.noted():
+            groups: list[Any] = [
+                dist.ProcessGroupGloo(
+                    PrefixStore(f"{name}/{each}", store), int(is_server), 2, timedelta(seconds=timeout_s)
+                )
+                for each in ("requests", "tensors")
+            ]
+        self.requests, self._tensors = groups
+        for group in groups:
+            group._set_default_timeout(_NEVER)  # the end of a connection ends its waits
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Within the block errors of the back end become :class:`PairEndedError`."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise PairEndedError(f"{self.label} has ended, or the connection to it") from error
+
+    # Messages
+
+    def send(self, message: Any, timeout: timedelta = _NEVER) -> None:
+        """Sends a message; returns when the other end has taken it.
+
+        Raises:
+            PairEndedError: the other end has ended.
+        """
+        data = pickle.dumps(message)
+        frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+        frame[:_LENGTH_BYTES].view(torch.int64).fill_(len(data))
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        first = payload[: _FRAME_BYTES - _LENGTH_BYTES]
+        frame[_LENGTH_BYTES : _LENGTH_BYTES + first.numel()] = first
+        with self.failing(), self._sending:
+            works = [self.requests.send([frame], self.other, _FRAME)]
+            if len(payload) > len(first):
+                works.append(self.requests.send([payload[len(first) :]], self.other, _REST))
+            for work in works:
+                work.wait(timeout)
+
+    def expect(self) -> Reply:
+        """Expects a message, before the other end is asked for it."""
+        with self.failing():
+            return Reply(self)
+
+    def receive(self) -> Any:
+        """Waits for a message that was not expected.
+
+        Raises:
+            PairEndedError: the other end has ended.
+        """
+        return self.expect().get()
+
+    # Tensors
+
+    def isend(self, tensor: Tensor, tag: int, *, is_shared: bool) -> Any:
+        """Begins to send a flat tensor, or to tell that it is in shared memory; returns the transfer, to wait for."""
+        with self.failing():
+            return self._tensors.send([_THERE if is_shared else tensor.view(torch.uint8)], self.other, tag)
+
+    def irecv(self, tensor: Tensor, tag: int, *, is_shared: bool) -> Any:
+        """Begins to receive a flat tensor, or to be told of it; returns the transfer, to wait for."""
+        with self.failing():
+            into = torch.empty_like(_THERE) if is_shared else tensor.view(torch.uint8)
+            return self._tensors.recv([into], self.other, tag)

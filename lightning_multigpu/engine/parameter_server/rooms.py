@@ -1,0 +1,136 @@
+"""The memory of a bucket between a worker and a server, for gradients that are pushed and weights that are pulled.
+
+::
+
+    worker   .grad -- copied --> [ pushed ]               [ pulled ] -- copied --> parameters
+    .............................    |   .......................^............................
+    server                           +---> average, update -----+
+
+On one host both ends map the same memory. Otherwise each end has its own, and sockets copy it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
+from lightning_multigpu.engine.parameter_server.pair import Pair
+
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(eq=False)
+class Room:
+    """One end of a bucket's memory.
+
+    Args:
+        pair: the worker and the server.
+        number: of the bucket, in the job.
+        memory: for pushed gradients, compressed or not: :func:`room_bytes` of uint8.
+        pulled: for weights, flat.
+        wire_bytes: of pushed gradients.
+        is_shared: both ends map this memory.
+    """
+
+    pair: Pair
+    number: int
+    memory: Tensor
+    pulled: Tensor
+    wire_bytes: int
+    is_shared: bool
+
+    def __post_init__(self) -> None:
+        self._expected: Any = None
+
+    @property
+    def wire(self) -> Tensor:
+        """Gradients as they are pushed, uint8."""
+        return self.memory[: self.wire_bytes]
+
+    @property
+    def pushed(self) -> Tensor:
+        """Gradients that are not compressed, or averages; as :attr:`pulled`."""
+        return self.memory[: self.pulled.nbytes].view(self.pulled.dtype)
+
+    # The worker's end
+
+    def push(self, *, is_whole: bool) -> None:
+        """Sends the gradients in :attr:`wire`, or those in :attr:`pushed`, which are averages already."""
+        what = self.pushed if is_whole else self.wire
+        with self.pair.failing():
+            self.pair.isend(what, 2 * self.number + is_whole, is_shared=self.is_shared).wait()
+
+    def expect_pull(self, *, averages: bool) -> None:
+        """Begins to wait for weights, or for averages."""
+        self._expected = self.pair.irecv(
+            self.pushed if averages else self.pulled, 2 * self.number, is_shared=self.is_shared
+        )
+
+    def await_pull(self) -> None:
+        """Waits for what is expected."""
+        with self.pair.failing():
+            self._expected.wait()
+
+    # The server's end
+
+    def expect_push(self) -> None:
+        """Begins to wait for gradients, unless it waits already: a worker's connection takes them only from then on."""
+        if self._expected is None:
+            self._expected = self.pair.irecv(self.wire, 2 * self.number, is_shared=self.is_shared)
+
+    def take_pushes(self, count: int) -> None:
+        """Waits for the last of so many pushes, each of which takes the place of the one before."""
+        for _ in range(count):
+            self.expect_push()
+            with self.pair.failing():
+                self._expected.wait()
+            self._expected = None
+            self.pair.bytes_in += self.wire_bytes
+
+    def take_whole(self) -> None:
+        """Waits for gradients that are the workers' average already."""
+        with self.pair.failing():
+            self.pair.irecv(self.pushed, 2 * self.number + 1, is_shared=self.is_shared).wait()
+        self.pair.bytes_in += self.pushed.nbytes
+
+    def pull(self, tensor: Tensor) -> Any:
+        """Begins to send weights or averages, or tells that they are in memory; returns the transfer."""
+        self.pair.bytes_out += tensor.nbytes
+        return self.pair.isend(tensor, 2 * self.number, is_shared=self.is_shared)
+
+
+def wire_bytes(flat: Tensor, compressor: ElementwiseCompressor | None) -> int:
+    """The bytes of a bucket's gradients as they are pushed: compressed if they are float32.
+
+    Args:
+        flat: the weights of the bucket.
+        compressor: of the gradients.
+    """
+    return flat.nbytes if compressor is None or flat.dtype != torch.float32 else compressor.encoded_bytes(flat.numel())
+
+
+def room_bytes(flat: Tensor, compressor: ElementwiseCompressor | None) -> int:
+    """The memory for a bucket's gradients: a single element takes less than the scale of its chunk."""
+    return max(flat.nbytes, wire_bytes(flat, compressor))
+
+
+def segment_bytes(sizes: Iterable[int]) -> int:
+    """The memory that buckets of these sizes in bytes take."""
+    return sum(map(_aligned, sizes))
+
+
+def cut(memory: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+    """The memory of each bucket in that of all."""
+    start = 0
+    for size in sizes:
+        yield memory[start : start + size]
+        start += _aligned(size)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -1,0 +1,523 @@
+"""The shard of an optimizer that a parameter server holds, and its updates."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
+from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
+from lightning_multigpu.engine.gradient_kinds import ABSENT, SPARSE, common_kind, sparse
+from lightning_multigpu.engine.optimizer_split import Split
+from lightning_multigpu.engine.parameter_server.consistency import Clocks, Consistency
+from lightning_multigpu.engine.parameter_server.pair import Pair
+from lightning_multigpu.engine.parameter_server.rooms import Room, cut, room_bytes, segment_bytes, wire_bytes
+from lightning_multigpu.placement.norms import scale_to_norm, sum_of_squares
+
+
+class UpdateError(RuntimeError):
+    """Workers ask for what cannot be done together, or the optimizer's step has failed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """New parameters of an optimizer, as one server has them; the same on all workers.
+
+    Attributes:
+        kind: the optimizer's class.
+        split: what the servers divide.
+        compressor: of pushed float32 gradients.
+        buckets: number, dtype, and the shapes of the pieces, which lie one after the other.
+        groups: for each group of the optimizer the bucket and the place in it of all its pieces, in their order.
+    """
+
+    kind: type[Optimizer]
+    split: Split
+    compressor: ElementwiseCompressor | None
+    buckets: list[tuple[int, torch.dtype, list[torch.Size]]]
+    groups: list[list[tuple[int, int]]]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The values of a :class:`Plan`, which worker 0 sends.
+
+    Attributes:
+        weights: of each bucket, flat.
+        defaults: of the optimizer.
+        values: of each group.
+        states: of pieces with which the optimizer begins, by bucket and place.
+    """
+
+    weights: list[Tensor]
+    defaults: dict[str, Any]
+    values: list[dict[str, Any]]
+    states: dict[tuple[int, int], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A worker's request at the end of its round: an update, or the averages of the gradients.
+
+    Attributes:
+        is_step: False for averages.
+        is_whole: the gradients are averages, and worker 0 alone pushes them.
+        pushes: for each bucket that is pushed and pulled, how often it was pushed.
+        kinds: for each bucket, the kinds of the gradients of its pieces.
+        rows: by bucket and place, the rows of sparse gradients.
+        values: of each group, from worker 0.
+        weights: by bucket, weights that have changed on worker 0.
+        num_changed: how many states user code has changed.
+        clip_norm, clip_value: limits of gradients.
+    """
+
+    is_step: bool
+    is_whole: bool
+    pushes: dict[int, int]
+    kinds: dict[int, list[int]]
+    rows: dict[tuple[int, int], Tensor]
+    values: list[dict[str, Any]]
+    weights: dict[int, Tensor]
+    num_changed: int
+    clip_norm: float | None
+    clip_value: float | None
+
+    def common(self) -> tuple[Any, ...]:
+        """What all workers must ask for together."""
+        return self.is_step, self.is_whole, self.clip_norm, self.clip_value, self.num_changed, [*self.pushes]
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """This server's part of a bucket: pieces of parameters, one after the other.
+
+    Attributes:
+        rooms: for each worker.
+        version: the updates that it has been through.
+        pulled: the version that each asynchronous worker has.
+    """
+
+    number: int
+    weights: Tensor
+    pieces: list[Parameter]
+    offsets: list[int]
+    rooms: dict[int, Room] = field(default_factory=dict)
+    total: Tensor | None = None
+    version: int = 0
+    pulled: dict[int, int] = field(default_factory=dict)
+
+    def part(self, flat: Tensor, index: int) -> Tensor:
+        """The elements of a piece, in its shape."""
+        piece = self.pieces[index]
+        return flat[self.offsets[index] : self.offsets[index] + piece.numel()].view(piece.shape)
+
+    def room_for_total(self) -> Tensor:
+        if self.total is None:
+            self.total = torch.empty_like(self.weights)
+        return self.total
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """The gradients of a bucket for an update: flat, the kinds of the pieces, and the rows of sparse ones."""
+
+    bucket: _Bucket
+    flat: Tensor
+    kinds: list[int]
+    rows: dict[int, Tensor]
+
+    def present(self) -> Iterator[Tensor]:
+        """The gradients of the pieces that have one."""
+        return (self.bucket.part(self.flat, index) for index, kind in enumerate(self.kinds) if kind != ABSENT)
+
+
+class ServedShard:
+    """The shard of one optimizer: its pieces of parameters, and their updates.
+
+    Synchronous workers ask together, see :meth:`together`; asynchronous ones each for themselves, see :meth:`alone`.
+
+    Args:
+        pairs: the connections to the workers, by their numbers.
+        num_servers: of the job.
+        consistency: of the job.
+        changing: held while asynchronous workers change what others may wait for.
+
+    Attributes:
+        staleness: how often the updates of each asynchronous worker had which staleness: the number of updates that
+            others had made since the worker got the weights.
+    """
+
+    def __init__(
+        self, pairs: Mapping[int, Pair], num_servers: int, consistency: Consistency, changing: threading.Condition
+    ) -> None:
+        self._pairs, self._num_servers, self._consistency = pairs, num_servers, consistency
+        self._changing = changing
+        self._clocks = Clocks(pairs, consistency.max_staleness)
+        self.staleness: dict[int, Counter[int]] = defaultdict(Counter)
+        self.plans: list[Plan] = []
+        self._buckets: list[_Bucket] = []
+        self._by_number: dict[int, _Bucket] = {}
+        self._num_known = dict.fromkeys(pairs, 0)  # plans of each worker
+        self._offered: list[OfferedSegment | None] = []
+        self._kept: dict[int, list[OfferedSegment]] = defaultdict(list)
+        self._places: dict[tuple[int, int], tuple[int, int]] = {}
+        self._optimizer: Optimizer | None = None
+
+    # Parameters
+
+    def place(self, plan: Plan, contents: Contents) -> None:
+        """Takes new parameters, from worker 0."""
+        self._offered.append(None)
+        flats = contents.weights
+        if self._consistency.is_synchronous and any(pair.shares_memory for pair in self._pairs.values()):
+            # Workers of this host read the weights in it.
+            self._offered[-1], memories = _offered([flat.nbytes for flat in flats])
+            flats = [memory.view(flat.dtype).copy_(flat) for memory, flat in zip(memories, flats, strict=True)]
+        for flat, (number, _, shapes) in zip(flats, plan.buckets, strict=True):
+            bucket, offset = _Bucket(number, flat, [], []), 0
+            for shape in shapes:
+                bucket.pieces.append(Parameter(flat[offset : offset + shape.numel()].view(shape), requires_grad=False))
+                bucket.offsets.append(offset)
+                offset += shape.numel()
+            self._buckets.append(bucket)
+            self._by_number[number] = bucket
+        self.plans.append(plan)
+        self._places = {
+            piece: (group, place) for group, pieces in enumerate(plan.groups) for place, piece in enumerate(pieces)
+        }
+        if self._optimizer is None:
+            self._optimizer = plan.kind.__new__(plan.kind)
+            # As if it were unpickled, which any optimizer knows how to be; its constructor may want what it likes.
+            self._optimizer.__setstate__({
+                "defaults": contents.defaults,
+                "state": defaultdict(dict),
+                "param_groups": self._groups(contents.values),
+            })  # fmt: skip
+        else:
+            self._optimizer.param_groups = self._groups(contents.values)
+        for (number, index), state in contents.states.items():
+            self._optimizer.state[self._by_number[number].pieces[index]] = state
+
+    def knows_more_than(self, worker: int) -> bool:
+        """Whether worker 0 has told of parameters that the worker has not told of."""
+        return len(self.plans) > self._num_known[worker]
+
+    def welcome(self, worker: int, plan: Plan) -> list[Any] | None:
+        """Makes the rooms between this server and a worker for the buckets of the worker's next plan.
+
+        Returns:
+            The memory of pushed and of pulled tensors, as a worker of this host maps it; None for other workers.
+
+        Raises:
+            UpdateError: worker 0 has another plan.
+        """
+        number, pair = self._num_known[worker], self._pairs[worker]
+        if number >= len(self.plans) or plan != self.plans[number]:
+            raise UpdateError(
+                f"worker {worker} has other parameters, or another optimizer, than worker 0: build the model alike on "
+                "all workers"
+            )
+        buckets = [self._by_number[bucket] for bucket, _, _ in plan.buckets]
+        weights = [bucket.weights for bucket in buckets]
+        to_push = [room_bytes(flat, plan.compressor) for flat in weights]
+        offers = None
+        if pair.shares_memory:
+            segment, memories = _offered(to_push)
+            pulled_segment, pulled = self._offered[number], weights
+            if pulled_segment is None:
+                pulled_segment, copies = _offered([flat.nbytes for flat in weights])
+                pulled = [copy.view(flat.dtype) for copy, flat in zip(copies, weights, strict=True)]
+            self._kept[worker] += [segment, pulled_segment]
+            offers = [segment.offer, pulled_segment.offer]
+        else:
+            memories = [torch.empty(size, dtype=torch.uint8) for size in to_push]
+            pulled = weights if self._consistency.is_synchronous else [torch.empty_like(flat) for flat in weights]
+        for bucket, memory, to_pull in zip(buckets, memories, pulled, strict=True):
+            on_wire = wire_bytes(to_pull, plan.compressor)
+            bucket.rooms[worker] = Room(pair, bucket.number, memory, to_pull, on_wire, offers is not None)
+            bucket.rooms[worker].expect_push()
+        self._num_known[worker] = number + 1
+        return offers
+
+    def _groups(self, values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return [
+            {**_on_cpu(group), "params": [self._by_number[bucket].pieces[index] for bucket, index in pieces]}
+            for group, pieces in zip(values, self.plans[-1].groups, strict=True)
+        ]
+
+    # Updates
+
+    def together(self, requests: Mapping[int, Request]) -> Any:
+        """Does what all synchronous workers ask for: returns the answer for them, when all have got what they need.
+
+        Gradients are summed in the order of workers, so that a run repeats bit for bit.
+
+        Raises:
+            UpdateError: workers ask for different things, or the step has failed.
+        """
+        first = requests[0]
+        if others := [request for request in requests.values() if request.common() != first.common()]:
+            raise UpdateError(
+                f"workers ask for different steps: {first.common()}, {others[0].common()}; register hooks that read "
+                "gradients before a step, and change optimizer.state, on all workers"
+            )
+        givers = {0: first} if first.is_whole else requests
+        if not first.is_step:
+            return self._average(givers)
+        self._take_values(first)
+        for number, weights in first.weights.items():
+            self._by_number[number].weights.copy_(weights)
+        sent = []
+        for together in self._portions(first):
+            gradients = [self._gradients(bucket, givers) for bucket in together]
+            self._clip(gradients, first, self._pairs[0])
+            self._update(gradients)
+            sent += [room.pull(bucket.weights) for bucket in together for room in bucket.rooms.values()]
+        self._await(0, sent)
+        return None
+
+    def _average(self, givers: Mapping[int, Request]) -> Any:
+        """Sends the averages of the gradients; returns their kinds and rows."""
+        kinds: dict[int, list[int]] = {}
+        rows: dict[tuple[int, int], Tensor] = {}
+        sent = []
+        for number in givers[0].pushes:
+            bucket = self._by_number[number]
+            gradients = self._gradients(bucket, givers)
+            kinds[bucket.number] = gradients.kinds
+            rows |= {(bucket.number, index): found for index, found in gradients.rows.items()}
+            for room in bucket.rooms.values():
+                if room.is_shared and room.pushed.data_ptr() != gradients.flat.data_ptr():
+                    room.pushed.copy_(gradients.flat)
+                sent.append(room.pull(gradients.flat))
+        self._await(0, sent)
+        return kinds, rows
+
+    def _await(self, worker: int, sent: Iterable[Any]) -> None:
+        with self._pairs[worker].failing():
+            for transfer in sent:
+                transfer.wait()
+
+    def _portions(self, request: Request) -> list[list[_Bucket]]:
+        """The buckets that are updated at once: all of them where the update or the norm relates them."""
+        buckets = [self._by_number[number] for number in request.pushes]
+        at_once = self.plans[-1].split == "nothing" or request.clip_norm is not None
+        return [buckets] if at_once else [[bucket] for bucket in buckets]
+
+    def _gradients(self, bucket: _Bucket, givers: Mapping[int, Request]) -> _Gradients:
+        """The average of what workers push of a bucket."""
+        kinds = [common_kind(of) for of in zip(*(r.kinds[bucket.number] for r in givers.values()), strict=True)]
+        rows: dict[int, Tensor] = {}
+        for request in givers.values():
+            for (number, index), found in request.rows.items():
+                if number == bucket.number:
+                    rows[index] = found | rows.get(index, found)
+        flats = [self._pushed(bucket, worker, request) for worker, request in givers.items()]
+        total = flats[0]
+        if len(flats) > 1:  # not in a worker's memory, which may push again before others have got the average
+            total = torch.add(*flats[:2], out=bucket.room_for_total())
+            for flat in flats[2:]:
+                total += flat
+            total /= len(flats)
+        for worker in givers:
+            bucket.rooms[worker].expect_push()
+        return _Gradients(bucket, total, kinds, rows)
+
+    def _pushed(self, bucket: _Bucket, worker: int, request: Request) -> Tensor:
+        room, compressor = bucket.rooms[worker], self.plans[-1].compressor
+        if request.is_whole:
+            room.take_whole()
+            return room.pushed
+        room.take_pushes(request.pushes[bucket.number])
+        if compressor is None or bucket.weights.dtype != torch.float32:
+            return room.pushed
+        decoded = torch.empty_like(bucket.weights)
+        compressor.decode(room.wire, decoded)
+        return decoded
+
+    def _clip(self, gradients: Sequence[_Gradients], request: Request, pair: Pair) -> None:
+        """Clips by value, or by the norm over all servers, which ``pair``'s worker adds up."""
+        present = [gradient for each in gradients for gradient in each.present()]
+        if request.clip_value is not None:
+            for gradient in present:
+                gradient.clamp_(-request.clip_value, request.clip_value)
+        if request.clip_norm is not None:
+            squares = float(sum_of_squares(present))
+            if self._num_servers > 1:
+                pair.send((squares, None))
+                squares = pair.receive()
+            scale_to_norm(present, request.clip_norm, squares)
+
+    def _take_values(self, request: Request) -> None:
+        """Takes the values of worker 0's groups, which hold for all workers."""
+        assert self._optimizer is not None
+        for group, values in zip(self._optimizer.param_groups, request.values, strict=True):
+            group.update(_on_cpu(values))
+
+    @torch.no_grad()
+    def _update(self, together: Iterable[_Gradients], *, divide_rate_by: int = 1) -> None:
+        optimizer = self._optimizer
+        assert optimizer is not None
+        chosen: list[tuple[tuple[int, int], Parameter]] = []
+        for gradients in together:
+            bucket = gradients.bucket
+            for index, (piece, kind) in enumerate(zip(bucket.pieces, gradients.kinds, strict=True)):
+                place = self._places.get((bucket.number, index))
+                if kind != ABSENT and place is not None:
+                    gradient = bucket.part(gradients.flat, index)
+                    is_sparse = kind == SPARSE and self.plans[-1].split != "elements"
+                    piece.grad = sparse(gradient, gradients.rows.get(index)) if is_sparse else gradient
+                    chosen.append((place, piece))
+        held = [(group["params"], group.get("lr")) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = []
+            if divide_rate_by > 1 and "lr" in group:
+                group["lr"] = group["lr"] / divide_rate_by
+        for (number, _), piece in sorted(chosen, key=lambda found: found[0]):  # in their order, as on one device
+            optimizer.param_groups[number]["params"].append(piece)
+        values = [dict(group) for group in optimizer.param_groups]
+        try:
+            if chosen:
+                optimizer.step()
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            raise UpdateError(f"the step of {type(optimizer).__name__} has failed on the server:\n{text}") from error
+        else:
+            self._check_values_stay(values)
+        finally:
+            for group, (pieces, rate) in zip(optimizer.param_groups, held, strict=True):
+                group["params"] = pieces
+                if divide_rate_by > 1 and rate is not None:
+                    group["lr"] = rate
+            for _, piece in chosen:
+                piece.grad = None
+
+    def _check_values_stay(self, values: Sequence[Mapping[str, Any]]) -> None:
+        """Raises UpdateError if the step has changed values of its groups, which the next step gets from worker 0."""
+        assert self._optimizer is not None
+        for before, now in zip(values, self._optimizer.param_groups, strict=True):
+            changed = [name for name, value in now.items()
+                       if value is not before.get(name) and repr(value) != repr(before.get(name))]  # fmt: skip
+            if changed:
+                raise UpdateError(
+                    f"{type(self._optimizer).__name__} changes {', '.join(map(repr, changed))} of its groups in its "
+                    "step, and servers take these values from rank 0 in each step: use strategy='cpu_ps'"
+                )
+
+    # Asynchronous workers
+
+    def alone(self, worker: int, request: Request) -> tuple[int, int]:
+        """Makes an update with the gradients of one worker, which may belong to weights that are not the newest.
+
+        Returns:
+            The version of the weights that the worker gets, and the staleness of its gradients.
+
+        Raises:
+            UpdateError: the step has failed.
+        """
+        if worker == 0:
+            with self._changing:
+                self._take_values(request)
+        staleness, sent, buckets = 0, [], [self._by_number[number] for number in request.pushes]
+        for together in self._portions(request):
+            gradients = [self._gradients(bucket, {worker: request}) for bucket in together]
+            self._clip(gradients, request, self._pairs[worker])
+            with self._changing:
+                stale = max((bucket.version - bucket.pulled[worker] for bucket in together), default=0)
+                self._compensate(gradients, worker)
+                self._update(gradients, divide_rate_by=max(1, stale if self._consistency.scales_learning_rate else 1))
+                for bucket in together:
+                    bucket.version += 1
+                self._changing.wait_for(lambda: self._clocks.may_go_on(worker, completing=True))
+                sent += self._pull(worker, together)
+            staleness = max(staleness, stale)
+        with self._changing:
+            self.staleness[worker][staleness] += 1
+            self._clocks.completes(worker)
+            self._changing.notify_all()
+        self._await(worker, sent)
+        return max((bucket.pulled[worker] for bucket in buckets), default=0), staleness
+
+    def _compensate(self, gradients: Iterable[_Gradients], worker: int) -> None:
+        if self._consistency.compensation:
+            for each in gradients:
+                passed = each.bucket.weights - each.bucket.rooms[worker].pulled
+                each.flat.addcmul_(each.flat.square(), passed, value=self._consistency.compensation)
+
+    def _pull(self, worker: int, buckets: Iterable[_Bucket]) -> list[Any]:
+        """Sends a copy of the weights of now, since others update them while they are sent."""
+        sent = []
+        for bucket in buckets:
+            room = bucket.rooms[worker]
+            sent.append(room.pull(room.pulled.copy_(bucket.weights)))
+            bucket.pulled[worker] = bucket.version
+        return sent
+
+    def pull(self, worker: int) -> int:
+        """Sends all weights to a worker; returns their version."""
+        with self._changing:
+            known = [self._by_number[n] for plan in self.plans[: self._num_known[worker]] for n, _, _ in plan.buckets]
+            sent = self._pull(worker, known)
+        self._await(worker, sent)
+        return max((bucket.pulled[worker] for bucket in known), default=0)
+
+    def replace(self, weights: Mapping[int, Tensor]) -> None:
+        """Takes weights that have changed on worker 0, by the numbers of their buckets."""
+        for number, flat in weights.items():
+            self._by_number[number].weights.copy_(flat)
+
+    def pauses(self, worker: int) -> None:
+        """Lets workers go on without waiting for this one until it pushes again; it may be validating."""
+        self._clocks.leaves(worker)
+        self._changing.notify_all()
+
+    def loses(self, worker: int) -> None:
+        """Forgets a worker that has left, and frees the memory that it shared."""
+        self._kept.pop(worker, None)
+        for bucket in self._buckets:
+            bucket.rooms.pop(worker, None)
+        self.pauses(worker)
+
+    # Checkpoints
+
+    def state(self) -> dict[tuple[int, int], dict[str, Any]]:
+        """The optimizer's state of each piece, by bucket and place."""
+        assert self._optimizer is not None
+        return {
+            (bucket.number, index): state
+            for bucket in self._buckets
+            for index, piece in enumerate(bucket.pieces)
+            if (state := self._optimizer.state.get(piece))
+        }
+
+    def load(self, values: Sequence[Mapping[str, Any]], states: Mapping[tuple[int, int], Mapping[str, Any]]) -> None:
+        """Takes state as :meth:`state` returns it, and values of the groups."""
+        assert self._optimizer is not None
+        numbers = {piece: number for number, piece in enumerate(p for group in self.plans[-1].groups for p in group)}
+        groups = [
+            {**_on_cpu(group), "params": [numbers[piece] for piece in pieces]}
+            for group, pieces in zip(values, self.plans[-1].groups, strict=True)
+        ]
+        self._optimizer.load_state_dict(
+            {"state": {numbers[piece]: state for piece, state in states.items()}, "param_groups": groups}
+        )
+
+
+def _offered(sizes: Sequence[int]) -> tuple[OfferedSegment, list[Tensor]]:
+    """Memory of these sizes that workers of this host may map, uint8."""
+    segment = OfferedSegment(segment_bytes(sizes))
+    return segment, [*cut(segment.memory, sizes)]
+
+
+def _on_cpu(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a group for an update on the CPU, where torch captures no graphs."""
+    return {name: False if name == "capturable" else value for name, value in group.items()}
