@@ -16,6 +16,7 @@ Source: M. Li et al., "Scaling distributed machine learning with the parameter s
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -231,6 +232,7 @@ class RemoteOptimizer(RedirectedOptimizer):
             )
         active = [bucket for bucket in self._buckets if bucket.is_active]
         answers = self._ask(active, is_step=True, changed=changed)
+        self._sums.update(_sums_of(part for _, part in changed))
         if not self._servers.is_synchronous:
             self.version = max([self.version, *[version for version, _ in answers]])
         self._num_changed = 0
@@ -252,8 +254,9 @@ class RemoteOptimizer(RedirectedOptimizer):
             Whether there were any: a hook or a checkpoint has changed them.
         """
         changed = self._changed()
-        for server, weights in changed.items():
-            self._servers.tell(server, "replace", self._number, weights)
+        for server in {part.server for _, part in changed}:
+            self._servers.tell(server, "replace", self._number, _weights_for(server, changed))
+        self._sums.update(_sums_of(part for _, part in changed))
         return bool(changed)
 
     # Checkpoints
@@ -319,8 +322,9 @@ class RemoteOptimizer(RedirectedOptimizer):
         found: list[_States] = [{} for _ in range(self._servers.job.num_servers)]
         for parameter, state in state_of.items():
             for bucket, part, index in self._pieces.get(parameter, []) if state else ():
-                piece = part.pieces[index]
-                found[part.server][bucket.number, index] = {name: piece.part_of(v) for name, v in state.items()}
+                of_piece = {name: part.pieces[index].part_of(value) for name, value in state.items()}
+                # Copies: pickle would keep one counter of steps for all pieces of a tensor.
+                found[part.server][bucket.number, index] = copy.deepcopy(of_piece)
         return found
 
     # Where things are
@@ -416,17 +420,12 @@ class RemoteOptimizer(RedirectedOptimizer):
         if self._servers.worker == 0:
             self._sums.update(_sums_of(part for _, part in self._parts() if part not in self._sums))
 
-    def _changed(self) -> dict[int, dict[int, Tensor]]:
-        """On worker 0 the weights that have changed since they came, by server and bucket; elsewhere none."""
+    def _changed(self) -> list[tuple[_Bucket, _Part]]:
+        """On worker 0 the parts whose weights have changed since they came; elsewhere none."""
         if self._servers.worker != 0:
-            return {}
+            return []
         now = _sums_of(part for _, part in self._parts())
-        found: dict[int, dict[int, Tensor]] = {}
-        for bucket, part in self._parts():
-            if now[part] != self._sums.get(part):
-                found.setdefault(part.server, {})[bucket.number] = part.joined_weights()
-        self._sums = now
-        return found
+        return [(bucket, part) for bucket, part in self._parts() if now[part] != self._sums.get(part)]
 
     # Push
 
@@ -513,9 +512,7 @@ class RemoteOptimizer(RedirectedOptimizer):
 
     # Ask, and pull
 
-    def _ask(
-        self, active: list[_Bucket], *, is_step: bool, changed: Mapping[int, Mapping[int, Tensor]] | None = None
-    ) -> list[Any]:
+    def _ask(self, active: list[_Bucket], *, is_step: bool, changed: Sequence[tuple[_Bucket, _Part]] = ()) -> list[Any]:
         """Pushes gradients, asks all servers for the same, and takes the weights that they send; their answers."""
         servers, parts = self._servers, [(bucket, part) for bucket in active for part in bucket.parts]
         self._push_rest(active)
@@ -531,7 +528,7 @@ class RemoteOptimizer(RedirectedOptimizer):
             for server in self._asked:
                 if norms and (servers.worker == 0 or not servers.is_synchronous):
                     squares[server] = servers.expect(server)
-                request = self._request(server, parts, is_step=is_step, weights=(changed or {}).get(server, {}))
+                request = self._request(server, parts, is_step=is_step, weights=_weights_for(server, changed))
                 answers[server] = servers.ask(server, "ask", self._number, request)
             for server, future in self._pushing:
                 with answers[server].arriving():
@@ -558,7 +555,7 @@ class RemoteOptimizer(RedirectedOptimizer):
         return [*found.values()]
 
     def _request(
-        self, server: int, parts: Sequence[tuple[_Bucket, _Part]], *, is_step: bool, weights: Mapping[int, Tensor]
+        self, server: int, parts: Sequence[tuple[_Bucket, _Part]], *, is_step: bool, weights: dict[int, Tensor]
     ) -> Request:
         own = [(bucket, part) for bucket, part in parts if part.server == server]
         gradients = {(b.number, i): piece for b, part in own for i, piece in enumerate(part.pieces)}
@@ -573,7 +570,7 @@ class RemoteOptimizer(RedirectedOptimizer):
                 if (gradient := piece.parameter.grad) is not None and gradient.is_sparse and piece.is_whole
             },
             values=[_values(g) for g in self.optimizer.param_groups] if is_step and self._servers.worker == 0 else [],
-            weights=dict(weights),
+            weights=weights,
             num_changed=self._num_changed,
             clip_norm=self.clip_norm if is_step else None,
             clip_value=self.clip_value if is_step else None,
@@ -623,6 +620,11 @@ def _check_importable(optimizer: Optimizer) -> None:
 
 def _values(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
+
+
+def _weights_for(server: int, parts: Iterable[tuple[_Bucket, _Part]]) -> dict[int, Tensor]:
+    """The weights of a server's parts, by bucket."""
+    return {bucket.number: part.joined_weights() for bucket, part in parts if part.server == server}
 
 
 def _shape(piece: _Piece) -> torch.Size:

@@ -147,6 +147,8 @@ class Server:
         if not self._ended.is_set():
             self._problem = problem
             self._ended.set()
+            with self._changing:
+                self._changing.notify_all()
 
     def parent_has_ended(self) -> None:
         """Ends :meth:`serve`, unless the job goes on without the worker that started this server."""
@@ -206,7 +208,7 @@ class Server:
             with self._changing:
                 self._changing.notify_all()
         elif not self.job.consistency.is_synchronous:
-            self._changing.wait_for(lambda: shard.knows_more_than(worker) or self._is_ending)
+            self._wait_for(lambda: shard.knows_more_than(worker) or self._is_ending)
         return shard.welcome(worker, plan)
 
     def _statistics(self) -> dict[str, Any]:
@@ -279,6 +281,12 @@ class Server:
                 return self._shards[arguments[0]].replace(arguments[1])
             return self._answer(worker, kind, *arguments)
 
+    def _wait_for(self, is_true: Callable[[], bool]) -> None:
+        """Waits for what other workers change."""
+        self._changing.wait_for(lambda: is_true() or self._ended.is_set())
+        if self._ended.is_set():
+            raise UpdateError(self._problem)
+
     def _next(self, worker: int, epoch: int, first: int, num_batches: int, limit: int | None, waits: bool) -> Any:
         """A worker's next batch; whether the run has no more for it; whether it may get batches of lost workers.
 
@@ -292,7 +300,7 @@ class Server:
             return number, worker == 0 and number is None and self._queue.may_return(worker, epoch)
 
         number, may_return = look()
-        while waits and may_return:
+        while waits and may_return and not self._ended.is_set():
             self._changing.wait()
             number, may_return = look()
         return number, number is None and self._queue.is_over(worker, epoch), may_return
@@ -310,14 +318,14 @@ class Server:
         if worker == 0:
             self._has_started = True
             self._changing.notify_all()
-        self._changing.wait_for(lambda: self._has_started)
+        self._wait_for(lambda: self._has_started)
 
     def _stop(self, worker: int, epoch: int, at_once: bool) -> None:
         """Worker 0 ends training, at once or with an epoch, and waits until the others have ended."""
         self._queue.end_with(-1 if at_once else epoch)
         self._is_ending, self._has_stopped = True, at_once
         self._changing.notify_all()
-        self._changing.wait_for(lambda: self._awaiting_last_word >= self._pairs.keys() - {0})
+        self._wait_for(lambda: self._awaiting_last_word >= self._pairs.keys() - {0})
 
     def _over(self, worker: int, last_word: Any) -> Any:
         """The last message of worker 0, which the others wait for."""
@@ -325,7 +333,7 @@ class Server:
             self._last_word = last_word
         self._awaiting_last_word.add(worker)
         self._changing.notify_all()
-        self._changing.wait_for(lambda: self._last_word is not None)
+        self._wait_for(lambda: self._last_word is not None)
         return None if worker == 0 else self._last_word
 
     def _tell(self, worker: int, name: str, value: Any, of_all: bool) -> list[Any]:
@@ -336,7 +344,7 @@ class Server:
         if worker != 0:
             return [value]
         if of_all:
-            self._changing.wait_for(lambda: told.keys() >= self._pairs.keys())
+            self._wait_for(lambda: told.keys() >= self._pairs.keys())
             del self._told[name]
         return [told[each] for each in sorted(told)]
 

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -18,6 +19,7 @@ from lightning_multigpu.engine.parameter_server.pair import Pair, PairEndedError
 from lightning_multigpu.engine.parameter_server.server import Job
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 
+_LEAVING = timedelta(seconds=5)
 _LOOK_S = 1.0  # between two checks for machines that have vanished
 
 
@@ -174,7 +176,7 @@ class Servers:
         self._has_left.set()
         for pair in [] if self._is_cut else self.pairs:
             with contextlib.suppress(PairEndedError):
-                pair.send(("goodbye",))
+                pair.send(("goodbye",), _LEAVING)
         for background in self._background:
             background.shutdown(cancel_futures=True)
         self.pairs.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -13,15 +13,11 @@ import pytest
 import torch
 from torch import Tensor, optim
 
-from benchmarks.server_fuzz import Frame, recorded_pair
-from lightning_multigpu.communication.channel import ChannelError
 from lightning_multigpu.engine.parameter_server.batch_queue import BatchQueue
 from lightning_multigpu.engine.parameter_server.consistency import Clocks, Consistency
 from lightning_multigpu.engine.parameter_server.coordination import Coordination
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
-from lightning_multigpu.engine.parameter_server.server import Server
-from lightning_multigpu.engine.parameter_server.server_connections import ServerError
-from lightning_multigpu.engine.parameter_server.wire import WireError
+from lightning_multigpu.engine.parameter_server.servers import ServerError
 from tests.engine.parameter_server.test_host_optimizer import (
     OPTIMIZERS,
     NormedSGD,
@@ -31,15 +27,19 @@ from tests.engine.parameter_server.test_host_optimizer import (
     groups_of,
     weights,
 )
-from tests.engine.parameter_server.test_servers import ALL, SMALL, WAYS, Job, job
+from tests.engine.parameter_server.test_servers import ALL, SMALL, WAYS, Job, job, vanish
 
 
 class Worker:
     """One asynchronous worker of a job, driven step by step by the test."""
 
-    def __init__(self, found: Job, number: int, make: Callable[[Any], optim.Optimizer], rules: Consistency) -> None:
+    def __init__(self, found: Job, number: int, make: Callable[[Any], optim.Optimizer]) -> None:
         self._stack = contextlib.ExitStack()
-        self.connections = self._stack.enter_context(found.connections(number, consistency=rules))
+        self.connections = self._stack.enter_context(found.connections(number))
+        self.found, self.make = found, make
+
+    def begin(self) -> None:
+        make = self.make
         self.parameters = weights()
         self.optimizer = make(groups_of(self.parameters))
         self.remote = RemoteOptimizer(self.optimizer, self.connections, bucket_bytes=int(SMALL))
@@ -56,13 +56,13 @@ class Worker:
         return [parameter.detach().clone() for parameter in self.parameters]
 
     def leave(self) -> None:
-        self.remote.close()
+        if hasattr(self, "remote"):
+            self.remote.close()
         self._stack.close()
 
     def vanish(self) -> None:
         """Its process ends without a word."""
-        for connection in self.connections._connections:
-            connection.channel.shut_down()
+        vanish(self.connections)
 
 
 @contextlib.contextmanager
@@ -75,8 +75,10 @@ def workers(
     **rules: Any,
 ) -> Iterator[list[Worker]]:
     consistency = Consistency(is_synchronous=False, **rules)
-    with job(num_servers, number, in_memory=in_memory) as found:
-        made = [Worker(found, worker, make, consistency) for worker in range(number)]
+    with job(num_servers, number, in_memory=in_memory, consistency=consistency) as found:
+        made = found.workers.run(lambda worker: Worker(found, worker, make))  # they join together
+        for worker in made:
+            worker.begin()
         try:
             yield made
         finally:
@@ -241,103 +243,48 @@ def test_an_unfinished_push_of_a_lost_worker_is_forgotten() -> None:
         for step in range(3):
             first.step(gradients(step, 0))
         assert_equal(first.now, alone(lambda groups: optim.SGD(groups, lr=0.1), [gradients(s, 0) for s in range(3)]))
-        first.connections.wait_until(lambda: bool(first.connections.lost))
+        wait_until(lambda: bool(first.connections.statistics() and first.connections.lost))
         assert [(lost["worker"], lost["left"]) for lost in first.connections.lost] == [(1, 1)]
 
 
-class Played:
-    """A channel of a worker that sends what the test says, and is gone."""
-
-    bytes_in = bytes_out = 1
-    is_within_host = True
-
-    def __init__(self, frames: list[Frame]) -> None:
-        self._frames, self._payload = iter(frames), b""
-
-    def receive(self) -> tuple[dict[str, Any], int]:
-        fields, self._payload = next(self._frames, ({}, b""))
-        if not fields:
-            raise ChannelError("it is gone")
-        return fields, len(self._payload)
-
-    def receive_into(self, views: list[memoryview]) -> None:
-        for view in views:
-            view[:] = self._payload[: len(view)]
-            self._payload = self._payload[len(view) :]
-
-    def send(self, *_: Any) -> None:
-        pass
-
-    shut_down = close = watch = send
+def test_what_a_lost_worker_had_leaves_the_servers() -> None:
+    with workers(number=3) as (first, second, third):
+        (server,) = first.found.servers.values()
+        second.step(gradients(0, 0))
+        second.vanish()
+        wait_until(lambda: bool(first.connections.statistics() and first.connections.lost))
+        (shard,) = server._shards.values()
+        assert server._pairs.keys() == {0, 2}
+        assert all(bucket.rooms.keys() == {0, 2} for bucket in shard._buckets)
+        assert shard._kept.keys() == {0, 2}
+        third.step(gradients(1, 0))
 
 
-def size(value: Any) -> int:
-    """Entries of all containers that a server's objects hold, but for figures of the report at the end."""
-    if isinstance(value, dict | list | set | deque):
-        return len(value) + sum(map(size, value.values() if isinstance(value, dict) else value))
-    own = type(value).__module__.startswith("lightning_multigpu.engine") and hasattr(value, "__dict__")
-    own = own and not isinstance(value, type)
-    return sum(size(held) for name, held in vars(value).items() if name != "staleness") if own else 0
-
-
-def test_workers_that_come_and_go_leave_nothing_on_a_server() -> None:
-    """They go at any moment: while worker 0 has yet to begin, with a push under way, held back, at the end."""
-    server = Server("127.0.0.1", 0, b"")
-    sent: list[list[Frame]] = [[frame for w, frame in recorded_pair() if w == worker] for worker in range(2)]
-    first = server._introduced(Played(sent[0][:1]))  # type: ignore[arg-type]
-    for fields, payload in sent[0][1 : [fields["kind"] for fields, _ in sent[0]].index("start")]:
-        first.channel = Played([(fields, payload)])  # type: ignore[assignment]
-        server._handle(first, first.channel, *first.channel.receive())
-
-    def come_and_go(times: int) -> int:
-        for number in range(times):
-            ways = ["configure", "await start", "next", "push", "step", "step twice", "tell", "await over", "goodbye"]
-            way = ways[number % len(ways)]
-            frames = [
-                frame for frame in sent[1] if frame[0]["kind"] == way or frame[0]["kind"] not in ("tell", "goodbye")
-            ]
-            end = next(i for i, (fields, _) in enumerate(frames) if fields["kind"] == way.removesuffix(" twice")) + 1
-            again = [({**fields, "round": 1}, payload) for fields, payload in frames[6:9]]
-            server._welcome(Played(frames[:end] + (again if way == "step twice" else [])))  # type: ignore[arg-type]
-        assert server._members.keys() == {0}
-        assert not any(1 in bucket.pulled for bucket in server._optimizers[0]._buckets)
-        assert not server._await_run
-        assert not server._await_last_word
-        return size(server)
-
-    try:
-        before = come_and_go(40)
-        assert come_and_go(1000) == before
-    finally:
-        server.end("")
-        server.serve()
-
-
-def test_a_server_that_has_ended_lets_nobody_in() -> None:
-    """It joined the thread that writes to the worker before that had started, or left it behind."""
-    server = Server("127.0.0.1", 0, b"")
-    server.end("")
-    server.serve()
-    with pytest.raises(WireError, match="the job of this server has ended"):
-        server._introduced(Played([({"kind": "hello", "worker": 0, "num_workers": 1, "num_servers": 1}, b"")]))  # type: ignore[arg-type]
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def test_the_job_ends_with_worker_0() -> None:
     with workers() as (first, second):
         first.vanish()
-        with pytest.raises(ServerError, match="worker 0 is gone"):
-            second.connections.wait_until(lambda: False)
+        with pytest.raises(ServerError, match="has ended"):
+            second.coordination.start()
 
 
 def test_a_worker_with_another_model_is_sent_away_and_the_others_go_on() -> None:
-    rules = Consistency(is_synchronous=False)
-    with job(1, 2) as found:
-        first = Worker(found, 0, OPTIMIZERS["SGD"], rules)
+    with job(1, 2, consistency=Consistency(is_synchronous=False)) as found:
+        made = found.workers.run(lambda worker: Worker(found, worker, OPTIMIZERS[["SGD", "AdamW"][worker]]))
+        first, other = made
+        first.begin()
         with pytest.raises(ServerError, match="worker 1 has other parameters, or another optimizer"):
-            Worker(found, 1, OPTIMIZERS["AdamW"], rules)
+            other.begin()
         first.step(gradients(0, 0))
         assert_equal(first.now, alone(OPTIMIZERS["SGD"], [gradients(0, 0)]))
         first.leave()
+        other.leave()
     assert found.problems == [""]
 
 
@@ -554,8 +501,7 @@ def test_an_epoch_and_the_end_of_training() -> None:
         assert last == [None]
         stopped = threading.Thread(target=first.coordination.stop, kwargs={"epoch": 0, "at_once": True})
         stopped.start()
-        while not second.coordination.is_stopped:
-            time.sleep(0.01)
+        wait_until(lambda: bool(second.connections.statistics()) and second.coordination.is_stopped)
         assert second.coordination.next_batch(**of_epoch) is None
         stopped.join(0.2)
         assert stopped.is_alive(), "the other has not come to the end"
@@ -604,13 +550,6 @@ def test_worker_0_trains_on_what_a_worker_loses_late() -> None:
         for number in (0, 2):
             first.coordination.trained(0, number)
         assert first.coordination.next_batch(**of_epoch) is None
-
-
-def test_workers_with_other_rules_are_refused() -> None:
-    with job(1, 2) as found, found.connections(0, consistency=Consistency(is_synchronous=False)):
-        rules = Consistency(is_synchronous=False, max_staleness=1)
-        with pytest.raises(ServerError, match="belongs to another job"), found.connections(1, consistency=rules):
-            pass
 
 
 def test_parameters_without_a_gradient_get_the_updates_of_others() -> None:

@@ -1,0 +1,180 @@
+"""Workers and servers of one host share memory, all others do not, and nothing is left of it."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from lightning_multigpu.communication.compression.factory import make_compressor
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.shared_memory.segment import OfferedSegment, mapped
+from lightning_multigpu.engine.parameter_server import servers as servers_module
+from lightning_multigpu.engine.parameter_server.consistency import Consistency
+from lightning_multigpu.engine.parameter_server.pair import Pair
+from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
+from lightning_multigpu.engine.parameter_server.servers import Servers
+from tests.engine.parameter_server.test_asynchronous_updates import wait_until, workers
+from tests.engine.parameter_server.test_host_optimizer import assert_equal, gradients, groups_of, on_one_device, weights
+from tests.engine.parameter_server.test_servers import Job, job, train
+
+NOBODY = 65534
+
+
+def num_mapped() -> int:
+    """Segments in this process's memory."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("/memfd:lightning_multigpu")
+
+
+def trained(found: Job) -> list[tuple[Servers, int]]:
+    """Two workers train as one device does; returns the connections of each, and the bytes that it pushed in memory."""
+    expected, _ = on_one_device(lambda groups: optim.AdamW(groups, lr=0.1), steps=3)
+
+    def work(worker: int) -> tuple[Servers, int]:
+        meter = Meter()
+        with found.connections(worker, meter) as connections:
+            parameters = weights()
+            train(connections, parameters, optim.AdamW(groups_of(parameters), lr=0.1), range(3))
+            assert_equal([p.detach() for p in parameters], [p.detach() for p in expected])
+            meter.end_step()
+        meter.flush()
+        return connections, meter.steps[0].memory_bytes
+
+    return found.workers.run(work)
+
+
+@pytest.mark.parametrize("is_synchronous", [True, False], ids=["sync", "async"])
+def test_no_socket_carries_gradients_and_weights(is_synchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    carried: set[bool] = set()
+    isend = Pair.isend
+
+    def send(pair: Pair, tensor: Tensor, tag: int, *, is_shared: bool) -> Any:
+        carried.add(not is_shared)
+        return isend(pair, tensor, tag, is_shared=is_shared)
+
+    monkeypatch.setattr(Pair, "isend", send)
+    before = num_mapped()
+    with job(2, 1, consistency=Consistency(is_synchronous)) as found, found.connections(0) as connections:
+        parameters = weights()
+        train(connections, parameters, optim.AdamW(parameters, lr=0.1), range(3)).close()
+        counted = connections.statistics()
+        assert num_mapped() > before
+    size_bytes = 3 * sum(parameter.nbytes for parameter in parameters)
+    assert sum(counted.bytes_in) == size_bytes <= sum(counted.bytes_out), "they count all the same"
+    assert carried == {False}
+    del found, connections
+    wait_until(lambda: num_mapped() == before)
+
+
+def cannot(*_: Any) -> Any:
+    raise PermissionError(errno.EACCES, "another user's")
+
+
+def test_memory_that_cannot_be_shared_is_told_of_and_sockets_carry_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = num_mapped()
+    monkeypatch.setattr(servers_module, "mapped", cannot)
+    with job(2) as found:
+        for connections, memory_bytes in trained(found):
+            assert memory_bytes == 0
+            assert [*connections.unshared.values()] == ["[Errno 13] another user's"] * 2
+            assert all(name.startswith("parameter server ") for name in connections.unshared)
+    assert num_mapped() == before
+
+
+def test_what_a_lost_worker_shared_is_freed() -> None:
+    with workers(number=2) as (first, second):
+        before = num_mapped()
+        second.vanish()
+        second.leave()
+        wait_until(lambda: bool(first.connections.statistics() and first.connections.lost))
+        del second.remote, second.connections
+        wait_until(lambda: num_mapped() == before - 4)  # gradients and weights, in the worker and in the server
+        first.step(gradients(0, 0))
+
+
+def as_nobody(segment: OfferedSegment) -> int:
+    """The exit status of a process of another user that maps the memory: 7 if it may not."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            mapped(segment.offer)
+        except PermissionError:
+            status = 7
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+class TestSegment:
+    def test_another_process_sees_what_is_written(self) -> None:
+        segment = OfferedSegment(100)
+        assert segment.memory.tolist() == [0] * 100
+        pid = os.fork()
+        if pid == 0:
+            mapped(segment.offer)[1:3] = 7
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert segment.memory.tolist() == [0, 7, 7] + [0] * 97
+
+    def test_it_has_no_name_and_keeps_its_length(self) -> None:
+        maps, files = num_mapped(), len(os.listdir("/proc/self/fd"))
+        segment = OfferedSegment(100)
+        pid, descriptor, _ = segment.offer
+        mapped(segment.offer)
+        assert len(os.listdir("/proc/self/fd")) == files + 1
+        for size_bytes in (0, 10_000):
+            with pytest.raises(PermissionError):
+                os.truncate(f"/proc/{pid}/fd/{descriptor}", size_bytes)
+        memory: Tensor = segment.memory
+        del segment
+        assert len(os.listdir("/proc/self/fd")) == files
+        memory.fill_(1)
+        del memory
+        assert num_mapped() == maps
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+    def test_other_users_cannot_map_it(self) -> None:
+        assert as_nobody(OfferedSegment(100)) == 7
+
+    def test_only_what_was_offered_is_opened(self, tmp_path: Path) -> None:
+        segment = OfferedSegment(100)
+        pid, descriptor, token = segment.offer
+        with (tmp_path / "other").open("w+b") as other, pytest.raises(OSError, match="different containers"):
+            mapped([pid, other.fileno(), token])
+        with pytest.raises(OSError, match="different containers"):
+            mapped([pid, descriptor, bytes(16).hex()])
+
+
+def test_what_is_longer_than_the_memory_travels() -> None:
+    """A single element, and the scale of its chunk, take more than its own bytes."""
+    int8: Any = make_compressor("int8")
+    assert int8.encoded_bytes(1) > 4
+    with job(num_workers=1) as found, found.connections(0) as connections:
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = optim.SGD([weight], lr=1.0)
+        RemoteOptimizer(optimizer, connections, compressor=int8)
+        for _ in range(2):
+            weight.grad = torch.ones(1)
+            optimizer.step()
+        assert weight.item() == pytest.approx(-2.0)
+
+
+def test_synchronous_workers_read_the_weights_of_the_server() -> None:
+    """The server makes no copy for each of them."""
+    with job() as found:
+        trained(found)
+        (shard,) = found.servers[0]._shards.values()
+        for bucket in shard._buckets:
+            assert {room.pulled.data_ptr() for room in bucket.rooms.values()} == {bucket.weights.data_ptr()}
+            assert len({room.memory.data_ptr() for room in bucket.rooms.values()}) == 2
+            assert all(torch.equal(bucket.part(bucket.weights, i), p) for i, p in enumerate(bucket.pieces))
