@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_multigpu.callbacks import ProfilerReport, probes
 from lightning_multigpu.callbacks.profile.operator_trace import OperatorTrace
-from lightning_multigpu.communication.channel import Channel
+from lightning_multigpu.engine.parameter_server.rooms import Room
 from lightning_multigpu.report.profile import profile_document, profile_text
 from tests.report.profiles import told
 from tests.strategies.tasks import make_strategy
@@ -92,15 +92,14 @@ def test_a_server_with_everything(world2: World, num_servers: int) -> None:
     """Half as many bytes would save half of the wait, and even shares 2/3 or 4/5 of it."""
 
     def fit(optimizer_split: str | None) -> Any:
-        send = Channel.send
+        push = Room.push
 
-        def slowly(channel: Channel, fields: Any, *args: Any, **kwargs: Any) -> None:
-            if fields["kind"] == "push":
-                time.sleep(0.1)
-            send(channel, fields, *args, **kwargs)
+        def slowly(room: Room, *, is_whole: bool) -> None:
+            time.sleep(0.1)
+            push(room, is_whole=is_whole)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Channel, "send", slowly)
+            patch.setattr(Room, "push", slowly)
             strategy = make_strategy("sync_ps", num_servers=num_servers, optimizer_split=optimizer_split)
             return profile_of(Net(128, 4), torch.ones(2, 128), strategy, max_steps=8)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,6 +156,7 @@ class ServedShard:
     Attributes:
         staleness: how often the updates of each asynchronous worker had which staleness: the number of updates that
             others had made since the worker got the weights.
+        waited_s: how long updates of asynchronous workers waited for each other.
     """
 
     def __init__(
@@ -163,6 +166,7 @@ class ServedShard:
         self._changing = changing
         self._clocks = Clocks(pairs, consistency.max_staleness)
         self.staleness: dict[int, Counter[int]] = defaultdict(Counter)
+        self.waited_s = 0.0
         self.plans: list[Plan] = []
         self._buckets: list[_Bucket] = []
         self._by_number: dict[int, _Bucket] = {}
@@ -431,7 +435,7 @@ class ServedShard:
         for together in self._portions(request):
             gradients = [self._gradients(bucket, {worker: request}) for bucket in together]
             self._clip(gradients, request, self._pairs[worker])
-            with self._changing:
+            with self._turn():
                 stale = max((bucket.version - bucket.pulled[worker] for bucket in together), default=0)
                 self._compensate(gradients, worker)
                 self._update(gradients, divide_rate_by=max(1, stale if self._consistency.scales_learning_rate else 1))
@@ -446,6 +450,14 @@ class ServedShard:
             self._changing.notify_all()
         self._await(worker, sent)
         return max((bucket.pulled[worker] for bucket in buckets), default=0), staleness
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Within the block an update is made, after the updates of other workers."""
+        start_s = time.perf_counter()
+        with self._changing:
+            self.waited_s += time.perf_counter() - start_s
+            yield
 
     def _compensate(self, gradients: Iterable[_Gradients], worker: int) -> None:
         if self._consistency.compensation:

@@ -97,7 +97,7 @@ class Server:
         self._pairs = {worker: self._joined(store, worker, own) for worker in range(job.num_workers)}
         self._shards: dict[int, ServedShard] = {}
         self._bytes_in = self._bytes_out = 0  # of workers that have left
-        self._num_steps, self._waited_s = 0, 0.0
+        self._num_steps = 0
         # Asynchronous training
         self._queue = BatchQueue()
         self._has_started = self._has_stopped = self._is_ending = False
@@ -220,7 +220,7 @@ class Server:
             "bytes_in": self._bytes_in + sum(pair.bytes_in for pair in self._pairs.values()),
             "bytes_out": self._bytes_out + sum(pair.bytes_out for pair in self._pairs.values()),
             "num_steps": self._num_steps,
-            "waited_s": self._waited_s,
+            "waited_s": sum(shard.waited_s for shard in self._shards.values()),
             "staleness": [[worker, sorted(found.items())] for worker, found in sorted(counts.items())],
         }
 
@@ -272,9 +272,7 @@ class Server:
             return self._shards[optimizer].alone(worker, request)
         if kind == "pull":
             return self._shards[arguments[0]].pull(worker)
-        start_s = time.perf_counter()
         with self._changing:
-            self._waited_s += time.perf_counter() - start_s
             if kind in self._COORDINATION:
                 return self._COORDINATION[kind](self, worker, *arguments)
             if kind == "replace":
