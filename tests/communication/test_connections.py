@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import resource
 import socket
+import subprocess
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from typing import TypeVar
 
 import pytest
 
 from lightning_multigpu.communication.connections import Connections
+from lightning_multigpu.emulation import EmulatedHosts
+from tests.hosts import require_hosts
 
+T = TypeVar("T")
 Connect = Callable[[], socket.socket]
 
 
@@ -93,3 +102,64 @@ def test_a_rank_without_a_descriptor_left_still_cuts(back_end: Connect) -> None:
         for descriptor in filled:
             os.close(descriptor)
     assert is_cut(noted)
+
+
+def in_namespace(namespace: str, work: Callable[[], T]) -> T:
+    """The result of work on a thread in a network namespace; its sockets stay there."""
+
+    def enter_and_work() -> T:
+        with open(f"/run/netns/{namespace}", "rb") as opened:
+            assert ctypes.CDLL(None, use_errno=True).setns(opened.fileno(), 0x40000000) == 0
+        return work()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(enter_and_work).result()
+
+
+@pytest.mark.hosts
+def test_a_machine_that_is_gone_is_noticed_and_a_process_that_does_not_read_is_not() -> None:
+    """Of two connections to the lost host one is idle, and one has data on its way: the kernel's probes end the first.
+
+    Of two connections to a host that is there one is full, since its other end does not read, and one has nothing to
+    say.
+    """
+    require_hosts()
+    connections = Connections()
+    with EmulatedHosts(3) as hosts, ExitStack() as ends:
+        opened = []
+        for host in (hosts[0], hosts[0], hosts[2], hosts[2]):
+            listen = functools.partial(socket.create_server, (host.address, 0))
+            listener = ends.enter_context(in_namespace(host.namespace, listen))
+            reach = functools.partial(socket.create_connection, listener.getsockname(), timeout=10)
+            with connections.noted():
+                opened.append(ends.enter_context(in_namespace(hosts[1].namespace, reach)))
+            ends.enter_context(listener.accept()[0])
+        idle, busy, full, quiet = opened
+        full.setblocking(False)
+        with suppress(BlockingIOError):
+            while full.send(bytes(2**20)):
+                pass
+        connections.cut_silent(1.0)
+        switch = hosts[0].namespace.replace("host0", "switch")
+        subprocess.run(["ip", "-n", switch, "link", "set", "port0", "nomaster"], check=True)  # nobody is told
+        busy.send(b"step")
+        deadline_s = time.monotonic() + 30
+        ended: list[socket.socket] = []
+        while len(ended) < 2 and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+            connections.cut_silent(1.0)
+            ended = [each for each in opened if has_ended(each)]
+        time.sleep(1.5)
+        connections.cut_silent(1.0)
+        assert [each for each in opened if has_ended(each)] == [idle, busy]
+        assert not has_ended(quiet)
+
+
+def has_ended(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

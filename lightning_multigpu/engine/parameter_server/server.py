@@ -46,6 +46,7 @@ EXTERNAL = "lightning_multigpu/external servers"
 
 _LOOK_S = 1.0  # between two checks for machines that have vanished
 _PROBE_S = 0.5
+_POLL_S = 0.02
 _STORE_S = 10.0
 _LAST_WORDS = timedelta(seconds=2)
 _OF_WORKER_0 = ("statistics", "state", "load")
@@ -107,12 +108,15 @@ class Server:
         self._awaiting_last_word: set[int] = set()
 
     def _joined(self, store: Store, worker: int, own: str) -> Pair:
-        name = f"{self.job.name}/{worker} and {self.number}"
-        store.wait([f"{self.job.name}/worker {worker}"], timedelta(seconds=self.job.join_timeout_s))
-        is_near = store.get(f"{self.job.name}/worker {worker}").decode() == own
+        key, until_s = f"{self.job.name}/worker {worker}", time.monotonic() + self.job.join_timeout_s
+        while not store.check([key]):
+            if time.monotonic() > until_s:
+                raise PairEndedError(f"worker {worker} did not come within {self.job.join_timeout_s:g} s")
+            time.sleep(_POLL_S)
+        is_near = store.get(key).decode() == own
         pair = Pair(
             store,
-            name,
+            f"{self.job.name}/{worker} and {self.number}",
             label=f"worker {worker}",
             is_server=True,
             connections=self._connections,
