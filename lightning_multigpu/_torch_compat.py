@@ -51,11 +51,20 @@ def new_group_in_order(
     return group
 
 
-def base_store() -> dist.TCPStore:  # type: ignore[name-defined]
-    """The store at the job's main address, which torch has no public name for; any key is free but torch's own."""
+def job_store() -> dist.TCPStore:  # type: ignore[name-defined]
+    """The store at the job's main address, for which torch has no public name; any key is free but torch's own.
+
+    Raises:
+        RuntimeError: the process groups were made through another kind of store.
+    """
     store = c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        raise RuntimeError(
+            f"the process group was made through a {type(store).__name__}, which parameter servers cannot join: make it "
+            "with init_method='env://' or 'tcp://...', or leave it to the Trainer"
+        )
     return store
 
 

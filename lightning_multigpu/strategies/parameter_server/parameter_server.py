@@ -16,7 +16,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu._torch_compat import base_store
+from lightning_multigpu._torch_compat import job_store
 from lightning_multigpu.communication.compression.compressors import Bf16, ElementwiseCompressor, Fp16, Int8
 from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
@@ -175,7 +175,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     @override
     def _connect(self) -> None:
         assert self.groups is not None
-        store = base_store()
+        store = job_store()
         number = max(2, self.num_nodes) if self._num_servers == "nodes" else self._num_servers
         job = Job(
             name=self.broadcast(f"{RUNS}/{store.add(RUNS, 1) if self.global_rank == 0 else 0}"),
