@@ -36,8 +36,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     where = f"{options.master_addr} port {options.master_port}"
-    print(f"Waiting for the job at {where}", flush=True)
     try:
+        print(f"Waiting for the job at {where}", flush=True)
         server = joined(options.master_addr, options.master_port)
         print(f"Serving as server {server.number} of {server.job.num_servers}", flush=True)
     except KeyboardInterrupt:
@@ -56,17 +56,17 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
 
 def _checked(options: argparse.Namespace) -> argparse.Namespace:
-    if not options.master_addr or not options.master_port:
+    if not options.master_addr or options.master_port is None:
         raise UsageError(
             "a server finds the job by the address of rank 0: give --master-addr and --master-port, or set MASTER_ADDR "
             "and MASTER_PORT"
         )
-    for option, value, largest in (
-        ("--master-port", options.master_port, 65_535),
-        ("--threads", options.threads, 1_024),
+    for option, value, smallest, largest in (
+        ("--master-port", options.master_port, 1, 65_535),
+        ("--threads", options.threads, 0, 1_024),
     ):
-        if not 0 <= value <= largest:
-            raise UsageError(f"{option} {value} is not between 0 and {largest}")
+        if not smallest <= value <= largest:
+            raise UsageError(f"{option} {value} is not between {smallest} and {largest}")
     return options
 
 
