@@ -12,6 +12,28 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from lightning_multigpu import ParameterServerStrategy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_PORT = "7000"
+
+
+class Apart(ParameterServerStrategy):
+    """Joins at a port that the servers know; ``bench strategies`` gives each strategy a port of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(servers="external", **options)
+
+    @override
+    def check_before_launch(self, trainer: pl.Trainer) -> None:
+        os.environ["MASTER_PORT"] = _PORT
+        super().check_before_launch(trainer)
 
 
 def main() -> None:
@@ -23,8 +45,9 @@ def main() -> None:
     program = [sys.executable, "-m", "lightning_multigpu"]
     workers, servers = arguments.workers, arguments.servers
     if int(os.environ["NODE_RANK"]) >= workers:
-        os.execv(sys.executable, [*program, "serve"])
-    named = f"sync_ps:servers=external,num_servers={servers},bucket_cap_mb={arguments.bucket_cap_mb}"
+        os.execv(sys.executable, [*program, "serve", "--master-port", _PORT])
+    options = f"num_servers={servers},bucket_cap_mb={arguments.bucket_cap_mb}"
+    named = f"{__spec__.name if __spec__ else __name__}.Apart:{options}"
     command = [*program, "bench", "strategies", "--num-nodes", str(workers)]
     strategies = ["--devices", "1", "--strategies", "ring_ddp", named, "--baseline", "ring_ddp"]
     os.execv(sys.executable, [*command, *strategies, *others])
