@@ -51,10 +51,10 @@ Buffers in which gradients travel count as gradients. Optimizer states that are 
 is absent if servers have the states.
 
 ``parameter_servers`` counts from the start of the servers to the end of training: the bytes of each server from and to
-all ranks, and ``queue_ms``, the mean time for which a rank's requests in a step waited at the server, because it was
-busy with other ranks. ``workers`` is empty except under ``async_ps``: it has the number of updates of each rank, and
-their staleness, the number of updates that other ranks made between the rank's pull of the weights and its update. A
-rank that was lost is in ``workers`` and not in ``ranks``.
+all ranks, and ``queue_ms``, the mean time for which a rank's update in a step waited at the server for those of other
+ranks, under ``async_ps``. ``workers`` is empty except under ``async_ps``: it has the number of updates of each rank,
+and their staleness, the number of updates that other ranks made between the rank's pull of the weights and its update.
+A rank that was lost is in ``workers`` and not in ``ranks``.
 
 A KEY is ``group/figure_unit`` with the groups ``throughput``, ``communication``, ``parameter_server`` and ``device``. A
 figure that has no meaning in a run is absent; numbers are finite. In ``aggregate`` each statistic is the sum, maximum
