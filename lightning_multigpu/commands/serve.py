@@ -26,7 +26,10 @@ your own have to be importable from the current directory, as for the workers.
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Serves one job; returns 0 if it has ended well, else 1.
+    """Serves one job, and ends this process: with 0 if the job has ended well, 130 after an interrupt, else 1.
+
+    Returns:
+        130 or 1, if it has found no job to serve.
 
     Raises:
         UsageError: an option is unknown or out of its range, or no address is given.
@@ -48,11 +51,9 @@ def run(name: str, arguments: Sequence[str]) -> int:
     try:
         problem = server.serve()
     except KeyboardInterrupt:
-        server.end("the server was interrupted")
-        server.serve()
-        return 130
+        os._exit(130)
     print(f"The job has failed: {problem}" if problem else "The job has ended", flush=True)
-    return 1 if problem else 0
+    os._exit(1 if problem else 0)
 
 
 def _checked(options: argparse.Namespace) -> argparse.Namespace:

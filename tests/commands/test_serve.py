@@ -72,6 +72,32 @@ def test_workers_train_on_servers_that_wait_for_them(world2: World) -> None:
         assert sorted(printed) == [f"Serving as server {k} of 2\nThe job has ended\n" for k in range(2)]
 
 
+class Interrupts(Callback):
+    """Presses Ctrl-C where the server runs."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if rank() == 0 and batch_idx == 1:
+            os.kill(self.pid, signal.SIGINT)
+
+
+@pytest.mark.launch
+def test_a_server_that_is_interrupted_tells_the_workers(world2: World) -> None:
+
+    def work(port: int, server_pid: int) -> None:
+        os.environ["MASTER_PORT"] = str(port)
+        strategy = ParameterServerStrategy(servers="external", join_timeout_s=20)
+        trainer = make_trainer(CASE, strategy, 2, callbacks=[Interrupts(server_pid)])
+        trainer.fit(Classifier(), train_loader(CASE, trainer))
+
+    words = r"parameter server 0 of 1 \(127.0.0.1\) has failed: the server was interrupted"
+    with serving(port := free_port()) as process:
+        world2.run_raising(RuntimeError, words, work, port, process.pid)
+        assert process.wait(30) == 130
+
+
 @pytest.mark.launch
 def test_a_server_that_waits_ends_at_an_interrupt() -> None:
     with serving(free_port()) as process:
@@ -110,6 +136,6 @@ def test_external_servers_need_an_address_that_both_sides_know(missing: str, mon
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "7000")
     monkeypatch.delenv(missing)
-    trainer = make_trainer(CASE, ParameterServerStrategy(servers="external"), 1)
+    trainer = make_trainer(CASE, ParameterServerStrategy(servers="external", join_timeout_s=1), 1)
     with pytest.raises(ValueError, match=f"servers='external': {missing} is not set, by which servers find the job"):
         trainer.fit(Classifier(), train_loader(CASE, 1))

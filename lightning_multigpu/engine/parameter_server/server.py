@@ -47,7 +47,6 @@ EXTERNAL = "lightning_multigpu/external servers"
 _LOOK_S = 1.0  # between two checks for machines that have vanished
 _PROBE_S = 0.5
 _POLL_S = 0.02
-_STORE_S = 10.0
 _LAST_WORDS = timedelta(seconds=2)
 _OF_WORKER_0 = ("statistics", "state", "load")
 _WITHOUT_ANSWER = ("trained", "give back", "pause", "replace")
@@ -128,16 +127,26 @@ class Server:
         return pair
 
     def serve(self) -> str:
-        """Serves the job until all of its workers have left; returns what went wrong, or an empty text."""
+        """Serves the job until all of its workers have left; returns what went wrong, or an empty text.
+
+        Afterwards threads may still be receiving: leave the process by :func:`os._exit`.
+
+        Raises:
+            KeyboardInterrupt: the server was interrupted; the workers have been told.
+        """
         serving = [self._serve_together] if self.job.consistency.is_synchronous else [
             (lambda worker=worker: self._serve_alone(worker)) for worker in self._pairs
         ]  # fmt: skip
         for serve in serving:
             threading.Thread(target=serve, name="workers", daemon=True).start()
-        while not self._ended.wait(_LOOK_S):
-            self._connections.cut_silent(self.job.silence_s)
-        if self._problem:
-            for pair in [*self._pairs.values()]:
+        try:
+            while not self._ended.wait(_LOOK_S):
+                self._connections.cut_silent(self.job.silence_s)
+        except KeyboardInterrupt:
+            self.end("the server was interrupted")
+            raise
+        finally:
+            for pair in [*self._pairs.values()] if self._problem else []:
                 with suppress(PairEndedError):
                     pair.send(Failure(self._problem), _LAST_WORDS)
         return self._problem
@@ -419,4 +428,4 @@ def main(host: str, port: int, name: str, number: int, num_threads: int) -> None
     if ended.is_set():
         servers[0].parent_has_ended()
     problem = servers[0].serve()
-    os._exit(1 if problem else 0)  # threads of lost workers may still be receiving
+    os._exit(1 if problem else 0)
