@@ -62,8 +62,8 @@ def job_store() -> dist.TCPStore:  # type: ignore[name-defined]
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         raise RuntimeError(
-            f"the process group was made through a {type(store).__name__}, which parameter servers cannot join: make it "
-            "with init_method='env://' or 'tcp://...', or leave it to the Trainer"
+            f"the process group was made through a {type(store).__name__}, which parameter servers cannot join: make "
+            "it with init_method='env://' or 'tcp://...', or leave it to the Trainer"
         )
     return store
 
