@@ -79,7 +79,7 @@ class Interrupts(Callback):
         self.pid = pid
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if rank() == 0 and batch_idx == 1:
+        if rank() == 0 and trainer.global_step == 1:
             os.kill(self.pid, signal.SIGINT)
 
 
@@ -89,7 +89,7 @@ def test_a_server_that_is_interrupted_tells_the_workers(world2: World) -> None:
     def work(port: int, server_pid: int) -> None:
         os.environ["MASTER_PORT"] = str(port)
         strategy = ParameterServerStrategy(servers="external", join_timeout_s=20)
-        trainer = make_trainer(CASE, strategy, 2, callbacks=[Interrupts(server_pid)])
+        trainer = make_trainer(CASE, strategy, 2, max_epochs=1000, callbacks=[Interrupts(server_pid)])
         trainer.fit(Classifier(), train_loader(CASE, trainer))
 
     words = r"parameter server 0 of 1 \(127.0.0.1\) has failed: the server was interrupted"

@@ -139,6 +139,7 @@ def test_a_machine_that_is_gone_is_noticed_and_a_process_that_does_not_read_is_n
         with suppress(BlockingIOError):
             while full.send(bytes(2**20)):
                 pass
+        time.sleep(1.5)  # longer than the limit, and nobody has probed yet
         connections.cut_silent(1.0)
         switch = hosts[0].namespace.replace("host0", "switch")
         subprocess.run(["ip", "-n", switch, "link", "set", "port0", "nomaster"], check=True)  # nobody is told
