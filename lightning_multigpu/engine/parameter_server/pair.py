@@ -37,7 +37,7 @@ class PairEndedError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Failure:
+class LastWords:
     """The last message of a process that has failed."""
 
     text: str
@@ -66,7 +66,7 @@ class Reply:
                 self._pair.requests.recv([rest], self._pair.other, _REST).wait()
                 data = torch.cat([data, rest])
         message = pickle.loads(data.numpy().tobytes())
-        if isinstance(message, Failure):
+        if isinstance(message, LastWords):
             raise PairEndedError(f"{self._pair.label} has failed: {message.text}")
         return message
 

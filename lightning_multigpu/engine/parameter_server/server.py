@@ -36,7 +36,7 @@ from lightning_multigpu.communication.interface import interface_towards, source
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
 from lightning_multigpu.engine.parameter_server.batch_queue import BatchQueue
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
-from lightning_multigpu.engine.parameter_server.pair import Failure, Pair, PairEndedError
+from lightning_multigpu.engine.parameter_server.pair import LastWords, Pair, PairEndedError
 from lightning_multigpu.engine.parameter_server.served_shard import Plan, ServedShard, UpdateError
 
 RUNS = "lightning_multigpu/servers"
@@ -148,7 +148,7 @@ class Server:
         finally:
             for pair in [*self._pairs.values()] if self._problem else []:
                 with suppress(PairEndedError):
-                    pair.send(Failure(self._problem), _LAST_WORDS)
+                    pair.send(LastWords(self._problem), _LAST_WORDS)
         return self._problem
 
     def end(self, problem: str) -> None:
@@ -255,7 +255,7 @@ class Server:
             if worker == 0:
                 return self.end(problem)
             with suppress(PairEndedError):
-                pair.send(Failure(problem), _LAST_WORDS)
+                pair.send(LastWords(problem), _LAST_WORDS)
             self._leaves(worker, is_lost=True)
         else:
             self._leaves(worker, is_lost=False)
