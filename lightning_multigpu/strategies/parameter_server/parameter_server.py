@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -119,6 +120,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         self._num_servers, self._are_external = num_servers, servers == "external"
         self._bucket_cap_mb = bucket_cap_mb
         self._processes: list[ServerProcess] = []
+        self._store: Any = None
         self._connections: Servers | None = None
 
     def _check_that_no_rank_waits(self, options: Mapping[str, Any]) -> None:
@@ -175,7 +177,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     @override
     def _connect(self) -> None:
         assert self.groups is not None
-        store = job_store()
+        store = self._store = job_store()
         number = max(2, self.num_nodes) if self._num_servers == "nodes" else self._num_servers
         job = Job(
             name=self.broadcast(f"{RUNS}/{store.add(RUNS, 1) if self.global_rank == 0 else 0}"),
@@ -261,6 +263,10 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         for process in self._processes:
             process.close()
         self._processes = []
+        store, self._store = self._store, None
+        if store is not None and self._are_external and self.global_rank == 0:
+            with contextlib.suppress(RuntimeError):  # its process has ended
+                store.delete_key(EXTERNAL)  # servers that come now wait for the next fit
 
     @override
     def server_statistics(self) -> ServerStatistics | None:
