@@ -35,7 +35,12 @@ AXES = ("data", "pipeline", "tensor")
 _ABORT_S = 5.0
 _COLLECTIVES = tuple(
     os.path.join("lightning_multigpu", *names)
-    for names in (("communication", "metered_group.py"), ("runtime", "process_groups.py"), ("strategies", "mesh.py"))
+    for names in (
+        ("communication", "metered_group.py"),
+        ("runtime", "process_groups.py"),
+        ("strategies", "base.py"),
+        ("strategies", "collectives.py"),
+    )
 )
 
 KEPT: list[dist.ProcessGroup] = []

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins import DoublePrecision, Precision
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import IS_INTERACTIVE, is_compiled
+from lightning_multigpu._lightning_internals import IS_INTERACTIVE, is_compiled, plain_optimizer
 from lightning_multigpu.communication.digest import compared
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
@@ -40,20 +42,23 @@ from lightning_multigpu.engine.data_parallel.trained_parameters import (
     check_has_shapes,
 )
 from lightning_multigpu.engine.step_state import seed_of
+from lightning_multigpu.engine.training_memory import measured_bytes
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageRecord
+from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.runtime.batch_feed import BatchFeed, check_loaders, complete_resumed_epoch
 from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import await_file
-from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import WholeCheckpointIO, map_files
+from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import WholeCheckpointIO, map_files, whole_io
 from lightning_multigpu.runtime.common_stop import share_stops
-from lightning_multigpu.runtime.failure_watch import FailureWatch
+from lightning_multigpu.runtime.failure_watch import FailureWatch, advise_resuming
 from lightning_multigpu.runtime.joining import Joining, check_model, table_of
 from lightning_multigpu.runtime.launchers.script_launcher import ScriptLauncher, is_notebook_fork_needed
 from lightning_multigpu.runtime.launchers.spawn_launcher import SpawnLauncher
 from lightning_multigpu.runtime.library_messages import silence_tips
+from lightning_multigpu.runtime.process_groups import ProcessGroups, metered_group
 from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.runtime.run_signals import RunSignals
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.mesh import MeshStrategy
-from lightning_multigpu.strategies.pack import PackStrategy
+from lightning_multigpu.strategies.collectives import Collectives
 from lightning_multigpu.strategies.steps.global_batch import global_batch_text
 from lightning_multigpu.strategies.steps.hook_detection import has_hook, reads_gradients
 from lightning_multigpu.strategies.steps.step_logs import uncounted_logs, uncounted_metrics
@@ -61,19 +66,32 @@ from lightning_multigpu.strategies.steps.step_logs import uncounted_logs, uncoun
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+CHECKPOINT_KEY = "lightning_multigpu"
+"""The only key of a checkpoint besides Lightning's; stock Lightning ignores it."""
 
 _SEED = "PL_GLOBAL_SEED"  # which seed_everything sets
 _ON_ALL_RANKS = "Unfreeze, freeze and add layers on all ranks before the same batch"
 
 
-class MultiGPUStrategy(PackStrategy, MeshStrategy):
+class MultiGPUStrategy(ParallelStrategy):
     """Base class of the strategies that start ranks.
 
     It starts and ends a run, distributes the batches, saves and loads checkpoints, and ends all ranks when one fails.
     Subclasses decide how gradients and layers travel.
+
+    The ranks are a mesh with the axes data, pipeline and tensor; neighbouring ranks differ in the last axis. By default
+    all ranks are on the data axis. A strategy that splits the model sets :attr:`pipeline_parallel_size` and
+    :attr:`tensor_parallel_size`::
+
+        rank                      0  1  2  3  4  5  6  7
+        data_parallel_rank        0  0  0  0  1  1  1  1      with pipeline_parallel_size = 4
+                                                              or both sizes 2: then also
+        tensor_parallel_rank      0  1  0  1  0  1  0  1
 
     Args:
         accelerator: the accelerator; usually left to the Trainer.
@@ -106,10 +124,19 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
             layers); or a list of classes, names of classes, and names of modules. Random numbers are drawn again.
             :class:`HybridStrategy` takes it as an option of its ``pipeline``.
 
+    Attributes:
+        meter: the meter of all bytes between ranks.
+        devices_per_rank: the devices that one rank drives; data travels between them too.
+        starts_ranks: whether there is a rank for each device; False if one process drives all of them.
+
     Raises:
         ValueError: an option is out of its range; the message names the value, the limit and the fix.
     """
 
+    devices_per_rank = 1
+    starts_ranks = True
+    pipeline_parallel_size = 1
+    tensor_parallel_size = 1
     name_with_spawn: ClassVar[str | None] = None
     """The registered name, if there is one, under which this strategy spawns its ranks."""
     _maps_checkpoints = False
@@ -148,8 +175,6 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
             option_checks.check_positive("check_replicas_every_n_steps", check_replicas_every_n_steps, whole=True)
         check_choice(activation_checkpointing)
         super().__init__(
-            process_group_backend=process_group_backend,
-            timeout=timeout if timeout is not None else DEFAULT_TIMEOUT,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -159,12 +184,16 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
             **dict(options),
         )
         silence_tips()
+        self.num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout: timedelta | None = timeout if timeout is not None else DEFAULT_TIMEOUT
         self.meter = Meter()
         self.failure_timeout_s = failure_timeout_s
         self.hang_report_s = hang_report_s or None
         self.join_timeout_s = join_timeout_s
         self.signals = RunSignals()
         self.failure_watch = FailureWatch(self.signals)
+        self.collectives = Collectives(self.metered, self.failure_watch)
         self.joining = Joining(self.failure_watch)
         self.feed = BatchFeed(uneven_inputs, loss_reduction, self.signals)
         self._start_method: StartMethod = start_method
@@ -191,8 +220,17 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         return list(dict.fromkeys(names))  # a subclass may repeat an option of its base
 
     @property
-    @override
+    def _module(self) -> pl.LightningModule:
+        """The user's module; the Trainer sets it before it calls any hook."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # What callbacks ask: they use nothing else of a strategy beyond Lightning's own interface. The defaults fit
+    # strategies whose ranks all do the same, and a question for one family only has its default here too.
+
+    @property
     def options(self) -> dict[str, Any]:
+        """The options that this strategy runs with, for reports."""
         return {
             "uneven_inputs": self.feed.uneven_inputs,
             "loss_reduction": self.feed.loss_reduction,
@@ -201,14 +239,203 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         }
 
     @property
-    @override
     def owns_batch(self) -> bool:
+        """False if this rank's batch does not count: a copy of another rank's, or a repeated one of weight 0."""
         return self.feed.counts and self.global_rank % self._model_parallel_size == 0
 
     @property
-    @override
     def loss_scale(self) -> float:
+        """The factor of this rank's loss that makes the mean over ranks the loss of one device."""
         return self.feed.loss_scale
+
+    def holds(self, parameter: Tensor) -> bool:
+        """True if this rank has the values of a parameter of the module, and of its gradient."""
+        return True
+
+    def values_of_other_ranks(self) -> dict[int, Tensor]:
+        """On rank 0, values of parameters and buffers that only other ranks hold, in host memory; elsewhere none.
+
+        The key is the ``id`` of the placeholder. A collective.
+        """
+        return {}
+
+    def newest_of_ranks(self, name: str, value: Any) -> list[Any] | None:
+        """The values of ranks that train without collectives, each at its own pace; None if there are collectives.
+
+        Rank 0 gets the newest value of each rank that has passed one, in the order of ranks; another rank gets its own
+        alone.
+
+        Args:
+            name: the same for all values that belong together.
+            value: of types that JSON has.
+        """
+        return None
+
+    def gather_at_end(self, value: Callable[[], Any]) -> list[Any] | None:
+        """A list that gets the values of all ranks when training ends; None if collectives still work then.
+
+        Rank 0 gets the values of all ranks, in their order; another rank only its own. All ranks make the same calls.
+
+        Args:
+            value: returns this rank's value, of types that JSON has; called after all callbacks' ``on_train_end``.
+        """
+        return None
+
+    def is_common(self, error: BaseException) -> bool:
+        """True if all ranks have raised ``error`` at the same batch, so that collectives still work."""
+        return self.signals.agreed_on(error)
+
+    def server_statistics(self) -> Any:
+        """The counts of the parameter servers on rank 0, which asks the servers; None elsewhere and without servers.
+
+        They are :class:`~lightning_multigpu.engine.parameter_server.server_statistics.ServerStatistics`.
+        """
+        return None
+
+    def held_bytes(self) -> HeldBytes | None:
+        """Bytes of the parameters, gradients and optimizer states that this rank holds at present, as measured.
+
+        Buffers in which gradients travel count as gradients. Optimizer states in the host's memory, or on servers, do
+        not count. Of several devices that one rank drives only the first holds bytes between two steps.
+        """
+        return measured_bytes(self._module.parameters(), self.optimizers)
+
+    def split_plan(self) -> SplitPlan | None:
+        """The blocks of layers that are split over ranks, and what each sends; None without a tensor split."""
+        return None
+
+    def record_stages(self, *, count_activations: bool | None = True) -> None:
+        """Records the passes and the memory of this rank's stages of a pipeline in every following fit.
+
+        Args:
+            count_activations: in one step, count also the tensors that autograd keeps for backward. This takes
+                saved-tensor hooks, under which ``torch.func.grad`` and related functions raise an error. None keeps
+                the present setting.
+        """
+
+    def stage_record(self) -> StageRecord | None:
+        """The newest steps and the memory of this rank's stages of a pipeline; None without a pipeline.
+
+        The record belongs to the running fit: callbacks can read it up to their ``on_train_end``.
+        """
+        return None
+
+    # The mesh
+
+    @property
+    def is_distributed(self) -> bool:
+        """True: Lightning then injects a distributed sampler, and reduces logs with ``sync_dist=True``."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def groups(self) -> ProcessGroups | None:
+        """The process groups of the run; None outside of one."""
+        return self.collectives.groups
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks along the axes data, pipeline and tensor; None outside a run."""
+        return None if self.groups is None else self.groups.mesh
+
+    @property
+    def process_group_backend(self) -> str | None:
+        return self._process_group_backend
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of data ranks: of different batches in one step."""
+        return max(1, self.num_nodes * self.num_processes // self._model_parallel_size)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The index of this rank's batch among them."""
+        return self.global_rank // self._model_parallel_size
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """The index of this rank's part of each split layer."""
+        return self.global_rank % self.tensor_parallel_size
+
+    @property
+    def _model_parallel_size(self) -> int:
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment and Lightning's rank-zero helpers which rank this is."""
+        if self.cluster_environment is not None:
+            self.run_context.tell_ranks()
+
+    def environment_variables(self) -> dict[str, str]:
+        """Environment variables for back ends during the run; variables that the user has set stay."""
+        return {}
+
+    def new_group(self, axis: str, *, backend: str | None = None, descending: bool = False) -> dist.ProcessGroup:
+        """A further group over this rank's line of ``axis``; a collective of the whole world.
+
+        It is destroyed at the end of the run, and aborted when a rank fails. With ``descending`` its ranks are in
+        descending order.
+        """
+        assert self.groups is not None
+        return self.groups.new(axis, backend=backend, descending=descending)
+
+    def metered(self, group: dist.ProcessGroup, name: str) -> MeteredGroup:
+        """The collectives of ``group``, filed by the meter under ``name``."""
+        return metered_group(group, self.meter, name, self.root_device)
+
+    # Lightning's collectives
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """The reduction of ``tensor`` over the data axis (or ``group``), the same on every rank.
+
+        Other objects than tensors are returned. The input is not changed. The mean of integers is a floating-point
+        number.
+        """
+        weighs = self._weighs and group is None and reduce_op in ("mean", "avg", ReduceOp.AVG)
+        if weighs and isinstance(tensor, Tensor) and tensor.is_floating_point() and self.loss_scale != 1.0:
+            tensor = tensor * self.loss_scale
+        return self.collectives.reduce(tensor, group, reduce_op)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self.collectives.barrier()
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        return self.collectives.broadcast(obj, src)
+
+    def gather_objects(self, obj: T) -> list[T]:
+        """A picklable object of every rank, in rank order, on every rank. A collective of the whole world."""
+        return self.collectives.gather_objects(obj)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Tensors of every data rank (or of ``group``), stacked: shape (ranks, *tensor.shape).
+
+        With ``sync_grads`` the gradient of a rank's tensor is the sum of the gradients of all ranks' results.
+        """
+        return self.collectives.all_gather(tensor, group, sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """True if all ranks of the world, or with ``all=False`` any of them, decide so; the same on every rank."""
+        return self.collectives.decide(decision, all)
 
     # Starting and ending
 
@@ -217,8 +444,8 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         self._module.to(self.root_device)
 
     @property
-    @override
     def run_context(self) -> RunContext:
+        """The ranks, devices and limits of the run, as they are set now."""
         assert self.cluster_environment is not None
         return RunContext(
             environment=self.cluster_environment,
@@ -252,9 +479,13 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         else:
             self._launcher = SpawnLauncher(self, run, self.joining, self.check_before_launch, start_method)
 
-    @override
     def check_before_launch(self, trainer: pl.Trainer) -> None:
-        super().check_before_launch(trainer)
+        """Checks the run before any process is started, and calls this method of the callbacks that have it.
+
+        Raises:
+            ValueError: the strategy cannot run the module, or a callback refuses the run.
+        """
+        check_callbacks_before_launch(trainer)
         if self.data_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
             check_embeddings(trainer.lightning_module)
         if not is_overridden("configure_model", trainer.lightning_module):  # it makes the layers later
@@ -292,8 +523,18 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
             run, strategy=type(self).__qualname__, options=self.options, precision=self.precision_plugin.precision
         )
         with self.joining.limited(run):
-            groups, world = self._join_groups(self.joining.meet(run, alike))
-            self.joining.watch_again(run, world)
+            groups = ProcessGroups(
+                run.environment,
+                self.root_device,
+                (self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size),
+                backend=self._process_group_backend,
+                timeout=self._timeout,
+                variables=self.environment_variables(),
+                store=self.joining.meet(run, alike),
+            )
+            self._process_group_backend = groups.backend
+            self.collectives.join(groups)
+            self.joining.watch_again(run, self.collectives.world)
         watch.joined(groups.cut, run.world_size)
         self.meter.notes = watch.flight_recorder
         counts = self.signals.begin(
@@ -309,8 +550,8 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self._check_shapes(trainer)
         check_loaders(trainer, self.data_parallel_size)
-        if self._world is not None:
-            check_model(self._module, self._world)
+        if self.groups is not None:
+            check_model(self._module, self.collectives.world)
         directory = str(trainer.log_dir or trainer.default_root_dir)  # a collective
         client = self.failure_watch.client
         if client is not None and "://" not in directory:  # the guardian writes a failure's file to a local disk only
@@ -330,7 +571,12 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         self._given, self._common = None, CommonValues()
         self._buffers, self._buffers_due = None, True
         super().teardown()
-        self._leave_groups()
+        self.collectives.leave()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        advise_resuming(None if self.lightning_module is None else self.lightning_module._trainer, exception)
 
     # Data
 
@@ -346,7 +592,7 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
             rank=self.data_parallel_rank,
             num_replicas=self.data_parallel_size,
             meter=self.meter,
-            control_group=self._control_group,
+            control_group=self.collectives.control,
             ranks_a_batch=self._model_parallel_size,
             common=self._common.number,
             on_agreed=lambda found: self._common.check(found.common, self.gather_objects, self._why_values_differ),
@@ -362,6 +608,24 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         self.feed.start_batch(self._module.trainer, self.data_parallel_rank)
 
     # Checkpoints
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's plugin, or one that leaves no half-written files."""
+        self._checkpoint_io = whole_io(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        # Lightning restores weights before it converts the module: float64 weights would be rounded to float32.
+        if isinstance(self.precision_plugin, DoublePrecision):
+            self._module.double()
+        self._module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     @property
     def state_is_lost(self) -> bool:
@@ -417,6 +681,40 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
 
     # Training
 
+    @property
+    def _owned(self) -> Collection[Optimizer]:
+        """The optimizers whose states were dealt out to ranks or servers when this fit started; empty if none were."""
+        return ()
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of this fit.
+
+        Raises:
+            ValueError: on assignment, if another optimizer comes in mid-fit and states have owners.
+        """
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        plain = [*map(plain_optimizer, optimizers)]
+        for number, optimizer in enumerate(plain):
+            if self._owned and optimizer not in self._owned:
+                raise ValueError(
+                    f"optimizer {number} ({type(optimizer).__name__}) was put in place during a fit, and the strategy "
+                    "deals out the states of optimizers when a fit starts: change its param_groups, or "
+                    "start another fit with it, or use strategy='ring_ddp'"
+                )
+        known = {id(optimizer) for optimizer in self._optimizers}
+        if new := [optimizer for optimizer in plain if id(optimizer) not in known]:
+            self._check_new(new)
+        Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+
+    def _check_new(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raises ValueError for optimizers, of a new fit or put in place during one, that the strategy cannot step."""
+        check_belong(self._module, optimizers)
+
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -432,6 +730,10 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self._stage_starts()
+
+    @override
+    def on_validation_end(self) -> None:
+        self.meter.discard()
 
     @override
     def on_test_start(self) -> None:
@@ -476,10 +778,10 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
 
     def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
         """Groups of ranks, each with the parameters that its ranks share, by name."""
-        assert self._data is not None
         ignored = set(getattr(self._module, "_ddp_params_and_buffers_to_ignore", ()))
         named = self._module.named_parameters()
-        return [(self._data, [(name, value) for name, value in named if name not in ignored and self.holds(value)])]
+        held = [(name, value) for name, value in named if name not in ignored and self.holds(value)]
+        return [(self.collectives.data, held)]
 
     @property
     def _ranks_may_differ(self) -> bool:
@@ -506,7 +808,7 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         """Makes ``_given`` if the user's code can set gradients between backward and the step; for subclasses."""
         module, self._given = self._module, None
         if self.data_parallel_size > 1 and (not module.automatic_optimization or reads_gradients(module)):
-            self._given = GivenGradients(self.metered(self._data_group, "data"), lambda: self.loss_scale)
+            self._given = GivenGradients(self.metered(self.collectives.data.group, "data"), lambda: self.loss_scale)
 
     def _note_averages(self) -> None:
         if self._given is not None:
@@ -551,8 +853,7 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         Raises:
             RuntimeError: on all ranks, if they differ.
         """
-        assert self._world is not None
-        world = self._world
+        world = self.collectives.world
         listed = ", ".join([f"{name} ({change})" for name, change in [*changes.items()][:3]])
         try:
             if dist.get_backend() == "gloo" and self._timeout is not None:
@@ -641,21 +942,10 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
             yield
 
     @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        weighs = self._weighs and group is None and reduce_op in ("mean", "avg", ReduceOp.AVG)
-        if weighs and isinstance(tensor, Tensor) and tensor.is_floating_point() and self.loss_scale != 1.0:
-            tensor = tensor * self.loss_scale
-        return super().reduce(tensor, group, reduce_op)
-
-    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self.loss_scale != 1.0:
             closure_loss = closure_loss * self.loss_scale
         return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
-    def is_common(self, error: BaseException) -> bool:
-        return self.failure_watch.signals.agreed_on(error)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -672,3 +962,10 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         if recorder is not None and self.lightning_module is not None:
             recorder.completed(self.lightning_module.trainer.global_step + 1)  # Lightning counts the step later
         return output
+
+
+def check_callbacks_before_launch(trainer: pl.Trainer) -> None:
+    """Calls ``check_before_launch`` of the callbacks that have it."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if (check := getattr(callback, "check_before_launch", None)) is not None:
+            check(trainer)

@@ -41,10 +41,10 @@ from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 from lightning_multigpu.planning.numbers import ms
 from lightning_multigpu.runtime.batch_feed import batches_to_skip, complete_resumed_epoch
-from lightning_multigpu.runtime.failure_watch import SIGTERM_STATUS
+from lightning_multigpu.runtime.failure_watch import SIGTERM_STATUS, advise_resuming
 from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.pack import PackStrategy
+from lightning_multigpu.strategies.base import MultiGPUStrategy, check_callbacks_before_launch
 from lightning_multigpu.strategies.steps.global_batch import global_batch_text
 from lightning_multigpu.strategies.steps.replica_metrics import ReplicaMetrics
 from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined
@@ -58,7 +58,7 @@ DEVICES = "devices"
 """The meter's group for traffic between the devices of this process."""
 
 
-class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
+class DataParallelStrategy(SingleDeviceStrategy):
     """Data parallel training in one process: each device computes a part of each batch, with a replica of the model.
 
     It is ``dp`` as in PyTorch Lightning 1.9, on torch's data parallel functions (``torch.nn.parallel``). No process
@@ -84,6 +84,16 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
 
     strategy_name = "dp"
     starts_ranks = False
+    owns_batch, loss_scale = True, 1.0
+    # What needs no second rank is as in the strategies that start some; so are answers to callbacks that ask for more.
+    check_before_launch = staticmethod(check_callbacks_before_launch)
+    _owned, _check_new, optimizers = (), MultiGPUStrategy._check_new, MultiGPUStrategy.optimizers
+    checkpoint_io, load_model_state_dict = MultiGPUStrategy.checkpoint_io, MultiGPUStrategy.load_model_state_dict
+    on_validation_end, held_bytes = MultiGPUStrategy.on_validation_end, MultiGPUStrategy.held_bytes
+    holds, values_of_other_ranks = MultiGPUStrategy.holds, MultiGPUStrategy.values_of_other_ranks
+    newest_of_ranks, gather_at_end = MultiGPUStrategy.newest_of_ranks, MultiGPUStrategy.gather_at_end
+    server_statistics, split_plan = MultiGPUStrategy.server_statistics, MultiGPUStrategy.split_plan
+    record_stages, stage_record = MultiGPUStrategy.record_stages, MultiGPUStrategy.stage_record
 
     def __init__(
         self,
@@ -116,8 +126,17 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         self._has_warned = False
 
     @property
-    @override
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def is_common(self, error: BaseException) -> bool:
+        """True: there is one rank."""
+        return True
+
+    @property
     def options(self) -> dict[str, Any]:
+        """The options that this strategy runs with, for reports."""
         return {
             "loss_reduction": self._loss_reduction,
             "activation_checkpointing": self._activation_checkpointing,
@@ -129,7 +148,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         return self.parallel_devices or [self._root_device]
 
     @property
-    def devices_per_rank(self) -> int:  # type: ignore[override]
+    def devices_per_rank(self) -> int:
         """Number of replicas."""
         return len(self.devices)
 
@@ -142,7 +161,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
+        advise_resuming(None if self.lightning_module is None else self.lightning_module._trainer, exception)
         if isinstance(exception, SIGTERMException):
             exception.code = SIGTERM_STATUS  # Lightning sets none, and the process would seem to have succeeded
 

@@ -29,8 +29,7 @@ from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.step_state import seed_of, set_random_state
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.base import MultiGPUStrategy
-from lightning_multigpu.strategies.pack import CHECKPOINT_KEY
+from lightning_multigpu.strategies.base import CHECKPOINT_KEY, MultiGPUStrategy
 from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, unlogged_loss, without_trace
 
 if TYPE_CHECKING:
@@ -189,7 +188,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         assert self.groups is not None
-        self._buffers = self.metered(self._data_group, "data")
+        self._buffers = self.metered(self.collectives.data.group, "data")
         self._reducer, bucket_cap_mb = self._transport.open(
             self._module,
             self.groups,
@@ -212,7 +211,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         wrapped = DistributedDataParallel(
             model,
             device_ids=self.determine_ddp_device_ids(),
-            process_group=self._data_group,
+            process_group=self.collectives.data.group,
             bucket_cap_mb=bucket_cap_mb,
             **self._ddp_options,
             **options,
@@ -369,7 +368,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
 
     def _check_gradients(self, batch: Any, *others: Any) -> None:
         module, plugin, scale = self._module, self.precision_plugin, self._loss_scaler_scale()
-        assert self._world is not None
         if not module.automatic_optimization:
             rank_zero_warn("check_loss=True has no effect in manual optimization, where only the step knows its losses")
             return
@@ -387,7 +385,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             dict(module.named_parameters()),
             run,
             traceless=lambda: without_trace(module),
-            gather=self._world.gather_objects,
+            gather=self.gather_objects,
             loss_reduction=self.feed.loss_reduction,
             rtol=gradient_rtol(module, self.root_device),
         )

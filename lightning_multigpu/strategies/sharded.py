@@ -177,8 +177,8 @@ class ShardedStrategy(MultiGPUStrategy):
 
     @override
     def _setup_model(self, model: Module) -> Module:
-        self._group = self.metered(self._data_group, "shards")
-        self._buffers = self.metered(self._data_group, "data")
+        self._group = self.metered(self.collectives.data.group, "shards")
+        self._buffers = self.metered(self.collectives.data.group, "data")
         if self._layer_sync is not None:
             model = self._layer_sync.apply(model)
         values = [*self._module.parameters(), *self._module.buffers()]

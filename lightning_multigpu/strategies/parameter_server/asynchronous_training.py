@@ -387,11 +387,11 @@ class AsynchronousTraining(Callback):
             rank_zero_info(f"  worker {worker}: {counts.total()} updates, staleness {found}")
 
     def newest(self, name: str, value: Any) -> list[Any]:
-        """See :meth:`.ObservedStrategy.newest_of_ranks`."""
+        """See :meth:`.MultiGPUStrategy.newest_of_ranks`."""
         return self._coordination.newest(name, value, of_all=False)
 
     def gather_at_end(self, value: Callable[[], Any]) -> list[Any]:
-        """See :meth:`.ObservedStrategy.gather_at_end`."""
+        """See :meth:`.MultiGPUStrategy.gather_at_end`."""
         found: list[Any] = []
         self._at_end.append((value, found))
         return found

@@ -89,11 +89,11 @@ class OptimizerServerStrategy(MultiGPUStrategy):
     @override
     def _setup_model(self, model: Module) -> Module:
         assert self.lightning_module is not None
-        assert self._data is not None
         if self._layer_sync is not None:
             model = self._layer_sync.apply(model)
         values = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
-        self._data.broadcast_tensors([value.detach() for value in values], src=self._data.first_rank)
+        data = self.collectives.data
+        data.broadcast_tensors([value.detach() for value in values], src=data.first_rank)
         return model
 
     @override
@@ -182,13 +182,13 @@ class OptimizerServerStrategy(MultiGPUStrategy):
     def _average_buffers(self) -> None:
         """Averages BatchNorm's statistics and other floating-point buffers; the other buffers become rank 0's."""
         assert self.lightning_module is not None
-        if self._data is None or self._data.size == 1 or self.failure_watch.failed:
+        if self.groups is None or self.failure_watch.failed or (data := self.collectives.data).size == 1:
             return
         buffers = [buffer.detach() for buffer in self.lightning_module.buffers()]
         averaged = [buffer for buffer in buffers if buffer.is_floating_point()]
-        self._data.broadcast_tensors([b for b in buffers if not b.is_floating_point()], src=self._data.first_rank)
+        data.broadcast_tensors([b for b in buffers if not b.is_floating_point()], src=data.first_rank)
         for buffer in averaged:
-            buffer.copy_(self._data.all_reduce(buffer, "mean"))
+            buffer.copy_(data.all_reduce(buffer, "mean"))
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:

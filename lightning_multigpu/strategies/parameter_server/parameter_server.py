@@ -275,7 +275,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         """Leaves the process groups of the run; from then on collectives return this rank's own values."""
         if self.groups is not None:
             assert self._connections is not None
-            self._leave_groups()
+            self.collectives.leave()
             leave_world()
             self.failure_watch.joined(self._connections.cut, self.world_size)
 

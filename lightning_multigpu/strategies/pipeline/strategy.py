@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -45,8 +44,6 @@ from lightning_multigpu.strategies.steps.step_logs import uncounted_metrics
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-T = TypeVar("T")
 
 
 class StagedStrategy(MultiGPUStrategy):
@@ -174,16 +171,14 @@ class StagedStrategy(MultiGPUStrategy):
     @override
     def model_to_device(self) -> None:
         """Splits the module, whose dtype is final now, and moves this rank's stages to its device."""
-        assert self._world is not None
-        assert self._data is not None
-        module = self._module
+        world, data, module = self.collectives.world, self.collectives.data, self._module
         chain, bounds = self._split(module)
         group = self.new_group("pipeline", descending=True)
         self._split_model = model = SplitModel(module, chain, bounds, group, self.meter, self.root_device)
-        model.share(self._world, self._data)
+        model.share(world, data)
         data_axis = None
         if self.data_parallel_size > 1:
-            bookkeeping = self.metered(self._data_group, "control")
+            bookkeeping = self.metered(data.group, "control")
             data_axis = DataAxis(self._data_reducer(), bookkeeping, module)
             self._undo.callback(data_axis.close)
         tensor_axis = self._tensor_axis(model)
@@ -197,8 +192,9 @@ class StagedStrategy(MultiGPUStrategy):
             number=self.data_parallel_rank,
             data_axis=data_axis,
             tensor_axis=tensor_axis,
-            world=self._world,
+            world=world,
         )
+        self.collectives.in_step = lambda: self._in_step
         self._running.record(**self._recording)
         self._agreement = StageAgreement(
             self.precision_plugin, model, None if tensor_axis is None else tensor_axis.group
@@ -387,21 +383,6 @@ class StagedStrategy(MultiGPUStrategy):
     @property
     def _in_step(self) -> bool:
         return self._running is not None and self._running.in_step
-
-    @override
-    def _metered_group(self, group: Any | None) -> MeteredGroup | None:
-        """Within a step, the data axis instead of the world: other stages are elsewhere in the program."""
-        if group is dist.group.WORLD and self._in_step:
-            group = None
-        return super()._metered_group(group)
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object of rank ``src``; within a step, of the rank in ``src``'s pipeline with this rank's stages."""
-        if self._in_step:
-            size = self._model_parallel_size
-            src = src // size * size + self.global_rank % size
-        return super().broadcast(obj, src)
 
     def _gather_metric(self, tensor: Tensor, group: Any) -> list[Tensor]:
         """The states of a metric on the last stages, which have its samples; within a step only these call it."""

@@ -234,12 +234,11 @@ class HybridStrategy(StagedStrategy):
     @override
     def _data_reducer(self) -> GradientReducer:
         assert self.groups is not None
-        assert self._data is not None
         reducer, _ = self._transport.open(
             self._module,
             self.groups,
             self.meter,
-            self._data,
+            self.collectives.data,
             ranks_per_host=self.num_processes,
             hook=None,
             info=rank_zero_info,

@@ -179,15 +179,14 @@ class TensorSplitStrategy(RingDDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        data_group = self._data_group
+        data_group = self.collectives.data.group
         gather_metrics_by(lambda tensor, group: gather_all_tensors(tensor, data_group), self._module, self._undo)
 
     @override
     def model_to_device(self) -> None:
         super().model_to_device()
-        assert self._world is not None
         module = self._module
-        self._world.broadcast_tensors([*module.parameters(), *module.buffers()], src=0)
+        self.collectives.world.broadcast_tensors([*module.parameters(), *module.buffers()], src=0)
         group = self.new_group("tensor")
         self._peers = self.metered(group, "tensor")
         hosts = {rank // self.num_processes for rank in dist.get_process_group_ranks(group)}
@@ -267,8 +266,7 @@ class TensorSplitStrategy(RingDDPStrategy):
             )
         self._split_plan = plan
         for copy in filter(None, map(averaged_copy, module.trainer.callbacks)):  # type: ignore[attr-defined]
-            assert self._world is not None
-            self._world.broadcast_tensors([*copy.parameters(), *copy.buffers()], src=0)
+            self.collectives.world.broadcast_tensors([*copy.parameters(), *copy.buffers()], src=0)
             self._layers.cut_copy(copy, lambda: self._gathers)
         rank_zero_info(summary(plan))
         if self.on_split is not None:

@@ -30,7 +30,7 @@ from lightning_multigpu.engine.data_parallel.compression_choice import reducer_o
 from lightning_multigpu.engine.data_parallel.gradient_transport import pieces_of
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.runtime.joining import table_of
-from lightning_multigpu.strategies.pack import CHECKPOINT_KEY
+from lightning_multigpu.strategies.base import CHECKPOINT_KEY
 from tests.strategies.data_parallel.test_gradient_transport import TWO_HOSTS, as_hosts
 from tests.strategies.tasks import Case, Classifier, make_strategy, make_trainer, state, train_loader
 from tests.world import World, init_group
