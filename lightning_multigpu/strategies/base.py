@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -16,7 +15,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import DoublePrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -41,13 +40,14 @@ from lightning_multigpu.engine.data_parallel.trained_parameters import (
     check_embeddings,
     check_has_shapes,
 )
+from lightning_multigpu.engine.optimizer_state import groups_alone, plain_state
 from lightning_multigpu.engine.step_state import seed_of
 from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageRecord
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.runtime.batch_feed import BatchFeed, check_loaders, complete_resumed_epoch
 from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import await_file
-from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import WholeCheckpointIO, map_files, whole_io
+from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import map_files, whole_io
 from lightning_multigpu.runtime.common_stop import share_stops
 from lightning_multigpu.runtime.failure_watch import FailureWatch, advise_resuming
 from lightning_multigpu.runtime.joining import Joining, check_model, table_of
@@ -60,8 +60,9 @@ from lightning_multigpu.runtime.run_signals import RunSignals
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.collectives import Collectives
 from lightning_multigpu.strategies.steps.global_batch import global_batch_text
-from lightning_multigpu.strategies.steps.hook_detection import has_hook, reads_gradients
+from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
 from lightning_multigpu.strategies.steps.step_logs import uncounted_logs, uncounted_metrics
+from lightning_multigpu.strategies.streamed_saves import StreamedSaves
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -202,7 +203,8 @@ class MultiGPUStrategy(ParallelStrategy):
         self._activation_checkpointing: Choice = activation_checkpointing
         self._recomputation: Recomputation | None = None
         self._given: GivenGradients | None = None
-        self._streams = False  # whether a save is under way that fetches values only while the file is written
+        self.saves = StreamedSaves()
+        self._undo = ExitStack()  # of a run
         self._broadcast_buffers = False
         self._buffers_due = True
         self._buffers: MeteredGroup | None = None
@@ -570,6 +572,7 @@ class MultiGPUStrategy(ParallelStrategy):
         self.feed.restore_warning()
         self._given, self._common = None, CommonValues()
         self._buffers, self._buffers_due = None, True
+        self.saves.remote = None
         super().teardown()
         self.collectives.leave()
 
@@ -620,24 +623,87 @@ class MultiGPUStrategy(ParallelStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
 
+    # Lightning's hooks. What the ranks of a family hold decides the functions that begin with _own and _whole.
+
+    @property
+    def state_is_lost(self) -> bool:
+        """True if state that a checkpoint needs is lost; callbacks that save at exceptions do not know."""
+        return self.failure_watch.ranks_have_ended or (self.failure_watch.failed and self._needs_others)
+
+    @property
+    def _needs_others(self) -> bool:
+        """Whether other processes have a part of what a checkpoint contains."""
+        return False
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether this rank takes part in gathering a checkpoint: the first copy of a model that is split does."""
+        return not self.state_is_lost and (self._model_parallel_size == 1 or self.data_parallel_rank == 0)
+
+    def _settle_values(self) -> None:
+        """Gives all ranks the values of a checkpoint, where ranks may hold different ones; a collective."""
+
+    def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
+        """``module.state_dict()`` of one device on rank 0, from this rank's; a collective of those that gather."""
+        return state
+
+    def _own_weights(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What this rank loads of ``module.state_dict()`` of one device."""
+        return state
+
+    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state of one device on rank 0; a collective of those that gather."""
+        with plain_state(optimizer):
+            return super().optimizer_state(optimizer)
+
+    def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        """What the optimizer of this rank loads of its state of one device; None if something else has loaded it."""
+        return state
+
+    def _further_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """Further entries of a checkpoint that is being written."""
+        return {}
+
+    def _load_further_state(self, checkpoint: Mapping[str, Any]) -> None:
+        """Takes those of a checkpoint that a fit resumes from, which may be another strategy's."""
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._settle_values()
+        state = super().lightning_module_state_dict()
+        return self._whole_weights(state) if self._gathers else state
+
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         # Lightning restores weights before it converts the module: float64 weights would be rounded to float32.
         if isinstance(self.precision_plugin, DoublePrecision):
             self._module.double()
-        self._module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        self._module.load_state_dict(self._own_weights(checkpoint["state_dict"]), strict=strict)
 
-    @property
-    def state_is_lost(self) -> bool:
-        """True if state that a checkpoint needs is lost; callbacks that save at exceptions do not know."""
-        return self.failure_watch.ranks_have_ended
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state of one device, on rank 0; elsewhere this rank's part. A collective."""
+        plain = plain_optimizer(optimizer)
+        if self.state_is_lost:
+            return groups_alone(plain)
+        return self._whole_state(plain) if self._gathers else MultiGPUStrategy._whole_state(self, plain)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
+        states = [own for optimizer, state in pairs if (own := self._own_state(optimizer, state)) is not None]
+        super().load_optimizer_state_dict({"optimizer_states": states})
+        self._watch_states()
+        self._load_further_state(checkpoint)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self.state_is_lost:
             rank_zero_warn(f"{filepath} is not written: ranks have ended, and their state is lost")
             return
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        checkpoint = {**checkpoint, **self._further_state(checkpoint)}
+        with self.saves.writing() if self._gathers else nullcontext():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -658,26 +724,19 @@ class MultiGPUStrategy(ParallelStrategy):
             map_files(self.checkpoint_io)
         return super().load_checkpoint(path, *args, **kwargs)
 
-    def _stream_saves(self, trainer: pl.Trainer, undo: ExitStack) -> None:
-        """Lets ``trainer.save_checkpoint`` fetch values of other ranks only while the file is written.
+    @contextmanager
+    def _keeping_states(self, optimizers: Collection[Optimizer]) -> Iterator[bool]:
+        """Keeps whole states of the optimizers on rank 0 over a teardown within the block, if the fit has ended well.
 
-        For other files than local ones, and for hooks that read a checkpoint, values are gathered in rank 0's memory.
+        A checkpoint may be saved after the fit. Yields whether any states are kept.
         """
-        save = trainer.save_checkpoint
-
-        @wraps(save)
-        def streamed(filepath: Any, weights_only: bool | None = None, storage_options: Any | None = None) -> None:
-            is_file = storage_options is None and "://" not in str(filepath)
-            hooked = has_hook("on_save_checkpoint", trainer.lightning_module, of_lightning=True)
-            are_whole = self.tensor_parallel_size == 1  # else all ranks of a tensor group gather
-            self._streams = are_whole and is_file and not hooked and type(self.checkpoint_io) is WholeCheckpointIO
-            try:
-                save(filepath, weights_only, storage_options)
-            finally:
-                self._streams = False
-
-        trainer.save_checkpoint = streamed  # type: ignore[method-assign]
-        undo.callback(delattr, trainer, "save_checkpoint")
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        state = None if trainer is None or self.failure_watch.failed else trainer.state
+        ends_well = state is not None and (state.fn, state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING)
+        states = [(optimizer, self.optimizer_state(optimizer)) for optimizer in optimizers if ends_well]
+        yield bool(states)
+        for optimizer, whole in states if self.is_global_zero else ():
+            optimizer.load_state_dict(whole)
 
     # Training
 
@@ -730,6 +789,8 @@ class MultiGPUStrategy(ParallelStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self._stage_starts()
+        self._settle_values()
+        self._synchronise_buffers()
 
     @override
     def on_validation_end(self) -> None:
@@ -756,6 +817,7 @@ class MultiGPUStrategy(ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self._settle_values()
         if self._check_replicas_every != 0:
             self._check_replicas()
         self.signals.training_ends(self.gather_objects)

@@ -88,7 +88,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
     # What needs no second rank is as in the strategies that start some; so are answers to callbacks that ask for more.
     check_before_launch = staticmethod(check_callbacks_before_launch)
     _owned, _check_new, optimizers = (), MultiGPUStrategy._check_new, MultiGPUStrategy.optimizers
-    checkpoint_io, load_model_state_dict = MultiGPUStrategy.checkpoint_io, MultiGPUStrategy.load_model_state_dict
+    checkpoint_io = MultiGPUStrategy.checkpoint_io
+    _own_weights, load_model_state_dict = MultiGPUStrategy._own_weights, MultiGPUStrategy.load_model_state_dict
     on_validation_end, held_bytes = MultiGPUStrategy.on_validation_end, MultiGPUStrategy.held_bytes
     holds, values_of_other_ranks = MultiGPUStrategy.holds, MultiGPUStrategy.values_of_other_ranks
     newest_of_ranks, gather_at_end = MultiGPUStrategy.newest_of_ranks, MultiGPUStrategy.gather_at_end

@@ -410,24 +410,17 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         if self._compressed is not None:
             self._compressed.end_step(self._loss_scaler_scale())
         if self._averager is not None and self._averager.stepped():
-            self._average_model()
+            self._settle_values()
 
     @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._average_model()
-        self._synchronise_buffers()
+    def _further_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        if self._compressed is None or "optimizer_states" not in checkpoint or self.failure_watch.failed:
+            return {}
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._module.named_parameters()}
+        return {CHECKPOINT_KEY: {"compression": self._compressed.state_dict(shapes)}}
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self._compressed is not None and "optimizer_states" in checkpoint and not self.failure_watch.failed:
-            shapes = {name: tuple(parameter.shape) for name, parameter in self._module.named_parameters()}
-            checkpoint[CHECKPOINT_KEY] = {"compression": self._compressed.state_dict(shapes)}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
+    def _load_further_state(self, checkpoint: Mapping[str, Any]) -> None:
         state = checkpoint.get(CHECKPOINT_KEY, {}).get("compression")
         if self._compressed is not None and state is not None:
             self._compressed.load_state_dict(state)
@@ -436,13 +429,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     def on_train_end(self) -> None:
         if self._compressed is not None and self._compressed.compressed is not None:
             rank_zero_info(self._compressed.compressed.summary())
-        self._average_model()
         super().on_train_end()
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._average_model()
-        return super().lightning_module_state_dict()
 
     @override
     def held_bytes(self) -> HeldBytes | None:
@@ -452,7 +439,8 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         buckets = sum(parameter.nbytes for parameter in self._trained.averaged)
         return replace(held, gradients_bytes=held.gradients_bytes + buckets)
 
-    def _average_model(self) -> None:
+    @override
+    def _settle_values(self) -> None:
         if self._averager is None or self.failure_watch.failed:
             return  # a failed run saves this rank's own weights
         if self._averager.average(self._module.parameters(), self.optimizers):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import WEIGHT_AVERAGES, plain_optimizer
+from lightning_multigpu._lightning_internals import WEIGHT_AVERAGES
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.point_to_point import PointToPointGroup
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters
@@ -125,11 +124,9 @@ class ShardedStrategy(MultiGPUStrategy):
         self._sharded: dict[Optimizer, ShardedOptimizer] = {}
         self._gradients: ShardedGradients | None = None
         self._trained: TrainedParameters | None = None
-        self._remote: RemoteValues | None = None
         self._missed: list[Parameter] = []
         self._rounded = False  # whether parameters of other ranks are
         self._in_parts: list[Optimizer] = []  # of an earlier run, with this rank's states
-        self._undo = ExitStack()
 
     @property
     @override
@@ -188,7 +185,7 @@ class ShardedStrategy(MultiGPUStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        self._stream_saves(trainer, self._undo)
+        self.saves.begin(trainer, self._undo)
         for sharded in self._sharded.values():  # Lightning has moved what the constructors have made
             sharded.watch_state()
 
@@ -270,24 +267,18 @@ class ShardedStrategy(MultiGPUStrategy):
 
     @override
     def teardown(self) -> None:
-        module, states = self.lightning_module, []
-        trainer = None if module is None else module._trainer
-        if trainer is not None and not self.failure_watch.failed:
-            ends_well = (trainer.state.fn, trainer.state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING)
-            gathers = self._gather_at_end and ends_well
-            states = [(optimizer, self.optimizer_state(optimizer)) for optimizer in self._sharded if gathers]
-            self._in_parts = [] if gathers or self.world_size == 1 else [*self._sharded]
-        self._undo.close()
-        if self._gradients is not None:
-            self._gradients.close()
-        self._group = self._gradients = self._trained = self._remote = None
-        self._sharded = {}
-        self._missed.clear()
-        self._rounded = False
-        super().teardown()
-        if self.is_global_zero:
-            for optimizer, state in states:  # a checkpoint may be saved after the fit
-                optimizer.load_state_dict(state)
+        gathered = self._sharded if self._gather_at_end else ()
+        with self._keeping_states(gathered) as has_kept:
+            if self._sharded and not self.failure_watch.failed:
+                self._in_parts = [] if has_kept or self.world_size == 1 else [*self._sharded]
+            self._undo.close()
+            if self._gradients is not None:
+                self._gradients.close()
+            self._group = self._gradients = self._trained = None
+            self._sharded = {}
+            self._missed.clear()
+            self._rounded = False
+            super().teardown()
 
     # Training
 
@@ -373,18 +364,7 @@ class ShardedStrategy(MultiGPUStrategy):
         return self._broadcast_dtype is not None
 
     @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._share_values()
-        self._synchronise_buffers()
-
-    @override
-    def on_train_end(self) -> None:
-        self._share_values()
-        super().on_train_end()
-
-    def _share_values(self) -> None:
-        """Gives all ranks exact parameters, if they have rounded ones; a collective."""
+    def _settle_values(self) -> None:
         if self._rounded and not self.failure_watch.failed:
             for sharded in self._sharded.values():
                 sharded.share_values()
@@ -401,45 +381,31 @@ class ShardedStrategy(MultiGPUStrategy):
 
     @property
     @override
-    def state_is_lost(self) -> bool:
-        return super().state_is_lost or (self.failure_watch.failed and self.world_size > 1)
+    def _needs_others(self) -> bool:
+        return self.world_size > 1
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._share_values()
-        return super().lightning_module_state_dict()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state of one device, on rank 0; elsewhere this rank's part. A collective."""
-        plain = plain_optimizer(optimizer)
-        if any(plain is each for each in self._in_parts):
+    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if any(optimizer is each for each in self._in_parts):
             raise RuntimeError(
                 "a checkpoint is saved after the run, and each rank has its part of the optimizer's states: save it "
                 "during the run, by ModelCheckpoint or in on_train_end, or let the run end with gather_at_end=True"
             )
-        if plain not in self._sharded:
-            found: dict[str, Any] = super().optimizer_state(plain)
-            return found
-        state = self._sharded[plain].state_dict()
-        if self.world_size == 1 or self.state_is_lost:
+        if optimizer not in self._sharded:
+            return super()._whole_state(optimizer)
+        state = self._sharded[optimizer].state_dict()
+        if self.world_size == 1:
             return state
-        if self._remote is None:
+        if self.saves.remote is None:
             group = self.new_group("data", descending=True)  # its last rank is rank 0
             device = self.root_device if dist.get_backend(group) == "nccl" else torch.device("cpu")
             messages = PointToPointGroup(group, self.meter, device, name="checkpoint")
-            self._remote = RemoteValues(messages, dist.get_rank(group))
-        received = self._remote.gather(state["state"], range(self.world_size - 1))
+            self.saves.remote = RemoteValues(messages, dist.get_rank(group))
+        remote = self.saves.remote
+        received = remote.gather(state["state"], range(self.world_size - 1))
         whole = dict(sorted({**state["state"], **received}.items()))
-        return {**state, "state": whole if self._streams else self._remote.fetched(whole)}
+        return {**state, "state": whole if self.saves.stream else remote.fetched(whole)}
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        streams = self._streams and self._remote is not None and not self.state_is_lost
-        with self._remote.served() if streams and self._remote is not None else nullcontext():
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            self._sharded[optimizer].load_state_dict(state)
+    def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self._sharded[optimizer].load_state_dict(state)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -135,21 +134,14 @@ class OptimizerServerStrategy(MultiGPUStrategy):
 
     @override
     def teardown(self) -> None:
-        module, states = self.lightning_module, []
         if self._methods is not None:
             self._methods.end()
-        trainer = None if module is None else module._trainer
-        if trainer is not None and not self.failure_watch.failed:
-            ends_well = (trainer.state.fn, trainer.state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING)
-            states = [(o, served.state_dict()) for o, served in self._served.items() if ends_well]
-        for served in self._served.values():
-            served.close()
-        self._served, self._methods = {}, None
-        self._disconnect()
-        super().teardown()
-        if self.is_global_zero:
-            for optimizer, state in states:  # a checkpoint may be saved after the fit
-                optimizer.load_state_dict(state)
+        with self._keeping_states(self._served):
+            for served in self._served.values():
+                served.close()
+            self._served, self._methods = {}, None
+            self._disconnect()
+            super().teardown()
 
     # Training
 
@@ -209,18 +201,14 @@ class OptimizerServerStrategy(MultiGPUStrategy):
 
     @property
     @override
-    def state_is_lost(self) -> bool:
-        alone = self.world_size == 1 and not self._state_is_elsewhere
-        return super().state_is_lost or (self.failure_watch.failed and not alone)
+    def _needs_others(self) -> bool:
+        return self.world_size > 1 or self._state_is_elsewhere
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        served = self._served.get(plain_optimizer(optimizer))
-        if served is None:
-            return super().optimizer_state(optimizer)
-        return served.groups_alone() if self.state_is_lost else served.state_dict()
+    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        served = self._served.get(optimizer)
+        return super()._whole_state(optimizer) if served is None else served.state_dict()
 
     @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            self._served[optimizer].load_state_dict(state)
+    def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self._served[optimizer].load_state_dict(state)

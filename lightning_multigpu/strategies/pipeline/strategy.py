@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +19,7 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.hugging_face import ModelsInStages
-from lightning_multigpu.engine.optimizer_state import plain_state, release, watch
+from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
@@ -68,7 +68,6 @@ class StagedStrategy(MultiGPUStrategy):
         self._running: RunningPipeline | None = None
         self._outputs: LastStageOutputs | None = None
         self._agreement: StageAgreement | None = None
-        self._undo = ExitStack()
         self._gradients_shown = ExitStack()
         self._in_optimizer_step = False
 
@@ -157,14 +156,14 @@ class StagedStrategy(MultiGPUStrategy):
                 optimizer,
                 lambda each: None if isinstance(each, Placeholder) else each,
                 self._shown_state,
-                self._own_state,
+                self._taken_state,
             )
 
     def _shown_state(self, parameter: Tensor, state: Any) -> Any:
         """What user code gets for the state of a parameter of this rank's stages."""
         return state
 
-    def _own_state(self, parameter: Tensor, state: Any) -> Any:
+    def _taken_state(self, parameter: Tensor, state: Any) -> Any:
         """What this rank keeps of a state that user code puts in place."""
         return state
 
@@ -200,7 +199,9 @@ class StagedStrategy(MultiGPUStrategy):
             self.precision_plugin, model, None if tensor_axis is None else tensor_axis.group
         )
         self._undo.callback(self._agreement.end)
-        self._stream_saves(module.trainer, self._undo)
+        self.saves.remote = model.remote
+        if self.tensor_parallel_size == 1:  # else all ranks of a tensor group gather
+            self.saves.begin(module.trainer, self._undo)
         self._undo.callback(ModelsInStages(module).end)
         self._outputs.add_first()
         self._undo.callback(self._outputs.leave)
@@ -396,53 +397,38 @@ class StagedStrategy(MultiGPUStrategy):
 
     @property
     @override
-    def state_is_lost(self) -> bool:
-        return super().state_is_lost or (self._running is not None and self.failure_watch.failed)
-
-    def _gathering_model(self) -> SplitModel | None:
-        """The model whose state the stages of this pipeline gather for a checkpoint; None if they gather nothing."""
-        gathers = self._running is not None and self.data_parallel_rank == 0 and not self.state_is_lost
-        return self._split_model if gathers else None
+    def _needs_others(self) -> bool:
+        return self._running is not None
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def _settle_values(self) -> None:
         if self._in_step:
             raise PipelineError(
                 "a checkpoint is saved within a step, at a place that only the last stage reaches; save it in "
                 "on_train_batch_end, or by ModelCheckpoint(every_n_train_steps=...)"
             )
-        state, model = super().lightning_module_state_dict(), self._gathering_model()
-        in_parts = self._running is None and not self.pipeline_options.gather_at_end
-        if in_parts and first_placeholder(state) is not None:
+
+    @override
+    def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self._split_model is not None:
+            return self._split_model.whole_state_dict(state, streams=self.saves.stream)
+        if not self.pipeline_options.gather_at_end and first_placeholder(state) is not None:
             raise PipelineError(
                 "a checkpoint is saved after the run, and gather_at_end=False has left each rank its part of the "
                 "model; save it during the run, by ModelCheckpoint or in on_train_end, or leave gather_at_end=False out"
             )
-        return state if model is None else model.whole_state_dict(state, streams=self._streams)
+        return state
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        plain, model = plain_optimizer(optimizer), self._gathering_model()
-        if model is None:
-            with plain_state(plain):
-                return super().optimizer_state(plain)
-        return model.whole_optimizer_state(plain, streams=self._streams)
+    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._split_model is None:
+            return super()._whole_state(optimizer)
+        return self._split_model.whole_optimizer_state(optimizer, streams=self.saves.stream)
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        model = self._gathering_model() if self._streams else None
-        with nullcontext() if model is None else model.saving():
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         assert self._split_model is not None
-        states = [
-            self._split_model.own_optimizer_state(state, optimizer)
-            for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
-        ]
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
-        self._watch_states()
+        return self._split_model.own_optimizer_state(state, optimizer)
 
 
 class PipelineStrategy(StagedStrategy):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy
@@ -24,7 +23,7 @@ from lightning_multigpu._lightning_internals import averaged_copy, plain_optimiz
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.activation_checkpointing import Kept
 from lightning_multigpu.engine.micro_batches import cloned
-from lightning_multigpu.engine.optimizer_state import plain_state, release, watch
+from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.split_logits import SplitLogits
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
@@ -115,7 +114,6 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._gradients: SplitGradients | None = None
         self._split_plan: SplitPlan | None = None
         self._bucket_cap_mb: float | None = None
-        self._undo = ExitStack()
 
     @property
     @override
@@ -267,7 +265,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._split_plan = plan
         for copy in filter(None, map(averaged_copy, module.trainer.callbacks)):  # type: ignore[attr-defined]
             self.collectives.world.broadcast_tensors([*copy.parameters(), *copy.buffers()], src=0)
-            self._layers.cut_copy(copy, lambda: self._gathers)
+            self._layers.cut_copy(copy, lambda: self._is_split and self._gathers)
         rank_zero_info(summary(plan))
         if self.on_split is not None:
             self.on_split(plan)
@@ -392,43 +390,24 @@ class TensorSplitStrategy(RingDDPStrategy):
     # Checkpoints
 
     @property
-    def _gathers(self) -> bool:
-        return self._is_split and self.data_parallel_rank == 0 and not self.failure_watch.failed
-
-    @property
     @override
-    def state_is_lost(self) -> bool:
-        return super().state_is_lost or (self._is_split and self.failure_watch.failed)
+    def _needs_others(self) -> bool:
+        return self._is_split
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        state = super().lightning_module_state_dict()
-        if not self._gathers:
-            return state
-        assert self._layers is not None
-        return self._layers.whole_state_dict(state)
+    def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
+        layers = self._layers if self._is_split else None
+        return state if layers is None else layers.whole_state_dict(state)
 
     @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._layers is not None:
-            checkpoint = {**checkpoint, "state_dict": self._layers.own_state_dict(checkpoint["state_dict"])}
-        super().load_model_state_dict(checkpoint, strict=strict)
+    def _own_weights(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return state if self._layers is None else self._layers.own_state_dict(state)
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = plain_optimizer(optimizer)
+    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._watch_states()
-        with plain_state(optimizer):
-            found: dict[str, Any] = super().optimizer_state(optimizer)
-        if not self._gathers:
-            return found
-        assert self._layers is not None
-        return self._layers.whole_optimizer_state(optimizer, found)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        self._watch_states()
+        found, layers = super()._whole_state(optimizer), self._layers if self._is_split else None
+        return found if layers is None else layers.whole_optimizer_state(optimizer, found)
 
 
 def _checksum_of_random_states(device: torch.device) -> int:
