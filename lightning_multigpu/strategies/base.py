@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -21,27 +21,23 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import IS_INTERACTIVE, is_compiled, plain_optimizer
-from lightning_multigpu.communication.digest import compared
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.activation_checkpointing import Choice, Kept, Recomputation, check_choice
+from lightning_multigpu.engine.activation_checkpointing import Choice, Kept, Recomputation, check_choice, recomputing
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
-from lightning_multigpu.engine.data_parallel.common_values import CommonValues
-from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradients
-from lightning_multigpu.engine.data_parallel.replicas import check_replicas
 from lightning_multigpu.engine.data_parallel.trained_parameters import (
-    TrainedParameters,
     check_belong,
     check_embeddings,
     check_has_shapes,
 )
 from lightning_multigpu.engine.optimizer_state import groups_alone, plain_state
-from lightning_multigpu.engine.step_state import seed_of
+from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.step_state import OwnDraws
 from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageRecord
 from lightning_multigpu.planning.split_plan import SplitPlan
@@ -58,9 +54,10 @@ from lightning_multigpu.runtime.process_groups import ProcessGroups, metered_gro
 from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.runtime.run_signals import RunSignals
 from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
 from lightning_multigpu.strategies.collectives import Collectives
+from lightning_multigpu.strategies.common_parameters import CommonParameters
 from lightning_multigpu.strategies.steps.global_batch import global_batch_text
-from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
 from lightning_multigpu.strategies.steps.step_logs import uncounted_logs, uncounted_metrics
 from lightning_multigpu.strategies.streamed_saves import StreamedSaves
 
@@ -72,11 +69,7 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
-CHECKPOINT_KEY = "lightning_multigpu"
-"""The only key of a checkpoint besides Lightning's; stock Lightning ignores it."""
-
 _SEED = "PL_GLOBAL_SEED"  # which seed_everything sets
-_ON_ALL_RANKS = "Unfreeze, freeze and add layers on all ranks before the same batch"
 
 
 class MultiGPUStrategy(ParallelStrategy):
@@ -85,14 +78,8 @@ class MultiGPUStrategy(ParallelStrategy):
     It starts and ends a run, distributes the batches, saves and loads checkpoints, and ends all ranks when one fails.
     Subclasses decide how gradients and layers travel.
 
-    The ranks are a mesh with the axes data, pipeline and tensor; neighbouring ranks differ in the last axis. By default
-    all ranks are on the data axis. A strategy that splits the model sets :attr:`pipeline_parallel_size` and
-    :attr:`tensor_parallel_size`::
-
-        rank                      0  1  2  3  4  5  6  7
-        data_parallel_rank        0  0  0  0  1  1  1  1      with pipeline_parallel_size = 4
-                                                              or both sizes 2: then also
-        tensor_parallel_rank      0  1  0  1  0  1  0  1
+    The ranks are a mesh with the axes data, pipeline and tensor; neighbouring ranks differ in the last axis, as in the
+    picture of :class:`HybridStrategy`. By default all ranks are on the data axis.
 
     Args:
         accelerator: the accelerator; usually left to the Trainer.
@@ -124,11 +111,6 @@ class MultiGPUStrategy(ParallelStrategy):
             the layers of each ``nn.Sequential`` and ``nn.ModuleList`` that is in no other one (in a pipeline, for its
             layers); or a list of classes, names of classes, and names of modules. Random numbers are drawn again.
             :class:`HybridStrategy` takes it as an option of its ``pipeline``.
-
-    Attributes:
-        meter: the meter of all bytes between ranks.
-        devices_per_rank: the devices that one rank drives; data travels between them too.
-        starts_ranks: whether there is a rank for each device; False if one process drives all of them.
 
     Raises:
         ValueError: an option is out of its range; the message names the value, the limit and the fix.
@@ -198,27 +180,20 @@ class MultiGPUStrategy(ParallelStrategy):
         self.joining = Joining(self.failure_watch)
         self.feed = BatchFeed(uneven_inputs, loss_reduction, self.signals)
         self._start_method: StartMethod = start_method
-        self._check_replicas_every = check_replicas_every_n_steps
-        self._steps_unchecked = 0
+        self.common = CommonParameters(self, check_replicas_every_n_steps)
+        self.averaging: AveragedGradients = getattr(self, "averaging", None) or AveragedGradients(self)
         self._activation_checkpointing: Choice = activation_checkpointing
         self._recomputation: Recomputation | None = None
-        self._given: GivenGradients | None = None
         self.saves = StreamedSaves()
         self._undo = ExitStack()  # of a run
-        self._broadcast_buffers = False
-        self._buffers_due = True
-        self._buffers: MeteredGroup | None = None
-        self._common = CommonValues()
         self._weighs = False
-        self._draws: list[Tensor] = []
+        self._draws = OwnDraws()
 
     @classmethod
     def option_names(cls) -> list[str]:
         """The options of the strategy: its own, and those that every strategy of the pack has."""
         strategies = [each for each in cls.__mro__ if issubclass(each, MultiGPUStrategy) and "__init__" in vars(each)]
-        signatures = [inspect.signature(each.__init__) for each in strategies]
-        parameters = [parameter for signature in signatures for parameter in signature.parameters.values()]
-        names = (parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+        names = (name for each in strategies for name in option_checks.options_of(each, eval_str=False))
         return list(dict.fromkeys(names))  # a subclass may repeat an option of its base
 
     @property
@@ -227,8 +202,7 @@ class MultiGPUStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
-    # What callbacks ask: they use nothing else of a strategy beyond Lightning's own interface. The defaults fit
-    # strategies whose ranks all do the same, and a question for one family only has its default here too.
+    # What callbacks ask, beside Lightning's own interface. The defaults fit strategies whose ranks all do the same.
 
     @property
     def options(self) -> dict[str, Any]:
@@ -236,8 +210,9 @@ class MultiGPUStrategy(ParallelStrategy):
         return {
             "uneven_inputs": self.feed.uneven_inputs,
             "loss_reduction": self.feed.loss_reduction,
-            "check_replicas_every_n_steps": self._check_replicas_every,
+            "check_replicas_every_n_steps": self.common.check_every,
             "activation_checkpointing": self._activation_checkpointing,
+            **self.averaging.options,
         }
 
     @property
@@ -248,11 +223,11 @@ class MultiGPUStrategy(ParallelStrategy):
     @property
     def loss_scale(self) -> float:
         """The factor of this rank's loss that makes the mean over ranks the loss of one device."""
-        return self.feed.loss_scale
+        return 1.0 if self.averaging.steps_alone and self.feed.counts else self.feed.loss_scale
 
     def holds(self, parameter: Tensor) -> bool:
         """True if this rank has the values of a parameter of the module, and of its gradient."""
-        return True
+        return not isinstance(parameter, Placeholder)
 
     def values_of_other_ranks(self) -> dict[int, Tensor]:
         """On rank 0, values of parameters and buffers that only other ranks hold, in host memory; elsewhere none.
@@ -300,7 +275,13 @@ class MultiGPUStrategy(ParallelStrategy):
         Buffers in which gradients travel count as gradients. Optimizer states in the host's memory, or on servers, do
         not count. Of several devices that one rank drives only the first holds bytes between two steps.
         """
-        return measured_bytes(self._module.parameters(), self.optimizers)
+        held = measured_bytes(self._module.parameters(), self.optimizers)
+        return held if held is None else replace(held, gradients_bytes=held.gradients_bytes + self._spare_bytes)
+
+    @property
+    def _spare_bytes(self) -> int:
+        """Bytes of buffers in which gradients travel."""
+        return self.averaging.bucket_bytes
 
     def split_plan(self) -> SplitPlan | None:
         """The blocks of layers that are split over ranks, and what each sends; None without a tensor split."""
@@ -385,7 +366,7 @@ class MultiGPUStrategy(ParallelStrategy):
 
     def environment_variables(self) -> dict[str, str]:
         """Environment variables for back ends during the run; variables that the user has set stay."""
-        return {}
+        return self.averaging.environment_variables()
 
     def new_group(self, axis: str, *, backend: str | None = None, descending: bool = False) -> dist.ProcessGroup:
         """A further group over this rank's line of ``axis``; a collective of the whole world.
@@ -480,6 +461,7 @@ class MultiGPUStrategy(ParallelStrategy):
             self._launcher = ScriptLauncher(run, self.joining, self.check_before_launch)
         else:
             self._launcher = SpawnLauncher(self, run, self.joining, self.check_before_launch, start_method)
+        self.averaging.check_run(run)
 
     def check_before_launch(self, trainer: pl.Trainer) -> None:
         """Checks the run before any process is started, and calls this method of the callbacks that have it.
@@ -565,13 +547,18 @@ class MultiGPUStrategy(ParallelStrategy):
         self._set_recomputation(trainer)
 
     @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        self.averaging.watch_given_gradients()
+
+    @override
     def teardown(self) -> None:
+        self.averaging.close()
         self.failure_watch.leave()
         self.meter.notes = None
         self.signals.end(None if self.lightning_module is None else self.lightning_module._trainer)
         self.feed.restore_warning()
-        self._given, self._common = None, CommonValues()
-        self._buffers, self._buffers_due = None, True
+        self.common.reset()
         self.saves.remote = None
         super().teardown()
         self.collectives.leave()
@@ -580,6 +567,17 @@ class MultiGPUStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         advise_resuming(None if self.lightning_module is None else self.lightning_module._trainer, exception)
+
+    def _begin_alike(self, model: Module, ranks: MeteredGroup) -> Module:
+        """Applies SyncBatchNorm, and gives all ranks the values of the first one; for families without torch's DDP."""
+        if self._layer_sync is not None:
+            model = self._layer_sync.apply(model)
+        values = [*self._module.parameters(), *self._module.buffers()]
+        ranks.broadcast_tensors([value.detach() for value in values], src=ranks.first_rank)
+        return model
+
+    def _register_ddp_hooks(self) -> None:
+        """Does nothing: where Lightning's ``DDPStrategy`` calls it, what averages is attached to the wrapper."""
 
     # Data
 
@@ -597,8 +595,8 @@ class MultiGPUStrategy(ParallelStrategy):
             meter=self.meter,
             control_group=self.collectives.control,
             ranks_a_batch=self._model_parallel_size,
-            common=self._common.number,
-            on_agreed=lambda found: self._common.check(found.common, self.gather_objects, self._why_values_differ),
+            common=self.common.values.number,
+            on_agreed=lambda found: self.common.check_differences(found.common),
         )
         if isinstance(distributed, AgreedLoader) and self.groups is not None:
             self.groups.settle_control = distributed.settle
@@ -609,6 +607,7 @@ class MultiGPUStrategy(ParallelStrategy):
         super().on_train_batch_start(batch, batch_idx)
         self._watch_states()
         self.feed.start_batch(self._module.trainer, self.data_parallel_rank)
+        self.averaging.follow_changes()
 
     # Checkpoints
 
@@ -642,6 +641,7 @@ class MultiGPUStrategy(ParallelStrategy):
 
     def _settle_values(self) -> None:
         """Gives all ranks the values of a checkpoint, where ranks may hold different ones; a collective."""
+        self.averaging.average_model()
 
     def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
         """``module.state_dict()`` of one device on rank 0, from this rank's; a collective of those that gather."""
@@ -662,10 +662,11 @@ class MultiGPUStrategy(ParallelStrategy):
 
     def _further_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Further entries of a checkpoint that is being written."""
-        return {}
+        return self.averaging.state() if "optimizer_states" in checkpoint else {}
 
     def _load_further_state(self, checkpoint: Mapping[str, Any]) -> None:
         """Takes those of a checkpoint that a fit resumes from, which may be another strategy's."""
+        self.averaging.load_state(checkpoint)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -777,12 +778,11 @@ class MultiGPUStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
-        complete_resumed_epoch(self.lightning_module.trainer)
-        share_stops(self.lightning_module.trainer)
+        complete_resumed_epoch(self._module.trainer)
+        share_stops(self._module.trainer)
         self._stage_starts(training=True)
         self._tell_global_batch()
-        self._common.begin(self.optimizers, self._in_common())
+        self.common.begin()
         self.meter.discard()
 
     @override
@@ -790,7 +790,7 @@ class MultiGPUStrategy(ParallelStrategy):
         super().on_validation_start()
         self._stage_starts()
         self._settle_values()
-        self._synchronise_buffers()
+        self.common.share_buffers()
 
     @override
     def on_validation_end(self) -> None:
@@ -798,12 +798,10 @@ class MultiGPUStrategy(ParallelStrategy):
 
     @override
     def on_test_start(self) -> None:
-        super().on_test_start()
         self._stage_starts()
 
     @override
     def on_predict_start(self) -> None:
-        super().on_predict_start()
         self._stage_starts()
 
     def _tell_global_batch(self) -> None:
@@ -817,9 +815,10 @@ class MultiGPUStrategy(ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self.averaging.tell_compression()
         self._settle_values()
-        if self._check_replicas_every != 0:
-            self._check_replicas()
+        if self.common.check_every != 0:
+            self.common.check_replicas()
         self.signals.training_ends(self.gather_objects)
 
     def _loss_scaler_scale(self) -> float:
@@ -831,159 +830,44 @@ class MultiGPUStrategy(ParallelStrategy):
         """Where ranks have parts of the optimizers' states: has user code read whole values or none; for subclasses."""
 
     def on_optimizer_step_end(self) -> None:
-        """For communication after an optimizer step, as a part of that step; for subclasses."""
+        """For communication after an optimizer step, as a part of that step."""
+        self.averaging.end_step()
 
     @property
     def replicas_differ(self) -> bool:
         """True while ranks may hold different values of the same parameters."""
-        return False
+        return self.averaging.replicas_differ
 
     def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
         """Groups of ranks, each with the parameters that its ranks share, by name."""
-        ignored = set(getattr(self._module, "_ddp_params_and_buffers_to_ignore", ()))
-        named = self._module.named_parameters()
-        held = [(name, value) for name, value in named if name not in ignored and self.holds(value)]
-        return [(self.collectives.data, held)]
+        named = self.common.not_ignored(self._module.named_parameters())
+        return [(self.collectives.data, [(name, value) for name, value in named if self.holds(value)])]
 
     @property
     def _ranks_may_differ(self) -> bool:
-        """Whether ranks may hold different values of the same parameters at some time; for subclasses."""
-        return False
+        """Whether ranks may hold different values of the same parameters at some time."""
+        return self.averaging.ranks_may_differ
 
-    def _in_common(self) -> dict[str, Tensor]:
-        """The parameters of which all ranks hold the same values at all times, by name."""
-        if self.data_parallel_size == 1 or self._model_parallel_size > 1 or self._ranks_may_differ:
-            return {}
-        ignored = set(getattr(self._module, "_ddp_params_and_buffers_to_ignore", ()))
-        return {name: value for name, value in self._module.named_parameters() if name not in ignored}
-
-    def _why_values_differ(self) -> str:
-        configs = self._module.trainer.lr_scheduler_configs
-        followed = [f"{type(c.scheduler).__name__} follows {c.monitor!r}; " for c in configs if c.reduce_on_plateau]
-        return (
-            f"{''.join(followed)}log such a value with sync_dist=True, and set learning rates alike on all ranks. A "
-            "parameter that the code changes outside of the optimizer, by the samples of its rank: make it a buffer, "
-            "or compute the change from self.all_gather(...)"
-        )
-
-    def _watch_given_gradients(self) -> None:
-        """Makes ``_given`` if the user's code can set gradients between backward and the step; for subclasses."""
-        module, self._given = self._module, None
-        if self.data_parallel_size > 1 and (not module.automatic_optimization or reads_gradients(module)):
-            self._given = GivenGradients(self.metered(self.collectives.data.group, "data"), lambda: self.loss_scale)
-
-    def _note_averages(self) -> None:
-        if self._given is not None:
-            self._given.note(self._module.parameters())
-
-    def _check_replicas(self) -> None:
-        if self.replicas_differ or self.failure_watch.failed:
-            return
-        self._steps_unchecked = 0
-        for group, parameters in self._held_in_common():
-            check_replicas(parameters, self.metered(group.group, "replicas"))
-
-    def _synchronise_buffers(self) -> None:
-        """Gives every rank the buffers of the first one, where ``broadcast_buffers`` says so; a collective."""
-        if self._buffers is None or not self._broadcast_buffers or self._buffers.size == 1:
-            return
-        ignored = set(getattr(self._module, "_ddp_params_and_buffers_to_ignore", ()))
-        buffers = [buffer for name, buffer in self._module.named_buffers() if name not in ignored]
-        self._buffers.broadcast_tensors(buffers, src=self._buffers.first_rank)
-
-    def _share_changes(self, trained: TrainedParameters) -> None:
-        """Checks that hooks have frozen, unfrozen and added the same parameters on all ranks; a collective.
-
-        All ranks get the first rank's values of parameters that are trained from now on.
-
-        Raises:
-            RuntimeError: on all ranks, if they differ.
-        """
-        assert self._buffers is not None
-        self._compare_changes(trained.differences(), "do not train the same parameters")
-        check_belong(self._module, self.optimizers)
-        self._buffers.broadcast_tensors([p.detach() for p in trained.added()], src=self._buffers.first_rank)
-        self._common.watch(self._in_common())
-
-    def _compare_changes(self, changes: dict[str, str], what: str) -> None:
-        """Checks that all ranks have frozen and unfrozen the same parameters; a collective.
-
-        Args:
-            changes: this rank's changes: the name of a parameter, and "trained" or "frozen".
-            what: the difference between ranks, for the message.
-
-        Raises:
-            RuntimeError: on all ranks, if they differ.
-        """
-        world = self.collectives.world
-        listed = ", ".join([f"{name} ({change})" for name, change in [*changes.items()][:3]])
-        try:
-            if dist.get_backend() == "gloo" and self._timeout is not None:
-                # Ranks without changes wait for this rank's gradients: this rank has to raise before they time out.
-                group = {"group": "trained parameters", "group_size": world.size, "ranks": ranks_text(world.ranks)}
-                with self.meter.blocking("barrier", size_bytes=0, **group):
-                    dist.monitored_barrier(timeout=self._timeout / 2, wait_all_ranks=True)
-            found = compared(changes, world.gather_objects, what)
-        except RuntimeError as error:
-            self.failure_watch.check()
-            raise RuntimeError(
-                f"rank {self.global_rank} has changed which parameters are trained ({listed}), and other ranks "
-                f"have not done so before the same batch: {error}. {_ON_ALL_RANKS}"
-            ) from error
-        if found is not None:
-            raise RuntimeError(f"{found}\n{_ON_ALL_RANKS}")
-
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
+    def recomputing(self) -> AbstractContextManager[None]:
         """Within the block backward computes the layers under ``activation_checkpointing`` again."""
-        recomputation = self._recomputation
-        if recomputation is None:
-            yield
-            return
-        with recomputation.installed(self._module):
-            yield
-        if (problem := recomputation.without_effect()) is not None:
-            rank_zero_warn(problem)
+        return recomputing(self._recomputation, [self._module], rank_zero_warn)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.averaging.begin_step(*args, *kwargs.values())
         with self._user_step():
             return super().training_step(*args, **kwargs)
 
     @contextmanager
     def _user_step(self) -> Iterator[None]:
         """The block in which the module's ``training_step`` runs on this rank's whole batch."""
-        with self.recomputing(), self._weighing(), self._uncounted(), self._own_draws():
-            yield
-        self._common.look()
-
-    @contextmanager
-    def _own_draws(self) -> Iterator[None]:
-        """Within the block ranks with batches of their own draw their own numbers from torch's generators.
-
-        Not after ``seed_everything``: all ranks then draw the same, so that a layer that a draw leaves out is left out
-        on all of them, as on one device. Samplers draw outside of the block, since ranks need the same order.
-        """
+        # After seed_everything all ranks draw the same, so that a layer that a draw leaves out is left out on all of
+        # them, as on one device. Samplers draw outside of the block, since ranks need the same order.
         is_alike = self._model_parallel_size > 1 or self.data_parallel_rank == 0 or _SEED in os.environ
-        if is_alike:
+        draws = nullcontext() if is_alike else self._draws.drawn(self.root_device, self.data_parallel_rank)
+        with self.recomputing(), self._weighing(), self._uncounted(), draws:
             yield
-            return
-        device = self.root_device
-        generators = [torch.default_generator]
-        if device.type == "cuda":
-            generators.append(torch.cuda.default_generators[device.index or 0])
-        before = [generator.get_state() for generator in generators]
-        for number, generator in enumerate(generators):
-            if self._draws:
-                generator.set_state(self._draws[number])
-            else:
-                generator.manual_seed(seed_of(generator.initial_seed(), self.data_parallel_rank))
-        try:
-            yield
-        finally:
-            self._draws = [generator.get_state() for generator in generators]
-            for generator, state in zip(generators, before, strict=True):
-                generator.set_state(state)
+        self.common.values.look()
 
     @contextmanager
     def _weighing(self) -> Iterator[None]:
@@ -1007,18 +891,17 @@ class MultiGPUStrategy(ParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self.loss_scale != 1.0:
             closure_loss = closure_loss * self.loss_scale
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self.averaging.end_backward()
+        return loss
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._common.look()
+        self.common.values.look()
         self._watch_states()
         output = super().optimizer_step(*args, **kwargs)
         self.on_optimizer_step_end()
-        self._common.accept()
-        self._steps_unchecked += 1
-        if self._check_replicas_every and self._steps_unchecked >= self._check_replicas_every:
-            self._check_replicas()
+        self.common.stepped()
         self.meter.end_step()
         recorder = self.failure_watch.flight_recorder
         if recorder is not None and self.lightning_module is not None:

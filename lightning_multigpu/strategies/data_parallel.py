@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_multigpu._lightning_internals import attributes_of_lightning, is_compiled, tell_device
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import StepTraffic
-from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice
+from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice, recomputing
 from lightning_multigpu.engine.batch_size import leading_size, tensors_in
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction, full_batch_size, is_stateful
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_embeddings
@@ -84,7 +84,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
     strategy_name = "dp"
     starts_ranks = False
-    owns_batch, loss_scale = True, 1.0
+    owns_batch, loss_scale, is_common = True, 1.0, staticmethod(lambda error: True)
     # What needs no second rank is as in the strategies that start some; so are answers to callbacks that ask for more.
     check_before_launch = staticmethod(check_callbacks_before_launch)
     _owned, _check_new, optimizers = (), MultiGPUStrategy._check_new, MultiGPUStrategy.optimizers
@@ -130,10 +130,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
-
-    def is_common(self, error: BaseException) -> bool:
-        """True: there is one rank."""
-        return True
 
     @property
     def options(self) -> dict[str, Any]:
@@ -244,19 +240,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
-            output = self._step("training_step", *args, **kwargs)
-        if self._recomputation is not None and (problem := self._recomputation.without_effect()) is not None:
-            rank_zero_warn(problem)
-        return output
-
-    @contextmanager
-    def _recomputing(self, hook: str, replicas: Sequence[nn.Module]) -> Iterator[None]:
-        """Within the block layers of the replicas run so that backward computes them again."""
-        with ExitStack() as undo:
-            if hook == "training_step" and self._recomputation is not None:
-                for replica in replicas:
-                    undo.enter_context(self._recomputation.installed(replica))
-            yield
+            return self._step("training_step", *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -286,9 +270,10 @@ class DataParallelStrategy(SingleDeviceStrategy):
         """
         module = self._module
         assert self._threads is not None
+        recomputation = self._recomputation if hook == "training_step" else None
         parts = self._scattered(batch)
         if len(parts) == 1:
-            with self._recomputing(hook, [module]):
+            with recomputing(recomputation, [module], rank_zero_warn):
                 return getattr(module, hook)(parts[0], *others, **options)
         with self._travelling("broadcast", self._replicas.size_bytes(), copies=len(parts) - 1):
             replicas = self._replicas.make(len(parts))
@@ -300,7 +285,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
             for replica, part in zip(replicas, parts, strict=True)
         ]
         random_state = torch.get_rng_state()
-        with self._recomputing(hook, replicas):
+        with recomputing(recomputation, replicas, rank_zero_warn):
             outputs, records = zip(*self._threads.run(calls, hook), strict=True)
         has_drawn = not torch.equal(random_state, torch.get_rng_state())
         self._warn_of_lost_attributes(hook, attributes, vars(replicas[1]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -21,7 +20,6 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.point_to_point import PointToPointGroup
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters
 from lightning_multigpu.engine.remote_values import RemoteValues
-from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
@@ -112,13 +110,8 @@ class ShardedStrategy(MultiGPUStrategy):
                 "dtype of their parameters; leave one of the two out"
             )
         super().__init__(**options)
-        self._broadcast_buffers = broadcast_buffers
-        self._bucket_cap_mb = bucket_cap_mb
-        self._find_unused = find_unused_parameters
-        self._reduce_dtype = reduce_dtype
-        self._broadcast_dtype = broadcast_dtype
-        self._offload = offload_optimizer
-        self._gather_at_end = gather_at_end
+        self.common.broadcasts_buffers = broadcast_buffers
+        self._given = option_checks.own_options(ShardedStrategy, locals())
         # During a run:
         self._group: MeteredGroup | None = None
         self._sharded: dict[Optimizer, ShardedOptimizer] = {}
@@ -131,16 +124,7 @@ class ShardedStrategy(MultiGPUStrategy):
     @property
     @override
     def options(self) -> dict[str, Any]:
-        return {
-            **super().options,
-            "bucket_cap_mb": self._bucket_cap_mb,
-            "find_unused_parameters": self._find_unused,
-            "broadcast_buffers": self._broadcast_buffers,
-            "reduce_dtype": self._reduce_dtype,
-            "broadcast_dtype": self._broadcast_dtype,
-            "offload_optimizer": self._offload,
-            "gather_at_end": self._gather_at_end,
-        }
+        return {**super().options, **self._given}
 
     # Setting up
 
@@ -156,7 +140,7 @@ class ShardedStrategy(MultiGPUStrategy):
         self._check_offload(self.run_context.device_type)
 
     def _check_offload(self, device_type: str) -> None:
-        if self._offload and device_type == "cpu":
+        if self._given["offload_optimizer"] and device_type == "cpu":
             raise ValueError(
                 "offload_optimizer=True on CPU: states are in the host's memory anyway; leave it out, or pass "
                 "accelerator='gpu'"
@@ -165,22 +149,19 @@ class ShardedStrategy(MultiGPUStrategy):
     @override
     def check_before_launch(self, trainer: pl.Trainer) -> None:
         super().check_before_launch(trainer)
+        broadcast_dtype = self._given["broadcast_dtype"]
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if self._broadcast_dtype and isinstance(callback, WEIGHT_AVERAGES):
+            if broadcast_dtype and isinstance(callback, WEIGHT_AVERAGES):
                 raise ValueError(
-                    f"broadcast_dtype={self._broadcast_dtype!r} and {type(callback).__name__}: it would average "
+                    f"broadcast_dtype={broadcast_dtype!r} and {type(callback).__name__}: it would average "
                     "rounded parameters; leave one of the two out"
                 )
 
     @override
     def _setup_model(self, model: Module) -> Module:
         self._group = self.metered(self.collectives.data.group, "shards")
-        self._buffers = self.metered(self.collectives.data.group, "data")
-        if self._layer_sync is not None:
-            model = self._layer_sync.apply(model)
-        values = [*self._module.parameters(), *self._module.buffers()]
-        self._buffers.broadcast_tensors([value.detach() for value in values], src=self._buffers.first_rank)
-        return model
+        self.common.buffers = self.metered(self.collectives.data.group, "data")
+        return self._begin_alike(model, self.common.buffers)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -197,11 +178,13 @@ class ShardedStrategy(MultiGPUStrategy):
         assert self._group is not None
         self._in_parts.clear()
         self._check_optimizers()
-        dtype = _DTYPES.get(self._broadcast_dtype or "")
-        self._watch_given_gradients()
+        dtype = _DTYPES.get(self._given["broadcast_dtype"] or "")
+        self.common.watch_given_gradients()
         for optimizer in self.optimizers:
-            sharded = ShardedOptimizer(optimizer, self._group, self.meter, broadcast_dtype=dtype, offload=self._offload)
-            sharded.given = self._given
+            sharded = ShardedOptimizer(
+                optimizer, self._group, self.meter, broadcast_dtype=dtype, offload=self._given["offload_optimizer"]
+            )
+            sharded.given = self.common.given
             self._sharded[optimizer] = sharded
             self._undo.callback(sharded.close)
         self._wrap()
@@ -250,25 +233,24 @@ class ShardedStrategy(MultiGPUStrategy):
         if not any(parameter.requires_grad for parameter in optimized):
             self._gradients = None
             return
-        bucket_cap_mb = self._bucket_cap_mb
+        bucket_cap_mb, find_unused = self._given["bucket_cap_mb"], self._given["find_unused_parameters"]
         if bucket_cap_mb is None:
             alike = len({parameter.dtype for parameter in optimized}) == 1
-            bucket_cap_mb = _BUCKET_CAP_MB if alike and self._reduce_dtype is None else 0.0
+            bucket_cap_mb = _BUCKET_CAP_MB if alike and self._given["reduce_dtype"] is None else 0.0
         self._gradients = ShardedGradients(
             module,
             [*self._sharded.values()],
             self._group,
             self.meter,
             bucket_bytes=int(bucket_cap_mb * 2**20),
-            reduce_dtype=_DTYPES.get(self._reduce_dtype or ""),
-            shows_all=self._given is not None,
-            find_unused=not module.automatic_optimization if self._find_unused is None else self._find_unused,
+            reduce_dtype=_DTYPES.get(self._given["reduce_dtype"] or ""),
+            shows_all=self.common.given is not None,
+            find_unused=not module.automatic_optimization if find_unused is None else find_unused,
         )
 
     @override
     def teardown(self) -> None:
-        gathered = self._sharded if self._gather_at_end else ()
-        with self._keeping_states(gathered) as has_kept:
+        with self._keeping_states(self._sharded if self._given["gather_at_end"] else ()) as has_kept:
             if self._sharded and not self.failure_watch.failed:
                 self._in_parts = [] if has_kept or self.world_size == 1 else [*self._sharded]
             self._undo.close()
@@ -286,23 +268,18 @@ class ShardedStrategy(MultiGPUStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if self._trained is not None and self._trained.has_changed(self.optimizers):
-            self._wrap_again()
-
-    def _wrap_again(self) -> None:
-        """Wraps the module again after hooks have frozen, unfrozen or added parameters; a collective."""
-        assert self._trained is not None
-        self._share_changes(self._trained)
-        for sharded in self._sharded.values():
-            sharded.refresh()
-        self._wrap()
+            self.common.share_changes(self._trained)  # hooks have frozen, unfrozen or added parameters
+            for sharded in self._sharded.values():
+                sharded.refresh()
+            self._wrap()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._buffers_due:
-            self._synchronise_buffers()
+        if self.common.buffers_due:
+            self.common.share_buffers()
         if self._gradients is None:
             return super().training_step(*args, **kwargs)
-        self._buffers_due = not self._gradients.accumulates
+        self.common.buffers_due = not self._gradients.accumulates
         module = self._module
         with self._user_step(), self.precision_plugin.train_step_context():
             return self._forward_redirection(self._gradients, module, "training_step", *args, **kwargs)
@@ -327,7 +304,7 @@ class ShardedStrategy(MultiGPUStrategy):
         elif self._gradients is not None:
             self._gradients.finish()
             self._average_missed()
-            self._note_averages()
+            self.common.note_averages()
         yield
 
     def _average_missed(self) -> None:
@@ -337,7 +314,7 @@ class ShardedStrategy(MultiGPUStrategy):
         missed = self._trained.missed(self.optimizers)
         if not missed:
             return
-        self._compare_changes(dict.fromkeys(missed, "trained"), "have no gradients of the same parameters")
+        self.common.compare_changes(dict.fromkeys(missed, "trained"))
         for sharded in self._sharded.values():
             for parameter in filter(sharded.has, missed.values()):
                 assert parameter.grad is not None
@@ -348,7 +325,7 @@ class ShardedStrategy(MultiGPUStrategy):
     @override
     def on_optimizer_step_end(self) -> None:
         super().on_optimizer_step_end()
-        self._rounded = self._broadcast_dtype is not None
+        self._rounded = self._given["broadcast_dtype"] is not None
         for sharded in self._sharded.values():
             sharded.share_values_of(filter(sharded.has, self._missed))
         self._missed.clear()
@@ -361,7 +338,7 @@ class ShardedStrategy(MultiGPUStrategy):
     @property
     @override
     def _ranks_may_differ(self) -> bool:
-        return self._broadcast_dtype is not None
+        return self._given["broadcast_dtype"] is not None
 
     @override
     def _settle_values(self) -> None:
@@ -370,12 +347,10 @@ class ShardedStrategy(MultiGPUStrategy):
                 sharded.share_values()
             self._rounded = False
 
+    @property
     @override
-    def held_bytes(self) -> HeldBytes | None:
-        held = super().held_bytes()
-        if held is None or self._gradients is None:
-            return held
-        return replace(held, gradients_bytes=held.gradients_bytes + self._gradients.spare_bytes)
+    def _spare_bytes(self) -> int:
+        return 0 if self._gradients is None else self._gradients.spare_bytes
 
     # Checkpoints
 

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 
 class StreamedSaves:
-    """Streams ``trainer.save_checkpoint``: rank 0 does not hold the values of other ranks.
-
-    For other files than local ones, and for hooks that read a checkpoint, values are gathered in rank 0's memory.
+    """Streams ``trainer.save_checkpoint``, but for files that are not local and for hooks that read a checkpoint.
 
     Attributes:
         remote: the values that ranks offer rank 0; None if they offer none.

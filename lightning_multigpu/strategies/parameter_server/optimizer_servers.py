@@ -87,13 +87,7 @@ class OptimizerServerStrategy(MultiGPUStrategy):
 
     @override
     def _setup_model(self, model: Module) -> Module:
-        assert self.lightning_module is not None
-        if self._layer_sync is not None:
-            model = self._layer_sync.apply(model)
-        values = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
-        data = self.collectives.data
-        data.broadcast_tensors([value.detach() for value in values], src=data.first_rank)
-        return model
+        return self._begin_alike(model, self.collectives.data)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -101,17 +95,16 @@ class OptimizerServerStrategy(MultiGPUStrategy):
             self._connect()  # not for evaluation; before schedules ask for the loader, which is one for their mode
         super().setup_optimizers(trainer)
         if not self._is_asynchronous:  # else a worker's gradients are its own
-            self._watch_given_gradients()
+            self.common.watch_given_gradients()
         for number, optimizer in enumerate(self.optimizers):
             served = self._served[optimizer] = self._serve(optimizer)
-            served.given = self._given
+            served.given = self.common.given
             if served.imbalance > _NOTICED_IMBALANCE:
                 rank_zero_info(
                     f"optimizer {number} ({type(optimizer).__name__}): one server has {served.imbalance:.2f} times "
                     "its share of the bytes"
                 )
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         scaler = getattr(self.precision_plugin, "scaler", None)
         is_read = reads_gradients(module)
         is_changed = is_read or scaler is not None or not module.automatic_optimization
@@ -173,10 +166,9 @@ class OptimizerServerStrategy(MultiGPUStrategy):
 
     def _average_buffers(self) -> None:
         """Averages BatchNorm's statistics and other floating-point buffers; the other buffers become rank 0's."""
-        assert self.lightning_module is not None
         if self.groups is None or self.failure_watch.failed or (data := self.collectives.data).size == 1:
             return
-        buffers = [buffer.detach() for buffer in self.lightning_module.buffers()]
+        buffers = [buffer.detach() for buffer in self._module.buffers()]
         averaged = [buffer for buffer in buffers if buffer.is_floating_point()]
         data.broadcast_tensors([b for b in buffers if not b.is_floating_point()], src=data.first_rank)
         for buffer in averaged:
@@ -188,7 +180,7 @@ class OptimizerServerStrategy(MultiGPUStrategy):
         if not self._accumulating:
             for served in self._served.values():
                 served.average_gradients()
-            self._note_averages()
+            self.common.note_averages()
         yield
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:

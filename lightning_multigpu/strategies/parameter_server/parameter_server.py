@@ -113,7 +113,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         self._connections: ServerConnections | None = None
 
     def _check_that_no_rank_waits(self, options: Mapping[str, Any]) -> None:
-        if self.feed.uneven_inputs != "stop" or self._check_replicas_every:
+        if self.feed.uneven_inputs != "stop" or self.common.check_every:
             name = "uneven_inputs" if self.feed.uneven_inputs != "stop" else "check_replicas_every_n_steps"
             raise ValueError(
                 f"{name}={options[name]!r}: with mode='async' no rank waits for another one, and their weights differ; "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -107,8 +106,7 @@ class HybridStrategy(StagedStrategy):
             if not isinstance(given, Mapping | None):
                 raise ValueError(f"{name}={given!r} is no mapping; pass options by their names: {name}={{...}}")
         pipeline, tensor = dict(pipeline or {}), dict(tensor or {})
-        own = inspect.signature(PipelineStrategy.__init__).parameters.items()
-        of_pipeline = {name: each.default for name, each in own if each.kind is each.KEYWORD_ONLY}
+        of_pipeline = option_checks.own_options(PipelineStrategy, {})
         option_checks.check_options("pipeline=", pipeline, of_pipeline.keys() - set(_SIZES))
         option_checks.check_options("tensor=", tensor, ["plan", "sequence_split"])
         super().__init__(PipelineOptions(**{**of_pipeline, **pipeline}), **options)
@@ -342,7 +340,7 @@ class HybridStrategy(StagedStrategy):
     @property
     def _gathering_axis(self) -> TensorAxis | None:
         """The tensor group that has all stages' parts of a checkpoint and gathers whole values; None on other ranks."""
-        is_last = self._split_model is not None and self._split_model.is_last
+        is_last = self._running is not None and self._running.model.is_last
         return self._axis if is_last and self._axis is not None and self._axis.is_split else None
 
     @override

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -31,6 +32,8 @@ from lightning_multigpu.engine.tensor_split.whole_reads import plain, whole_of
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
+from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
 from lightning_multigpu.strategies.steps.dry_run import trial_precisions, unlogged_loss, without_trace
 from lightning_multigpu.strategies.steps.same_batches import (
@@ -57,7 +60,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class TensorSplitStrategy(RingDDPStrategy):
+class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
     """Tensor parallel training: each rank holds and computes a part of each large layer, of the same batch.
 
     The layers are split on the first training batch. The strategy runs ``training_step`` on the whole module and with
@@ -85,8 +88,7 @@ class TensorSplitStrategy(RingDDPStrategy):
             or an optimizer needs whole tensors.
     """
 
-    name_with_spawn: ClassVar[str | None] = None
-
+    @option_checks.takes_options_of(RingDDPStrategy)
     def __init__(
         self,
         *,
@@ -101,7 +103,11 @@ class TensorSplitStrategy(RingDDPStrategy):
                 option_checks.check_positive(name, size, whole=True)
         check_plan(plan)
         check_sequence_split(sequence_split)
-        super().__init__(**options)
+        option_checks.check_options(type(self).__name__, options, type(self).option_names())
+        averaging = option_checks.own_options(RingDDPStrategy, options)
+        self.averaging = AveragedGradients(self, averaging, options.get("check_replicas_every_n_steps"))
+        options = {name: value for name, value in options.items() if name not in averaging}
+        super().__init__(**self.averaging.lightnings_options, **options)
         self._asked_sizes = tensor_parallel_size, data_parallel_size
         self._plan: Plan = plan
         self._sequence_split: SequenceSplit = sequence_split
@@ -113,7 +119,6 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._layers: SplitLayers | None = None
         self._gradients: SplitGradients | None = None
         self._split_plan: SplitPlan | None = None
-        self._bucket_cap_mb: float | None = None
 
     @property
     @override
@@ -151,7 +156,7 @@ class TensorSplitStrategy(RingDDPStrategy):
                 if value
             )
             raise ValueError(f"{given} does not make the {world} ranks that there are; leave one out, or change it")
-        compressor = self._transport.compressor
+        compressor = self.averaging.transport.compressor
         if compressor is not None and world > size:
             raise ValueError(
                 f"compression={compressor!r} with {world // size} tensor groups: parameters that the ranks of a group "
@@ -188,7 +193,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         group = self.new_group("tensor")
         self._peers = self.metered(group, "tensor")
         hosts = {rank // self.num_processes for rank in dist.get_process_group_ranks(group)}
-        shared_memory = self._transport.shared_memory and len(hosts) == 1  # emulated hosts have one /dev/shm
+        shared_memory = self.averaging.transport.shared_memory and len(hosts) == 1  # emulated hosts have one /dev/shm
         self._tensor = TensorGroup(group, meter=self.meter, shared_memory=shared_memory)
         assert self.groups is not None
         self.groups.also_cut.append(self._tensor.abort)
@@ -203,14 +208,9 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     @override
     def _setup_model(self, model: Module) -> Any:
-        return model if self.data_parallel_size == 1 else super()._setup_model(model)
-
-    @override
-    def _wrap(self, model: Module, bucket_cap_mb: float | None, **options: Any) -> Any:
-        if not self._is_split:  # DDP's buckets are made of the parts
-            self._bucket_cap_mb = bucket_cap_mb
-            return model
-        return super()._wrap(model, bucket_cap_mb, **options)
+        if self.data_parallel_size > 1:
+            self.averaging.open()
+        return model  # DDP's buckets are made of the parts, once layers are split
 
     @override
     def _kept_states(self) -> Sequence[Kept]:
@@ -269,8 +269,8 @@ class TensorSplitStrategy(RingDDPStrategy):
         rank_zero_info(summary(plan))
         if self.on_split is not None:
             self.on_split(plan)
-        if self._reducer is not None:
-            self.model = self._wrap(module, self._bucket_cap_mb)
+        if self.averaging.reducer is not None:
+            self.model = self.averaging.wrap(module)
 
     @override
     def split_plan(self) -> SplitPlan | None:
