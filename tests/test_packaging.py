@@ -213,6 +213,18 @@ class TestImports:
         assert len(own) <= 2 + shares_a_family
         assert all(issubclass(each, Strategy) and len(set(each.__bases__) - {*own}) <= 1 for each in own)
 
+    def test_the_base_alone_overrides_lightnings_hooks_of_checkpoints(self) -> None:
+        """Seventeen overrides in nine files decided, each by itself, who gathers and what a failure leaves."""
+        hooks = {"save_checkpoint", "load_checkpoint", "lightning_module_state_dict", "load_model_state_dict"}
+        hooks |= {"optimizer_state", "load_optimizer_state_dict", "remove_checkpoint"}
+        found = {
+            path.stem
+            for path in python_files(f"{_OURS}/strategies")
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.FunctionDef) and node.name in hooks
+        }
+        assert found == {"base"}
+
     def test_nothing_is_unpickled_but_from_torchs_process_groups_and_own_children(self) -> None:
         """The security page says so: what comes from a store, or through a socket of the pack, is text."""
         found = {path.stem for path in python_files(_OURS) if {"pickle", "dill"} & set(imported_modules(path))}
