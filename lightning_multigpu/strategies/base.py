@@ -30,11 +30,7 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice, Kept, Recomputation, check_choice, recomputing
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
-from lightning_multigpu.engine.data_parallel.trained_parameters import (
-    check_belong,
-    check_embeddings,
-    check_has_shapes,
-)
+from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong, check_embeddings, check_has_shapes
 from lightning_multigpu.engine.optimizer_state import groups_alone, plain_state
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.step_state import OwnDraws
