@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_multigpu._suggest import did_you_mean
 
 if TYPE_CHECKING:
-    from lightning_multigpu.strategies.observed import ObservedStrategy
+    from lightning_multigpu.strategies import DataParallelStrategy, MultiGPUStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +51,10 @@ class Regime:
     synchronous: bool = True
 
     @property
-    def strategy(self) -> type[ObservedStrategy]:
+    def strategy(self) -> type[MultiGPUStrategy | DataParallelStrategy]:
         """The class behind the name; imports Lightning."""
         module, _, name = self.class_path.rpartition(".")
-        strategy: type[ObservedStrategy] = getattr(import_module(module), name)
-        return strategy
+        return getattr(import_module(module), name)  # type: ignore[no-any-return]
 
 
 _RING_DDP: dict[str, Any] = {

@@ -15,7 +15,7 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import StepTraffic, sent_share
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics, summary
 from lightning_multigpu.report.run_table import SPLIT_LAYERS
-from lightning_multigpu.strategies.observed import ObservedStrategy
+from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _PURPOSES: dict[tuple[str | None, str], str] = {
     ("all_reduce", "data"): "all-reduce of gradients",
@@ -166,7 +166,7 @@ class CommunicationMonitor(Monitor):
 
     def _server_statistics(self) -> ServerStatistics | None:
         strategy = self._strategy
-        return strategy.server_statistics() if self._log and isinstance(strategy, ObservedStrategy) else None
+        return strategy.server_statistics() if self._log and isinstance(strategy, MultiGPUStrategy) else None
 
     def _observe_servers(self) -> None:
         """Takes over what the servers have counted since the last time."""

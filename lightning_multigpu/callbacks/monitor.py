@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_multigpu._lightning_internals import writes_logs_after_this_batch
 from lightning_multigpu.callbacks.keys import KEYS, Group, keys_of
 from lightning_multigpu.report.statistics import Series, Statistics, aggregate
-from lightning_multigpu.strategies.observed import ObservedStrategy
+from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 
 class Monitor(Callback):
@@ -152,7 +152,7 @@ class Monitor(Callback):
         mine = torch.tensor([local.get(key, math.nan) for key in keys], dtype=torch.float64)
         everyone = mine.unsqueeze(0)
         strategy = trainer.strategy
-        alone = strategy.newest_of_ranks(self.group, mine.tolist()) if isinstance(strategy, ObservedStrategy) else None
+        alone = strategy.newest_of_ranks(self.group, mine.tolist()) if isinstance(strategy, MultiGPUStrategy) else None
         if alone is not None:
             everyone = torch.tensor(alone, dtype=torch.float64)
         elif trainer.world_size > 1:

@@ -31,7 +31,7 @@ from lightning_multigpu.planning.pipelines.timeline import StageMemory, StageRec
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report import document, run_table, schedule_picture, split_table
 from lightning_multigpu.report.pipeline_section import PipelineReport
-from lightning_multigpu.strategies.observed import ObservedStrategy
+from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _Object = TypeVar("_Object")
 
@@ -108,12 +108,12 @@ class RunReport(SilentMonitors):
         self._monitors = (self._throughput, self._communication, devices)
         self._stages, self._servers, self._gathered, self._memory = None, None, None, None
         self._one_device = OneDevice(trainer) if self._compare else None
-        if isinstance(trainer.strategy, ObservedStrategy):
+        if isinstance(trainer.strategy, MultiGPUStrategy):
             trainer.strategy.record_stages(count_activations=self._count_activations)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(trainer.strategy, ObservedStrategy):
+        if isinstance(trainer.strategy, MultiGPUStrategy):
             self._gathered = trainer.strategy.gather_at_end(lambda: (asdict(self._record(trainer)), self._told()))
         if self._gathered is not None and self._one_device is not None:
             self._one_device.leave_out("asynchronous ranks do not wait while one device is measured")
@@ -142,7 +142,7 @@ class RunReport(SilentMonitors):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        if isinstance(trainer.strategy, ObservedStrategy):
+        if isinstance(trainer.strategy, MultiGPUStrategy):
             self._stages = trainer.strategy.stage_record()
             counted = trainer.strategy.server_statistics()
             self._servers = None if counted is None else counted.section()
@@ -198,7 +198,7 @@ class RunReport(SilentMonitors):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Reports on the steps before a Ctrl-C, if all ranks have ended at the same batch."""
         strategy, fits = trainer.strategy, trainer.state.fn == TrainerFn.FITTING and trainer.global_step > 0
-        is_common = strategy.is_common(exception) if isinstance(strategy, ObservedStrategy) else trainer.world_size == 1
+        is_common = strategy.is_common(exception) if isinstance(strategy, MultiGPUStrategy) else trainer.world_size == 1
         if isinstance(exception, KeyboardInterrupt) and fits and is_common and self._gathered is None:
             self.on_train_end(trainer, pl_module)
             self.on_fit_end(trainer, pl_module)
@@ -251,7 +251,7 @@ class RunReport(SilentMonitors):
 def memory_of(trainer: Trainer) -> StageMemory | None:
     """The bytes that this rank holds; None where the strategy does not say."""
     strategy, device = trainer.strategy, trainer.strategy.root_device
-    if isinstance(strategy, ObservedStrategy):
+    if isinstance(strategy, MultiGPUStrategy):
         held = strategy.held_bytes()
     else:
         held = measured_bytes(trainer.lightning_module.parameters(), trainer.optimizers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -420,3 +420,19 @@ def _preserved_statistics(layer: Module) -> Iterator[None]:
     finally:
         for norm, buffers in zip(norms, before, strict=True):
             norm._buffers.update(buffers)
+
+
+@contextmanager
+def recomputing(
+    recomputation: Recomputation | None, modules: Iterable[Module], warn: Callable[[str], object]
+) -> Iterator[None]:
+    """Within the block, a training step, layers of the modules run as in :meth:`Recomputation.installed`."""
+    if recomputation is None:
+        yield
+        return
+    with ExitStack() as undo:
+        for module in modules:
+            undo.enter_context(recomputation.installed(module))
+        yield
+    if (problem := recomputation.without_effect()) is not None:
+        warn(problem)

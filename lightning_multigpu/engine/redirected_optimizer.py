@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradients
 from lightning_multigpu.engine.optimizer_split import Split, split_of
-from lightning_multigpu.engine.optimizer_state import StateElsewhere, release
+from lightning_multigpu.engine.optimizer_state import StateElsewhere, groups_alone, release
 
 
 class RedirectedOptimizer(ABC):
@@ -182,11 +182,7 @@ class RedirectedOptimizer(ABC):
 
     def groups_alone(self) -> dict[str, Any]:
         """The optimizer's state dictionary without states."""
-        held, self.optimizer.state = self.optimizer.state, {}  # type: ignore[assignment]
-        try:
-            return self.optimizer.state_dict()
-        finally:
-            self.optimizer.state = held
+        return groups_alone(self.optimizer)
 
 
 def _hooks_before(optimizer: Optimizer) -> list[dict[int, Any]]:

@@ -52,6 +52,32 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
+class OwnDraws:
+    """Torch's generators of one rank, whose states go on from step to step."""
+
+    def __init__(self) -> None:
+        self._states: list[Tensor] = []
+
+    @contextmanager
+    def drawn(self, device: torch.device, rank: int) -> Iterator[None]:
+        """Within the block torch's generators, of the CPU and of ``device``, give other numbers than on other ranks."""
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            generators.append(torch.cuda.default_generators[device.index or 0])
+        before = [generator.get_state() for generator in generators]
+        for number, generator in enumerate(generators):
+            if self._states:
+                generator.set_state(self._states[number])
+            else:
+                generator.manual_seed(seed_of(generator.initial_seed(), rank))
+        try:
+            yield
+        finally:
+            self._states = [generator.get_state() for generator in generators]
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
+
+
 @contextmanager
 def without_differentiation() -> Iterator[None]:
     """Refuses ``loss.backward()``, and gradients of other stages' parameters, in the step that the block runs.

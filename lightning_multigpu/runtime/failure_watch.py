@@ -38,7 +38,7 @@ from lightning_multigpu.guardian.proc import ended_text
 from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import last_checkpoint_of
 from lightning_multigpu.runtime.loader_workers import ignoring_ends_of_workers, note_refused_worker
 from lightning_multigpu.runtime.run_signals import RunSignals
-from lightning_multigpu.runtime.uncaught_errors import FailureMessage, give_sigterm_back
+from lightning_multigpu.runtime.uncaught_errors import FailureMessage, give_sigterm_back, resume_advice
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -349,6 +349,14 @@ class FailureWatch:
 def has_trained(trainer: pl.Trainer | None) -> TypeGuard[pl.Trainer]:
     """True in a fit that has completed a step, or has resumed from a checkpoint of one."""
     return trainer is not None and trainer.state.fn == TrainerFn.FITTING and trainer.global_step > 0
+
+
+def advise_resuming(trainer: pl.Trainer | None, exception: BaseException) -> None:
+    """Prints on rank 0 how to resume, after the callbacks have saved, if a signal has ended the run."""
+    if isinstance(exception, KeyboardInterrupt | SIGTERMException) and has_trained(trainer):
+        advice = resume_advice(last_checkpoint_of(trainer))
+        if advice and trainer.is_global_zero:
+            sys.stderr.write(f"{advice}\n")
 
 
 def _printing_rank(failure: Failure, run: RunContext) -> int:

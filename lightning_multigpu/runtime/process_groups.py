@@ -34,8 +34,8 @@ AXES = ("data", "pipeline", "tensor")
 
 _ABORT_S = 5.0
 _COLLECTIVES = tuple(
-    os.path.join("lightning_multigpu", *names)
-    for names in (("communication", "metered_group.py"), ("runtime", "process_groups.py"), ("strategies", "mesh.py"))
+    f"lightning_multigpu/{name}.py"
+    for name in ("communication/metered_group", "runtime/process_groups", "strategies/base", "strategies/collectives")
 )
 
 KEPT: list[dist.ProcessGroup] = []
@@ -157,10 +157,6 @@ class ProcessGroups:
             self._control = self.over([list(range(dist.get_world_size()))], backend="gloo")
         assert self._control is not None
         return self._control
-
-    def metered(self, group: dist.ProcessGroup, meter: Meter, name: str) -> MeteredGroup:
-        """The collectives of ``group``, filed by the meter under ``name``."""
-        return metered_group(group, meter, name, self.device)
 
     def cut(self) -> None:
         """Aborts all groups: threads of this process that wait in them, and ranks at the other end, get an error.

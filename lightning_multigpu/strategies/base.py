@@ -2,78 +2,80 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins import Precision
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.plugins import DoublePrecision, Precision
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import IS_INTERACTIVE, is_compiled
-from lightning_multigpu.communication.digest import compared
+from lightning_multigpu._lightning_internals import IS_INTERACTIVE, is_compiled, plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.activation_checkpointing import Choice, Kept, Recomputation, check_choice
+from lightning_multigpu.engine.activation_checkpointing import Choice, Kept, Recomputation, check_choice, recomputing
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
-from lightning_multigpu.engine.data_parallel.common_values import CommonValues
-from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradients
-from lightning_multigpu.engine.data_parallel.replicas import check_replicas
-from lightning_multigpu.engine.data_parallel.trained_parameters import (
-    TrainedParameters,
-    check_belong,
-    check_embeddings,
-    check_has_shapes,
-)
-from lightning_multigpu.engine.step_state import seed_of
+from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong, check_embeddings, check_has_shapes
+from lightning_multigpu.engine.optimizer_state import groups_alone, plain_state
+from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.step_state import OwnDraws
+from lightning_multigpu.engine.training_memory import measured_bytes
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageRecord
+from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.runtime.batch_feed import BatchFeed, check_loaders, complete_resumed_epoch
 from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import await_file
-from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import WholeCheckpointIO, map_files
+from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import map_files, whole_io
 from lightning_multigpu.runtime.common_stop import share_stops
-from lightning_multigpu.runtime.failure_watch import FailureWatch
+from lightning_multigpu.runtime.failure_watch import FailureWatch, advise_resuming
 from lightning_multigpu.runtime.joining import Joining, check_model, table_of
 from lightning_multigpu.runtime.launchers.script_launcher import ScriptLauncher, is_notebook_fork_needed
 from lightning_multigpu.runtime.launchers.spawn_launcher import SpawnLauncher
 from lightning_multigpu.runtime.library_messages import silence_tips
+from lightning_multigpu.runtime.process_groups import ProcessGroups, metered_group
 from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.runtime.run_signals import RunSignals
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.mesh import MeshStrategy
-from lightning_multigpu.strategies.pack import PackStrategy
+from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
+from lightning_multigpu.strategies.collectives import Collectives
+from lightning_multigpu.strategies.common_parameters import CommonParameters
 from lightning_multigpu.strategies.steps.global_batch import global_batch_text
-from lightning_multigpu.strategies.steps.hook_detection import has_hook, reads_gradients
 from lightning_multigpu.strategies.steps.step_logs import uncounted_logs, uncounted_metrics
+from lightning_multigpu.strategies.streamed_saves import StreamedSaves
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 _SEED = "PL_GLOBAL_SEED"  # which seed_everything sets
-_ON_ALL_RANKS = "Unfreeze, freeze and add layers on all ranks before the same batch"
 
 
-class MultiGPUStrategy(PackStrategy, MeshStrategy):
+class MultiGPUStrategy(ParallelStrategy):
     """Base class of the strategies that start ranks.
 
     It starts and ends a run, distributes the batches, saves and loads checkpoints, and ends all ranks when one fails.
     Subclasses decide how gradients and layers travel.
+
+    The ranks are a mesh with the axes data, pipeline and tensor; neighbouring ranks differ in the last axis, as in the
+    picture of :class:`HybridStrategy`. By default all ranks are on the data axis.
 
     Args:
         accelerator: the accelerator; usually left to the Trainer.
@@ -110,6 +112,10 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         ValueError: an option is out of its range; the message names the value, the limit and the fix.
     """
 
+    devices_per_rank = 1
+    starts_ranks = True
+    pipeline_parallel_size = 1
+    tensor_parallel_size = 1
     name_with_spawn: ClassVar[str | None] = None
     """The registered name, if there is one, under which this strategy spawns its ranks."""
     _maps_checkpoints = False
@@ -148,8 +154,6 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
             option_checks.check_positive("check_replicas_every_n_steps", check_replicas_every_n_steps, whole=True)
         check_choice(activation_checkpointing)
         super().__init__(
-            process_group_backend=process_group_backend,
-            timeout=timeout if timeout is not None else DEFAULT_TIMEOUT,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -159,56 +163,258 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
             **dict(options),
         )
         silence_tips()
+        self.num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout: timedelta | None = timeout if timeout is not None else DEFAULT_TIMEOUT
         self.meter = Meter()
         self.failure_timeout_s = failure_timeout_s
         self.hang_report_s = hang_report_s or None
         self.join_timeout_s = join_timeout_s
         self.signals = RunSignals()
         self.failure_watch = FailureWatch(self.signals)
+        self.collectives = Collectives(self.metered, self.failure_watch)
         self.joining = Joining(self.failure_watch)
         self.feed = BatchFeed(uneven_inputs, loss_reduction, self.signals)
         self._start_method: StartMethod = start_method
-        self._check_replicas_every = check_replicas_every_n_steps
-        self._steps_unchecked = 0
+        self.common = CommonParameters(self, check_replicas_every_n_steps)
+        self.averaging: AveragedGradients = getattr(self, "averaging", None) or AveragedGradients(self)
         self._activation_checkpointing: Choice = activation_checkpointing
         self._recomputation: Recomputation | None = None
-        self._given: GivenGradients | None = None
-        self._streams = False  # whether a save is under way that fetches values only while the file is written
-        self._broadcast_buffers = False
-        self._buffers_due = True
-        self._buffers: MeteredGroup | None = None
-        self._common = CommonValues()
+        self.saves = StreamedSaves()
+        self._undo = ExitStack()  # of a run
         self._weighs = False
-        self._draws: list[Tensor] = []
+        self._draws = OwnDraws()
 
     @classmethod
     def option_names(cls) -> list[str]:
         """The options of the strategy: its own, and those that every strategy of the pack has."""
         strategies = [each for each in cls.__mro__ if issubclass(each, MultiGPUStrategy) and "__init__" in vars(each)]
-        signatures = [inspect.signature(each.__init__) for each in strategies]
-        parameters = [parameter for signature in signatures for parameter in signature.parameters.values()]
-        names = (parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)
+        names = (name for each in strategies for name in option_checks.options_of(each, eval_str=False))
         return list(dict.fromkeys(names))  # a subclass may repeat an option of its base
 
     @property
-    @override
+    def _module(self) -> pl.LightningModule:
+        """The user's module; the Trainer sets it before it calls any hook."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # What callbacks ask, beside Lightning's own interface. The defaults fit strategies whose ranks all do the same.
+
+    @property
     def options(self) -> dict[str, Any]:
+        """The options that this strategy runs with, for reports."""
         return {
             "uneven_inputs": self.feed.uneven_inputs,
             "loss_reduction": self.feed.loss_reduction,
-            "check_replicas_every_n_steps": self._check_replicas_every,
+            "check_replicas_every_n_steps": self.common.check_every,
             "activation_checkpointing": self._activation_checkpointing,
+            **self.averaging.options,
         }
 
     @property
-    @override
     def owns_batch(self) -> bool:
+        """False if this rank's batch does not count: a copy of another rank's, or a repeated one of weight 0."""
         return self.feed.counts and self.global_rank % self._model_parallel_size == 0
 
     @property
-    @override
     def loss_scale(self) -> float:
-        return self.feed.loss_scale
+        """The factor of this rank's loss that makes the mean over ranks the loss of one device."""
+        return 1.0 if self.averaging.steps_alone and self.feed.counts else self.feed.loss_scale
+
+    def holds(self, parameter: Tensor) -> bool:
+        """True if this rank has the values of a parameter of the module, and of its gradient."""
+        return not isinstance(parameter, Placeholder)
+
+    def values_of_other_ranks(self) -> dict[int, Tensor]:
+        """On rank 0, values of parameters and buffers that only other ranks hold, in host memory; elsewhere none.
+
+        The key is the ``id`` of the placeholder. A collective.
+        """
+        return {}
+
+    def newest_of_ranks(self, name: str, value: Any) -> list[Any] | None:
+        """The values of ranks that train without collectives, each at its own pace; None if there are collectives.
+
+        Rank 0 gets the newest value of each rank that has passed one, in the order of ranks; another rank gets its own
+        alone.
+
+        Args:
+            name: the same for all values that belong together.
+            value: of types that JSON has.
+        """
+        return None
+
+    def gather_at_end(self, value: Callable[[], Any]) -> list[Any] | None:
+        """A list that gets the values of all ranks when training ends; None if collectives still work then.
+
+        Rank 0 gets the values of all ranks, in their order; another rank only its own. All ranks make the same calls.
+
+        Args:
+            value: returns this rank's value, of types that JSON has; called after all callbacks' ``on_train_end``.
+        """
+        return None
+
+    def is_common(self, error: BaseException) -> bool:
+        """True if all ranks have raised ``error`` at the same batch, so that collectives still work."""
+        return self.signals.agreed_on(error)
+
+    def server_statistics(self) -> Any:
+        """The counts of the parameter servers on rank 0, which asks the servers; None elsewhere and without servers.
+
+        They are :class:`~lightning_multigpu.engine.parameter_server.server_statistics.ServerStatistics`.
+        """
+        return None
+
+    def held_bytes(self) -> HeldBytes | None:
+        """Bytes of the parameters, gradients and optimizer states that this rank holds at present, as measured.
+
+        Buffers in which gradients travel count as gradients. Optimizer states in the host's memory, or on servers, do
+        not count. Of several devices that one rank drives only the first holds bytes between two steps.
+        """
+        held = measured_bytes(self._module.parameters(), self.optimizers)
+        return held if held is None else replace(held, gradients_bytes=held.gradients_bytes + self._spare_bytes)
+
+    @property
+    def _spare_bytes(self) -> int:
+        """Bytes of buffers in which gradients travel."""
+        return self.averaging.bucket_bytes
+
+    def split_plan(self) -> SplitPlan | None:
+        """The blocks of layers that are split over ranks, and what each sends; None without a tensor split."""
+        return None
+
+    def record_stages(self, *, count_activations: bool | None = True) -> None:
+        """Records the passes and the memory of this rank's stages of a pipeline in every following fit.
+
+        Args:
+            count_activations: in one step, count also the tensors that autograd keeps for backward. This takes
+                saved-tensor hooks, under which ``torch.func.grad`` and related functions raise an error. None keeps
+                the present setting.
+        """
+
+    def stage_record(self) -> StageRecord | None:
+        """The newest steps and the memory of this rank's stages of a pipeline; None without a pipeline.
+
+        The record belongs to the running fit: callbacks can read it up to their ``on_train_end``.
+        """
+        return None
+
+    # The mesh
+
+    @property
+    def is_distributed(self) -> bool:
+        """True: Lightning then injects a distributed sampler, and reduces logs with ``sync_dist=True``."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def groups(self) -> ProcessGroups | None:
+        """The process groups of the run; None outside of one."""
+        return self.collectives.groups
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks along the axes data, pipeline and tensor; None outside a run."""
+        return None if self.groups is None else self.groups.mesh
+
+    @property
+    def process_group_backend(self) -> str | None:
+        return self._process_group_backend
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of data ranks: of different batches in one step."""
+        return max(1, self.num_nodes * self.num_processes // self._model_parallel_size)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The index of this rank's batch among them."""
+        return self.global_rank // self._model_parallel_size
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """The index of this rank's part of each split layer."""
+        return self.global_rank % self.tensor_parallel_size
+
+    @property
+    def _model_parallel_size(self) -> int:
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment and Lightning's rank-zero helpers which rank this is."""
+        if self.cluster_environment is not None:
+            self.run_context.tell_ranks()
+
+    def environment_variables(self) -> dict[str, str]:
+        """Environment variables for back ends during the run; variables that the user has set stay."""
+        return self.averaging.environment_variables()
+
+    def new_group(self, axis: str, *, backend: str | None = None, descending: bool = False) -> dist.ProcessGroup:
+        """A further group over this rank's line of ``axis``; a collective of the whole world.
+
+        It is destroyed at the end of the run, and aborted when a rank fails. With ``descending`` its ranks are in
+        descending order.
+        """
+        assert self.groups is not None
+        return self.groups.new(axis, backend=backend, descending=descending)
+
+    def metered(self, group: dist.ProcessGroup, name: str) -> MeteredGroup:
+        """The collectives of ``group``, filed by the meter under ``name``."""
+        return metered_group(group, self.meter, name, self.root_device)
+
+    # Lightning's collectives
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """The reduction of ``tensor`` over the data axis (or ``group``), the same on every rank.
+
+        Other objects than tensors are returned. The input is not changed. The mean of integers is a floating-point
+        number.
+        """
+        weighs = self._weighs and group is None and reduce_op in ("mean", "avg", ReduceOp.AVG)
+        if weighs and isinstance(tensor, Tensor) and tensor.is_floating_point() and self.loss_scale != 1.0:
+            tensor = tensor * self.loss_scale
+        return self.collectives.reduce(tensor, group, reduce_op)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self.collectives.barrier()
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        return self.collectives.broadcast(obj, src)
+
+    def gather_objects(self, obj: T) -> list[T]:
+        """A picklable object of every rank, in rank order, on every rank. A collective of the whole world."""
+        return self.collectives.gather_objects(obj)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Tensors of every data rank (or of ``group``), stacked: shape (ranks, *tensor.shape).
+
+        With ``sync_grads`` the gradient of a rank's tensor is the sum of the gradients of all ranks' results.
+        """
+        return self.collectives.all_gather(tensor, group, sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """True if all ranks of the world, or with ``all=False`` any of them, decide so; the same on every rank."""
+        return self.collectives.decide(decision, all)
 
     # Starting and ending
 
@@ -217,8 +423,8 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         self._module.to(self.root_device)
 
     @property
-    @override
     def run_context(self) -> RunContext:
+        """The ranks, devices and limits of the run, as they are set now."""
         assert self.cluster_environment is not None
         return RunContext(
             environment=self.cluster_environment,
@@ -251,10 +457,15 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
             self._launcher = ScriptLauncher(run, self.joining, self.check_before_launch)
         else:
             self._launcher = SpawnLauncher(self, run, self.joining, self.check_before_launch, start_method)
+        self.averaging.check_run(run)
 
-    @override
     def check_before_launch(self, trainer: pl.Trainer) -> None:
-        super().check_before_launch(trainer)
+        """Checks the run before any process is started, and calls this method of the callbacks that have it.
+
+        Raises:
+            ValueError: the strategy cannot run the module, or a callback refuses the run.
+        """
+        check_callbacks_before_launch(trainer)
         if self.data_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
             check_embeddings(trainer.lightning_module)
         if not is_overridden("configure_model", trainer.lightning_module):  # it makes the layers later
@@ -292,8 +503,18 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
             run, strategy=type(self).__qualname__, options=self.options, precision=self.precision_plugin.precision
         )
         with self.joining.limited(run):
-            groups, world = self._join_groups(self.joining.meet(run, alike))
-            self.joining.watch_again(run, world)
+            groups = ProcessGroups(
+                run.environment,
+                self.root_device,
+                (self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size),
+                backend=self._process_group_backend,
+                timeout=self._timeout,
+                variables=self.environment_variables(),
+                store=self.joining.meet(run, alike),
+            )
+            self._process_group_backend = groups.backend
+            self.collectives.join(groups)
+            self.joining.watch_again(run, self.collectives.world)
         watch.joined(groups.cut, run.world_size)
         self.meter.notes = watch.flight_recorder
         counts = self.signals.begin(
@@ -309,8 +530,8 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self._check_shapes(trainer)
         check_loaders(trainer, self.data_parallel_size)
-        if self._world is not None:
-            check_model(self._module, self._world)
+        if self.groups is not None:
+            check_model(self._module, self.collectives.world)
         directory = str(trainer.log_dir or trainer.default_root_dir)  # a collective
         client = self.failure_watch.client
         if client is not None and "://" not in directory:  # the guardian writes a failure's file to a local disk only
@@ -322,15 +543,37 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         self._set_recomputation(trainer)
 
     @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        self.averaging.watch_given_gradients()
+
+    @override
     def teardown(self) -> None:
+        self.averaging.close()
         self.failure_watch.leave()
         self.meter.notes = None
         self.signals.end(None if self.lightning_module is None else self.lightning_module._trainer)
         self.feed.restore_warning()
-        self._given, self._common = None, CommonValues()
-        self._buffers, self._buffers_due = None, True
+        self.common.reset()
+        self.saves.remote = None
         super().teardown()
-        self._leave_groups()
+        self.collectives.leave()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        advise_resuming(None if self.lightning_module is None else self.lightning_module._trainer, exception)
+
+    def _begin_alike(self, model: Module, ranks: MeteredGroup) -> Module:
+        """Applies SyncBatchNorm, and gives all ranks the values of the first one; for families without torch's DDP."""
+        if self._layer_sync is not None:
+            model = self._layer_sync.apply(model)
+        values = [*self._module.parameters(), *self._module.buffers()]
+        ranks.broadcast_tensors([value.detach() for value in values], src=ranks.first_rank)
+        return model
+
+    def _register_ddp_hooks(self) -> None:
+        """Does nothing: where Lightning's ``DDPStrategy`` calls it, what averages is attached to the wrapper."""
 
     # Data
 
@@ -346,10 +589,10 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
             rank=self.data_parallel_rank,
             num_replicas=self.data_parallel_size,
             meter=self.meter,
-            control_group=self._control_group,
+            control_group=self.collectives.control,
             ranks_a_batch=self._model_parallel_size,
-            common=self._common.number,
-            on_agreed=lambda found: self._common.check(found.common, self.gather_objects, self._why_values_differ),
+            common=self.common.values.number,
+            on_agreed=lambda found: self.common.check_differences(found.common),
         )
         if isinstance(distributed, AgreedLoader) and self.groups is not None:
             self.groups.settle_control = distributed.settle
@@ -360,20 +603,104 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         super().on_train_batch_start(batch, batch_idx)
         self._watch_states()
         self.feed.start_batch(self._module.trainer, self.data_parallel_rank)
+        self.averaging.follow_changes()
 
     # Checkpoints
 
     @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's plugin, or one that leaves no half-written files."""
+        self._checkpoint_io = whole_io(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    # Lightning's hooks. What the ranks of a family hold decides the functions that begin with _own and _whole.
+
+    @property
     def state_is_lost(self) -> bool:
         """True if state that a checkpoint needs is lost; callbacks that save at exceptions do not know."""
-        return self.failure_watch.ranks_have_ended
+        return self.failure_watch.ranks_have_ended or (self.failure_watch.failed and self._needs_others)
+
+    @property
+    def _needs_others(self) -> bool:
+        """Whether other processes have a part of what a checkpoint contains."""
+        return False
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether this rank takes part in gathering a checkpoint: the first copy of a model that is split does."""
+        return not self.state_is_lost and (self._model_parallel_size == 1 or self.data_parallel_rank == 0)
+
+    def _settle_values(self) -> None:
+        """Gives all ranks the values of a checkpoint, where ranks may hold different ones; a collective."""
+        self.averaging.average_model()
+
+    def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
+        """``module.state_dict()`` of one device on rank 0, from this rank's; a collective of those that gather."""
+        return state
+
+    def _own_weights(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What this rank loads of ``module.state_dict()`` of one device."""
+        return state
+
+    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state of one device on rank 0; a collective of those that gather."""
+        with plain_state(optimizer):
+            return super().optimizer_state(optimizer)
+
+    def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        """What the optimizer of this rank loads of its state of one device; None if something else has loaded it."""
+        return state
+
+    def _further_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """Further entries of a checkpoint that is being written."""
+        return self.averaging.state() if "optimizer_states" in checkpoint else {}
+
+    def _load_further_state(self, checkpoint: Mapping[str, Any]) -> None:
+        """Takes those of a checkpoint that a fit resumes from, which may be another strategy's."""
+        self.averaging.load_state(checkpoint)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._settle_values()
+        state = super().lightning_module_state_dict()
+        return self._whole_weights(state) if self._gathers else state
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        # Lightning restores weights before it converts the module: float64 weights would be rounded to float32.
+        if isinstance(self.precision_plugin, DoublePrecision):
+            self._module.double()
+        self._module.load_state_dict(self._own_weights(checkpoint["state_dict"]), strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state of one device, on rank 0; elsewhere this rank's part. A collective."""
+        plain = plain_optimizer(optimizer)
+        if self.state_is_lost:
+            return groups_alone(plain)
+        return self._whole_state(plain) if self._gathers else MultiGPUStrategy._whole_state(self, plain)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
+        states = [own for optimizer, state in pairs if (own := self._own_state(optimizer, state)) is not None]
+        super().load_optimizer_state_dict({"optimizer_states": states})
+        self._watch_states()
+        self._load_further_state(checkpoint)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if self.state_is_lost:
             rank_zero_warn(f"{filepath} is not written: ranks have ended, and their state is lost")
             return
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        checkpoint = {**checkpoint, **self._further_state(checkpoint)}
+        with self.saves.writing() if self._gathers else nullcontext():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -394,53 +721,83 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
             map_files(self.checkpoint_io)
         return super().load_checkpoint(path, *args, **kwargs)
 
-    def _stream_saves(self, trainer: pl.Trainer, undo: ExitStack) -> None:
-        """Lets ``trainer.save_checkpoint`` fetch values of other ranks only while the file is written.
+    @contextmanager
+    def _keeping_states(self, optimizers: Collection[Optimizer]) -> Iterator[bool]:
+        """Keeps whole states of the optimizers on rank 0 over a teardown within the block, if the fit has ended well.
 
-        For other files than local ones, and for hooks that read a checkpoint, values are gathered in rank 0's memory.
+        A checkpoint may be saved after the fit. Yields whether any states are kept.
         """
-        save = trainer.save_checkpoint
-
-        @wraps(save)
-        def streamed(filepath: Any, weights_only: bool | None = None, storage_options: Any | None = None) -> None:
-            is_file = storage_options is None and "://" not in str(filepath)
-            hooked = has_hook("on_save_checkpoint", trainer.lightning_module, of_lightning=True)
-            are_whole = self.tensor_parallel_size == 1  # else all ranks of a tensor group gather
-            self._streams = are_whole and is_file and not hooked and type(self.checkpoint_io) is WholeCheckpointIO
-            try:
-                save(filepath, weights_only, storage_options)
-            finally:
-                self._streams = False
-
-        trainer.save_checkpoint = streamed  # type: ignore[method-assign]
-        undo.callback(delattr, trainer, "save_checkpoint")
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        state = None if trainer is None or self.failure_watch.failed else trainer.state
+        ends_well = state is not None and (state.fn, state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING)
+        states = [(optimizer, self.optimizer_state(optimizer)) for optimizer in optimizers if ends_well]
+        yield bool(states)
+        for optimizer, whole in states if self.is_global_zero else ():
+            optimizer.load_state_dict(whole)
 
     # Training
+
+    @property
+    def _owned(self) -> Collection[Optimizer]:
+        """The optimizers whose states were dealt out to ranks or servers when this fit started; empty if none were."""
+        return ()
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of this fit.
+
+        Raises:
+            ValueError: on assignment, if another optimizer comes in mid-fit and states have owners.
+        """
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        plain = [*map(plain_optimizer, optimizers)]
+        for number, optimizer in enumerate(plain):
+            if self._owned and optimizer not in self._owned:
+                raise ValueError(
+                    f"optimizer {number} ({type(optimizer).__name__}) was put in place during a fit, and the strategy "
+                    "deals out the states of optimizers when a fit starts: change its param_groups, or "
+                    "start another fit with it, or use strategy='ring_ddp'"
+                )
+        known = {id(optimizer) for optimizer in self._optimizers}
+        if new := [optimizer for optimizer in plain if id(optimizer) not in known]:
+            self._check_new(new)
+        Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+
+    def _check_new(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raises ValueError for optimizers, of a new fit or put in place during one, that the strategy cannot step."""
+        check_belong(self._module, optimizers)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
-        complete_resumed_epoch(self.lightning_module.trainer)
-        share_stops(self.lightning_module.trainer)
+        complete_resumed_epoch(self._module.trainer)
+        share_stops(self._module.trainer)
         self._stage_starts(training=True)
         self._tell_global_batch()
-        self._common.begin(self.optimizers, self._in_common())
+        self.common.begin()
         self.meter.discard()
 
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
         self._stage_starts()
+        self._settle_values()
+        self.common.share_buffers()
+
+    @override
+    def on_validation_end(self) -> None:
+        self.meter.discard()
 
     @override
     def on_test_start(self) -> None:
-        super().on_test_start()
         self._stage_starts()
 
     @override
     def on_predict_start(self) -> None:
-        super().on_predict_start()
         self._stage_starts()
 
     def _tell_global_batch(self) -> None:
@@ -454,8 +811,10 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        if self._check_replicas_every != 0:
-            self._check_replicas()
+        self.averaging.tell_compression()
+        self._settle_values()
+        if self.common.check_every != 0:
+            self.common.check_replicas()
         self.signals.training_ends(self.gather_objects)
 
     def _loss_scaler_scale(self) -> float:
@@ -467,160 +826,44 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
         """Where ranks have parts of the optimizers' states: has user code read whole values or none; for subclasses."""
 
     def on_optimizer_step_end(self) -> None:
-        """For communication after an optimizer step, as a part of that step; for subclasses."""
+        """For communication after an optimizer step, as a part of that step."""
+        self.averaging.end_step()
 
     @property
     def replicas_differ(self) -> bool:
         """True while ranks may hold different values of the same parameters."""
-        return False
+        return self.averaging.replicas_differ
 
     def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
         """Groups of ranks, each with the parameters that its ranks share, by name."""
-        assert self._data is not None
-        ignored = set(getattr(self._module, "_ddp_params_and_buffers_to_ignore", ()))
-        named = self._module.named_parameters()
-        return [(self._data, [(name, value) for name, value in named if name not in ignored and self.holds(value)])]
+        named = self.common.not_ignored(self._module.named_parameters())
+        return [(self.collectives.data, [(name, value) for name, value in named if self.holds(value)])]
 
     @property
     def _ranks_may_differ(self) -> bool:
-        """Whether ranks may hold different values of the same parameters at some time; for subclasses."""
-        return False
+        """Whether ranks may hold different values of the same parameters at some time."""
+        return self.averaging.ranks_may_differ
 
-    def _in_common(self) -> dict[str, Tensor]:
-        """The parameters of which all ranks hold the same values at all times, by name."""
-        if self.data_parallel_size == 1 or self._model_parallel_size > 1 or self._ranks_may_differ:
-            return {}
-        ignored = set(getattr(self._module, "_ddp_params_and_buffers_to_ignore", ()))
-        return {name: value for name, value in self._module.named_parameters() if name not in ignored}
-
-    def _why_values_differ(self) -> str:
-        configs = self._module.trainer.lr_scheduler_configs
-        followed = [f"{type(c.scheduler).__name__} follows {c.monitor!r}; " for c in configs if c.reduce_on_plateau]
-        return (
-            f"{''.join(followed)}log such a value with sync_dist=True, and set learning rates alike on all ranks. A "
-            "parameter that the code changes outside of the optimizer, by the samples of its rank: make it a buffer, "
-            "or compute the change from self.all_gather(...)"
-        )
-
-    def _watch_given_gradients(self) -> None:
-        """Makes ``_given`` if the user's code can set gradients between backward and the step; for subclasses."""
-        module, self._given = self._module, None
-        if self.data_parallel_size > 1 and (not module.automatic_optimization or reads_gradients(module)):
-            self._given = GivenGradients(self.metered(self._data_group, "data"), lambda: self.loss_scale)
-
-    def _note_averages(self) -> None:
-        if self._given is not None:
-            self._given.note(self._module.parameters())
-
-    def _check_replicas(self) -> None:
-        if self.replicas_differ or self.failure_watch.failed:
-            return
-        self._steps_unchecked = 0
-        for group, parameters in self._held_in_common():
-            check_replicas(parameters, self.metered(group.group, "replicas"))
-
-    def _synchronise_buffers(self) -> None:
-        """Gives every rank the buffers of the first one, where ``broadcast_buffers`` says so; a collective."""
-        if self._buffers is None or not self._broadcast_buffers or self._buffers.size == 1:
-            return
-        ignored = set(getattr(self._module, "_ddp_params_and_buffers_to_ignore", ()))
-        buffers = [buffer for name, buffer in self._module.named_buffers() if name not in ignored]
-        self._buffers.broadcast_tensors(buffers, src=self._buffers.first_rank)
-
-    def _share_changes(self, trained: TrainedParameters) -> None:
-        """Checks that hooks have frozen, unfrozen and added the same parameters on all ranks; a collective.
-
-        All ranks get the first rank's values of parameters that are trained from now on.
-
-        Raises:
-            RuntimeError: on all ranks, if they differ.
-        """
-        assert self._buffers is not None
-        self._compare_changes(trained.differences(), "do not train the same parameters")
-        check_belong(self._module, self.optimizers)
-        self._buffers.broadcast_tensors([p.detach() for p in trained.added()], src=self._buffers.first_rank)
-        self._common.watch(self._in_common())
-
-    def _compare_changes(self, changes: dict[str, str], what: str) -> None:
-        """Checks that all ranks have frozen and unfrozen the same parameters; a collective.
-
-        Args:
-            changes: this rank's changes: the name of a parameter, and "trained" or "frozen".
-            what: the difference between ranks, for the message.
-
-        Raises:
-            RuntimeError: on all ranks, if they differ.
-        """
-        assert self._world is not None
-        world = self._world
-        listed = ", ".join([f"{name} ({change})" for name, change in [*changes.items()][:3]])
-        try:
-            if dist.get_backend() == "gloo" and self._timeout is not None:
-                # Ranks without changes wait for this rank's gradients: this rank has to raise before they time out.
-                group = {"group": "trained parameters", "group_size": world.size, "ranks": ranks_text(world.ranks)}
-                with self.meter.blocking("barrier", size_bytes=0, **group):
-                    dist.monitored_barrier(timeout=self._timeout / 2, wait_all_ranks=True)
-            found = compared(changes, world.gather_objects, what)
-        except RuntimeError as error:
-            self.failure_watch.check()
-            raise RuntimeError(
-                f"rank {self.global_rank} has changed which parameters are trained ({listed}), and other ranks "
-                f"have not done so before the same batch: {error}. {_ON_ALL_RANKS}"
-            ) from error
-        if found is not None:
-            raise RuntimeError(f"{found}\n{_ON_ALL_RANKS}")
-
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
+    def recomputing(self) -> AbstractContextManager[None]:
         """Within the block backward computes the layers under ``activation_checkpointing`` again."""
-        recomputation = self._recomputation
-        if recomputation is None:
-            yield
-            return
-        with recomputation.installed(self._module):
-            yield
-        if (problem := recomputation.without_effect()) is not None:
-            rank_zero_warn(problem)
+        return recomputing(self._recomputation, [self._module], rank_zero_warn)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.averaging.begin_step(*args, *kwargs.values())
         with self._user_step():
             return super().training_step(*args, **kwargs)
 
     @contextmanager
     def _user_step(self) -> Iterator[None]:
         """The block in which the module's ``training_step`` runs on this rank's whole batch."""
-        with self.recomputing(), self._weighing(), self._uncounted(), self._own_draws():
-            yield
-        self._common.look()
-
-    @contextmanager
-    def _own_draws(self) -> Iterator[None]:
-        """Within the block ranks with batches of their own draw their own numbers from torch's generators.
-
-        Not after ``seed_everything``: all ranks then draw the same, so that a layer that a draw leaves out is left out
-        on all of them, as on one device. Samplers draw outside of the block, since ranks need the same order.
-        """
+        # After seed_everything all ranks draw the same, so that a layer that a draw leaves out is left out on all of
+        # them, as on one device. Samplers draw outside of the block, since ranks need the same order.
         is_alike = self._model_parallel_size > 1 or self.data_parallel_rank == 0 or _SEED in os.environ
-        if is_alike:
+        draws = nullcontext() if is_alike else self._draws.drawn(self.root_device, self.data_parallel_rank)
+        with self.recomputing(), self._weighing(), self._uncounted(), draws:
             yield
-            return
-        device = self.root_device
-        generators = [torch.default_generator]
-        if device.type == "cuda":
-            generators.append(torch.cuda.default_generators[device.index or 0])
-        before = [generator.get_state() for generator in generators]
-        for number, generator in enumerate(generators):
-            if self._draws:
-                generator.set_state(self._draws[number])
-            else:
-                generator.manual_seed(seed_of(generator.initial_seed(), self.data_parallel_rank))
-        try:
-            yield
-        finally:
-            self._draws = [generator.get_state() for generator in generators]
-            for generator, state in zip(generators, before, strict=True):
-                generator.set_state(state)
+        self.common.values.look()
 
     @contextmanager
     def _weighing(self) -> Iterator[None]:
@@ -641,34 +884,29 @@ class MultiGPUStrategy(PackStrategy, MeshStrategy):
             yield
 
     @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        weighs = self._weighs and group is None and reduce_op in ("mean", "avg", ReduceOp.AVG)
-        if weighs and isinstance(tensor, Tensor) and tensor.is_floating_point() and self.loss_scale != 1.0:
-            tensor = tensor * self.loss_scale
-        return super().reduce(tensor, group, reduce_op)
-
-    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self.loss_scale != 1.0:
             closure_loss = closure_loss * self.loss_scale
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
-    def is_common(self, error: BaseException) -> bool:
-        return self.failure_watch.signals.agreed_on(error)
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self.averaging.end_backward()
+        return loss
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._common.look()
+        self.common.values.look()
         self._watch_states()
         output = super().optimizer_step(*args, **kwargs)
         self.on_optimizer_step_end()
-        self._common.accept()
-        self._steps_unchecked += 1
-        if self._check_replicas_every and self._steps_unchecked >= self._check_replicas_every:
-            self._check_replicas()
+        self.common.stepped()
         self.meter.end_step()
         recorder = self.failure_watch.flight_recorder
         if recorder is not None and self.lightning_module is not None:
             recorder.completed(self.lightning_module.trainer.global_step + 1)  # Lightning counts the step later
         return output
+
+
+def check_callbacks_before_launch(trainer: pl.Trainer) -> None:
+    """Calls ``check_before_launch`` of the callbacks that have it."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if (check := getattr(callback, "check_before_launch", None)) is not None:
+            check(trainer)

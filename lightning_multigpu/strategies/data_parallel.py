@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_multigpu._lightning_internals import attributes_of_lightning, is_compiled, tell_device
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import StepTraffic
-from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice
+from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice, recomputing
 from lightning_multigpu.engine.batch_size import leading_size, tensors_in
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction, full_batch_size, is_stateful
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_embeddings
@@ -41,10 +41,10 @@ from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 from lightning_multigpu.planning.numbers import ms
 from lightning_multigpu.runtime.batch_feed import batches_to_skip, complete_resumed_epoch
-from lightning_multigpu.runtime.failure_watch import SIGTERM_STATUS
+from lightning_multigpu.runtime.failure_watch import SIGTERM_STATUS, advise_resuming
 from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.pack import PackStrategy
+from lightning_multigpu.strategies.base import MultiGPUStrategy, check_callbacks_before_launch
 from lightning_multigpu.strategies.steps.global_batch import global_batch_text
 from lightning_multigpu.strategies.steps.replica_metrics import ReplicaMetrics
 from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined
@@ -58,7 +58,7 @@ DEVICES = "devices"
 """The meter's group for traffic between the devices of this process."""
 
 
-class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
+class DataParallelStrategy(SingleDeviceStrategy):
     """Data parallel training in one process: each device computes a part of each batch, with a replica of the model.
 
     It is ``dp`` as in PyTorch Lightning 1.9, on torch's data parallel functions (``torch.nn.parallel``). No process
@@ -84,6 +84,17 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
 
     strategy_name = "dp"
     starts_ranks = False
+    owns_batch, loss_scale, is_common = True, 1.0, staticmethod(lambda error: True)
+    # What needs no second rank is as in the strategies that start some; so are answers to callbacks that ask for more.
+    check_before_launch = staticmethod(check_callbacks_before_launch)
+    _owned, _check_new, optimizers = (), MultiGPUStrategy._check_new, MultiGPUStrategy.optimizers
+    checkpoint_io = MultiGPUStrategy.checkpoint_io
+    _own_weights, load_model_state_dict = MultiGPUStrategy._own_weights, MultiGPUStrategy.load_model_state_dict
+    on_validation_end, held_bytes = MultiGPUStrategy.on_validation_end, MultiGPUStrategy.held_bytes
+    holds, values_of_other_ranks = MultiGPUStrategy.holds, MultiGPUStrategy.values_of_other_ranks
+    newest_of_ranks, gather_at_end = MultiGPUStrategy.newest_of_ranks, MultiGPUStrategy.gather_at_end
+    server_statistics, split_plan = MultiGPUStrategy.server_statistics, MultiGPUStrategy.split_plan
+    record_stages, stage_record = MultiGPUStrategy.record_stages, MultiGPUStrategy.stage_record
 
     def __init__(
         self,
@@ -116,8 +127,13 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         self._has_warned = False
 
     @property
-    @override
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
     def options(self) -> dict[str, Any]:
+        """The options that this strategy runs with, for reports."""
         return {
             "loss_reduction": self._loss_reduction,
             "activation_checkpointing": self._activation_checkpointing,
@@ -129,7 +145,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         return self.parallel_devices or [self._root_device]
 
     @property
-    def devices_per_rank(self) -> int:  # type: ignore[override]
+    def devices_per_rank(self) -> int:
         """Number of replicas."""
         return len(self.devices)
 
@@ -142,7 +158,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
+        advise_resuming(None if self.lightning_module is None else self.lightning_module._trainer, exception)
         if isinstance(exception, SIGTERMException):
             exception.code = SIGTERM_STATUS  # Lightning sets none, and the process would seem to have succeeded
 
@@ -224,19 +240,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
-            output = self._step("training_step", *args, **kwargs)
-        if self._recomputation is not None and (problem := self._recomputation.without_effect()) is not None:
-            rank_zero_warn(problem)
-        return output
-
-    @contextmanager
-    def _recomputing(self, hook: str, replicas: Sequence[nn.Module]) -> Iterator[None]:
-        """Within the block layers of the replicas run so that backward computes them again."""
-        with ExitStack() as undo:
-            if hook == "training_step" and self._recomputation is not None:
-                for replica in replicas:
-                    undo.enter_context(self._recomputation.installed(replica))
-            yield
+            return self._step("training_step", *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -266,9 +270,10 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         """
         module = self._module
         assert self._threads is not None
+        recomputation = self._recomputation if hook == "training_step" else None
         parts = self._scattered(batch)
         if len(parts) == 1:
-            with self._recomputing(hook, [module]):
+            with recomputing(recomputation, [module], rank_zero_warn):
                 return getattr(module, hook)(parts[0], *others, **options)
         with self._travelling("broadcast", self._replicas.size_bytes(), copies=len(parts) - 1):
             replicas = self._replicas.make(len(parts))
@@ -280,7 +285,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
             for replica, part in zip(replicas, parts, strict=True)
         ]
         random_state = torch.get_rng_state()
-        with self._recomputing(hook, replicas):
+        with recomputing(recomputation, replicas, rank_zero_warn):
             outputs, records = zip(*self._threads.run(calls, hook), strict=True)
         has_drawn = not torch.equal(random_state, torch.get_rng_state())
         self._warn_of_lost_attributes(hook, attributes, vars(replicas[1]))

@@ -5,12 +5,14 @@ Every function takes plain values, returns nothing, and raises ``ValueError`` wi
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import resource
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import get_all_start_methods
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,8 @@ from lightning_multigpu._lightning_internals import asked_precision
 from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.runtime.shared_gpus import refusal_of_nccl, share_a_gpu
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 DEVICE_TYPES = ("cpu", "cuda")
 SHORTEST_OF_HOSTS_S = 5.0
@@ -84,6 +88,30 @@ def check_options(owner: str, options: Iterable[str], known: Collection[str]) ->
         if name not in known:
             hint = did_you_mean(name, known) or f"It takes {', '.join(sorted(known))}."
             raise TypeError(f"{owner} has no option {name!r}. {hint}")
+
+
+def takes_options_of(other: type) -> Callable[[F], F]:
+    """Adds the options of ``other`` to the signature of a constructor that takes them among its ``**options``."""
+
+    def add(function: F) -> F:
+        own = inspect.signature(function)
+        *named, further = own.parameters.values()
+        given = [*named, *options_of(other).values(), further]
+        function.__signature__ = own.replace(parameters=given)  # type: ignore[attr-defined]
+        return function
+
+    return add
+
+
+def options_of(strategy: type, *, eval_str: bool = True) -> dict[str, inspect.Parameter]:
+    """The options of a strategy's own constructor, by name."""
+    own = inspect.signature(strategy.__init__, eval_str=eval_str).parameters  # type: ignore[misc]
+    return {name: parameter for name, parameter in own.items() if parameter.kind is parameter.KEYWORD_ONLY}
+
+
+def own_options(strategy: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options of a strategy's own constructor from its local variables, or another mapping."""
+    return {name: given.get(name, option.default) for name, option in options_of(strategy).items()}
 
 
 def check_devices(devices: Sequence[torch.device], *, cpu_count: int, gpu_count: int) -> None:

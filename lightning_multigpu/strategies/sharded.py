@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import WEIGHT_AVERAGES, plain_optimizer
+from lightning_multigpu._lightning_internals import WEIGHT_AVERAGES
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.point_to_point import PointToPointGroup
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters
 from lightning_multigpu.engine.remote_values import RemoteValues
-from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
@@ -113,37 +110,21 @@ class ShardedStrategy(MultiGPUStrategy):
                 "dtype of their parameters; leave one of the two out"
             )
         super().__init__(**options)
-        self._broadcast_buffers = broadcast_buffers
-        self._bucket_cap_mb = bucket_cap_mb
-        self._find_unused = find_unused_parameters
-        self._reduce_dtype = reduce_dtype
-        self._broadcast_dtype = broadcast_dtype
-        self._offload = offload_optimizer
-        self._gather_at_end = gather_at_end
+        self.common.broadcasts_buffers = broadcast_buffers
+        self._given = option_checks.own_options(ShardedStrategy, locals())
         # During a run:
         self._group: MeteredGroup | None = None
         self._sharded: dict[Optimizer, ShardedOptimizer] = {}
         self._gradients: ShardedGradients | None = None
         self._trained: TrainedParameters | None = None
-        self._remote: RemoteValues | None = None
         self._missed: list[Parameter] = []
         self._rounded = False  # whether parameters of other ranks are
         self._in_parts: list[Optimizer] = []  # of an earlier run, with this rank's states
-        self._undo = ExitStack()
 
     @property
     @override
     def options(self) -> dict[str, Any]:
-        return {
-            **super().options,
-            "bucket_cap_mb": self._bucket_cap_mb,
-            "find_unused_parameters": self._find_unused,
-            "broadcast_buffers": self._broadcast_buffers,
-            "reduce_dtype": self._reduce_dtype,
-            "broadcast_dtype": self._broadcast_dtype,
-            "offload_optimizer": self._offload,
-            "gather_at_end": self._gather_at_end,
-        }
+        return {**super().options, **self._given}
 
     # Setting up
 
@@ -159,7 +140,7 @@ class ShardedStrategy(MultiGPUStrategy):
         self._check_offload(self.run_context.device_type)
 
     def _check_offload(self, device_type: str) -> None:
-        if self._offload and device_type == "cpu":
+        if self._given["offload_optimizer"] and device_type == "cpu":
             raise ValueError(
                 "offload_optimizer=True on CPU: states are in the host's memory anyway; leave it out, or pass "
                 "accelerator='gpu'"
@@ -168,27 +149,24 @@ class ShardedStrategy(MultiGPUStrategy):
     @override
     def check_before_launch(self, trainer: pl.Trainer) -> None:
         super().check_before_launch(trainer)
+        broadcast_dtype = self._given["broadcast_dtype"]
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if self._broadcast_dtype and isinstance(callback, WEIGHT_AVERAGES):
+            if broadcast_dtype and isinstance(callback, WEIGHT_AVERAGES):
                 raise ValueError(
-                    f"broadcast_dtype={self._broadcast_dtype!r} and {type(callback).__name__}: it would average "
+                    f"broadcast_dtype={broadcast_dtype!r} and {type(callback).__name__}: it would average "
                     "rounded parameters; leave one of the two out"
                 )
 
     @override
     def _setup_model(self, model: Module) -> Module:
-        self._group = self.metered(self._data_group, "shards")
-        self._buffers = self.metered(self._data_group, "data")
-        if self._layer_sync is not None:
-            model = self._layer_sync.apply(model)
-        values = [*self._module.parameters(), *self._module.buffers()]
-        self._buffers.broadcast_tensors([value.detach() for value in values], src=self._buffers.first_rank)
-        return model
+        self._group = self.metered(self.collectives.data.group, "shards")
+        self.common.buffers = self.metered(self.collectives.data.group, "data")
+        return self._begin_alike(model, self.common.buffers)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        self._stream_saves(trainer, self._undo)
+        self.saves.begin(trainer, self._undo)
         for sharded in self._sharded.values():  # Lightning has moved what the constructors have made
             sharded.watch_state()
 
@@ -200,11 +178,13 @@ class ShardedStrategy(MultiGPUStrategy):
         assert self._group is not None
         self._in_parts.clear()
         self._check_optimizers()
-        dtype = _DTYPES.get(self._broadcast_dtype or "")
-        self._watch_given_gradients()
+        dtype = _DTYPES.get(self._given["broadcast_dtype"] or "")
+        self.common.watch_given_gradients()
         for optimizer in self.optimizers:
-            sharded = ShardedOptimizer(optimizer, self._group, self.meter, broadcast_dtype=dtype, offload=self._offload)
-            sharded.given = self._given
+            sharded = ShardedOptimizer(
+                optimizer, self._group, self.meter, broadcast_dtype=dtype, offload=self._given["offload_optimizer"]
+            )
+            sharded.given = self.common.given
             self._sharded[optimizer] = sharded
             self._undo.callback(sharded.close)
         self._wrap()
@@ -253,41 +233,34 @@ class ShardedStrategy(MultiGPUStrategy):
         if not any(parameter.requires_grad for parameter in optimized):
             self._gradients = None
             return
-        bucket_cap_mb = self._bucket_cap_mb
+        bucket_cap_mb, find_unused = self._given["bucket_cap_mb"], self._given["find_unused_parameters"]
         if bucket_cap_mb is None:
             alike = len({parameter.dtype for parameter in optimized}) == 1
-            bucket_cap_mb = _BUCKET_CAP_MB if alike and self._reduce_dtype is None else 0.0
+            bucket_cap_mb = _BUCKET_CAP_MB if alike and self._given["reduce_dtype"] is None else 0.0
         self._gradients = ShardedGradients(
             module,
             [*self._sharded.values()],
             self._group,
             self.meter,
             bucket_bytes=int(bucket_cap_mb * 2**20),
-            reduce_dtype=_DTYPES.get(self._reduce_dtype or ""),
-            shows_all=self._given is not None,
-            find_unused=not module.automatic_optimization if self._find_unused is None else self._find_unused,
+            reduce_dtype=_DTYPES.get(self._given["reduce_dtype"] or ""),
+            shows_all=self.common.given is not None,
+            find_unused=not module.automatic_optimization if find_unused is None else find_unused,
         )
 
     @override
     def teardown(self) -> None:
-        module, states = self.lightning_module, []
-        trainer = None if module is None else module._trainer
-        if trainer is not None and not self.failure_watch.failed:
-            ends_well = (trainer.state.fn, trainer.state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING)
-            gathers = self._gather_at_end and ends_well
-            states = [(optimizer, self.optimizer_state(optimizer)) for optimizer in self._sharded if gathers]
-            self._in_parts = [] if gathers or self.world_size == 1 else [*self._sharded]
-        self._undo.close()
-        if self._gradients is not None:
-            self._gradients.close()
-        self._group = self._gradients = self._trained = self._remote = None
-        self._sharded = {}
-        self._missed.clear()
-        self._rounded = False
-        super().teardown()
-        if self.is_global_zero:
-            for optimizer, state in states:  # a checkpoint may be saved after the fit
-                optimizer.load_state_dict(state)
+        with self._keeping_states(self._sharded if self._given["gather_at_end"] else ()) as has_kept:
+            if self._sharded and not self.failure_watch.failed:
+                self._in_parts = [] if has_kept or self.world_size == 1 else [*self._sharded]
+            self._undo.close()
+            if self._gradients is not None:
+                self._gradients.close()
+            self._group = self._gradients = self._trained = None
+            self._sharded = {}
+            self._missed.clear()
+            self._rounded = False
+            super().teardown()
 
     # Training
 
@@ -295,23 +268,18 @@ class ShardedStrategy(MultiGPUStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if self._trained is not None and self._trained.has_changed(self.optimizers):
-            self._wrap_again()
-
-    def _wrap_again(self) -> None:
-        """Wraps the module again after hooks have frozen, unfrozen or added parameters; a collective."""
-        assert self._trained is not None
-        self._share_changes(self._trained)
-        for sharded in self._sharded.values():
-            sharded.refresh()
-        self._wrap()
+            self.common.share_changes(self._trained)  # hooks have frozen, unfrozen or added parameters
+            for sharded in self._sharded.values():
+                sharded.refresh()
+            self._wrap()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._buffers_due:
-            self._synchronise_buffers()
+        if self.common.buffers_due:
+            self.common.share_buffers()
         if self._gradients is None:
             return super().training_step(*args, **kwargs)
-        self._buffers_due = not self._gradients.accumulates
+        self.common.buffers_due = not self._gradients.accumulates
         module = self._module
         with self._user_step(), self.precision_plugin.train_step_context():
             return self._forward_redirection(self._gradients, module, "training_step", *args, **kwargs)
@@ -336,7 +304,7 @@ class ShardedStrategy(MultiGPUStrategy):
         elif self._gradients is not None:
             self._gradients.finish()
             self._average_missed()
-            self._note_averages()
+            self.common.note_averages()
         yield
 
     def _average_missed(self) -> None:
@@ -346,7 +314,7 @@ class ShardedStrategy(MultiGPUStrategy):
         missed = self._trained.missed(self.optimizers)
         if not missed:
             return
-        self._compare_changes(dict.fromkeys(missed, "trained"), "have no gradients of the same parameters")
+        self.common.compare_changes(dict.fromkeys(missed, "trained"))
         for sharded in self._sharded.values():
             for parameter in filter(sharded.has, missed.values()):
                 assert parameter.grad is not None
@@ -357,7 +325,7 @@ class ShardedStrategy(MultiGPUStrategy):
     @override
     def on_optimizer_step_end(self) -> None:
         super().on_optimizer_step_end()
-        self._rounded = self._broadcast_dtype is not None
+        self._rounded = self._given["broadcast_dtype"] is not None
         for sharded in self._sharded.values():
             sharded.share_values_of(filter(sharded.has, self._missed))
         self._missed.clear()
@@ -370,76 +338,49 @@ class ShardedStrategy(MultiGPUStrategy):
     @property
     @override
     def _ranks_may_differ(self) -> bool:
-        return self._broadcast_dtype is not None
+        return self._given["broadcast_dtype"] is not None
 
     @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._share_values()
-        self._synchronise_buffers()
-
-    @override
-    def on_train_end(self) -> None:
-        self._share_values()
-        super().on_train_end()
-
-    def _share_values(self) -> None:
-        """Gives all ranks exact parameters, if they have rounded ones; a collective."""
+    def _settle_values(self) -> None:
         if self._rounded and not self.failure_watch.failed:
             for sharded in self._sharded.values():
                 sharded.share_values()
             self._rounded = False
 
+    @property
     @override
-    def held_bytes(self) -> HeldBytes | None:
-        held = super().held_bytes()
-        if held is None or self._gradients is None:
-            return held
-        return replace(held, gradients_bytes=held.gradients_bytes + self._gradients.spare_bytes)
+    def _spare_bytes(self) -> int:
+        return 0 if self._gradients is None else self._gradients.spare_bytes
 
     # Checkpoints
 
     @property
     @override
-    def state_is_lost(self) -> bool:
-        return super().state_is_lost or (self.failure_watch.failed and self.world_size > 1)
+    def _needs_others(self) -> bool:
+        return self.world_size > 1
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._share_values()
-        return super().lightning_module_state_dict()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state of one device, on rank 0; elsewhere this rank's part. A collective."""
-        plain = plain_optimizer(optimizer)
-        if any(plain is each for each in self._in_parts):
+    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if any(optimizer is each for each in self._in_parts):
             raise RuntimeError(
                 "a checkpoint is saved after the run, and each rank has its part of the optimizer's states: save it "
                 "during the run, by ModelCheckpoint or in on_train_end, or let the run end with gather_at_end=True"
             )
-        if plain not in self._sharded:
-            found: dict[str, Any] = super().optimizer_state(plain)
-            return found
-        state = self._sharded[plain].state_dict()
-        if self.world_size == 1 or self.state_is_lost:
+        if optimizer not in self._sharded:
+            return super()._whole_state(optimizer)
+        state = self._sharded[optimizer].state_dict()
+        if self.world_size == 1:
             return state
-        if self._remote is None:
+        if self.saves.remote is None:
             group = self.new_group("data", descending=True)  # its last rank is rank 0
             device = self.root_device if dist.get_backend(group) == "nccl" else torch.device("cpu")
             messages = PointToPointGroup(group, self.meter, device, name="checkpoint")
-            self._remote = RemoteValues(messages, dist.get_rank(group))
-        received = self._remote.gather(state["state"], range(self.world_size - 1))
+            self.saves.remote = RemoteValues(messages, dist.get_rank(group))
+        remote = self.saves.remote
+        received = remote.gather(state["state"], range(self.world_size - 1))
         whole = dict(sorted({**state["state"], **received}.items()))
-        return {**state, "state": whole if self._streams else self._remote.fetched(whole)}
+        return {**state, "state": whole if self.saves.stream else remote.fetched(whole)}
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        streams = self._streams and self._remote is not None and not self.state_is_lost
-        with self._remote.served() if streams and self._remote is not None else nullcontext():
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            self._sharded[optimizer].load_state_dict(state)
+    def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self._sharded[optimizer].load_state_dict(state)

@@ -27,7 +27,7 @@ class Wide(pl.LightningModule):
 
     def on_train_start(self) -> None:
         strategy: Any = self.trainer.strategy
-        compressed = strategy._reducer.all_reduce.compressed
+        compressed = strategy.averaging.reducer.all_reduce.compressed
         self.chosen = "none" if compressed is None else compressed.compressor.name
 
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:

@@ -231,7 +231,7 @@ def moved_tensors() -> list[int]:
             self.moved: list[int] = []
 
         def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            all_reduce = trainer.strategy._reducer.all_reduce  # type: ignore[attr-defined]
+            all_reduce = trainer.strategy.averaging.reducer.all_reduce  # type: ignore[attr-defined]
             assert isinstance(all_reduce.inside, SharedMemoryAllReduce)
             self.moved.append(len(all_reduce.inside._in_place._by_key))
 

@@ -30,7 +30,7 @@ from lightning_multigpu.communication.metering.clocks import clock_of, timed
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.report.statistics import Series, quantile
-from lightning_multigpu.strategies.observed import ObservedStrategy
+from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.steps.dry_run import unlogged_loss, without_trace
 
 NUM_STEPS = 5
@@ -80,7 +80,7 @@ class OneDevice:
             self._alone = _objection(trainer, module)
             if self._alone is None:
                 strategy = trainer.strategy
-                values = strategy.values_of_other_ranks() if isinstance(strategy, ObservedStrategy) else {}
+                values = strategy.values_of_other_ranks() if isinstance(strategy, MultiGPUStrategy) else {}
                 found = _train_alone(trainer, module, batch, values) if trainer.is_global_zero else None
                 self._alone = strategy.broadcast(found)
 
@@ -134,7 +134,7 @@ def _objection(trainer: Trainer, module: LightningModule) -> str | None:
     strategy = trainer.strategy
     if trainer.world_size == 1:
         return "the run has one rank"
-    if not isinstance(strategy, ObservedStrategy | DDPStrategy):
+    if not isinstance(strategy, MultiGPUStrategy | DDPStrategy):
         return f"under {type(strategy).__name__} a rank may hold a part of the model only"
     if not module.automatic_optimization:
         return "the module optimizes by itself (automatic_optimization = False)"

@@ -39,7 +39,7 @@ from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.planning.step_phases import Span, partition, phase_of
 from lightning_multigpu.report import document
 from lightning_multigpu.report.profile import profile_document, profile_page, profile_text, run_curves
-from lightning_multigpu.strategies.observed import ObservedStrategy
+from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _TRIAL_STEPS = 3
 _CALLBACKS = 8
@@ -139,7 +139,7 @@ class ProfilerReport(SilentMonitors):
             trainer, self._wait, self._warmup, self._active, operators=self._operators, activations=self._activations
         )
         self._window = window
-        if isinstance(trainer.strategy, ObservedStrategy):
+        if isinstance(trainer.strategy, MultiGPUStrategy):
             trainer.strategy.record_stages(count_activations=self._activations or None)  # else as a RunReport wants it
             self._gathered = trainer.strategy.gather_at_end(lambda: self._told(window))
         super().on_train_start(trainer, pl_module)
@@ -174,7 +174,7 @@ class ProfilerReport(SilentMonitors):
         super().on_train_end(trainer, pl_module)
         assert self._window is not None
         self._window.close(trainer)
-        if isinstance(trainer.strategy, ObservedStrategy):
+        if isinstance(trainer.strategy, MultiGPUStrategy):
             self._servers = trainer.strategy.server_statistics()
 
     @override
@@ -510,7 +510,7 @@ class _Window:
     def _complete(self, trainer: Trainer) -> None:
         """The steps are recorded: takes the newest record of stages, and compares the clocks of ranks. A collective."""
         strategy, device = trainer.strategy, trainer.strategy.root_device
-        if isinstance(strategy, ObservedStrategy):
+        if isinstance(strategy, MultiGPUStrategy):
             self._stages = strategy.stage_record()
         if device.type == "cuda":
             self._limit = "GPU", torch.cuda.get_device_properties(device).total_memory
@@ -578,7 +578,7 @@ def _nothing(trainer: Trainer) -> None:
 def _gathered_together(trainer: Trainer, value: Any) -> list[Any] | None:
     """One value of every rank; None where each rank trains at its own pace."""
     strategy = trainer.strategy
-    if isinstance(strategy, ObservedStrategy) and strategy.newest_of_ranks("profile", 0) is not None:
+    if isinstance(strategy, MultiGPUStrategy) and strategy.newest_of_ranks("profile", 0) is not None:
         return None
     return gather(trainer, value)
 

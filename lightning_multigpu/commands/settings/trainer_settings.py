@@ -12,8 +12,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu.commands.usage import UsageError
 from lightning_multigpu.registry import REGIMES
-from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.observed import ObservedStrategy
+from lightning_multigpu.strategies import DataParallelStrategy, MultiGPUStrategy, option_checks
 
 _PRECISION_ALIASES = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 
@@ -131,4 +130,4 @@ def _is_ours(strategy: object) -> bool:
         return strategy.lower() in {regime.name for regime in REGIMES}
     path = strategy.get("class_path") if hasattr(strategy, "get") else None
     found = locate(path) if isinstance(path, str) else None
-    return isinstance(found, type) and issubclass(found, ObservedStrategy)
+    return isinstance(found, type) and issubclass(found, MultiGPUStrategy | DataParallelStrategy)

@@ -80,6 +80,15 @@ class WholeCheckpointIO(TorchCheckpointIO):
         return loaded
 
 
+def whole_io(io: CheckpointIO | None) -> CheckpointIO:
+    """The user's plugin ``io``; a :class:`WholeCheckpointIO` in place of none, and of Lightning's own within it."""
+    if io is None:
+        return WholeCheckpointIO()
+    if type(getattr(io, "checkpoint_io", ...)) in (TorchCheckpointIO, type(None)):
+        io.checkpoint_io = WholeCheckpointIO()  # type: ignore[attr-defined]  # it wraps another
+    return io
+
+
 def map_files(io: CheckpointIO) -> None:
     """Lets ``io``, or the plugin that it wraps, map files, if it is a :class:`WholeCheckpointIO`."""
     found = getattr(io, "checkpoint_io", io)

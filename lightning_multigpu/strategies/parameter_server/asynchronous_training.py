@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, Timer
@@ -385,23 +385,23 @@ class AsynchronousTraining(Callback):
             rank_zero_info(f"  worker {worker}: {counts.total()} updates, staleness {found}")
 
     def newest(self, name: str, value: Any) -> list[Any]:
-        """See :meth:`.ObservedStrategy.newest_of_ranks`."""
+        """See :meth:`.MultiGPUStrategy.newest_of_ranks`."""
         return self._coordination.newest(name, value, of_all=False)
 
     def gather_at_end(self, value: Callable[[], Any]) -> list[Any]:
-        """See :meth:`.ObservedStrategy.gather_at_end`."""
+        """See :meth:`.MultiGPUStrategy.gather_at_end`."""
         found: list[Any] = []
         self._at_end.append((value, found))
         return found
 
     # Checkpoints
 
-    def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """The checkpoint, with the next batch of the epoch and the number of updates in the weights."""
+    def further_state(self) -> dict[str, Any]:
+        """The next batch of the epoch and the number of updates in the weights, as a checkpoint's entry."""
         following = 0 if self._number is None else self._number + 1
-        return {**checkpoint, SAVED_AS: {"version": self.version, "first_batch": following}}
+        return {SAVED_AS: {"version": self.version, "first_batch": following}}
 
-    def loaded(self, checkpoint: dict[str, Any]) -> None:
+    def loaded(self, checkpoint: Mapping[str, Any]) -> None:
         """Resumes from a checkpoint, which may be another strategy's."""
         saved = checkpoint.get(SAVED_AS, {})
         progress = checkpoint.get("global_step", 0)

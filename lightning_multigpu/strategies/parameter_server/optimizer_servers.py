@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -88,13 +87,7 @@ class OptimizerServerStrategy(MultiGPUStrategy):
 
     @override
     def _setup_model(self, model: Module) -> Module:
-        assert self.lightning_module is not None
-        assert self._data is not None
-        if self._layer_sync is not None:
-            model = self._layer_sync.apply(model)
-        values = [*self.lightning_module.parameters(), *self.lightning_module.buffers()]
-        self._data.broadcast_tensors([value.detach() for value in values], src=self._data.first_rank)
-        return model
+        return self._begin_alike(model, self.collectives.data)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -102,17 +95,16 @@ class OptimizerServerStrategy(MultiGPUStrategy):
             self._connect()  # not for evaluation; before schedules ask for the loader, which is one for their mode
         super().setup_optimizers(trainer)
         if not self._is_asynchronous:  # else a worker's gradients are its own
-            self._watch_given_gradients()
+            self.common.watch_given_gradients()
         for number, optimizer in enumerate(self.optimizers):
             served = self._served[optimizer] = self._serve(optimizer)
-            served.given = self._given
+            served.given = self.common.given
             if served.imbalance > _NOTICED_IMBALANCE:
                 rank_zero_info(
                     f"optimizer {number} ({type(optimizer).__name__}): one server has {served.imbalance:.2f} times "
                     "its share of the bytes"
                 )
-        module = self.lightning_module
-        assert module is not None
+        module = self._module
         scaler = getattr(self.precision_plugin, "scaler", None)
         is_read = reads_gradients(module)
         is_changed = is_read or scaler is not None or not module.automatic_optimization
@@ -135,21 +127,14 @@ class OptimizerServerStrategy(MultiGPUStrategy):
 
     @override
     def teardown(self) -> None:
-        module, states = self.lightning_module, []
         if self._methods is not None:
             self._methods.end()
-        trainer = None if module is None else module._trainer
-        if trainer is not None and not self.failure_watch.failed:
-            ends_well = (trainer.state.fn, trainer.state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING)
-            states = [(o, served.state_dict()) for o, served in self._served.items() if ends_well]
-        for served in self._served.values():
-            served.close()
-        self._served, self._methods = {}, None
-        self._disconnect()
-        super().teardown()
-        if self.is_global_zero:
-            for optimizer, state in states:  # a checkpoint may be saved after the fit
-                optimizer.load_state_dict(state)
+        with self._keeping_states(self._served):
+            for served in self._served.values():
+                served.close()
+            self._served, self._methods = {}, None
+            self._disconnect()
+            super().teardown()
 
     # Training
 
@@ -181,14 +166,13 @@ class OptimizerServerStrategy(MultiGPUStrategy):
 
     def _average_buffers(self) -> None:
         """Averages BatchNorm's statistics and other floating-point buffers; the other buffers become rank 0's."""
-        assert self.lightning_module is not None
-        if self._data is None or self._data.size == 1 or self.failure_watch.failed:
+        if self.groups is None or self.failure_watch.failed or (data := self.collectives.data).size == 1:
             return
-        buffers = [buffer.detach() for buffer in self.lightning_module.buffers()]
+        buffers = [buffer.detach() for buffer in self._module.buffers()]
         averaged = [buffer for buffer in buffers if buffer.is_floating_point()]
-        self._data.broadcast_tensors([b for b in buffers if not b.is_floating_point()], src=self._data.first_rank)
+        data.broadcast_tensors([b for b in buffers if not b.is_floating_point()], src=data.first_rank)
         for buffer in averaged:
-            buffer.copy_(self._data.all_reduce(buffer, "mean"))
+            buffer.copy_(data.all_reduce(buffer, "mean"))
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
@@ -196,7 +180,7 @@ class OptimizerServerStrategy(MultiGPUStrategy):
         if not self._accumulating:
             for served in self._served.values():
                 served.average_gradients()
-            self._note_averages()
+            self.common.note_averages()
         yield
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -209,18 +193,14 @@ class OptimizerServerStrategy(MultiGPUStrategy):
 
     @property
     @override
-    def state_is_lost(self) -> bool:
-        alone = self.world_size == 1 and not self._state_is_elsewhere
-        return super().state_is_lost or (self.failure_watch.failed and not alone)
+    def _needs_others(self) -> bool:
+        return self.world_size > 1 or self._state_is_elsewhere
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        served = self._served.get(plain_optimizer(optimizer))
-        if served is None:
-            return super().optimizer_state(optimizer)
-        return served.groups_alone() if self.state_is_lost else served.state_dict()
+    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        served = self._served.get(optimizer)
+        return super()._whole_state(optimizer) if served is None else served.state_dict()
 
     @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            self._served[optimizer].load_state_dict(state)
+    def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        self._served[optimizer].load_state_dict(state)

@@ -115,7 +115,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             self._check_that_no_rank_waits(options)
             self._consistency = Consistency(False, max_staleness, scale_lr_by_staleness, float(delay_compensation))
         self._asynchronous: AsynchronousTraining | None = None
-        self._resumed: dict[str, Any] = {}
         self._compressor = _elementwise(compression)
         self._num_servers, self._are_external = num_servers, servers == "external"
         self._bucket_cap_mb = bucket_cap_mb
@@ -124,7 +123,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         self._connections: Servers | None = None
 
     def _check_that_no_rank_waits(self, options: Mapping[str, Any]) -> None:
-        if self.feed.uneven_inputs != "stop" or self._check_replicas_every:
+        if self.feed.uneven_inputs != "stop" or self.common.check_every:
             name = "uneven_inputs" if self.feed.uneven_inputs != "stop" else "check_replicas_every_n_steps"
             raise ValueError(
                 f"{name}={options[name]!r}: with mode='async' no rank waits for another one, and their weights differ; "
@@ -288,7 +287,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         if self._asynchronous is None:
             return
         self._asynchronous.served = [served for served in self._served.values() if isinstance(served, RemoteOptimizer)]
-        self._asynchronous.loaded(self._resumed)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -302,13 +300,13 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         """Leaves the process groups of the run; from then on collectives return this rank's own values."""
         if self.groups is not None:
             assert self._connections is not None
-            self._leave_groups()
+            self.collectives.leave()
             leave_world()
             self.failure_watch.joined(self._connections.cut, self.world_size)
 
     @override
     def teardown(self) -> None:
-        training, self._asynchronous, self._resumed = self._asynchronous, None, {}
+        training, self._asynchronous = self._asynchronous, None
         if training is not None and self.lightning_module is not None:
             training.end(self.lightning_module.trainer)
         super().teardown()
@@ -354,15 +352,13 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             self._asynchronous.training_ends(self.lightning_module.trainer)
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self._asynchronous is not None:
-            checkpoint = self._asynchronous.saved(checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+    def _further_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        return {} if self._asynchronous is None else self._asynchronous.further_state()
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self._resumed = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        return self._resumed
+    def _load_further_state(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._asynchronous is not None:
+            self._asynchronous.loaded(checkpoint)
 
 
 def _check_rules(mode: str, max_staleness: Any, delay_compensation: Any, given: Sequence[str]) -> None:

@@ -49,6 +49,7 @@ from lightning_multigpu.strategies.pipeline.kept_state import KeptState
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
+from lightning_multigpu.strategies.pipeline.stage_agreement import StageAgreement
 from lightning_multigpu.strategies.pipeline.step_checks import check_gradients, check_kept_state, check_losses
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
 from lightning_multigpu.strategies.steps.dry_run import trial_precisions, unlogged_loss, without_trace
@@ -72,6 +73,8 @@ class RunningPipeline:
         world: all ranks of all pipelines.
 
     Attributes:
+        model, outputs: as given.
+        agreement: has all stages clip by one norm, and agree on overflow.
         in_step: the user's step is running, so other stages are elsewhere in the program.
 
     Raises:
@@ -92,9 +95,9 @@ class RunningPipeline:
         world: MeteredGroup,
     ) -> None:
         self.in_step = False
-        self._model = model
+        self.model = model
         self._options = options
-        self._outputs = outputs
+        self.outputs = outputs
         self._loss_reduction = loss_reduction
         if callable(loss_reduction):
             self._loss_reduction = wraps(loss_reduction)(lambda part: loss_reduction(moved(part, 0, options.batch_dim)))
@@ -123,9 +126,10 @@ class RunningPipeline:
         self._is_first = True
         self._buffers_due = True
         self._watched: set[Any] = set()
+        self.agreement = StageAgreement(plugin, model, None if tensor_axis is None else tensor_axis.group)
 
     def _new_runner(self, recorder: Recorder | None = None) -> PipelineRunner:
-        model = self._model
+        model = self.model
         return PipelineRunner(
             model.chain,
             model.bounds,
@@ -143,7 +147,7 @@ class RunningPipeline:
 
     def same_batch(self, batch: Any) -> tuple[bool, Any]:
         """Whether all stages have loaded the same batch, and the batch for all stages: else the last stage's."""
-        model = self._model
+        model = self.model
         if model.group.same_everywhere(checksum_of(batch)):
             return True, batch
         return False, model.stages.broadcast_object(batch, model.group.ranks[-1])
@@ -184,7 +188,7 @@ class RunningPipeline:
             self._check(batch, others, weights, multiplier)
         self._is_checked = self._is_checked or may_check
         if is_first:
-            for places in self._model.stages.gather_objects(list(self._kept.changes)):
+            for places in self.model.stages.gather_objects(list(self._kept.changes)):
                 self._kept.learn(places)
         if not accumulating:
             self._reduce_gradients()
@@ -220,31 +224,31 @@ class RunningPipeline:
             return loss
 
         # Whether sent tensors have a gradient depends on which parameters are frozen.
-        trainable = tuple(parameter.requires_grad for parameter in self._model.ownership.parameters())
+        trainable = tuple(parameter.requires_grad for parameter in self.model.ownership.parameters())
         kinds = [(signature_of(part), trainable) for part in parts]
-        trainer = self._model.module.trainer
+        trainer = self.model.module.trainer
         seed = (self._seed, 0, trainer.current_epoch, trainer.fit_loop.batch_idx)
-        without_gradient = [parameter for parameter in self._model.ownership.held() if parameter.grad is None]
+        without_gradient = [parameter for parameter in self.model.ownership.held() if parameter.grad is None]
         with self._kept.batch(), self._kept.watching():
             losses = self._runner.train(step, kinds, [weight * multiplier for weight in weights], seed)
         message: Any = None
         further: dict[str, Any] = {}
-        if self._model.is_last:
+        if self.model.is_last:
             samples = [leading_size(part) or 1 for part in parts]
             sizes = weights if callable(self._loss_reduction) else [float(size) for size in samples]
             logged, loss = combined(records, sizes, losses, weights), combined_loss(losses, weights)
-            last = self._model.group.num_ranks - 1
-            old_value = self._kept.old_value(self._kept.changes, self._kept.reads, self._model.modules_of(last))
+            last = self.model.group.num_ranks - 1
+            old_value = self._kept.old_value(self._kept.changes, self._kept.reads, self.model.modules_of(last))
             message = logged, loss, trainer.should_stop, self._is_new_form, old_value, self._runner.uses_layers
-            further = tree_map_only(Tensor, Tensor.detach, gathered(outputs, samples, self._model.device))
-        received, further = self._outputs.from_last(message, further, "on_train_batch_end")
+            further = tree_map_only(Tensor, Tensor.detach, gathered(outputs, samples, self.model.device))
+        received, further = self.outputs.from_last(message, further, "on_train_batch_end")
         replayed, loss, stops, is_new, old_value, uses_layers = received
         if old_value is not None:
             raise PipelineError(old_value)
         if not uses_layers:
             self._drop_zeros(without_gradient)
         trainer.should_stop = trainer.should_stop or stops  # a step may ask for the end of training
-        with nullcontext() if multiplier else uncounted_logs(self._model.module):  # 0 for a batch that is repeated
+        with nullcontext() if multiplier else uncounted_logs(self.model.module):  # 0 for a batch that is repeated
             self._logs.replay(replayed, "training_step")
         return {"loss": loss, **further}, is_new
 
@@ -253,7 +257,7 @@ class RunningPipeline:
 
         An optimizer with momentum or weight decay would change such parameters, and on one device it does not.
         """
-        if self._model.is_last and self._options.num_stages_of_rank == 1:
+        if self.model.is_last and self._options.num_stages_of_rank == 1:
             return
         for parameter in parameters:
             if parameter.grad is not None and not parameter.grad.any():
@@ -263,7 +267,7 @@ class RunningPipeline:
         """Averages gradients of unshared parameters first: later stages do so while earlier ones still run backward."""
         if self._tensor_axis is not None:
             self._tensor_axis.sum_gradients()
-        ownership = self._model.ownership
+        ownership = self.model.ownership
         common = ownership.common()
         shared = {id(holding.tensor) for holding in common}
         if self._data_axis is not None:
@@ -275,7 +279,7 @@ class RunningPipeline:
     def share_buffers(self) -> None:
         """Gives all pipelines the buffers of the first pipeline; a collective of the data axis."""
         if self._data_axis is not None:
-            self._data_axis.share_buffers(self._model.ownership.buffers())
+            self._data_axis.share_buffers(self.model.ownership.buffers())
 
     def _call(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a step of the module."""
@@ -285,8 +289,8 @@ class RunningPipeline:
         try:
             if hook == "training_step":  # its part was cut along dimension 0
                 args = (moved(args[0], 0, self._options.batch_dim), *args[1:])
-            with self._outputs.noting():
-                output = getattr(self._model.module, hook)(*args, **kwargs)
+            with self.outputs.noting():
+                output = getattr(self.model.module, hook)(*args, **kwargs)
                 return output if self._tensor_axis is None else self._tensor_axis.whole_outputs(output)
         finally:
             self.in_step = False
@@ -304,13 +308,13 @@ class RunningPipeline:
         if self._tensor_axis is not None:
             self._tensor_axis.split(
                 lambda: unlogged_loss(
-                    self._plugin, self._model.module, lambda: self._call("training_step", cloned(part), *others)
+                    self._plugin, self.model.module, lambda: self._call("training_step", cloned(part), *others)
                 ),
-                trial_precisions(self._model.module, self._plugin, (part, *others)),
+                trial_precisions(self.model.module, self._plugin, (part, *others)),
                 self._world,
             )
         with self._plugin.train_step_context():
-            if self._model.is_untraced:
+            if self.model.is_untraced:
                 self._trace("training_step", part, *others, will_train=True)
             with without_differentiation():
                 self._find_uses("training_step", "training_step", part, *others)
@@ -325,9 +329,9 @@ class RunningPipeline:
             with self._logs.recording(pass_on=False):
                 return self._call(hook, *args, **kwargs)
 
-        with without_trace(self._model.module):
-            self._model.arrange(step, will_train=will_train)
-        self._model.split_again(self._model.bounds)
+        with without_trace(self.model.module):
+            self.model.arrange(step, will_train=will_train)
+        self.model.split_again(self.model.bounds)
 
     def _find_uses(self, key: Any, hook: str, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Watches the first step of the module with this ``key``, and prints the split if it changes."""
@@ -342,22 +346,22 @@ class RunningPipeline:
             return output
 
         def left() -> Any:
-            return [record.value for record in records], [vars(part) for part in self._model.module.modules()]
+            return [record.value for record in records], [vars(part) for part in self.model.module.modules()]
 
-        everyone = self._world if self._will_train else self._model.stages
+        everyone = self._world if self._will_train else self.model.stages
         with nullcontext() if self._tensor_axis is None else self._tensor_axis.group.alone():
-            has_moved = self._model.find_uses(step, left, seed_of(self._seed, 4), everyone)
+            has_moved = self.model.find_uses(step, left, seed_of(self._seed, 4), everyone)
         if has_moved and hook == "training_step":  # the old split counted moved parameters elsewhere
-            bounds = self._options.bounds(self._model.chain, self._model.group.num_ranks)
-            if self._options.measured_balance is None and bounds != self._model.bounds:
-                self._model.split_again(bounds)
+            bounds = self._options.bounds(self.model.chain, self.model.group.num_ranks)
+            if self._options.measured_balance is None and bounds != self.model.bounds:
+                self.model.split_again(bounds)
                 self._runner = self._new_runner()
-        if (is_first or has_moved) and self._balance_due is None and self._model.group.num_ranks > 1:
-            rank_zero_info(self._model.describe())
+        if (is_first or has_moved) and self._balance_due is None and self.model.group.num_ranks > 1:
+            rank_zero_info(self.model.describe())
 
     def _split_by_costs(self, balance: MeasuredBalance, batch: Any, others: Sequence[Any]) -> None:
         """Measures the layers, splits them to minimise the largest cost of a rank, and prints the prediction."""
-        model, before = self._model, self._model.bounds
+        model, before = self.model, self.model.bounds
         costs = self._measured_costs(batch, others)
         model.split_again(self._world.broadcast_object(costs.bounds(balance), 0))
         self._runner = self._new_runner()
@@ -378,10 +382,10 @@ class RunningPipeline:
 
     def _measured_costs(self, batch: Any, others: Sequence[Any]) -> StageCosts:
         """The costs of the layers, the same on all stages."""
-        model, part = self._model, first_part(batch, self._num_micro_batches)
+        model, part = self.model, first_part(batch, self._num_micro_batches)
 
         def step() -> Any:
-            return unlogged_loss(self._plugin, self._model.module, lambda: self._call("training_step", part, *others))
+            return unlogged_loss(self._plugin, self.model.module, lambda: self._call("training_step", part, *others))
 
         probe = CostProbe(
             model.chain,
@@ -420,27 +424,27 @@ class RunningPipeline:
         def loss_of(part: Any, seed: tuple[int, ...]) -> Any:
             return self._loss_of(part, others, seed)
 
-        runner = self._new_runner(Recorder(self._model.meter, self._model.device, self._model.ownership.held))
-        trainer = self._model.module.trainer
+        runner = self._new_runner(Recorder(self.model.meter, self.model.device, self.model.ownership.held))
+        trainer = self.model.module.trainer
 
         def run(parts: Sequence[Any], of_parts: Sequence[float], seed: int) -> None:
             def step(number: int) -> Any:
                 with without_differentiation():
                     return unlogged_loss(
                         self._plugin,
-                        self._model.module,
+                        self.model.module,
                         lambda: self._call("training_step", cloned(parts[number]), *others),
                     )
 
             kinds = [signature_of(part) for part in parts]
             scales = [weight * multiplier for weight in of_parts]
             runner.train(step, kinds, scales, (self._seed, 3, seed, trainer.current_epoch, trainer.fit_loop.batch_idx))
-            self._model.group.finish()
+            self.model.group.finish()
 
-        with self._model.meter.unrecorded():
-            check_losses(self._model, batch, loss_of, weights, loss_reduction=self._loss_reduction, seed=self._seed)
-            gather = self._model.stages.gather_objects if self._tensor_axis is None else self._tensor_axis.gather
-            check_gradients(self._model, batch, run, len(weights), loss_reduction=self._loss_reduction, gather=gather)
+        with self.model.meter.unrecorded():
+            check_losses(self.model, batch, loss_of, weights, loss_reduction=self._loss_reduction, seed=self._seed)
+            gather = self.model.stages.gather_objects if self._tensor_axis is None else self._tensor_axis.gather
+            check_gradients(self.model, batch, run, len(weights), loss_reduction=self._loss_reduction, gather=gather)
 
     def _check_kept_state(self, batch: Any, others: Sequence[Any]) -> None:
         """Checks kept state before the first step, if stages run steps or layers several times a batch."""
@@ -461,12 +465,12 @@ class RunningPipeline:
                 f"with {self._options.num_stages_of_rank} stages a rank runs the beginning of the step as often. "
                 "Change it in on_train_batch_start, or use schedule='1f1b'"
             )
-        layers = [self._model.chain.layers[index] for index in self._recompute]
+        layers = [self.model.chain.layers[index] for index in self._recompute]
         if repeats is None and not layers:
             return
         recomputed = {part for layer in layers for part in layer.modules()}
-        with self._model.meter.unrecorded():
-            check_kept_state(self._model, self._kept, loss_of_step, repeats=repeats, recomputed=recomputed)
+        with self.model.meter.unrecorded():
+            check_kept_state(self.model, self._kept, loss_of_step, repeats=repeats, recomputed=recomputed)
 
     def _loss_of(self, part: Any, others: Sequence[Any], seed: tuple[int, ...], *, scan: bool = False) -> Any:
         """The loss of the step, forward only, on the last stage; or the exception that it raised after the layers."""
@@ -480,7 +484,7 @@ class RunningPipeline:
                     raise
                 return error
 
-        return unlogged_loss(self._plugin, self._model.module, lambda: self._runner.evaluate(step, seed)[1])
+        return unlogged_loss(self._plugin, self.model.module, lambda: self._runner.evaluate(step, seed)[1])
 
     # Evaluation
 
@@ -491,24 +495,24 @@ class RunningPipeline:
             The output of the step: on every stage for ``predict_step`` and if a hook reads it, else on the last stage;
             None elsewhere.
         """
-        if self._model.is_untraced:
+        if self.model.is_untraced:
             self._trace(hook, *args, will_train=self._will_train, **kwargs)
         key = (hook, *args[2:])  # of each loader
         if key not in self._watched:
             self._find_uses(key, hook, *args, **kwargs)
-        is_last = self._model.is_last
+        is_last = self.model.is_last
         self._num_evaluated += 1
-        seed = (self._seed, 1, self._model.module.trainer.global_step, self._num_evaluated)
+        seed = (self._seed, 1, self.model.module.trainer.global_step, self._num_evaluated)
         with self._logs.recording(pass_on=is_last) as records:
             _, output = self._runner.evaluate(lambda: self._call(hook, *args, **kwargs), seed)
         if hook != "predict_step":
             batch_end = f"on_{hook.removesuffix('_step')}_batch_end"
-            replayed, output = self._outputs.from_last(records, output, batch_end)
+            replayed, output = self.outputs.from_last(records, output, batch_end)
             if not is_last:
                 self._logs.replay(replayed, hook)
         else:
-            output = self._outputs.prediction(output)
-        self._model.group.finish()
+            output = self.outputs.prediction(output)
+        self.model.group.finish()
         return output
 
     # Reports
@@ -519,14 +523,14 @@ class RunningPipeline:
 
     def stage_record(self) -> StageRecord:
         """The newest steps of this rank's stages, and their memory, with the optimizers' states."""
-        optimizers = self._model.module.trainer.optimizers
+        optimizers = self.model.module.trainer.optimizers
         return StageRecord(
             pipeline=self._number,
-            position=self._model.ownership.position,
-            num_ranks=self._model.group.num_ranks,
+            position=self.model.ownership.position,
+            num_ranks=self.model.group.num_ranks,
             stages_per_rank=self._options.num_stages_of_rank,
             schedule=self._options.schedule,
             steps=self._recorder.steps(),
             memory=self._recorder.memory(optimizers),
-            predicted=held_bytes(self._model.ownership.held(), optimizers),
+            predicted=held_bytes(self.model.ownership.held(), optimizers),
         )

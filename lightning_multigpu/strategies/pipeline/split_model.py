@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,7 +82,7 @@ class SplitModel:
         self.group = PipelineGroup(group, meter, device if dist.get_backend(group) == "nccl" else _CPU)
         self.ownership = Ownership(module, chain, bounds, self.stages.rank, self.group.num_ranks)
         self.is_last = self.ownership.position == self.group.num_ranks - 1
-        self._remote = RemoteValues(self.group, self.ownership.position)
+        self.remote = RemoteValues(self.group, self.ownership.position)
         self._was_whole = True
 
     def share(self, world: MeteredGroup, peers: MeteredGroup) -> None:
@@ -204,7 +204,7 @@ class SplitModel:
 
         Args:
             state: this rank's state, with placeholders for values of other stages.
-            streams: other stages keep their values until the checkpoint is written, see :meth:`saving`.
+            streams: other stages keep their values until the checkpoint is written.
         """
         last, position = self.group.num_ranks - 1, self.ownership.position
         holders_of = self.ownership.holders_by_name()
@@ -214,10 +214,10 @@ class SplitModel:
             if last in holders or not isinstance(value, Tensor):
                 continue
             if position == holders[0]:
-                self._remote.offer(value, key)
+                self.remote.offer(value, key)
             elif self.is_last:
-                whole[key] = self._remote.remote(value, key, holders[0], key)
-        return whole if streams else self._remote.fetched(whole)
+                whole[key] = self.remote.remote(value, key, holders[0], key)
+        return whole if streams else self.remote.fetched(whole)
 
     def whole_optimizer_state(self, optimizer: Optimizer, *, streams: bool = False) -> dict[str, Any]:
         """The optimizer's state of one device, on the last stage; elsewhere this rank's part of it.
@@ -237,14 +237,10 @@ class SplitModel:
         holders = self._holders(optimizer)
         senders = {index: positions[0] for index, positions in enumerate(holders) if last not in positions}
         sent = {index: own[index] for index, sender in senders.items() if sender == position and index in own}
-        received = self._remote.gather(sent, sorted(set(senders.values())))
+        received = self.remote.gather(sent, sorted(set(senders.values())))
         sources = [received if self.is_last and index in senders else own for index in range(len(holders))]
         merged = {index: source[index] for index, source in enumerate(sources) if index in source}
-        return {**state, "state": merged if streams else self._remote.fetched(merged)}
-
-    def saving(self) -> AbstractContextManager[None]:
-        """Within the block the last stage writes the values that other stages have kept."""
-        return self._remote.served()
+        return {**state, "state": merged if streams else self.remote.fetched(merged)}
 
     def own_optimizer_state(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         """Copies, from one device's optimizer state, the entries of parameters that this rank holds."""

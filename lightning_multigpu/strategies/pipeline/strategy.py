@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -20,7 +19,7 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.hugging_face import ModelsInStages
-from lightning_multigpu.engine.optimizer_state import plain_state, release, watch
+from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
@@ -33,7 +32,6 @@ from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageO
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline
 from lightning_multigpu.strategies.pipeline.split_model import Bounds, SplitModel, built_by_stages
-from lightning_multigpu.strategies.pipeline.stage_agreement import StageAgreement
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
 from lightning_multigpu.strategies.steps.same_batches import (
     builds_layers_later,
@@ -45,8 +43,6 @@ from lightning_multigpu.strategies.steps.step_logs import uncounted_metrics
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-T = TypeVar("T")
 
 
 class StagedStrategy(MultiGPUStrategy):
@@ -67,11 +63,7 @@ class StagedStrategy(MultiGPUStrategy):
         self._step_args: tuple[Any, ...] | None = None
         self._accumulating = False
         # During a run:
-        self._split_model: SplitModel | None = None
         self._running: RunningPipeline | None = None
-        self._outputs: LastStageOutputs | None = None
-        self._agreement: StageAgreement | None = None
-        self._undo = ExitStack()
         self._gradients_shown = ExitStack()
         self._in_optimizer_step = False
 
@@ -160,54 +152,52 @@ class StagedStrategy(MultiGPUStrategy):
                 optimizer,
                 lambda each: None if isinstance(each, Placeholder) else each,
                 self._shown_state,
-                self._own_state,
+                self._taken_state,
             )
 
     def _shown_state(self, parameter: Tensor, state: Any) -> Any:
         """What user code gets for the state of a parameter of this rank's stages."""
         return state
 
-    def _own_state(self, parameter: Tensor, state: Any) -> Any:
+    def _taken_state(self, parameter: Tensor, state: Any) -> Any:
         """What this rank keeps of a state that user code puts in place."""
         return state
 
     @override
     def model_to_device(self) -> None:
         """Splits the module, whose dtype is final now, and moves this rank's stages to its device."""
-        assert self._world is not None
-        assert self._data is not None
-        module = self._module
+        world, data, module = self.collectives.world, self.collectives.data, self._module
         chain, bounds = self._split(module)
         group = self.new_group("pipeline", descending=True)
-        self._split_model = model = SplitModel(module, chain, bounds, group, self.meter, self.root_device)
-        model.share(self._world, self._data)
+        model = SplitModel(module, chain, bounds, group, self.meter, self.root_device)
+        model.share(world, data)
         data_axis = None
         if self.data_parallel_size > 1:
-            bookkeeping = self.metered(self._data_group, "control")
+            bookkeeping = self.metered(data.group, "control")
             data_axis = DataAxis(self._data_reducer(), bookkeeping, module)
             self._undo.callback(data_axis.close)
         tensor_axis = self._tensor_axis(model)
-        self._outputs = LastStageOutputs(module, model.group, is_last=model.is_last, at_end=self._gradients_shown.close)
-        self._running = RunningPipeline(
+        outputs = LastStageOutputs(module, model.group, is_last=model.is_last, at_end=self._gradients_shown.close)
+        self._running = running = RunningPipeline(
             model,
             self.pipeline_options,
-            self._outputs,
+            outputs,
             loss_reduction=self.feed.loss_reduction,
             plugin=self.precision_plugin,
             number=self.data_parallel_rank,
             data_axis=data_axis,
             tensor_axis=tensor_axis,
-            world=self._world,
+            world=world,
         )
-        self._running.record(**self._recording)
-        self._agreement = StageAgreement(
-            self.precision_plugin, model, None if tensor_axis is None else tensor_axis.group
-        )
-        self._undo.callback(self._agreement.end)
-        self._stream_saves(module.trainer, self._undo)
+        self.collectives.in_step = lambda: self._in_step
+        running.record(**self._recording)
+        self._undo.callback(running.agreement.end)
+        self.saves.remote = model.remote
+        if self.tensor_parallel_size == 1:  # else all ranks of a tensor group gather
+            self.saves.begin(module.trainer, self._undo)
         self._undo.callback(ModelsInStages(module).end)
-        self._outputs.add_first()
-        self._undo.callback(self._outputs.leave)
+        outputs.add_first()
+        self._undo.callback(outputs.leave)
         gather_metrics_by(self._gather_metric, module, self._undo)
 
     def _data_reducer(self) -> GradientReducer:
@@ -220,24 +210,22 @@ class StagedStrategy(MultiGPUStrategy):
 
     def _make_whole(self) -> None:
         """Gives the ranks the whole module, with ``gather_at_end``, at the end of a run without failures."""
-        assert self._split_model is not None
         if self.pipeline_options.gather_at_end:
-            self._split_model.make_whole(is_first=self.data_parallel_rank == 0)
+            self._pipeline.model.make_whole(is_first=self.data_parallel_rank == 0)
         else:
-            self._split_model.leave_in_parts()
+            self._pipeline.model.leave_in_parts()
 
     @override
     def teardown(self) -> None:
         self._gradients_shown.close()
         release(map(plain_optimizer, self.optimizers))
         try:
-            if self._running is not None and not self.failure_watch.failed:
-                assert self._split_model is not None
-                if self._split_model.module.trainer.state.status == TrainerStatus.RUNNING:
-                    self._make_whole()
+            gathers = self._running is not None and not self.failure_watch.failed
+            if gathers and self._module.trainer.state.status == TrainerStatus.RUNNING:
+                self._make_whole()
         finally:
             self._undo.close()
-        self._split_model = self._running = self._outputs = self._agreement = None
+        self._running = None
         self._built_bounds = []
         self._step_args = None
         super().teardown()
@@ -245,14 +233,8 @@ class StagedStrategy(MultiGPUStrategy):
     # What callbacks ask
 
     @override
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether the parameter belongs to this rank's stages, or is on all stages."""
-        return not isinstance(parameter, Placeholder)
-
-    @override
     def values_of_other_ranks(self) -> dict[int, Tensor]:
-        assert self._split_model is not None
-        return self._split_model.values_of_other_ranks() if self.data_parallel_rank == 0 else {}
+        return self._pipeline.model.values_of_other_ranks() if self.data_parallel_rank == 0 else {}
 
     @override
     def record_stages(self, *, count_activations: bool | None = True) -> None:
@@ -278,14 +260,12 @@ class StagedStrategy(MultiGPUStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        assert self._outputs is not None
-        assert self._split_model is not None
-        self._outputs.add_first()
-        pipeline_checks.check_changes(self._module, self.optimizers, self._split_model.ownership.parameters())
+        module, ownership = self._module, self._pipeline.model.ownership
+        self._pipeline.outputs.add_first()
+        pipeline_checks.check_changes(module, self.optimizers, ownership.parameters())
         if batch_idx < 2:  # hooks before or after the first batch may have copied weights
-            module, known = self._split_model.module, self._split_model.ownership.holdings
             callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
-            pipeline_checks.check_copies(module, callbacks, [holding.tensor for holding in known])
+            pipeline_checks.check_copies(module, callbacks, [holding.tensor for holding in ownership.holdings])
         super().on_train_batch_start(batch, batch_idx)
 
     @override
@@ -301,9 +281,8 @@ class StagedStrategy(MultiGPUStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        assert self._outputs is not None
-        assert self._agreement is not None
         assert self._step_args is not None
+        agreement = self._pipeline.agreement
         self._gradients_shown.close()
         multiplier = closure_loss * self.feed.loss_scale
         self.pre_backward(multiplier)
@@ -312,13 +291,13 @@ class StagedStrategy(MultiGPUStrategy):
         accumulating = self._accumulating
         with self._weighing(), nullcontext() if self.feed.counts else uncounted_metrics(self._module):
             outputs = self._pipeline.train(batch, others, multiplier=float(multiplier), accumulating=accumulating)
-        self._outputs.of_batch = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
-        with self._agreement.gradients_for("on_after_backward"):
+        self._pipeline.outputs.of_batch = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
+        with agreement.gradients_for("on_after_backward"):
             multiplier = self.precision_plugin.post_backward(multiplier, self._module)
         self.post_backward(multiplier)
         if not (accumulating or self._in_optimizer_step):
             # The module's optimizer_step has called the closure itself, and may clip before the step.
-            self._gradients_shown.enter_context(self._agreement.gradients_for("optimizer_step"))
+            self._gradients_shown.enter_context(agreement.gradients_for("optimizer_step"))
         return multiplier
 
     @override
@@ -341,16 +320,15 @@ class StagedStrategy(MultiGPUStrategy):
 
     @override
     def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
-        assert self._split_model is not None
-        position, holdings = self._split_model.ownership.position, self._split_model.ownership.holdings
+        model = self._pipeline.model
+        position, holdings = model.ownership.position, model.ownership.holdings
         shared = [h for h in holdings if len(h.holders) > 1 and h.is_parameter and position in h.holders]
-        return [*super()._held_in_common(), (self._split_model.stages, [(h.name, h.tensor) for h in shared])]
+        return [*super()._held_in_common(), (model.stages, [(h.name, h.tensor) for h in shared])]
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        assert self._outputs is not None
-        self._outputs.leave()  # a Tuner expects its own callback to be the first
+        self._pipeline.outputs.leave()  # a Tuner expects its own callback to be the first
 
     # Evaluation
 
@@ -378,8 +356,7 @@ class StagedStrategy(MultiGPUStrategy):
     @override
     def on_predict_start(self) -> None:
         super().on_predict_start()
-        assert self._split_model is not None
-        if not self._split_model.is_last or self.tensor_parallel_rank > 0:  # each prediction is written once
+        if not self._pipeline.model.is_last or self.tensor_parallel_rank > 0:  # each prediction is written once
             write_no_predictions(self._module.trainer, self._undo)
 
     # Collectives
@@ -388,26 +365,10 @@ class StagedStrategy(MultiGPUStrategy):
     def _in_step(self) -> bool:
         return self._running is not None and self._running.in_step
 
-    @override
-    def _metered_group(self, group: Any | None) -> MeteredGroup | None:
-        """Within a step, the data axis instead of the world: other stages are elsewhere in the program."""
-        if group is dist.group.WORLD and self._in_step:
-            group = None
-        return super()._metered_group(group)
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object of rank ``src``; within a step, of the rank in ``src``'s pipeline with this rank's stages."""
-        if self._in_step:
-            size = self._model_parallel_size
-            src = src // size * size + self.global_rank % size
-        return super().broadcast(obj, src)
-
     def _gather_metric(self, tensor: Tensor, group: Any) -> list[Tensor]:
         """The states of a metric on the last stages, which have its samples; within a step only these call it."""
-        assert self._split_model is not None
         # Ranks of a tensor group have the same samples; within a step all callers have one tensor rank.
-        counts = self._split_model.is_last and (self._in_step or self.tensor_parallel_rank == 0)
+        counts = self._pipeline.model.is_last and (self._in_step or self.tensor_parallel_rank == 0)
         states = self.gather_objects((counts, tensor.cpu()))
         return [state.to(tensor.device) for counts, state in states if counts] or [tensor]
 
@@ -415,53 +376,37 @@ class StagedStrategy(MultiGPUStrategy):
 
     @property
     @override
-    def state_is_lost(self) -> bool:
-        return super().state_is_lost or (self._running is not None and self.failure_watch.failed)
-
-    def _gathering_model(self) -> SplitModel | None:
-        """The model whose state the stages of this pipeline gather for a checkpoint; None if they gather nothing."""
-        gathers = self._running is not None and self.data_parallel_rank == 0 and not self.state_is_lost
-        return self._split_model if gathers else None
+    def _needs_others(self) -> bool:
+        return self._running is not None
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def _settle_values(self) -> None:
         if self._in_step:
             raise PipelineError(
                 "a checkpoint is saved within a step, at a place that only the last stage reaches; save it in "
                 "on_train_batch_end, or by ModelCheckpoint(every_n_train_steps=...)"
             )
-        state, model = super().lightning_module_state_dict(), self._gathering_model()
-        in_parts = self._running is None and not self.pipeline_options.gather_at_end
-        if in_parts and first_placeholder(state) is not None:
+
+    @override
+    def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self._running is not None:
+            return self._running.model.whole_state_dict(state, streams=self.saves.stream)
+        if not self.pipeline_options.gather_at_end and first_placeholder(state) is not None:
             raise PipelineError(
                 "a checkpoint is saved after the run, and gather_at_end=False has left each rank its part of the "
                 "model; save it during the run, by ModelCheckpoint or in on_train_end, or leave gather_at_end=False out"
             )
-        return state if model is None else model.whole_state_dict(state, streams=self._streams)
+        return state
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        plain, model = plain_optimizer(optimizer), self._gathering_model()
-        if model is None:
-            with plain_state(plain):
-                return super().optimizer_state(plain)
-        return model.whole_optimizer_state(plain, streams=self._streams)
+    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._running is None:
+            return super()._whole_state(optimizer)
+        return self._running.model.whole_optimizer_state(optimizer, streams=self.saves.stream)
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        model = self._gathering_model() if self._streams else None
-        with nullcontext() if model is None else model.saving():
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._split_model is not None
-        states = [
-            self._split_model.own_optimizer_state(state, optimizer)
-            for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
-        ]
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
-        self._watch_states()
+    def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        return self._pipeline.model.own_optimizer_state(state, optimizer)
 
 
 class PipelineStrategy(StagedStrategy):
@@ -538,19 +483,5 @@ class PipelineStrategy(StagedStrategy):
         **options: Any,
     ) -> None:
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
-        pipeline_options = PipelineOptions(
-            module=module,
-            schedule=schedule,
-            num_micro_batches=num_micro_batches,
-            stages_per_rank=stages_per_rank,
-            balance=balance,
-            split_points=split_points,
-            pipeline_parallel_size=pipeline_parallel_size,
-            data_parallel_size=data_parallel_size,
-            activation_checkpointing=activation_checkpointing,
-            check_loss=check_loss,
-            batch_dim=batch_dim,
-            replicated=replicated,
-            gather_at_end=gather_at_end,
-        )
+        pipeline_options = PipelineOptions(**option_checks.own_options(PipelineStrategy, locals()))
         super().__init__(pipeline_options, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.compression import Compressor
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.metered_group import MeteredGroup
@@ -108,8 +106,7 @@ class HybridStrategy(StagedStrategy):
             if not isinstance(given, Mapping | None):
                 raise ValueError(f"{name}={given!r} is no mapping; pass options by their names: {name}={{...}}")
         pipeline, tensor = dict(pipeline or {}), dict(tensor or {})
-        own = inspect.signature(PipelineStrategy.__init__).parameters.items()
-        of_pipeline = {name: each.default for name, each in own if each.kind is each.KEYWORD_ONLY}
+        of_pipeline = option_checks.own_options(PipelineStrategy, {})
         option_checks.check_options("pipeline=", pipeline, of_pipeline.keys() - set(_SIZES))
         option_checks.check_options("tensor=", tensor, ["plan", "sequence_split"])
         super().__init__(PipelineOptions(**{**of_pipeline, **pipeline}), **options)
@@ -234,12 +231,11 @@ class HybridStrategy(StagedStrategy):
     @override
     def _data_reducer(self) -> GradientReducer:
         assert self.groups is not None
-        assert self._data is not None
         reducer, _ = self._transport.open(
             self._module,
             self.groups,
             self.meter,
-            self._data,
+            self.collectives.data,
             ranks_per_host=self.num_processes,
             hook=None,
             info=rank_zero_info,
@@ -300,7 +296,7 @@ class HybridStrategy(StagedStrategy):
         return state if self._axis is None else self._axis.layers.state_reads.state_of(parameter, state)
 
     @override
-    def _own_state(self, parameter: Tensor, state: Any) -> Any:
+    def _taken_state(self, parameter: Tensor, state: Any) -> Any:
         return state if self._axis is None else self._axis.layers.state_reads.own_state(parameter, state)
 
     @override
@@ -344,22 +340,19 @@ class HybridStrategy(StagedStrategy):
     @property
     def _gathering_axis(self) -> TensorAxis | None:
         """The tensor group that has all stages' parts of a checkpoint and gathers whole values; None on other ranks."""
-        model = self._gathering_model()
-        gathers = model is not None and model.is_last and self._axis is not None and self._axis.is_split
-        return self._axis if gathers else None
+        is_last = self._running is not None and self._running.model.is_last
+        return self._axis if is_last and self._axis is not None and self._axis.is_split else None
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        state, axis = super().lightning_module_state_dict(), self._gathering_axis
+    def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
+        state, axis = super()._whole_weights(state), self._gathering_axis
         return state if axis is None else axis.layers.whole_state_dict(state)
 
     @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._axis is not None:
-            checkpoint = {**checkpoint, "state_dict": self._axis.layers.own_state_dict(checkpoint["state_dict"])}
-        super().load_model_state_dict(checkpoint, strict=strict)
+    def _own_weights(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return state if self._axis is None else self._axis.layers.own_state_dict(state)
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state, axis = super().optimizer_state(optimizer), self._gathering_axis
-        return state if axis is None else axis.layers.whole_optimizer_state(plain_optimizer(optimizer), state)
+    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state, axis = super()._whole_state(optimizer), self._gathering_axis
+        return state if axis is None else axis.layers.whole_optimizer_state(optimizer, state)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -24,7 +24,7 @@ from lightning_multigpu._lightning_internals import averaged_copy, plain_optimiz
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.activation_checkpointing import Kept
 from lightning_multigpu.engine.micro_batches import cloned
-from lightning_multigpu.engine.optimizer_state import plain_state, release, watch
+from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.split_logits import SplitLogits
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
@@ -32,6 +32,8 @@ from lightning_multigpu.engine.tensor_split.whole_reads import plain, whole_of
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
+from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
 from lightning_multigpu.strategies.steps.dry_run import trial_precisions, unlogged_loss, without_trace
 from lightning_multigpu.strategies.steps.same_batches import (
@@ -58,7 +60,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class TensorSplitStrategy(RingDDPStrategy):
+class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
     """Tensor parallel training: each rank holds and computes a part of each large layer, of the same batch.
 
     The layers are split on the first training batch. The strategy runs ``training_step`` on the whole module and with
@@ -86,8 +88,7 @@ class TensorSplitStrategy(RingDDPStrategy):
             or an optimizer needs whole tensors.
     """
 
-    name_with_spawn: ClassVar[str | None] = None
-
+    @option_checks.takes_options_of(RingDDPStrategy)
     def __init__(
         self,
         *,
@@ -102,7 +103,11 @@ class TensorSplitStrategy(RingDDPStrategy):
                 option_checks.check_positive(name, size, whole=True)
         check_plan(plan)
         check_sequence_split(sequence_split)
-        super().__init__(**options)
+        option_checks.check_options(type(self).__name__, options, type(self).option_names())
+        averaging = option_checks.own_options(RingDDPStrategy, options)
+        self.averaging = AveragedGradients(self, averaging, options.get("check_replicas_every_n_steps"))
+        options = {name: value for name, value in options.items() if name not in averaging}
+        super().__init__(**self.averaging.lightnings_options, **options)
         self._asked_sizes = tensor_parallel_size, data_parallel_size
         self._plan: Plan = plan
         self._sequence_split: SequenceSplit = sequence_split
@@ -114,8 +119,6 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._layers: SplitLayers | None = None
         self._gradients: SplitGradients | None = None
         self._split_plan: SplitPlan | None = None
-        self._bucket_cap_mb: float | None = None
-        self._undo = ExitStack()
 
     @property
     @override
@@ -153,7 +156,7 @@ class TensorSplitStrategy(RingDDPStrategy):
                 if value
             )
             raise ValueError(f"{given} does not make the {world} ranks that there are; leave one out, or change it")
-        compressor = self._transport.compressor
+        compressor = self.averaging.transport.compressor
         if compressor is not None and world > size:
             raise ValueError(
                 f"compression={compressor!r} with {world // size} tensor groups: parameters that the ranks of a group "
@@ -179,19 +182,18 @@ class TensorSplitStrategy(RingDDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        data_group = self._data_group
+        data_group = self.collectives.data.group
         gather_metrics_by(lambda tensor, group: gather_all_tensors(tensor, data_group), self._module, self._undo)
 
     @override
     def model_to_device(self) -> None:
         super().model_to_device()
-        assert self._world is not None
         module = self._module
-        self._world.broadcast_tensors([*module.parameters(), *module.buffers()], src=0)
+        self.collectives.world.broadcast_tensors([*module.parameters(), *module.buffers()], src=0)
         group = self.new_group("tensor")
         self._peers = self.metered(group, "tensor")
         hosts = {rank // self.num_processes for rank in dist.get_process_group_ranks(group)}
-        shared_memory = self._transport.shared_memory and len(hosts) == 1  # emulated hosts have one /dev/shm
+        shared_memory = self.averaging.transport.shared_memory and len(hosts) == 1  # emulated hosts have one /dev/shm
         self._tensor = TensorGroup(group, meter=self.meter, shared_memory=shared_memory)
         assert self.groups is not None
         self.groups.also_cut.append(self._tensor.abort)
@@ -206,14 +208,9 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     @override
     def _setup_model(self, model: Module) -> Any:
-        return model if self.data_parallel_size == 1 else super()._setup_model(model)
-
-    @override
-    def _wrap(self, model: Module, bucket_cap_mb: float | None, **options: Any) -> Any:
-        if not self._is_split:  # DDP's buckets are made of the parts
-            self._bucket_cap_mb = bucket_cap_mb
-            return model
-        return super()._wrap(model, bucket_cap_mb, **options)
+        if self.data_parallel_size > 1:
+            self.averaging.open()
+        return model  # DDP's buckets are made of the parts, once layers are split
 
     @override
     def _kept_states(self) -> Sequence[Kept]:
@@ -267,14 +264,13 @@ class TensorSplitStrategy(RingDDPStrategy):
             )
         self._split_plan = plan
         for copy in filter(None, map(averaged_copy, module.trainer.callbacks)):  # type: ignore[attr-defined]
-            assert self._world is not None
-            self._world.broadcast_tensors([*copy.parameters(), *copy.buffers()], src=0)
-            self._layers.cut_copy(copy, lambda: self._gathers)
+            self.collectives.world.broadcast_tensors([*copy.parameters(), *copy.buffers()], src=0)
+            self._layers.cut_copy(copy, lambda: self._is_split and self._gathers)
         rank_zero_info(summary(plan))
         if self.on_split is not None:
             self.on_split(plan)
-        if self._reducer is not None:
-            self.model = self._wrap(module, self._bucket_cap_mb)
+        if self.averaging.reducer is not None:
+            self.model = self.averaging.wrap(module)
 
     @override
     def split_plan(self) -> SplitPlan | None:
@@ -394,43 +390,24 @@ class TensorSplitStrategy(RingDDPStrategy):
     # Checkpoints
 
     @property
-    def _gathers(self) -> bool:
-        return self._is_split and self.data_parallel_rank == 0 and not self.failure_watch.failed
-
-    @property
     @override
-    def state_is_lost(self) -> bool:
-        return super().state_is_lost or (self._is_split and self.failure_watch.failed)
+    def _needs_others(self) -> bool:
+        return self._is_split
 
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        state = super().lightning_module_state_dict()
-        if not self._gathers:
-            return state
-        assert self._layers is not None
-        return self._layers.whole_state_dict(state)
+    def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
+        layers = self._layers if self._is_split else None
+        return state if layers is None else layers.whole_state_dict(state)
 
     @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._layers is not None:
-            checkpoint = {**checkpoint, "state_dict": self._layers.own_state_dict(checkpoint["state_dict"])}
-        super().load_model_state_dict(checkpoint, strict=strict)
+    def _own_weights(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return state if self._layers is None else self._layers.own_state_dict(state)
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = plain_optimizer(optimizer)
+    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._watch_states()
-        with plain_state(optimizer):
-            found: dict[str, Any] = super().optimizer_state(optimizer)
-        if not self._gathers:
-            return found
-        assert self._layers is not None
-        return self._layers.whole_optimizer_state(optimizer, found)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        self._watch_states()
+        found, layers = super()._whole_state(optimizer), self._layers if self._is_split else None
+        return found if layers is None else layers.whole_optimizer_state(optimizer, found)
 
 
 def _checksum_of_random_states(device: torch.device) -> int:

@@ -30,7 +30,7 @@ from lightning_multigpu.engine.data_parallel.compression_choice import reducer_o
 from lightning_multigpu.engine.data_parallel.gradient_transport import pieces_of
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.runtime.joining import table_of
-from lightning_multigpu.strategies.pack import CHECKPOINT_KEY
+from lightning_multigpu.strategies.averaged_gradients import CHECKPOINT_KEY
 from tests.strategies.data_parallel.test_gradient_transport import TWO_HOSTS, as_hosts
 from tests.strategies.tasks import Case, Classifier, make_strategy, make_trainer, state, train_loader
 from tests.world import World, init_group
@@ -90,9 +90,9 @@ class AtStart(Callback):
         self.random = (torch.get_rng_state().tolist(), random.getstate())
         strategy: Any = trainer.strategy
         self.chosen = name_of(strategy)
-        if strategy._compressed is not None:
+        if strategy.averaging.compressed is not None:
             shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
-            self.state = strategy._compressed.state_dict(shapes)
+            self.state = strategy.averaging.compressed.state_dict(shapes)
 
 
 @as_hosts()
@@ -134,8 +134,8 @@ def train(
 
 
 def name_of(strategy: Any) -> str:
-    compressed = strategy._reducer.all_reduce.compressed
-    assert (compressed is None) == (strategy._compressed is None)
+    compressed = strategy.averaging.reducer.all_reduce.compressed
+    assert (compressed is None) == (strategy.averaging.compressed is None)
     return "none" if compressed is None else compressed.compressor.name
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_multigpu import DataParallelStrategy
+from lightning_multigpu import DataParallelStrategy, MultiGPUStrategy
 from lightning_multigpu.callbacks import CommunicationMonitor, RunReport, ThroughputMonitor
 from tests.strategies.tasks import (
     Case,
@@ -463,6 +463,17 @@ def test_dropout_in_layers_that_run_again_is_refused_on_cpus() -> None:
     module = _Recomputing(inside=False)
     train(module, 2)
     assert len({state.numpy().tobytes() for state in module.states}) == 6
+
+
+def test_callbacks_get_the_answers_of_a_strategy_with_one_rank() -> None:
+    """It has them without being one of those that start ranks."""
+    strategy, parameter = DataParallelStrategy(), nn.Parameter(torch.zeros(1))
+    assert not isinstance(strategy, MultiGPUStrategy)
+    assert (strategy.owns_batch, strategy.loss_scale, strategy.holds(parameter)) == (True, 1.0, True)
+    assert (strategy.is_common(KeyboardInterrupt()), strategy.values_of_other_ranks()) == (True, {})
+    strategy.record_stages(count_activations=False)
+    assert strategy.newest_of_ranks("name", 1) is strategy.gather_at_end(int) is strategy.server_statistics() is None
+    assert strategy.stage_record() is strategy.split_plan() is None
 
 
 @pytest.mark.parametrize("sample", [7, 13], ids=["in the main thread", "while it waits"])

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.communication.shared_memory import segment
 from lightning_multigpu.engine.data_parallel.gradient_transport import HostLayout, layout
-from lightning_multigpu.strategies.pack import CHECKPOINT_KEY
+from lightning_multigpu.strategies.averaged_gradients import CHECKPOINT_KEY
 from tests.strategies.tasks import Case, Classifier, dataset, fit, make_strategy, make_trainer, state, train_loader
 from tests.world import World, rank
 

@@ -270,8 +270,8 @@ def groups_used() -> bool:
 
     class Look(L.Callback):
         def on_train_start(self, *args: Any) -> None:
-            assert strategy._reducer is not None
-            own.append(strategy._reducer._group is not dist.group.WORLD)
+            assert strategy.averaging.reducer is not None
+            own.append(strategy.averaging.reducer._group is not dist.group.WORLD)
 
     make_trainer(Case(max_epochs=1), strategy, 2, callbacks=[Look()]).fit(Classifier(), train_loader(Case(), 2))
     return own[0]
@@ -313,20 +313,24 @@ def test_nccl_chooses_its_algorithm_unless_told(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("NCCL_ALGO", raising=False)
     assert on_gpus().environment_variables() == {}
     strategy = on_gpus(nccl_algorithm="ring")
-    strategy._check_nccl_algorithm()
+    strategy.averaging.check_run(strategy.run_context)
     assert strategy.environment_variables() == {"NCCL_ALGO": "allreduce:ring"}
 
 
 def test_an_algorithm_of_nccl_without_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="nccl_algorithm='ring': gradients on 'cpu' travel over 'gloo' here"):
         make_trainer(Case(), make_strategy("ring_ddp", nccl_algorithm="ring"), 2)
-    with pytest.raises(ValueError, match="gradients on 'cuda' travel over 'gloo'"):
-        on_gpus(nccl_algorithm="tree", process_group_backend="gloo")._check_nccl_algorithm()
-    with pytest.raises(ValueError, match="compressed gradients do not travel over NCCL"):
-        on_gpus(nccl_algorithm="tree", compression="int8")._check_nccl_algorithm()
+    for options, problem in (
+        ({"process_group_backend": "gloo"}, "gradients on 'cuda' travel over 'gloo'"),
+        ({"compression": "int8"}, "compressed gradients do not travel over NCCL"),
+    ):
+        strategy = on_gpus(nccl_algorithm="tree", **options)
+        with pytest.raises(ValueError, match=problem):
+            strategy.averaging.check_run(strategy.run_context)
     monkeypatch.setenv("NCCL_ALGO", "NVLS")
+    strategy = on_gpus(nccl_algorithm="ring")
     with pytest.raises(ValueError, match="NCCL_ALGO=NVLS in the environment"):
-        on_gpus(nccl_algorithm="ring")._check_nccl_algorithm()
+        strategy.averaging.check_run(strategy.run_context)
 
 
 def test_an_option_that_is_nearly_right_is_suggested() -> None:

@@ -650,9 +650,11 @@ def test_options_are_checked_before_any_process_starts(monkeypatch: pytest.Monke
         make_trainer(CASE, "ddp_sharded", 2)
 
 
-def saved_after_the_run(path: str, **options: Any) -> None:
+def saved_after_the_run(path: str, *, evaluates: bool = False, **options: Any) -> None:
     case = Case(optimizer="adamw", max_epochs=1, strategy=options)
     trainer = fit(Classifier("adamw"), 2, case)
+    if evaluates:
+        trainer.validate(trainer.lightning_module, eval_loader(), verbose=False)
     trainer.save_checkpoint(path)
 
 
@@ -661,7 +663,9 @@ def test_a_checkpoint_that_is_saved_after_the_run(world2: World, tmp_path: Path)
     states = torch.load(tmp_path / "after.ckpt", weights_only=True)["optimizer_states"][0]["state"]
     assert list(states) == [0, 1, 2, 3]
     words = "saved after the run, and each rank has its part of the optimizer's states"
-    world2.run_raising(RuntimeError, words, saved_after_the_run, str(tmp_path / "parts.ckpt"), gather_at_end=False)
+    path = str(tmp_path / "parts.ckpt")
+    world2.run_raising(RuntimeError, words, saved_after_the_run, path, gather_at_end=False)
+    world2.run_raising(RuntimeError, words, saved_after_the_run, path, gather_at_end=False, evaluates=True)
 
 
 class Offloading(ShardedStrategy):

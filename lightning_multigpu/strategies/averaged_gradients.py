@@ -1,0 +1,384 @@
+"""The averages of gradients, or of models, over the data axis, for strategies that wrap the module in torch's DDP."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
+from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
+from lightning_multigpu.communication.tensors import alike, apply_flat
+from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
+from lightning_multigpu.engine.data_parallel.gradient_transport import AUTO, GradientTransport, compressor_of, pieces_of
+from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
+from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters
+from lightning_multigpu.engine.gradient_check import GradientCheck, Verdict
+from lightning_multigpu.engine.micro_batches import cloned
+from lightning_multigpu.engine.step_state import seed_of, set_random_state
+from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, unlogged_loss, without_trace
+
+if TYPE_CHECKING:
+    from lightning_multigpu.runtime.run_context import RunContext
+    from lightning_multigpu.strategies.base import MultiGPUStrategy
+
+CHECKPOINT_KEY = "lightning_multigpu"
+"""The only key of a checkpoint besides Lightning's; stock Lightning ignores it."""
+
+_NCCL_ALGORITHM = "NCCL_ALGO"
+_OF_LIGHTNING = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+_OF_TORCH = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+_SWITCHES = (*_OF_TORCH, "broadcast_buffers", "compress_inside_hosts", "shared_memory", "check_loss")
+
+
+class AveragedGradients:
+    """Averages the gradients of a strategy's ranks while backward computes, or with local SGD their models.
+
+    The base calls it in Lightning's hooks. torch's wrapper fills buckets, and a :class:`.GradientReducer` moves them.
+    Without options, and before :meth:`open`, it does nothing: other families move gradients otherwise.
+
+    Args:
+        strategy: whose module is trained.
+        options: those of :class:`RingDDPStrategy`, all or none.
+        checks_replicas: the strategy's ``check_replicas_every_n_steps``.
+
+    Attributes:
+        lightnings_options: options that Lightning's ``DDPStrategy`` takes.
+        options: the other options, for reports.
+
+    Raises:
+        ValueError: an option is out of its range, or excludes another.
+    """
+
+    def __init__(
+        self, strategy: MultiGPUStrategy, options: Mapping[str, Any] | None = None, checks_replicas: Any = None
+    ) -> None:
+        self._strategy, self._given = strategy, options or {}
+        self.lightnings_options: dict[str, Any] = {name: self._given.get(name) for name in _OF_LIGHTNING}
+        self.options = {name: value for name, value in self._given.items() if name not in _OF_LIGHTNING}
+        self.transport = GradientTransport()
+        if options:
+            _check(options, checks_replicas)
+            self.transport = GradientTransport(
+                bucket_cap_mb=options["bucket_cap_mb"],
+                compressor=compressor_of(options["compression"]),
+                compress_inside_hosts=options["compress_inside_hosts"],
+                shared_memory=options["shared_memory"],
+            )
+            self.options.update(self.transport.options)
+        self._is_checked = False
+        # During a run:
+        self.reducer: GradientReducer | None = None
+        self.compressed: HierarchicalAllReduce | None = None
+        self._bucket_cap_mb: float | None = None
+        self._trained: TrainedParameters | None = None
+        self._averager: ModelAverager | None = None
+
+    @property
+    def ranks_may_differ(self) -> bool:
+        """Whether ranks hold different values of the same parameters at some time."""
+        return self._averager is not None or self.lightnings_options["model_averaging_period"] is not None
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether ranks step with their own gradients, and average models from time to time."""
+        return self._averager is not None
+
+    @property
+    def replicas_differ(self) -> bool:
+        """Whether ranks hold different values of the same parameters now."""
+        by_lightning = getattr(self._strategy, "_model_averager", None) is not None
+        return by_lightning or (self._averager is not None and self._averager.steps_alone > 0)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of buckets beside the gradients."""
+        if self._trained is None or self._given["gradient_as_bucket_view"]:
+            return 0
+        return sum(parameter.nbytes for parameter in self._trained.averaged)
+
+    @property
+    def _synchronises(self) -> bool:
+        """Whether the present batch ends an accumulation."""
+        model = self._strategy.model
+        return isinstance(model, DistributedDataParallel) and bool(model.require_backward_grad_sync)
+
+    # Before the launch
+
+    def environment_variables(self) -> dict[str, str]:
+        """Those of NCCL, for all-reduces only: other collectives of NCCL may have no tree."""
+        algorithm = self._given.get("nccl_algorithm")
+        return {} if algorithm is None else {_NCCL_ALGORITHM: f"allreduce:{algorithm}"}
+
+    def check_run(self, run: RunContext) -> None:
+        """Raises ValueError for options that fit neither the run nor its precision."""
+        plugin, average_every = self._strategy.precision_plugin, self._given.get("average_every", 1)
+        if average_every > 1 and getattr(plugin, "scaler", None) is not None:
+            raise ValueError(
+                f"average_every={average_every} with precision={plugin.precision!r}: ranks that "
+                "step alone would each scale their losses differently; use precision='bf16-mixed' or '32-true'"
+            )
+        if (algorithm := self._given.get("nccl_algorithm")) is None:
+            return
+        given, compressor = f"nccl_algorithm={algorithm!r}", self.transport.compressor
+        if run.device_type != "cuda" or (run.backend or "nccl") != "nccl":
+            over = run.backend or ("gloo" if run.device_type == "cpu" else "nccl")
+            raise ValueError(f"{given}: gradients on {run.device_type!r} travel over {over!r} here; leave it out")
+        if compressor not in (None, AUTO):
+            raise ValueError(f"{given} and compression={compressor!r}: compressed gradients do not travel over NCCL")
+        if _NCCL_ALGORITHM in os.environ:
+            raise ValueError(
+                f"{given} and {_NCCL_ALGORITHM}={os.environ[_NCCL_ALGORITHM]} in the environment: leave one of "
+                "the two out"
+            )
+
+    # Setting up
+
+    def open(self) -> None:
+        """Makes what moves gradients between the ranks of a run; a collective of the world."""
+        strategy, hook = self._strategy, self._given["ddp_comm_hook"]
+        if hook is not None and (wrapper := self._given["ddp_comm_wrapper"]) is not None:
+            hook = wrapper(hook)
+        assert strategy.groups is not None
+        strategy.common.broadcasts_buffers = self._given["broadcast_buffers"]
+        strategy.common.buffers = strategy.metered(strategy.collectives.data.group, "data")
+        self.reducer, self._bucket_cap_mb = self.transport.open(
+            strategy._module,
+            strategy.groups,
+            strategy.meter,
+            strategy.common.buffers,
+            ranks_per_host=strategy.num_processes,
+            hook=None if hook is None else (self._given["ddp_comm_state"], hook),
+            info=rank_zero_info,
+            warn=rank_zero_warn,
+        )
+        self.compressed = self.reducer.all_reduce if self.reducer.compresses else None
+        if self._given["average_every"] > 1:
+            self._averager = ModelAverager(self._given["average_every"], self.reducer.average)
+
+    def wrap(self, model: Module, **options: Any) -> DistributedDataParallel:
+        """The module in torch's wrapper, whose buckets this object's reducer moves."""
+        strategy = self._strategy
+        assert self.reducer is not None
+        self._trained = TrainedParameters(strategy._module)
+        strategy._pl_static_graph_delay_done = False  # type: ignore[attr-defined]  # of Lightning's DDPStrategy
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=None if strategy.root_device.type == "cpu" else [strategy.root_device.index],
+            process_group=strategy.collectives.data.group,
+            bucket_cap_mb=self._bucket_cap_mb,
+            **{name: self._given[name] for name in _OF_TORCH},
+            **options,
+        )
+        # Done here, where the meter sees it, and never in the middle of validation. Set after construction, in which
+        # DDP sends rank 0's buffers: torch 2.13 renamed the flag, and the old argument would leave them as they are.
+        wrapped.broadcast_buffers = wrapped.forward_sync_buffers = False
+        self.reducer.attach(wrapped, pieces_of(strategy._module))
+        return wrapped
+
+    def watch_given_gradients(self) -> None:
+        """Has gradients averaged that the user's code puts in place between backward and the step."""
+        strategy = self._strategy
+        if self.reducer is None or self.ranks_may_differ:
+            return  # nothing is averaged, or ranks step with gradients of their own
+        strategy.common.watch_given_gradients()
+        if (given := strategy.common.given) is None:
+            return
+        plugin, module = strategy.precision_plugin, strategy._module
+        post_backward, hooks_before_step = plugin.post_backward, getattr(plugin, HOOKS_BEFORE_STEP)
+
+        def noted(*args: Any) -> Tensor:
+            if self._synchronises:
+                strategy.common.note_averages()
+            return post_backward(*args)
+
+        def averaged(model: Module, optimizer: Optimizer) -> None:
+            hooks_before_step(model, optimizer)
+            left_out = {*module.parameters()} - {p for _, p in strategy.common.not_ignored(module.named_parameters())}
+            listed = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            given.average(parameter for parameter in listed if parameter not in left_out)
+
+        vars(plugin).update({"post_backward": noted, HOOKS_BEFORE_STEP: averaged})
+
+    def close(self) -> None:
+        """Ends the transfers of a run, and forgets it."""
+        if self.reducer is not None:
+            self.reducer.close()
+            for name in ("post_backward", HOOKS_BEFORE_STEP) if self._strategy.common.given is not None else ():
+                vars(self._strategy.precision_plugin).pop(name, None)
+        self.reducer = self.compressed = self._averager = self._trained = None
+
+    # Training
+
+    def follow_changes(self) -> None:
+        """Averages gradients of the parameters that are trained from now on; a collective if hooks have changed them.
+
+        torch's wrapper averages only gradients of parameters that were trainable when it was made.
+        """
+        strategy, trained, reducer = self._strategy, self._trained, self.reducer
+        # Local SGD averages all weights, frozen or not.
+        if trained is None or self._averager is not None or not trained.has_changed(strategy.optimizers):
+            return
+        model = strategy.model
+        assert reducer is not None
+        assert model is not None
+        strategy.common.share_changes(trained)
+        if isinstance(model, DistributedDataParallel):
+            del model.reducer, model.logger  # with them go its buckets
+            model = model.module
+            reducer.detach()
+        if any(parameter.requires_grad for parameter in strategy._module.parameters()):
+            is_hooked = self._given["ddp_comm_hook"] is not None
+            self._bucket_cap_mb = self.transport.bucket_cap_mb_of(
+                strategy._module, reducer, strategy.root_device, rank_zero_info, is_hooked=is_hooked
+            )
+            strategy.model = self.wrap(model, init_sync=False)
+        else:
+            strategy.model, self._trained = model, TrainedParameters(strategy._module)
+
+    def begin_step(self, *args: Any) -> None:
+        """Called with the arguments of ``training_step`` before it."""
+        if not self._given:
+            return
+        strategy = self._strategy
+        if self._averager is not None:
+            assert isinstance(strategy.model, DistributedDataParallel)
+            strategy.model.require_backward_grad_sync = False
+        if strategy.common.buffers_due:
+            strategy.common.share_buffers()
+        strategy.common.buffers_due = self._synchronises
+        if self._given["check_loss"] and not self._is_checked:
+            self._is_checked = True
+            self._check_gradients(*args)
+
+    def end_backward(self) -> None:
+        """Waits for the averages, of which none may lack; averages parameters unfrozen within the step here."""
+        if self.reducer is None:
+            return
+        is_complete = self.reducer.finish()
+        if not self._synchronises:
+            return
+        assert self._trained is not None
+        if not is_complete:
+            missing = self._trained.without_gradient()
+            listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            raise RuntimeError(
+                f"the loss of this step does not depend on {listed or 'every parameter'}, whose gradients the other "
+                "ranks wait for. If that is intended, use RingDDPStrategy(find_unused_parameters=True); freeze layers "
+                "before the step, in on_train_epoch_start or on_train_batch_start"
+            )
+        missed = self._trained.missed(self._strategy.optimizers)
+        if missed:
+            self._strategy.common.compare_changes(dict.fromkeys(missed, "trained"))
+            for gradients in alike(parameter.grad for parameter in missed.values() if parameter.grad is not None):
+                apply_flat(self.reducer.average, gradients)
+
+    def end_step(self) -> None:
+        """Keeps error feedback, and averages models when it is their turn, after an optimizer step."""
+        if self.compressed is not None:
+            self.compressed.end_step(self._strategy._loss_scaler_scale())
+        if self._averager is not None and self._averager.stepped():
+            self.average_model()
+
+    def average_model(self) -> None:
+        """Averages the models of ranks that have stepped alone; a collective."""
+        strategy = self._strategy
+        if self._averager is None or strategy.failure_watch.failed:
+            return  # a failed run saves this rank's own weights
+        if self._averager.average(strategy._module.parameters(), strategy.optimizers):
+            strategy.common.share_buffers()
+
+    def tell_compression(self) -> None:
+        """Prints what compression has saved, at the end of training."""
+        if self.compressed is not None and self.compressed.compressed is not None:
+            rank_zero_info(self.compressed.compressed.summary())
+
+    # Checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """The errors of compression, as an entry of a checkpoint."""
+        if self.compressed is None or self._strategy.failure_watch.failed:
+            return {}
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._strategy._module.named_parameters()}
+        return {CHECKPOINT_KEY: {"compression": self.compressed.state_dict(shapes)}}
+
+    def load_state(self, checkpoint: Mapping[str, Any]) -> None:
+        """Takes them from a checkpoint, which may be another strategy's."""
+        state = checkpoint.get(CHECKPOINT_KEY, {}).get("compression")
+        if self.compressed is not None and state is not None:
+            self.compressed.load_state_dict(state)
+
+    def _check_gradients(self, batch: Any, *others: Any) -> None:
+        strategy = self._strategy
+        module, plugin, scale = strategy._module, strategy.precision_plugin, strategy._loss_scaler_scale()
+        if not module.automatic_optimization:
+            rank_zero_warn("check_loss=True has no effect in manual optimization, where only the step knows its losses")
+            return
+
+        def run(parts: Sequence[Any], weights: Sequence[float], seed: int) -> None:
+            for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+                set_random_state(seed_of(seed, number, strategy.global_rank), strategy.root_device)
+                step = functools.partial(module.training_step, cloned(part), *others)
+                loss = unlogged_loss(plugin, module, step)
+                if loss is not None:
+                    (loss * (weight * scale)).backward()
+
+        check = GradientCheck(
+            module,
+            dict(module.named_parameters()),
+            run,
+            traceless=lambda: without_trace(module),
+            gather=strategy.gather_objects,
+            loss_reduction=strategy.feed.loss_reduction,
+            rtol=gradient_rtol(module, strategy.root_device),
+        )
+        with strategy.meter.unrecorded(), strategy.recomputing():
+            finding = check.find(batch, 2)
+        if finding is None or finding.verdict == Verdict.UNCLEAR:
+            reason = "gradients are not finite" if finding else "a rank's first batch cannot be cut into two halves"
+            rank_zero_info(
+                f"check_loss=True: whether the loss couples the samples of a batch cannot be told: {reason}."
+            )
+        elif finding.verdict == Verdict.COUPLED:
+            raise ValueError(
+                f"training_step couples the samples of a batch: {finding.describe()}. Each rank has a share of the "
+                "global batch, so that training follows other gradients than one device's. A contrastive loss over "
+                "all ranks gathers their embeddings with self.all_gather(embeddings, sync_grads=True); mix samples in "
+                "the loader's collate_fn. check_loss=False accepts the difference, and is needed after all_gather too"
+            )
+
+
+def _check(options: Mapping[str, Any], checks_replicas: int | None) -> None:
+    option_checks.check_bools(**{name: options[name] for name in _SWITCHES})
+    if options["bucket_cap_mb"] not in ("auto", None):
+        option_checks.check_positive("bucket_cap_mb", options["bucket_cap_mb"])
+    average_every, period = options["average_every"], options["model_averaging_period"]
+    option_checks.check_positive("average_every", average_every, whole=True)
+    if options["nccl_algorithm"] is not None:
+        option_checks.check_choice("nccl_algorithm", options["nccl_algorithm"], ("ring", "tree"))
+    given = [f"{name}={options[name]!r}" for name in ("ddp_comm_hook", "compression") if options[name] is not None]
+    if average_every > 1 and given:
+        raise ValueError(
+            f"average_every={average_every} and {given[0]}: that works on gradients, which do not travel when "
+            "models are averaged; leave one of the two out"
+        )
+    if period is not None and checks_replicas:
+        raise ValueError(
+            f"check_replicas_every_n_steps={checks_replicas} and model_averaging_period={period}: ranks are meant to "
+            "differ; leave one of the two out"
+        )
+    if options["check_loss"] and options["static_graph"]:
+        raise ValueError(
+            "check_loss=True and static_graph=True: DDP would count the check's gradients among those of the first "
+            "step; leave one of the two out"
+        )
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)}: both choose how gradients travel; leave one of the two out")
