@@ -20,10 +20,11 @@ from lightning_multigpu.communication.ring import chunk_bounds
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.engine.tensor_split.random_regions import RandomRegions
 
 _BESIDE_FROM_BYTES = 1 << 20
 """Smaller tensors are reduced at once: to hand one to the thread costs more than it hides."""
+
+_LARGEST_SEED = 2**62
 
 Bounds = Sequence[tuple[int, int]]
 """First and one-past-last index of each rank's part, one after the other."""
@@ -86,8 +87,7 @@ class TensorGroup:
     Attributes:
         rank: of this process in the group.
         size: the number of ranks.
-        random: the random numbers between layers that split activations and those that join them.
-        sequence_random: those in layers between whose blocks activations are split along the sequence.
+        on_gather: called with the layer's name and the operation that needs the whole of a :class:`.Part`.
         reads: within a step, the :class:`.StepReads` to which split layers report what other code gets; else None.
         observer: called with the operation, the layer's name and the bytes of each collective that begins.
     """
@@ -96,8 +96,7 @@ class TensorGroup:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.random = RandomRegions(self.rank)
-        self.sequence_random = RandomRegions(self.rank)
+        self.on_gather: Callable[[str, str], object] = lambda layer, operation: None
         self.reads: Any = None
         self.observer: Callable[[str, str, int], object] | None = None
         self._is_nccl = dist.get_backend(group) == "nccl"
@@ -123,6 +122,24 @@ class TensorGroup:
             yield
         finally:
             self._is_alone = False
+
+    @contextlib.contextmanager
+    def own_random(self, device: torch.device) -> Iterator[None]:
+        """Within the block random numbers differ between ranks: for parts of tensors.
+
+        They follow from those outside of it, so that an activation checkpoint draws the same again.
+        """
+        seed = int(torch.randint(_LARGEST_SEED, ())) + 1 + self.rank  # the same on all ranks, but for the rank
+        states = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        torch.default_generator.manual_seed(seed)
+        if states[1] is not None:
+            torch.cuda.manual_seed(seed)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(states[0])
+            if states[1] is not None:
+                torch.cuda.set_rng_state(states[1], device)
 
     def bounds(self, size: int) -> list[tuple[int, int]]:
         """Each rank's part of ``size`` units, as even as can be: the first ranks have one more."""

@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -33,6 +32,7 @@ from typing_extensions import override
 
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, mark, split_of
+from lightning_multigpu.engine.tensor_split.parts import whole_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 _SIZES = frozenset({"shape", "size", "numel", "nelement", "nbytes", "__len__"})
@@ -356,26 +356,6 @@ def plain(tensor: Any) -> Any:
     if type(tensor) is StatePart and (split := split_of(tensor)) is not None:
         mark(part, split)
     return part
-
-
-def whole_of(part: Tensor, split: ParameterSplit, group: TensorGroup, name: str) -> Tensor:
-    """The whole tensor of which each rank has a part; in backward each rank takes its part of the gradient.
-
-    One all-gather in forward, nothing in backward: all ranks have to compute the same with the whole tensor.
-    """
-    whole: Tensor = _Gathered.apply(part, split, group, name)  # type: ignore[no-untyped-call]
-    return whole
-
-
-class _Gathered(Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, split: ParameterSplit, group: TensorGroup, name: str) -> Tensor:
-        ctx.split, ctx.rank = split, group.rank
-        return split.gather(part.detach(), group, name)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return ctx.split.part(gradient, ctx.rank), None, None, None
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -51,7 +51,7 @@ from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOpti
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.step_checks import check_gradients, check_kept_state, check_losses
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
-from lightning_multigpu.strategies.steps.dry_run import trial_precisions, unlogged_loss, without_trace
+from lightning_multigpu.strategies.steps.dry_run import unlogged_loss, without_trace
 from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined, uncounted_logs
 
 _SEED_BITS = 2**62 - 1
@@ -136,7 +136,7 @@ class RunningPipeline:
             recompute=self._recompute,
             recorder=recorder or self._recorder,
             enter=self._kept.enter,
-            begin_part=(lambda part: None) if self._tensor_axis is None else self._tensor_axis.begin_part,
+            tensor_group=None if self._tensor_axis is None else self._tensor_axis.group,
         )
 
     # Training
@@ -261,8 +261,6 @@ class RunningPipeline:
 
     def _reduce_gradients(self) -> None:
         """Averages gradients of unshared parameters first: later stages do so while earlier ones still run backward."""
-        if self._tensor_axis is not None:
-            self._tensor_axis.sum_gradients()
         ownership = self._model.ownership
         common = ownership.common()
         shared = {id(holding.tensor) for holding in common}
@@ -280,8 +278,6 @@ class RunningPipeline:
     def _call(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a step of the module."""
         self.in_step = True
-        if self._tensor_axis is not None:
-            self._tensor_axis.begin_step()
         try:
             if hook == "training_step":  # its part was cut along dimension 0
                 args = (moved(args[0], 0, self._options.batch_dim), *args[1:])
@@ -306,7 +302,6 @@ class RunningPipeline:
                 lambda: unlogged_loss(
                     self._plugin, self._model.module, lambda: self._call("training_step", cloned(part), *others)
                 ),
-                trial_precisions(self._model.module, self._plugin, (part, *others)),
                 self._world,
             )
         with self._plugin.train_step_context():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -30,10 +30,10 @@ from lightning_multigpu.engine.tensor_split.blocks import (
     order_of_calls,
     planned_block,
 )
-from lightning_multigpu.engine.tensor_split.layers import gather_last, is_linear
+from lightning_multigpu.engine.tensor_split.layers import is_linear
 from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
+from lightning_multigpu.engine.tensor_split.parts import user_line
 from lightning_multigpu.engine.tensor_split.sequence_region import SequenceRegion
-from lightning_multigpu.engine.tensor_split.split_logits import LogitsLayout, SplitLogits
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import Left, Sent, Trials, split_blocks
 from lightning_multigpu.engine.tensor_split.whole_reads import StateReads, StepReads
@@ -50,12 +50,6 @@ _STYLES = ("column", "row", "vocab", "head")
 
 _SMALLEST_SHARE = 0.1
 """Of the parameters' bytes; "auto" refuses a module of which less would be split."""
-
-_ADVICE = (
-    "; write sizes of all heads and of one so that they follow from the layers' outputs: "
-    "q.view(B, T, self.num_heads, -1), y.reshape(B, T, -1)"
-)
-"""To who has written an attention that raises an error where a rank has some of the heads."""
 
 
 def check_plan(plan: Plan) -> None:
@@ -162,17 +156,8 @@ class SplitLayers:
         self._sequence_split = sequence_split
         self._regions: list[SequenceRegion] = []
         self._copies: list[tuple[Module, RemovableHandle]] = []
-        self._gathered: dict[str, str] = {}
-        self._summed: dict[str, RemovableHandle] = {}
-
-    def close(self) -> list[str]:
-        """Removes the split's hooks, which sum gradients over the ranks; returns the names of the hooks' parameters.
-
-        These are whole parameters within split blocks: each rank computes a part of their gradients.
-        """
-        for hook in self._summed.values():
-            hook.remove()
-        return list(self._summed)
+        self._gathered: set[str] = set()
+        group.on_gather = self._note
 
     # The split
 
@@ -183,7 +168,6 @@ class SplitLayers:
         *,
         traceless: Callable[[], AbstractContextManager[None]],
         gather: Callable[[Any], list[Any]],
-        precisions: Sequence[Callable[[], AbstractContextManager[float]]],
     ) -> SplitPlan:
         """Splits the module by its first training batch; a collective of all ranks.
 
@@ -192,7 +176,7 @@ class SplitLayers:
         Args:
             step: runs the training step and returns its loss.
             optimizers: the module's optimizers; their states are split too.
-            traceless, gather, precisions: as for :class:`.Trials`.
+            traceless, gather: as for :class:`.Trials`.
 
         Raises:
             ValueError: no layer can be split, the plan does not fit, or an optimizer needs whole tensors.
@@ -205,8 +189,7 @@ class SplitLayers:
             step,
             traceless=traceless,
             gather=gather,
-            precisions=precisions,
-            wrap_logits=self._wrap_logits,
+            gathers=self._gathers,
             sequence_split=None if not asked else "keep" if asked is True else asked,
             keeps_whole=self._keeps_whole,
         )
@@ -214,7 +197,6 @@ class SplitLayers:
         if self._plan == "auto":
             searches.append(lambda called: find_pairs(self._module, called))
         split, left = trials.run(order_of_calls, *searches)
-        self._summed = trials.summed
         own = gather(held_bytes(self._module.parameters(), optimizers))
         plan = SplitPlan(
             self._group.size,
@@ -232,7 +214,6 @@ class SplitLayers:
         for optimizer in optimizers:
             self.cut_state(optimizer)
         self.check_optimizers(optimizers)
-        self._gathered = {}
         if self._sequence_split and not self._regions:
             reasons = "; ".join(trials.notes) or "no list of layers (nn.ModuleList, nn.Sequential) has a block in each"
             rank_zero_warn(f"sequence_split={self._sequence_split} does nothing: {reasons}")
@@ -264,12 +245,12 @@ class SplitLayers:
     def _check(self, plan: SplitPlan) -> None:
         reasons = "; ".join(f"{each.names}: {each.reason}" for each in plan.whole)
         if plan.whole and self._plan != "auto":
-            raise ValueError(f"plan={self._plan!r} computes something else than the whole layers. {reasons}")
+            raise ValueError(f"plan={self._plan!r} does not work. {reasons}")
         if not plan.blocks:
             raise ValueError(
                 "tensor_split has found no layer to split. It looks for pairs of nn.Linear, attention with an "
                 "attribute that counts its heads, nn.MultiheadAttention, and embeddings with their heads, and keeps "
-                f"what computes the same as before. {reasons or 'It has found none of these'}. Name layers yourself: "
+                f"what computes on parts. {reasons or 'It has found none of these'}. Name layers yourself: "
                 "TensorSplitStrategy(plan={'*.first': 'column', '*.second': 'row'}), or use strategy='ring_ddp'"
             )
 
@@ -304,27 +285,11 @@ class SplitLayers:
                     "of torch that works element by element, such as AdamW or SGD, or strategy='ring_ddp'"
                 )
 
-    def _wrap_logits(self, output: Tensor, layer: Any) -> Tensor:
-        if self._gathers(layer.meter_name):
-            return gather_last(output, self._group, layer.split, layer.meter_name)
-
-        def note(name: str, operation: str) -> None:
-            if name not in self._gathered:
-                self._gathered[name] = operation
-                if self.split is not None:
-                    rank_zero_info(f"tensor_split gathers the logits of {name} for {operation}")
-
-        return SplitLogits.of(output, LogitsLayout(self._group, layer.split, layer.meter_name, note))
-
-    def begin_step(self) -> None:
-        """Begins a step, with whole activations."""
-        for region in self._regions:
-            region.begin_step()
-
-    def end_step(self) -> None:
-        """Checks at the end of a step that activations are whole; see :class:`.SequenceRegion`."""
-        for region in self._regions:
-            region.end_step()
+    def _note(self, layer: str, operation: str) -> None:
+        """Says once for each layer what its outputs are gathered for."""
+        if self.split is not None and layer not in self._gathered:
+            self._gathered.add(layer)
+            rank_zero_info(f"tensor_split gathers the output of {layer} for {operation} ({user_line()})")
 
     def roles(self) -> list[tuple[str, str]]:
         """Names and roles of the split layers, in the order in which a step runs them."""
@@ -472,7 +437,6 @@ def _whole_rows(split: Iterable[tuple[Block, Applied]], left: Iterable[Left]) ->
     for blocks, reason in left:
         first = blocks[0]
         names = ", ".join(block.name for block in blocks) if first.kind in kinds else first.kind
-        advice = _ADVICE if first.shape == "attention" and reason.startswith("RuntimeError") else ""
-        row = first.shape, names, reason + advice
+        row = first.shape, names, reason
         by_row[row] = by_row.get(row, 0) + len(blocks)
     return [WholeBlocks(shape, names, count, reason) for (shape, names, reason), count in by_row.items()]

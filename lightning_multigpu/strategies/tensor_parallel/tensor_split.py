@@ -16,24 +16,23 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import averaged_copy, plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.engine.activation_checkpointing import Kept
 from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.optimizer_state import plain_state, release, watch
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.split_logits import SplitLogits
+from lightning_multigpu.engine.tensor_split.parts import whole, whole_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from lightning_multigpu.engine.tensor_split.whole_reads import plain, whole_of
+from lightning_multigpu.engine.tensor_split.whole_reads import plain
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
-from lightning_multigpu.strategies.steps.dry_run import trial_precisions, unlogged_loss, without_trace
+from lightning_multigpu.strategies.steps.dry_run import unlogged_loss, without_trace
 from lightning_multigpu.strategies.steps.same_batches import (
     are_equal,
     builds_layers_later,
@@ -197,7 +196,6 @@ class TensorSplitStrategy(RingDDPStrategy):
         self.groups.also_cut.append(self._tensor.abort)
         self._undo.callback(self._tensor.close)
         self._layers = SplitLayers(module, self._tensor, self._plan, sequence_split=self._sequence_split)
-        self._undo.callback(self._layers.close)
         self.failure_watch.explain = self._layers.explain
         self._gradients = SplitGradients(self.precision_plugin, self._tensor, module)
         self._undo.callback(self._gradients.end)
@@ -214,10 +212,6 @@ class TensorSplitStrategy(RingDDPStrategy):
             self._bucket_cap_mb = bucket_cap_mb
             return model
         return super()._wrap(model, bucket_cap_mb, **options)
-
-    @override
-    def _kept_states(self) -> Sequence[Kept]:
-        return () if self._tensor is None else (self._tensor.random.kept, self._tensor.sequence_random.kept)
 
     def _share_random_states(self, peers: MeteredGroup) -> None:
         """Gives every rank of a tensor group the random states of its first rank."""
@@ -263,7 +257,6 @@ class TensorSplitStrategy(RingDDPStrategy):
                 self.optimizers,
                 traceless=lambda: without_trace(module),
                 gather=self.gather_objects,
-                precisions=trial_precisions(module, self.precision_plugin, args),
             )
         self._split_plan = plan
         for copy in filter(None, map(averaged_copy, module.trainer.callbacks)):  # type: ignore[attr-defined]
@@ -284,19 +277,13 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._tensor is not None
-        self._tensor.random.leave(self.root_device)
-        self._tensor.sequence_random.forget()
         self._agree_on_random_states()
         if not self._is_split:
             self._decide(*args, *kwargs.values())
         assert self._layers is not None
-        self._layers.begin_step()
         with self._layers.reads.during_step():
             outputs = super().training_step(*args, **kwargs)
-        outputs = self._whole_outputs(outputs)
-        self._layers.end_step()
-        return outputs
+        return tree_map(whole, outputs)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -362,11 +349,7 @@ class TensorSplitStrategy(RingDDPStrategy):
             return step()
         assert self._layers is not None
         with self._layers.reads.during_step():
-            outputs = step()
-        return self._whole_outputs(outputs)
-
-    def _whole_outputs(self, outputs: Any) -> Any:
-        return tree_map_only(SplitLogits, torch.clone, outputs) if self._is_split else outputs
+            return tree_map(whole, step())
 
     def whole(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
         """The whole of a parameter, of which each rank holds a part if its layer is split.

@@ -210,7 +210,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 FOUND: dict[str, dict[str, int]] = {
     "gpt2": {"vocabulary": 1, "attention": 2, "first, second": 2},
     "llama": {"vocabulary": 1, "attention": 2, "gate, up, down": 2},
-    "phi3": {"vocabulary": 1, "gate, up, down": 2},  # its attention reads the heads of a config that all layers share
+    "phi3": {"vocabulary": 1, "attention": 2, "gate, up, down": 2},
     "qwen3": {"vocabulary": 1, "attention": 2, "gate, up, down": 2},
     "bert": {"vocabulary": 1, "attention": 2, "first, second": 3},
     "t5": {"vocabulary": 1, "attention": 2, "first, second": 4},  # its own attention has a bias for each head
