@@ -523,7 +523,7 @@ def split_last(tensor: Tensor, group: TensorGroup, split: ParameterSplit, name: 
     return own_of(tensor, _along_last(split), group, name)
 
 
-def gather_sequence(part: Part) -> Tensor:
+def gather_sequence(part: Part, name: str = "") -> Tensor:
     """The whole sequence of a part along it.
 
     =======  ======================  ================================================
@@ -539,9 +539,10 @@ def gather_sequence(part: Part) -> Tensor:
 
     Args:
         part: of :func:`split_sequence`, or what was computed of one.
+        name: in the meter; by default that of the layer that has made the part.
     """
-    split, group, name = part.placed
-    return whole_of(local(part), split, group, name).contiguous()
+    split, group, layer = part.placed
+    return whole_of(local(part), split, group, name or layer).contiguous()
 
 
 def split_sequence(tensor: Tensor, group: TensorGroup, dim: int, name: str) -> Any:

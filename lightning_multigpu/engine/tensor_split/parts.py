@@ -114,7 +114,10 @@ def local(value: Any) -> Any:
 
 def whole(value: Any) -> Any:
     """The gathered tensor of a part, a collective; anything else as it is."""
-    return torch.clone(value) if isinstance(value, Part) else value
+    if not isinstance(value, Part):
+        return value
+    split, group, layer = value.placed
+    return whole_of(local(value), split, group, f"{layer} gathered").contiguous()
 
 
 def whole_of(part: Tensor, split: ParameterSplit, group: TensorGroup, name: str) -> Tensor:
@@ -631,7 +634,7 @@ def _refused(func: Any, args: Any, kwargs: Any) -> Any:
     """Operations on a tensor's memory, or its place in the graph."""
     raise RuntimeError(
         f"{func.__name__} on the output of {args[0].placed.layer}, which is split over the ranks: it would see a rank's "
-        f"part; gather it first, by hidden = torch.clone(hidden), and go on with this ({user_line()})"
+        f"part; go on with trainer.strategy.whole(tensor), which gathers it on all ranks ({user_line()})"
     )
 
 

@@ -131,7 +131,8 @@ class SequenceRegion:
 
     def _end(self, layer: Module, _: tuple[Any, ...], output: Any) -> Any:
         outputs = output if isinstance(output, tuple | list) else (output,)
-        whole = [gather_sequence(each) if isinstance(each, Part) else each for each in outputs]
+        name = f"{self._name} sequence"
+        whole = [gather_sequence(each, name) if isinstance(each, Part) else each for each in outputs]
         return whole[0] if outputs is not output else type(output)(whole)
 
     def _is_activation(self, value: Any) -> bool:

@@ -23,6 +23,9 @@ from lightning_multigpu.engine.tensor_split.sequence_region import DIMS, Sequenc
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.planning.split_plan import BlockTraffic, Direction, SplitBlocks
 
+_TRIES = 3
+"""Steps in which blocks of a kind are tried: a part that one block lets out may be gathered in the next one."""
+
 
 class Sent(NamedTuple):
     """A collective inside a split layer: its pass, operation, layer, and the bytes of the whole tensor."""
@@ -109,8 +112,8 @@ class Trials:
         split: list[tuple[Block, Applied]] = []
         left: list[Left] = []
         parameters = [p for p in self._module.parameters() if p.is_floating_point()]
-        with self._traceless(), order(self._module) as found:
-            self._loss()
+        with order(self._module) as found:
+            self._run([], {}, trains=False)
         called = self._gather(found)[0]
         with without_gradients(parameters), trained(parameters):  # a callback may unfreeze parameters later
             for find in searches:
@@ -127,30 +130,40 @@ class Trials:
 
     def _split(self, blocks: Sequence[Block], split: list[tuple[Block, Applied]], left: list[Left]) -> None:
         """Splits blocks of a kind, each in the first way in which the step does not gather what it computes."""
-        reasons: dict[str, list[Block]] = {}
+        reasons: dict[int, str] = {}
         for number in range(min(len(block.ways) for block in blocks)):
-            applied, problem = self._apply(blocks, [block.ways[number] for block in blocks])
-            computed = self._compute() if problem is None else Computed([], {}, problem)
-            bad: dict[str, list[Block]] = {}
-            for block, each in reversed([*zip(blocks, applied, strict=False)]):
-                reason = computed.error or self._reason(block, computed)
-                if reason is None:
-                    each.keep()
-                    split.append((block, each))
-                else:
-                    each.undo()
-            for block in blocks:
-                reason = computed.error or self._reason(block, computed)
-                if reason is not None:
-                    bad.setdefault(reason, []).append(block)
-            reasons = reasons or bad
-            blocks = [block for each in bad.values() for block in each]
+            good, bad = self._try(blocks, number)
+            split += good
+            for block, reason in bad:
+                reasons.setdefault(id(block), reason)
+            blocks = [block for block, _ in bad]
             if not blocks:
                 return
-        for reason, of_reason in reasons.items():
-            remaining = [block for block in of_reason if block in blocks]
-            if remaining:
-                left.append(Left(remaining, reason))
+        for reason in dict.fromkeys(reasons[id(block)] for block in blocks):
+            left.append(Left([block for block in blocks if reasons[id(block)] == reason], reason))
+
+    def _try(self, blocks: Sequence[Block], number: int) -> tuple[list[tuple[Block, Applied]], list[tuple[Block, str]]]:
+        """Splits blocks in one of their ways; returns those that stay split, and the others with the reasons."""
+        applied, problem = self._apply(blocks, [block.ways[number] for block in blocks])
+        good, bad = [*zip(blocks, applied, strict=False)], [(block, problem or "") for block in blocks if problem]
+        for _ in range(_TRIES):
+            if not good:
+                return good, bad
+            computed = self._compute()
+            reasons = [computed.error or self._reason(block, computed) for block, _ in good]
+            if not any(reasons):
+                for _, each in good:
+                    each.keep()
+                return good, bad
+            for (block, each), reason in reversed([*zip(good, reasons, strict=True)]):
+                if reason:
+                    each.undo()
+                    bad.append((block, reason))
+            good = [each for each, reason in zip(good, reasons, strict=True) if not reason]
+        for block, each in reversed(good):
+            each.undo()
+            bad.append((block, bad[0][1]))
+        return [], bad
 
     @staticmethod
     def _reason(block: Block, computed: Computed) -> str | None:
@@ -216,7 +229,8 @@ class Trials:
             self._run(traffic, gathered)
         return Computed(traffic, gathered, error)
 
-    def _run(self, traffic: list[Sent], gathered: dict[str, str]) -> None:
+    def _run(self, traffic: list[Sent], gathered: dict[str, str], *, trains: bool = True) -> None:
+        """Runs the step as in training, and as in evaluation, which may run layers that training leaves out."""
         def note(layer: str, operation: str) -> None:
             gathered.setdefault(layer, f"{operation} needs the outputs of all ranks: {user_line()}")
 
@@ -225,9 +239,11 @@ class Trials:
             with self._traceless():
                 with self._observed("forward", traffic):
                     loss = self._loss()
-                if loss.requires_grad:
+                if loss.requires_grad and trains:
                     with self._observed("backward", traffic):
                         loss.backward()  # type: ignore[no-untyped-call]
+                self._module.eval()
+                self._loss()
         finally:
             self._group.on_gather = on_gather
             for parameter in self._module.parameters():

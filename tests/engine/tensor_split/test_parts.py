@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.engine.tensor_split.shared import assert_equal, counts, tensor_group
 from tests.world import World
 
 CLASSES, ROWS = 11, 15
+OPERAND = "the gradient of an operand"
 
 
 def _cross_entropy(num_classes: int, masked: int, reduction: str, label_smoothing: float) -> dict[tuple[str, str], int]:
@@ -119,14 +121,20 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "relu": (lambda z: _changed(z, lambda: nn.ReLU(inplace=True)(z)), []),
     "elu": (lambda z: _changed(z, lambda: nn.ELU(inplace=True)(z)), []),
     "through a transposed view": (lambda z: _changed(z, lambda: z[:, 1:].transpose(1, 2)[0].mul_(2)), []),
-    "mixed classes": (lambda z: _changed(z, lambda: z.copy_(z.softmax(-1) * 3)), ["softmax"]),
+    "mixed classes": (
+        lambda z: _changed(z, lambda: z.copy_(z.softmax(-1) * 3)),
+        ["softmax", OPERAND],
+    ),
     "out": (lambda z: _changed(z, lambda: torch.mul(z.detach(), 3, out=z.detach())), ["mul", "mul"]),
     "without a gradient": (lambda z: _changed(z, torch.no_grad()(lambda: z.clamp_(max=0.5))), []),
     "a view that is used alone": (lambda z: z[..., 3].mul_(2).sum(), ["__getitem__"]),
     "list": (lambda z: torch.cat([z, z]).logsumexp(-1).sum(), ["logsumexp"]),
     "over other dimensions": (lambda z: (z.mean(0).abs() + z.pow(2).sum(dim=(0, 1))).sqrt().sum(), ["sum"]),
     "hidden units that are dead": (lambda z: (z > 0).double().mean((0, 1)).lt(0.5).sum() + z.sum(), ["sum", "sum"]),
-    "normed": (lambda z: (F.normalize(z, dim=1) * F.normalize(z, dim=-1)).sum(), ["normalize", "sum"]),
+    "normed": (
+        lambda z: (F.normalize(z, dim=1) * F.normalize(z, dim=-1)).sum(),
+        ["normalize", OPERAND, "sum"],
+    ),
     "by position": (lambda z: (z + torch.arange(5.0)[:, None]).square().sum(), ["sum"]),
     "noise": (lambda z: (z + 0 * torch.randn_like(z)).sum(), ["sum"]),
 }
@@ -170,11 +178,7 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     r"select in place.* what select has given": lambda z: (z.select(-1, 0).fill_(-1), z.sum()),
     r"__getitem__ in place": lambda z: (z[..., 0].unsqueeze(0).fill_(-1), F.cross_entropy(z.flatten(0, 1), TARGET)),
     r"mul_ in place.* what unbind has given": lambda z: (row := z.unbind(-1)[0], z.mul_(2), row),
-    r"__setitem__ in place.* what diagonal has given": lambda z: (
-        row := z.diagonal(0, 1, 2),
-        z.__setitem__((..., 0), 1),
-        row,
-    ),
+    r"__setitem__ in place.* what diagonal has given": lambda z: (d := z.diagonal(0, 1, 2), z.__setitem__(0, 1), d),
     r"register_hook on the output of head": lambda z: z.register_hook(print),
     r"retain_grad on the output of head": lambda z: z.retain_grad(),
 }
@@ -221,12 +225,11 @@ def _all_views() -> dict[str, str]:
         group.on_gather = lambda layer, operation: gathered.append(operation)
         for name, compute in VIEWS.items():
             whole, own = values.clone().requires_grad_(), split.part(values, group.rank).requires_grad_()
-            expected, actual = compute(whole, heads), compute(Part.of(own * 1, Placement(split, group, "up")), heads)
-            for one, other in zip(
-                *(each if isinstance(each, list) else [each] for each in (expected, actual)), strict=True
-            ):
-                if gathered or not isinstance(other, Part):
-                    problems[name] = f"{gathered}"
+            given = whole, Part.of(own * 1, Placement(split, group, "up"))
+            expected, actual = ([*y] if isinstance(y := compute(x, heads), list) else [y] for x in given)
+            if gathered or not all(isinstance(each, Part) for each in actual):
+                problems[name] = f"{gathered}"
+            for one, other in zip(expected, actual, strict=True):
                 weights = torch.arange(one.numel(), dtype=one.dtype).view_as(one)
                 (one * weights).sum().backward(retain_graph=True)
                 (torch.clone(other) * weights).sum().backward(retain_graph=True)
