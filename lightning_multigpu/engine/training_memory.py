@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from threading import RLock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +50,18 @@ _STATES: dict[type[Optimizer], Callable[[dict[str, object]], int]] = {
 }
 
 
+def _of_parts(function: Callable[..., HeldBytes]) -> Callable[..., HeldBytes]:
+    """Counts of split parameters what this rank holds."""
+
+    @wraps(function)
+    def on_parts(*args: Any) -> HeldBytes:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args)
+
+    return on_parts
+
+
+@_of_parts
 def held_bytes(parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> HeldBytes:
     """Bytes that a rank needs in training for the parameters that it holds."""
     states: dict[Tensor, int] = {}
@@ -64,6 +78,7 @@ def held_bytes(parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) ->
     )
 
 
+@_of_parts
 def measured_bytes(parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> HeldBytes:
     """Bytes that a rank holds at present; placeholders of tensors that other ranks hold do not count."""
     held = [parameter for parameter in parameters if not isinstance(parameter, Placeholder)]

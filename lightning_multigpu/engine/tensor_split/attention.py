@@ -12,13 +12,13 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_multigpu.engine.tensor_split.block_input import enter
-from lightning_multigpu.engine.tensor_split.layers import ReportsReads, RowSplitLinear, column_linear, summed
+from lightning_multigpu.engine.tensor_split.layers import RowSplitLinear, column_linear, summed
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut
-from lightning_multigpu.engine.tensor_split.parts import Part, Placement
+from lightning_multigpu.engine.tensor_split.parts import Part, Placement, local, place
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 
-class SplitMultiheadAttention(ReportsReads, nn.MultiheadAttention):
+class SplitMultiheadAttention(nn.MultiheadAttention):
     """Multi-head attention with its heads split over the ranks; ``out_proj`` sums up their results.
 
     ====================  ==========================  ========================================================
@@ -73,13 +73,12 @@ class SplitMultiheadAttention(ReportsReads, nn.MultiheadAttention):
         self.heads = group.bounds(self.num_heads)[group.rank]
         fused = ParameterSplit.even(3 * size, group.size, sections=(size, size, size), unit=unit)
         single = ParameterSplit.even(size, group.size, unit=unit)
-        if self.in_proj_weight is not None:
-            cut(self.in_proj_weight, fused, group.rank)
-        else:
-            for weight in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
-                cut(weight, single, group.rank)
-        if self.in_proj_bias is not None:
-            cut(self.in_proj_bias, fused, group.rank)
+        cuts = [(self.in_proj_weight, fused), (self.in_proj_bias, fused)]
+        cuts += [(weight, single) for weight in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)]
+        for parameter, split in cuts:
+            if parameter is not None:
+                cut(parameter, split, group.rank)
+                place(parameter, Placement(split, group, self.meter_name))
         RowSplitLinear.of(self.out_proj, group, unit=unit, name=self.meter_name)
         self._qkv_same_embed_dim = False  # torch's fast path, which computes all heads, then leaves this one alone
 
@@ -137,10 +136,12 @@ class SplitMultiheadAttention(ReportsReads, nn.MultiheadAttention):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """This rank's queries, keys and values: (..., heads of this rank x head_dim) each."""
         is_self_attention = query is key and key is value
-        fused, bias = self._own("in_proj_weight"), self._own("in_proj_bias")
+        fused, bias = local(self.in_proj_weight), local(self.in_proj_bias)
         if fused is not None and is_self_attention:
             return list(column_linear(query, fused, bias, self).chunk(3, -1))
-        weights = fused.chunk(3) if fused is not None else [self._own(f"{name}_proj_weight") for name in "qkv"]
+        weights = (
+            fused.chunk(3) if fused is not None else [local(getattr(self, f"{name}_proj_weight")) for name in "qkv"]
+        )
         biases = [None] * 3 if bias is None else bias.chunk(3)
         entered: dict[int, Tensor] = {}
         for tensor in (query, key, value):

@@ -33,6 +33,7 @@ from lightning_multigpu.engine.tensor_split.layers import (
     linear_sizes,
 )
 from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
+from lightning_multigpu.engine.tensor_split.parts import forget_place
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
@@ -378,6 +379,7 @@ class Applied:
         """Makes the layers whole again, with the values that they had."""
         self.restore()
         for parameter, value in self._whole:
+            forget_place(parameter)
             forget_split(parameter)
             parameter.data = value
         self._whole = []

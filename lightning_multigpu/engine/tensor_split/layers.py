@@ -30,9 +30,8 @@ from typing_extensions import override
 
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut, whole_size
-from lightning_multigpu.engine.tensor_split.parts import Part, Placement, local, own_of, whole, whole_of
+from lightning_multigpu.engine.tensor_split.parts import Part, Placement, local, own_of, place, whole, whole_of
 from lightning_multigpu.engine.tensor_split.tensor_group import Bounds, TensorGroup
-from lightning_multigpu.engine.tensor_split.whole_reads import plain
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -52,39 +51,11 @@ def _is_conv1d(kind: type) -> bool:
     return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-class ReportsReads:
-    """Base of layers that report to :attr:`TensorGroup.reads` which of their parameters other code gets."""
-
-    group: Any = None
-    __dict__: dict[str, Any]
-
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)  # type: ignore[misc]
-        if self.group is not None and self.group.reads is not None and name in self.__dict__["_parameters"]:
-            self.group.reads.give(value)
-        return value
-
-    @property
-    def _parameters(self) -> Any:  # as parameters() and state_dict() ask
-        own = self.__dict__["_parameters"]
-        if self.group is not None and self.group.reads is not None:
-            for parameter in own.values():
-                self.group.reads.give(parameter)
-        return own
-
-    @_parameters.setter
-    def _parameters(self, value: Any) -> None:
-        self.__dict__["_parameters"] = value
-
-    def _own(self, name: str) -> Any:
-        """A parameter for the layer itself."""
-        return plain(self.__dict__["_parameters"][name])
-
-
-class _Split(ReportsReads):
+class _Split:
     """Base of the split layers: the group, and the layer's name in the meter."""
 
     weight: Any
+    group: Any
     meter_name: str
     is_transposed = False
     """The weight is (in, out), as in the Conv1D of transformers."""
@@ -93,8 +64,12 @@ class _Split(ReportsReads):
         self.group = group
         self.meter_name = name or type(self).__name__
 
+    def _cut(self, parameter: Any, split: ParameterSplit) -> None:
+        cut(parameter, split, self.group.rank)
+        place(parameter, Placement(split, self.group, self.meter_name))
+
     def _out_in(self) -> Tensor:
-        weight: Tensor = self._own("weight")
+        weight: Tensor = local(self.weight)
         return weight.t() if self.is_transposed else weight
 
 
@@ -119,14 +94,14 @@ class _ColumnSplit(_Split):
         size = whole_size(self.weight, dim)
         self.split = ParameterSplit.even(size, group.size, sections=sections, unit=unit)
         self.gather_output = gather_output
-        cut(self.weight, ParameterSplit(dim, self.split.ranges), group.rank)
+        self._cut(self.weight, ParameterSplit(dim, self.split.ranges))
         if self.bias is not None:
-            cut(self.bias, self.split, group.rank)
+            self._cut(self.bias, self.split)
 
     def forward(self, input: Tensor) -> Any:
         if self.entry is not None:
             input = self.entry(input, self)
-        output = column_linear(input, self._out_in(), self._own("bias"), self, sums=self.entry is None)
+        output = column_linear(input, self._out_in(), local(self.bias), self, sums=self.entry is None)
         part = Part.of(
             output, Placement(ParameterSplit(output.dim() - 1, self.split.ranges), self.group, self.meter_name)
         )
@@ -141,10 +116,10 @@ class _RowSplit(_Split):
         self._joins(group, name)
         dim = int(not self.is_transposed)
         self.split = ParameterSplit.even(whole_size(self.weight, dim), group.size, dim=dim, unit=unit)
-        cut(self.weight, self.split, group.rank)
+        self._cut(self.weight, self.split)
 
     def forward(self, input: Tensor) -> Any:
-        input, weight, bias = cast(self._own_input(input), self._out_in(), self._own("bias"))
+        input, weight, bias = cast(self._own_input(input), self._out_in(), local(self.bias))
         output: Tensor = _RowLinear.apply(input, weight, bias, self)  # type: ignore[no-untyped-call]
         return _part_of_sequence(output, input, self)
 
@@ -416,7 +391,7 @@ class VocabSplitEmbedding(_Split, nn.Embedding):
     def _become(self, group: TensorGroup, *, name: str = "") -> None:
         self._joins(group, name)
         self.split = ParameterSplit.even(self.num_embeddings, group.size)
-        cut(self.weight, self.split, group.rank)
+        self._cut(self.weight, self.split)
 
     @override
     def forward(self, input: Tensor) -> Any:
@@ -427,7 +402,7 @@ class VocabSplitEmbedding(_Split, nn.Embedding):
         padding = None
         if self.padding_idx is not None and start <= self.padding_idx < stop:
             padding = self.padding_idx - start
-        weight = self._own("weight")
+        weight = local(self.weight)
         if stop == start:
             rows = weight.sum(0).expand(*input.shape, -1)  # zeros, through which gradients can flow
         else:

@@ -17,7 +17,7 @@ who changes a view of a gathered tensor, and then uses the part, gets an error.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 from torch.nn import functional as F
 
 from lightning_multigpu import _torch_compat
@@ -75,6 +76,9 @@ class _View(NamedTuple):
     version: int
     storage: StorageWeakRef
 
+    def is_changed(self) -> bool:
+        return bool(self.counter._version != self.version)
+
 
 class Part(Tensor):
     """This rank's part of a tensor, which shows the shape of the whole; make it with :meth:`of`."""
@@ -96,6 +100,8 @@ class Part(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            if SplitParameter in types and _shows_parts((*args, *kwargs.values())):
+                return func(*args, **kwargs)
             rule = _rule(func)
             if rule is not None:
                 result = rule(func, args, kwargs)
@@ -104,6 +110,44 @@ class Part(Tensor):
             gathering = _Gathering(func)
             result = func(*gathering.whole(args), **gathering.whole(kwargs))
             return gathering.end(result)
+
+
+class SplitParameter(Part, Parameter):  # type: ignore[misc]
+    """A parameter of which each rank holds a part, and which reads, and can be changed, as the whole one.
+
+    So do its gradient and its data. The optimizer's step, and this package's own code, see the part: they run within
+    :meth:`.TensorGroup.showing` or ``torch._C.DisableTorchFunctionSubclass``.
+    """
+
+    def __deepcopy__(self, memo: Any) -> SplitParameter:
+        if id(self) not in memo:
+            copy: Any = Parameter(local(self).detach().clone(), self.requires_grad)
+            vars(copy).update({name: value for name, value in vars(self).items() if name != "gathered_views"})
+            place(copy, self.placed)
+            memo[id(self)] = copy
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+
+def place(parameter: Parameter, placed: Placement) -> None:
+    """Makes a parameter that is cut a :class:`SplitParameter`, in place."""
+    parameter.__class__ = SplitParameter
+    parameter.placed, parameter.gathered_views = placed, []  # type: ignore[attr-defined]
+
+
+def forget_place(parameter: Parameter) -> None:
+    """The parameter is an ordinary one again."""
+    if isinstance(parameter, SplitParameter):
+        parameter.__class__ = Parameter
+        del parameter.placed, parameter.gathered_views
+
+
+def _shows_parts(values: Iterable[Any]) -> bool:
+    for value in values:
+        if isinstance(value, SplitParameter):
+            return value.placed.group.shows_parts
+        if isinstance(value, list | tuple) and _shows_parts(value):
+            return True
+    return False
 
 
 def local(value: Any) -> Any:
@@ -196,7 +240,7 @@ def _local(part: Tensor, *, changes: str = "") -> Tensor:
         RuntimeError: a view of a gathered tensor was changed, or would have to change with the part.
     """
     for view in part.gathered_views:  # type: ignore[attr-defined]
-        if view.counter._version != view.version or (changes and not view.storage.expired()):
+        if view.is_changed() or (changes and not view.storage.expired()):
             raise RuntimeError(
                 f"{changes or view.operation} in place: the output of {part.placed.layer} is split over the ranks, and "  # type: ignore[attr-defined]
                 f"what {view.operation} has given is a view of a gathered copy, which does not change with it. Change "
@@ -239,6 +283,7 @@ class _Gathering:
         if isinstance(value, Part):
             split, group, layer = value.placed
             group.on_gather(layer, self._operation)
+            group.agree_on_read(f"{self._operation} of values of {layer} ({user_line()})")
             with _counting_versions():
                 gathered = whole_of(_local(value), split, group, f"{layer} gathered").contiguous()
             self._gathered.append((value, gathered, gathered._version))
@@ -264,7 +309,9 @@ class _Gathering:
                     counter = each.detach()
                     counter.data = torch.empty(0)  # keeps the counter, and not the memory
                     storage = StorageWeakRef(gathered.untyped_storage())  # type: ignore[no-untyped-call]
-                    part.gathered_views.append(_View(self._operation, counter, each._version, storage))
+                    views = part.gathered_views
+                    views[:] = [view for view in views if not view.storage.expired() or view.is_changed()]  # type: ignore[no-untyped-call]
+                    views.append(_View(self._operation, counter, each._version, storage))
         return result
 
 
@@ -627,7 +674,68 @@ def _stride(part: Any, dim: int | None = None) -> Any:
 
 def _plain(func: Any, args: Any, kwargs: Any) -> Any:
     """What a part has in common with the whole, or its memory."""
-    return func(_local(args[0]), *args[1:], **kwargs) if isinstance(args[0], Part) else NotImplemented
+    return func(*args, **kwargs) if isinstance(args[0], Part) else NotImplemented
+
+
+def _of_owner(func: Any, args: Any, kwargs: Any) -> Any:
+    """A gradient, or the values; the owner knows the views that are given of them."""
+    found = func(*args)
+    if found is None:
+        return None
+    part = Part.of(found, args[0].placed)
+    if isinstance(part, Part):
+        part.gathered_views = args[0].gathered_views
+    return part
+
+
+def _assigned(func: Any, args: Any, kwargs: Any) -> Any:
+    """A parameter's gradient or values are assigned: each rank takes its part."""
+    owner, value = args
+    if not isinstance(owner, SplitParameter):
+        return _refused(func, args, kwargs)
+    split, group, _ = owner.placed
+    if isinstance(value, Part):
+        value = _local(value)
+    elif isinstance(value, Tensor) and not isinstance(value, Placeholder):
+        value = split.part(value, group.rank)
+    return func(owner, value)
+
+
+def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
+    """A hook on a parameter gets its gradient as a part, and may return one, or a whole one."""
+    owner, hook = args
+    if not isinstance(owner, SplitParameter):
+        return _refused(func, args, kwargs)
+    placed = owner.placed
+
+    def hook_of_part(gradient: Tensor) -> Any:
+        found = hook(Part.of(gradient, placed))
+        is_whole = isinstance(found, Tensor) and not isinstance(found, Part)
+        return placed.split.part(found, placed.group.rank) if is_whole else local(found)
+
+    return func(owner, hook_of_part)
+
+
+def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
+    """Random numbers in the shape of the whole, as on one device."""
+    part = args[0]
+    split, group, _ = part.placed
+    drawn = func(torch.empty(_shape(part), dtype=part.dtype, device=part.device), *args[1:], **kwargs)
+    return Part.of(split.part(drawn, group.rank), part.placed)
+
+
+def _lists(func: Any, args: Any, kwargs: Any) -> Any:
+    """Operations on each element of the tensors in lists."""
+    lists = [each for each in args if isinstance(each, list | tuple) and any(isinstance(t, Tensor) for t in each)]
+    for beside in zip(*lists, strict=True):
+        if any(isinstance(t, Part) for t in beside):
+            if not all(isinstance(t, Part) for t in beside) or not _are_alike(beside):
+                return NotImplemented
+    own = [[_local(t) if isinstance(t, Part) else t for t in a] if isinstance(a, list | tuple) else a for a in args]
+    results = func(*own, **kwargs)
+    if not isinstance(results, list | tuple):
+        return results
+    return [_like(t, part) if isinstance(part, Part) else t for t, part in zip(results, lists[0], strict=True)]
 
 
 def _refused(func: Any, args: Any, kwargs: Any) -> Any:
@@ -638,12 +746,17 @@ def _refused(func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
+def _of_leaf(func: Any, args: Any, kwargs: Any) -> Any:
+    """What is the same for a part of a parameter, and is refused for what is computed."""
+    return func(*args, **kwargs) if isinstance(args[0], SplitParameter) else _refused(func, args, kwargs)
+
+
 def _of(rule: Callable[..., Any]) -> Callable[[Any, Any, Any], Any]:
     return lambda func, args, kwargs: rule(*args, **kwargs)
 
 
 _IN_PLACE = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__iand__", "__ior__"})
-_DRAWING = frozenset({"bernoulli", "rand_like", "randn_like", "rrelu"})
+_DRAWING = frozenset({"bernoulli", "rrelu"})
 _EACH = frozenset(
     {
         "float",
@@ -662,7 +775,7 @@ _EACH = frozenset(
     }
     | {"zeros_like", "ones_like", "empty_like", "full_like", "hardswish", "logsigmoid", "softsign", "tanhshrink"}
     | {"truediv", "rtruediv", "radd", "rmul", "rpow", "rdiv", "floor_divide", "floordiv", "mod", "and", "or", "xor"}
-    | {"invert", "bernoulli", "rand_like", "randn_like", "rrelu", "data", "alpha_dropout"}
+    | {"invert", "bernoulli", "rrelu", "alpha_dropout"}
 )
 """Operations on each element, by their names without underscores, that torch does not mark as pointwise."""
 _NOT_EACH = frozenset({"max", "min", "frexp"})
@@ -677,10 +790,18 @@ _MOVES = frozenset(
 )
 _RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten"})
 _METADATA = frozenset(
-    {"dim", "ndimension", "is_floating_point", "is_complex", "is_inference", "element_size", "get_device"}
+    {
+        "dim",
+        "ndimension",
+        "_has_compatible_shallow_copy_type",
+        "is_floating_point",
+        "is_complex",
+        "is_inference",
+        "element_size",
+        "get_device",
+    }
     | {"is_contiguous", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "is_pinned", "untyped_storage"}
 )
-_REFUSED = frozenset({"register_hook", "retain_grad", "detach_", "set_", "resize_", "requires_grad_"})
 
 
 @cache
@@ -698,7 +819,9 @@ def _rule(func: Any) -> Callable[[Any, Any, Any], Any] | None:
     if name == "__get__":
         return _of_attribute(func.__self__.__name__)
     if name == "__set__":
-        return _refused
+        return _assigned if func.__self__.__name__ in ("grad", "data") else _of_leaf
+    if name.startswith("_foreach_"):
+        return _lists if _is_pointwise(name[len("_foreach_") :].strip("_")) else None
     bare = name.strip("_")
     for names, rule in _BY_NAME:
         if name in names:
@@ -714,8 +837,8 @@ def _of_attribute(name: str) -> Callable[[Any, Any, Any], Any] | None:
         return _of(_shape)
     if name in ("T", "mT", "H", "mH"):
         return _moved
-    if name == "data":
-        return _each
+    if name in ("grad", "data"):
+        return _of_owner
     if name == "nbytes":
         return _of(lambda part: _shape(part).numel() * part.element_size())
     return None if name in ("real", "imag") else _plain
@@ -738,5 +861,8 @@ _BY_NAME: tuple[tuple[Any, Callable[[Any, Any, Any], Any]], ...] = (
     (_MOVES, _moved),
     (_RESHAPES, _reshaped),
     (_METADATA, _plain),
-    (_REFUSED, _refused),
+    (("register_hook",), _hooked),
+    (("requires_grad_", "retain_grad", "register_post_accumulate_grad_hook"), _of_leaf),
+    (("rand_like", "randn_like", "randint_like"), _drawn),
+    (("detach_", "set_", "resize_"), _refused),
 )

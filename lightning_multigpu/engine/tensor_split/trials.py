@@ -231,12 +231,13 @@ class Trials:
 
     def _run(self, traffic: list[Sent], gathered: dict[str, str], *, trains: bool = True) -> None:
         """Runs the step as in training, and as in evaluation, which may run layers that training leaves out."""
+
         def note(layer: str, operation: str) -> None:
             gathered.setdefault(layer, f"{operation} needs the outputs of all ranks: {user_line()}")
 
         on_gather, self._group.on_gather = self._group.on_gather, note
         try:
-            with self._traceless():
+            with self._traceless(), self._group.showing(parts=False):
                 with self._observed("forward", traffic):
                     loss = self._loss()
                 if loss.requires_grad and trains:

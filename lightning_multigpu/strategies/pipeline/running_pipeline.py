@@ -281,7 +281,10 @@ class RunningPipeline:
         try:
             if hook == "training_step":  # its part was cut along dimension 0
                 args = (moved(args[0], 0, self._options.batch_dim), *args[1:])
-            with self._outputs.noting():
+            with (
+                self._outputs.noting(),
+                nullcontext() if self._tensor_axis is None else self._tensor_axis.in_user_code(),
+            ):
                 output = getattr(self._model.module, hook)(*args, **kwargs)
                 return output if self._tensor_axis is None else self._tensor_axis.whole_outputs(output)
         finally:

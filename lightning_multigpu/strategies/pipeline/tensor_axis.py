@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -105,6 +106,10 @@ class TensorAxis:
         rank_zero_info(summary(plan))
         if self._on_split is not None:
             self._on_split(plan)
+
+    def in_user_code(self) -> AbstractContextManager[None]:
+        """Within the block, a step of the module, its parameters read as whole ones."""
+        return self.group.showing(parts=False)
 
     def whole_outputs(self, outputs: Any) -> Any:
         """Outputs of a step, in which parts are gathered."""

@@ -86,7 +86,7 @@ class LoneTensorGroup(TensorGroup):
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
         self.on_gather = lambda layer, operation: None
-        self.reads, self.observer = None, None
+        self.observer, self._readers, self.shows_parts = None, None, False
         self._meter, self._shared, self._thread = Meter(), None, None
         self._is_nccl, self._is_alone = False, True
         self.sent: list[tuple[str, int]] = []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import wraps
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -31,12 +33,12 @@ from lightning_multigpu.engine.tensor_split.blocks import (
     planned_block,
 )
 from lightning_multigpu.engine.tensor_split.layers import is_linear
+from lightning_multigpu.engine.tensor_split.optimizer_states import own_state, state_of
 from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
-from lightning_multigpu.engine.tensor_split.parts import user_line
+from lightning_multigpu.engine.tensor_split.parts import forget_place, local, place, user_line
 from lightning_multigpu.engine.tensor_split.sequence_region import SequenceRegion
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import Left, Sent, Trials, split_blocks
-from lightning_multigpu.engine.tensor_split.whole_reads import StateReads, StepReads
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan, WholeBlocks
@@ -119,6 +121,17 @@ def plan_text(plan: Plan) -> Any:
     return plan if isinstance(plan, str | Mapping) else getattr(plan, "__qualname__", "function")
 
 
+def _of_parts(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Within the method parameters of split layers read as this rank's part."""
+
+    @wraps(method)
+    def on_parts(self: SplitLayers, *args: Any, **kwargs: Any) -> Any:
+        with self._group.showing(parts=True):
+            return method(self, *args, **kwargs)
+
+    return on_parts
+
+
 class SplitLayers:
     """The layers of a module that are split over a tensor group, from the first batch to the end of a fit.
 
@@ -131,8 +144,6 @@ class SplitLayers:
 
     Attributes:
         split: the blocks that are split; None before :meth:`decide`.
-        reads: of parameters by a step's own code.
-        state_reads: of the optimizers' states by user code.
     """
 
     def __init__(
@@ -146,7 +157,6 @@ class SplitLayers:
         sequence_split: SequenceSplit = False,
     ) -> None:
         self.split: list[tuple[Block, Applied]] | None = None
-        self.reads, self.state_reads = StepReads(group), StateReads(group)
         self._module = module
         self._group = group
         self._plan = plan
@@ -157,10 +167,13 @@ class SplitLayers:
         self._regions: list[SequenceRegion] = []
         self._copies: list[tuple[Module, RemovableHandle]] = []
         self._gathered: set[str] = set()
+        self._update = ExitStack()
+        self._is_updating = False
         group.on_gather = self._note
 
     # The split
 
+    @_of_parts
     def decide(
         self,
         step: Callable[[], Any],
@@ -286,27 +299,17 @@ class SplitLayers:
                 )
 
     def _note(self, layer: str, operation: str) -> None:
-        """Says once for each layer what its outputs are gathered for."""
-        if self.split is not None and layer not in self._gathered:
-            self._gathered.add(layer)
-            rank_zero_info(f"tensor_split gathers the output of {layer} for {operation} ({user_line()})")
+        """Says once for each line of the user's code what it gathers."""
+        if self.split is not None and (line := user_line()) not in self._gathered:
+            self._gathered.add(line)
+            rank_zero_info(f"tensor_split gathers values of {layer} for {operation} ({line})")
 
     def roles(self) -> list[tuple[str, str]]:
         """Names and roles of the split layers, in the order in which a step runs them."""
         roles = {name: role for block, _ in self.split or () for name, role in block.roles.items()}
         return [(name, roles[name]) for name in self._called if name in roles]
 
-    def explain(self, error: BaseException) -> None:
-        """Adds a note to an error that the user's code may have got from a part of a split layer."""
-        if self.split is None or type(error) not in (RuntimeError, IndexError, AssertionError):
-            return
-        names = [name for name, _ in self.roles()]
-        error.add_note(
-            f"tensor_split gives each rank a part of {len(names)} layers, such as {names[0]}, and code that runs "
-            "outside of training_step meets the part: trainer.strategy.whole(parameter) gathers the whole one, on all "
-            "ranks; layers that plan={...} does not name stay whole"
-        )
-
+    @_of_parts
     def make_whole(self, optimizers: Iterable[Optimizer]) -> None:
         """Makes the layers on every rank whole, except placeholders; a collective of the tensor group."""
         assert self.split is not None
@@ -314,7 +317,9 @@ class SplitLayers:
         for copy, hook in self._copies:
             hook.remove()
             for name, parameter in copy.named_parameters():
-                parameter.data = self._whole(own[name], parameter.data, name)
+                value = self._whole(own[name], parameter.data, name)
+                forget_place(parameter)
+                parameter.data = value
         self._copies = []
         for optimizer in optimizers:
             states = held_states(plain_optimizer(optimizer))
@@ -324,7 +329,9 @@ class SplitLayers:
             split = split_of(parameter)
             if split is not None and not isinstance(parameter, Placeholder):
                 parameter.grad = None
-                parameter.data = self._whole(parameter, parameter.data, name)
+                value = self._whole(parameter, parameter.data, name)
+                forget_place(parameter)
+                parameter.data = value
                 forget_split(parameter)
         for region in self._regions:
             region.undo()
@@ -333,6 +340,7 @@ class SplitLayers:
 
     # Checkpoints
 
+    @_of_parts
     def whole_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """``module.state_dict()`` with whole parameters; a collective of the tensor group.
 
@@ -342,18 +350,10 @@ class SplitLayers:
         whole = dict(state)
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             if name in state:
-                whole[name] = self._whole(parameter, state[name], name)
+                whole[name] = self._whole(parameter, local(state[name]), name)
         return whole
 
-    def own_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """``module.state_dict()`` with this rank's parts of whole parameters."""
-        own = dict(state)
-        for name, parameter in self._module.named_parameters(remove_duplicate=False):
-            split = split_of(parameter)
-            if split is not None and name in state:
-                own[name] = split.part(state[name], self._group.rank)
-        return own
-
+    @_of_parts
     def whole_optimizer_state(self, optimizer: Optimizer, found: Mapping[str, Any]) -> dict[str, Any]:
         """An optimizer's ``state_dict()`` with whole states; a collective of the tensor group.
 
@@ -368,13 +368,13 @@ class SplitLayers:
     def cut_state(self, optimizer: Optimizer) -> None:
         """Replaces whole states of an optimizer by this rank's parts."""
         for parameter, state in held_states(plain_optimizer(optimizer)).items():
-            self.state_reads.own_state(parameter, state)
+            own_state(parameter, state)
 
     def follow_updates(self, plugin: Precision, before: Callable[[], None]) -> None:
         """Has an optimizer's own step read its state as it is, from the end of the hooks before it.
 
         Args:
-            plugin: calls these hooks; the caller ends the step by ``state_reads.is_updating = False``.
+            plugin: calls these hooks, within :meth:`stepping`.
             before: called at their end.
         """
         hooks = getattr(plugin, HOOKS_BEFORE_STEP)
@@ -382,10 +382,27 @@ class SplitLayers:
         def then_update(*args: Any) -> None:
             hooks(*args)
             before()
-            self.state_reads.is_updating = True
+            for parameter in self._module.parameters():
+                local(parameter)  # raises if a view of what was gathered has changed, and no rank's part with it
+            self._update.enter_context(torch._C.DisableTorchFunctionSubclass())
+            self._is_updating = True
 
         vars(plugin)[HOOKS_BEFORE_STEP] = then_update
 
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Within the block an optimizer steps; its own step, which comes last, sees parts."""
+        try:
+            with ExitStack() as self._update:
+                yield
+        finally:
+            self._is_updating = False
+
+    def shown_state(self, parameter: Tensor, state: Any) -> Any:
+        """A parameter's state for who reads it now."""
+        return state if self._is_updating or self._group.shows_parts else state_of(parameter, state)
+
+    @_of_parts
     def cut_copy(self, copy: Module, gathers: Callable[[], bool]) -> None:
         """Cuts a copy of the module to this rank's parts, until :meth:`make_whole`; its ``state_dict()`` is whole.
 
@@ -397,12 +414,14 @@ class SplitLayers:
 
         def gather(_: Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
             for name, parameter in own.items() if gathers() else ():
-                state[prefix + name] = self._whole(parameter, state[prefix + name], name)
+                with self._group.showing(parts=True):
+                    state[prefix + name] = self._whole(parameter, local(state[prefix + name]), name)
 
         for name, parameter in copy.named_parameters():
             split = split_of(own[name])
             if split is not None:
                 parameter.data = split.part(parameter.data, self._group.rank)
+                place(parameter, own[name].placed)
         self._copies.append((copy, copy.register_state_dict_post_hook(gather)))  # type: ignore[no-untyped-call]
 
     def _whole_state(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from lightning_multigpu._lightning_internals import averaged_copy, plain_optimiz
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.optimizer_state import plain_state, release, watch
+from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.parts import whole, whole_of
+from lightning_multigpu.engine.tensor_split.parts import whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from lightning_multigpu.engine.tensor_split.whole_reads import plain
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
@@ -41,7 +41,7 @@ from lightning_multigpu.strategies.steps.same_batches import (
     share_random_states,
     write_no_predictions,
 )
-from lightning_multigpu.strategies.tensor_parallel.split_gradients import SplitGradients
+from lightning_multigpu.strategies.tensor_parallel.split_gradients import split_gradients
 from lightning_multigpu.strategies.tensor_parallel.split_layers import (
     Plan,
     SequenceSplit,
@@ -111,7 +111,6 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._tensor: TensorGroup | None = None
         self._peers: MeteredGroup | None = None
         self._layers: SplitLayers | None = None
-        self._gradients: SplitGradients | None = None
         self._split_plan: SplitPlan | None = None
         self._bucket_cap_mb: float | None = None
         self._undo = ExitStack()
@@ -191,14 +190,14 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._peers = self.metered(group, "tensor")
         hosts = {rank // self.num_processes for rank in dist.get_process_group_ranks(group)}
         shared_memory = self._transport.shared_memory and len(hosts) == 1  # emulated hosts have one /dev/shm
-        self._tensor = TensorGroup(group, meter=self.meter, shared_memory=shared_memory)
+        readers = self.new_group("tensor", backend="gloo")
+        self._tensor = TensorGroup(group, meter=self.meter, shared_memory=shared_memory, readers=readers)
+        self._tensor.shows_parts = False
         assert self.groups is not None
         self.groups.also_cut.append(self._tensor.abort)
         self._undo.callback(self._tensor.close)
         self._layers = SplitLayers(module, self._tensor, self._plan, sequence_split=self._sequence_split)
-        self.failure_watch.explain = self._layers.explain
-        self._gradients = SplitGradients(self.precision_plugin, self._tensor, module)
-        self._undo.callback(self._gradients.end)
+        self._undo.callback(split_gradients(self.precision_plugin, self._tensor, self.root_device).end)
         self._layers.follow_updates(self.precision_plugin, self._watch_states)
         self._share_random_states(self._peers)
 
@@ -211,7 +210,9 @@ class TensorSplitStrategy(RingDDPStrategy):
         if not self._is_split:  # DDP's buckets are made of the parts
             self._bucket_cap_mb = bucket_cap_mb
             return model
-        return super()._wrap(model, bucket_cap_mb, **options)
+        assert self._tensor is not None
+        with self._tensor.showing(parts=True):
+            return super()._wrap(model, bucket_cap_mb, **options)
 
     def _share_random_states(self, peers: MeteredGroup) -> None:
         """Gives every rank of a tensor group the random states of its first rank."""
@@ -231,13 +232,14 @@ class TensorSplitStrategy(RingDDPStrategy):
     @override
     def teardown(self) -> None:
         release(map(plain_optimizer, self.optimizers))
+        if self._tensor is not None:
+            self._tensor.shows_parts = True
         module = self.lightning_module
         if self._is_split and module is not None and module.trainer.state.status == TrainerStatus.RUNNING:
             assert self._layers is not None
             self._layers.make_whole(self.optimizers)
         self._undo.close()
-        self.failure_watch.explain = None
-        self._tensor = self._peers = self._layers = self._gradients = None
+        self._tensor = self._peers = self._layers = None
         super().teardown()
 
     # The split
@@ -280,34 +282,26 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._agree_on_random_states()
         if not self._is_split:
             self._decide(*args, *kwargs.values())
-        assert self._layers is not None
-        with self._layers.reads.during_step():
-            outputs = super().training_step(*args, **kwargs)
-        return tree_map(whole, outputs)
-
-    @override
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        assert self._gradients is not None
-        loss = super().backward(*args, **kwargs)
-        self._gradients.after_backward()
-        return loss
+        return tree_map(whole, super().training_step(*args, **kwargs))
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._gradients is not None
         assert self._layers is not None
-        try:
-            with self._gradients.stepping():
-                return super().optimizer_step(*args, **kwargs)
-        finally:
-            self._layers.state_reads.is_updating = False
+        with self._layers.stepping():
+            return super().optimizer_step(*args, **kwargs)
+
+    @override
+    def _check_replicas(self) -> None:
+        assert self._tensor is not None
+        with self._tensor.showing(parts=True):
+            super()._check_replicas()
 
     @override
     def _watch_states(self) -> None:
-        for optimizer in map(plain_optimizer, self.optimizers if self._layers is not None else ()):
-            assert self._layers is not None
-            reads = self._layers.state_reads
-            watch(optimizer, lambda parameter: parameter, reads.state_of, reads.own_state)
+        layers = self._layers
+        for optimizer in map(plain_optimizer, self.optimizers if layers is not None else ()):
+            assert layers is not None
+            watch(optimizer, lambda parameter: parameter, layers.shown_state, own_state)
 
     @override
     def _check_new(self, optimizers: Sequence[Optimizer]) -> None:
@@ -345,28 +339,21 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     def _evaluated(self, step: Callable[[], Any]) -> Any:
         self._agree_on_random_states()
-        if not self._is_split:
-            return step()
-        assert self._layers is not None
-        with self._layers.reads.during_step():
-            return tree_map(whole, step())
+        return tree_map(whole, step())
 
-    def whole(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
-        """The whole of a parameter, of which each rank holds a part if its layer is split.
+    def whole(self, tensor: Tensor, value: Tensor | None = None) -> Tensor:
+        """The gathered, plain tensor of a parameter, a hidden activation, a gradient or a state that is split.
 
-        ``sum(strategy.whole(p).norm() for p in module.parameters())`` is that of one device. A collective of the tensor
+        Code gets the same values without it; it names the place where ranks communicate. A collective of the tensor
         group: all of its ranks have to call it. Gradients flow back to each rank's part.
 
         Args:
-            parameter: of the module; one that is not split is returned as it is.
-            value: a tensor that is split as the parameter is, whose whole is returned instead: its ``grad``, for
-                example, or an optimizer's state.
+            tensor: one that is not split is returned as it is.
+            value: a tensor that is split as a parameter is, whose whole is returned instead: its ``grad``, for example,
+                or an optimizer's state.
         """
-        part, split = parameter if value is None else plain(value), split_of(parameter)
-        if split is None:
-            return part
-        assert self._tensor is not None
-        return whole_of(part, split, self._tensor, "whole parameter")
+        found: Tensor = whole(tensor if value is None else value)
+        return found
 
     @override
     def on_predict_start(self) -> None:
@@ -392,12 +379,6 @@ class TensorSplitStrategy(RingDDPStrategy):
             return state
         assert self._layers is not None
         return self._layers.whole_state_dict(state)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._layers is not None:
-            checkpoint = {**checkpoint, "state_dict": self._layers.own_state_dict(checkpoint["state_dict"])}
-        super().load_model_state_dict(checkpoint, strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
