@@ -97,6 +97,11 @@ class Part(Tensor):
         return part
 
     @classmethod
+    def again(cls, value: Any, placed: Placement | None) -> Any:
+        """A part of values that were kept without their placement; without one, the value."""
+        return value if placed is None else cls.of(value, placed)
+
+    @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():

@@ -136,7 +136,6 @@ class RunningPipeline:
             recompute=self._recompute,
             recorder=recorder or self._recorder,
             enter=self._kept.enter,
-            tensor_group=None if self._tensor_axis is None else self._tensor_axis.group,
         )
 
     # Training

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +61,8 @@ class TensorAxis:
         self.group = group
         self.peers = peers
         self._model = model
+        model.chain.tensor_group = group
+        group.shows_parts = model.group.num_ranks > 1  # stages move parameters outside of steps, too
         self._on_split = on_split
         self.layers = layers_within(model.chain, model.module, group, plan, sequence_split)
         self.plan: SplitPlan | None = None
@@ -106,10 +107,6 @@ class TensorAxis:
         rank_zero_info(summary(plan))
         if self._on_split is not None:
             self._on_split(plan)
-
-    def in_user_code(self) -> AbstractContextManager[None]:
-        """Within the block, a step of the module, its parameters read as whole ones."""
-        return self.group.showing(parts=False)
 
     def whole_outputs(self, outputs: Any) -> Any:
         """Outputs of a step, in which parts are gathered."""

@@ -1041,7 +1041,7 @@ class StepsByHand(Task):
     def on_train_batch_end(self, *args: Any) -> None:
         weight = self.model.embedding.weight  # type: ignore[union-attr]
         assert len(weight) == VOCABULARY
-        self.norms += [float(parameter.norm()) for parameter in self.parameters()]
+        self.norms += [float(parameter.detach().norm()) for parameter in self.parameters()]
 
 
 def reads_gradients(ranks: int, kind: type[ReadsGradients | StepsByHand]) -> dict[str, Any]:

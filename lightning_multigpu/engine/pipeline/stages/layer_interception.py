@@ -33,7 +33,6 @@ from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit
 from lightning_multigpu.engine.tensor_split.parts import Part, Placement, local
-from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 T = TypeVar("T")
 
@@ -128,7 +127,6 @@ class LayerInterception:
             and with 1 + n after the last of n layers.
         run_layer: called as ``run_layer(i, own, args, kwargs)`` to run layer i of this stage.
         enter: called when a running step enters the layers, and when it leaves them.
-        tensor_group: the ranks that split the layers of this stage; None without a tensor split.
     """
 
     def __init__(
@@ -139,10 +137,8 @@ class LayerInterception:
         begin_part: Callable[[int], None] = lambda part: None,
         run_layer: Callable[..., Any] = lambda index, own, args, kwargs: own(*args, **kwargs),
         enter: Callable[[Region], None] = lambda region: None,
-        tensor_group: TensorGroup | None = None,
     ) -> None:
         self.chain = chain
-        self._tensor_group = tensor_group
         self.start = start
         self.stop = stop
         self._begin_part = begin_part
@@ -314,8 +310,8 @@ class LayerInterception:
         placed = list(tensors)
 
         def place(slot: Slot) -> None:
-            if slot.split is not None and self._tensor_group is not None:
-                placed[slot.index] = Part.of(tensors[slot.index], Placement(slot.split, self._tensor_group, slot.layer))
+            if slot.split is not None and (group := self.chain.tensor_group) is not None:
+                placed[slot.index] = Part.of(tensors[slot.index], Placement(slot.split, group, slot.layer))
 
         map_only(Slot, place, self._arrived.structure)
         return placed

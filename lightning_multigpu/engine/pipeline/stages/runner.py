@@ -22,7 +22,6 @@ from lightning_multigpu.engine.pipeline.stages.schedules import PassesInOrder, T
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.step_state import preserved_random_state, seed_of, set_random_state
-from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName, executed_schedule
 
 
@@ -47,7 +46,6 @@ class PipelineRunner:
         recompute: indices of the layers that run again in backward; none under "zero_bubble", whose backward pass has
             two parts.
         enter: called when a running step enters the layers, and when it leaves them.
-        tensor_group: as for :class:`.LayerInterception`.
     """
 
     def __init__(
@@ -62,7 +60,6 @@ class PipelineRunner:
         recorder: Recorder,
         recompute: Collection[int] = (),
         enter: Callable[[Region], None] = lambda region: None,
-        tensor_group: TensorGroup | None = None,
     ) -> None:
         self.group = group
         self.position = dist.get_rank(group.process_group)
@@ -74,9 +71,7 @@ class PipelineRunner:
         self._known_seeds: dict[tuple[int, ...], int] = {}
         self._chain = chain
         self._recompute = recompute
-        self._layers = LayerInterception(
-            chain, *bounds[self.position], self._begin_part, self._run_layer, enter, tensor_group
-        )
+        self._layers = LayerInterception(chain, *bounds[self.position], self._begin_part, self._run_layer, enter)
         self.stages = [
             Stage(
                 functools.partial(self._compute, index // group.num_ranks),
