@@ -398,6 +398,8 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
     """Views that merge dimensions or take them apart, as long as whole entries stay on a rank."""
+    if len(args) == 2 and isinstance(args[1], Tensor):  # view_as
+        func, args = Tensor.reshape, (args[0], _shape(args[1]) if isinstance(args[1], Part) else args[1].shape)
     part = args[0]
     if not isinstance(part, Part) or not _are_plain(args[1:]) or not _are_plain([*kwargs.values()]):
         return NotImplemented
@@ -793,7 +795,7 @@ _MOVES = frozenset(
     {"transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "unsqueeze", "squeeze", "select", "narrow"}
     | {"chunk", "split", "split_with_sizes", "tensor_split", "unbind", "t", "expand", "__getitem__", "adjoint"}
 )
-_RESHAPES = frozenset({"view", "reshape", "flatten", "unflatten"})
+_RESHAPES = frozenset({"view", "view_as", "reshape", "reshape_as", "flatten", "unflatten"})
 _METADATA = frozenset(
     {
         "dim",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -55,6 +55,17 @@ from lightning_multigpu.strategies.steps.dry_run import unlogged_loss, without_t
 from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined, uncounted_logs
 
 _SEED_BITS = 2**62 - 1
+
+
+def _on_parts(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Within the method, but for the user's steps, parameters of split layers read as this rank's part."""
+
+    @wraps(method)
+    def on_parts(self: RunningPipeline, *args: Any, **kwargs: Any) -> Any:
+        with self._showing(parts=True):
+            return method(self, *args, **kwargs)
+
+    return on_parts
 
 
 class RunningPipeline:
@@ -147,6 +158,7 @@ class RunningPipeline:
             return True, batch
         return False, model.stages.broadcast_object(batch, model.group.ranks[-1])
 
+    @_on_parts
     def train(self, batch: Any, others: Sequence[Any], *, multiplier: float, accumulating: bool) -> dict[str, Any]:
         """Forward and backward of a batch; a collective of the world. The step's logs are logged once, on every stage.
 
@@ -274,16 +286,16 @@ class RunningPipeline:
         if self._data_axis is not None:
             self._data_axis.share_buffers(self._model.ownership.buffers())
 
+    def _showing(self, *, parts: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self._tensor_axis is None else self._tensor_axis.group.showing(parts=parts)
+
     def _call(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a step of the module."""
         self.in_step = True
         try:
             if hook == "training_step":  # its part was cut along dimension 0
                 args = (moved(args[0], 0, self._options.batch_dim), *args[1:])
-            with (
-                self._outputs.noting(),
-                nullcontext() if self._tensor_axis is None else self._tensor_axis.in_user_code(),
-            ):
+            with self._outputs.noting(), self._showing(parts=False):
                 output = getattr(self._model.module, hook)(*args, **kwargs)
                 return output if self._tensor_axis is None else self._tensor_axis.whole_outputs(output)
         finally:
@@ -481,6 +493,7 @@ class RunningPipeline:
 
     # Evaluation
 
+    @_on_parts
     def evaluate(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Runs ``validation_step``, ``test_step`` or ``predict_step`` on a whole batch.
 
