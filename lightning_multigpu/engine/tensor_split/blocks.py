@@ -348,7 +348,6 @@ class Applied:
         block: of it.
         way: one of the block's.
         group: the ranks.
-        gathers: whether the head with this name gathers its outputs at once.
 
     Raises:
         ValueError: the sizes do not allow it.
@@ -360,7 +359,6 @@ class Applied:
         block: Block,
         way: Way,
         group: TensorGroup,
-        gathers: Callable[[str], bool] = lambda name: False,
     ) -> None:
         self._kept: list[tuple[Module, type[Module], dict[str, Any]]] = []
         self._whole: list[tuple[Parameter, Tensor]] = []
@@ -369,7 +367,7 @@ class Applied:
         parts = dict(module.named_modules())
         try:
             for name, role in block.roles.items():
-                self._split(parts[name], name, role, way.options.get(name, {}), group, gathers)
+                self._split(parts[name], name, role, way.options.get(name, {}), group)
             self._share_input(parts, block, group)
         except BaseException:
             self.undo()
@@ -419,7 +417,6 @@ class Applied:
         role: str,
         options: Mapping[str, Any],
         group: TensorGroup,
-        gathers: Callable[[str], bool],
     ) -> None:
         self._whole += [(p, p.data) for p in part.parameters() if split_of(p) is None]
         with self._changing(part):
@@ -432,8 +429,7 @@ class Applied:
             elif role == "row":
                 RowSplitLinear.of(part, group, name=name, **options)
             else:
-                column = ColumnSplitLinear.of(part, group, name=name, **options)
-                column.gather_output = role == "head" and gathers(name)
+                ColumnSplitLinear.of(part, group, name=name, **options)
 
     def _share_input(self, parts: Mapping[str, Module], block: Block, group: TensorGroup) -> None:
         """Column layers that run on one input sum up its gradient over the ranks together."""

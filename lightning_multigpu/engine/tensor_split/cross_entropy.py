@@ -39,8 +39,8 @@ def split_cross_entropy(
     ============  =======================  ==============================================================
 
     Communication: in forward one all-gather of 3 (with label smoothing 4) numbers for each row and rank, so of
-    12 x N x rows bytes in float32; nothing in backward. After
-    Shoeybi et al., Megatron-LM (2019), section 3, with the running maximum of Milakov and Gimelshein (2018).
+    12 x N x rows bytes in float32; nothing in backward. After Shoeybi et al., Megatron-LM
+    (2019), section 3, with the running maximum of Milakov and Gimelshein (2018).
 
     Args:
         logits: this rank's classes.

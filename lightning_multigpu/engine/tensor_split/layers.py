@@ -11,7 +11,7 @@ communicates once in forward and once in backward (Shoeybi et al., Megatron-LM, 
     dx <--- sum of what both ranks compute                                     <--- d out    backward
 
 What lies between is a :class:`.Part`. Activations outside of the block may be parts along the sequence (Korthikanti et
-al., 2022): an all-gather then stands at the beginning, and with ``sequence_dim`` the sum at the end is a reduce-scatter.
+al., 2022): an all-gather then stands at the beginning, and with ``sequence_dim`` a reduce-scatter at the end.
 """
 
 from __future__ import annotations
@@ -198,8 +198,7 @@ class ColumnSplitLinear(_ColumnSplit, nn.Linear):
     ===================  =====================================  =============================================
 
     The gradient of the weight is computed beside the all-reduce. The output is a :class:`.Part`: it has the shape
-    (..., out). So is a part of a sequence, (..., sequence, ..., in), of which a rank holds (..., sequence / N, ..., in),
-    and R counts the rows of all ranks.
+    (..., out). A rank holds (..., sequence / N, ..., in) of a part of a sequence; R counts the rows of all ranks.
 
     A fused projection of queries, keys and values is one layer with ``sections`` and with the size of a head as
     ``unit``: each rank has the queries, keys and values of its heads. Separate projections are three layers with that
@@ -530,8 +529,8 @@ def split_sequence(tensor: Tensor, group: TensorGroup, dim: int, name: str) -> A
     output   (..., length / N, ...)               gradient (..., length / N, ...), this rank's own
     =======  ===================================  ================================================
 
-    Communication: nothing in forward, one all-gather of the tensor's bytes in backward. After Korthikanti et al. (2022),
-    section 4.2.2.
+    Communication: nothing in forward, one all-gather of the tensor's bytes in backward. After Korthikanti et al.
+    (2022), section 4.2.2.
 
     Args:
         tensor: the same on every rank.

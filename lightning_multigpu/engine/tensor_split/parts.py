@@ -695,6 +695,16 @@ def _of_owner(func: Any, args: Any, kwargs: Any) -> Any:
     return part
 
 
+def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.autograd.grad``: the gradient of a part is one."""
+    given = {**dict(zip(("outputs", "inputs"), args[:2], strict=False)), **kwargs}
+    outputs, inputs = ([each] if isinstance(each, Tensor) else [*each] for each in (given["outputs"], given["inputs"]))
+    if any(isinstance(each, Part) for each in outputs):
+        return NotImplemented
+    found = zip(func(*args, **kwargs), inputs, strict=True)
+    return tuple(g if g is None or not isinstance(x, Part) else Part.of(g, x.placed) for g, x in found)
+
+
 def _assigned(func: Any, args: Any, kwargs: Any) -> Any:
     """A parameter's gradient or values are assigned: each rank takes its part."""
     owner, value = args
@@ -735,9 +745,9 @@ def _lists(func: Any, args: Any, kwargs: Any) -> Any:
     """Operations on each element of the tensors in lists."""
     lists = [each for each in args if isinstance(each, list | tuple) and any(isinstance(t, Tensor) for t in each)]
     for beside in zip(*lists, strict=True):
-        if any(isinstance(t, Part) for t in beside):
-            if not all(isinstance(t, Part) for t in beside) or not _are_alike(beside):
-                return NotImplemented
+        are_parts = [isinstance(t, Part) for t in beside]
+        if any(are_parts) and not (all(are_parts) and _are_alike(beside)):
+            return NotImplemented
     own = [[_local(t) if isinstance(t, Part) else t for t in a] if isinstance(a, list | tuple) else a for a in args]
     results = func(*own, **kwargs)
     if not isinstance(results, list | tuple):
@@ -748,8 +758,8 @@ def _lists(func: Any, args: Any, kwargs: Any) -> Any:
 def _refused(func: Any, args: Any, kwargs: Any) -> Any:
     """Operations on a tensor's memory, or its place in the graph."""
     raise RuntimeError(
-        f"{func.__name__} on the output of {args[0].placed.layer}, which is split over the ranks: it would see a rank's "
-        f"part; go on with trainer.strategy.whole(tensor), which gathers it on all ranks ({user_line()})"
+        f"{func.__name__} on the output of {args[0].placed.layer}, which is split over the ranks: it would see a "
+        f"rank's part; go on with trainer.strategy.whole(tensor), which gathers it on all ranks ({user_line()})"
     )
 
 
@@ -869,6 +879,7 @@ _BY_NAME: tuple[tuple[Any, Callable[[Any, Any, Any], Any]], ...] = (
     (_RESHAPES, _reshaped),
     (_METADATA, _plain),
     (("register_hook",), _hooked),
+    (("grad",), _gradients),
     (("requires_grad_", "retain_grad", "register_post_accumulate_grad_hook"), _of_leaf),
     (("rand_like", "randn_like", "randint_like"), _drawn),
     (("detach_", "set_", "resize_"), _refused),

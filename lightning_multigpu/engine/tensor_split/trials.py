@@ -60,7 +60,6 @@ class Trials:
         step: runs the step and returns its loss.
         traceless: a block at whose end the module and random states are as before it.
         gather: returns the objects of all ranks, also of other groups, on every rank.
-        gathers: as for :class:`.Applied`.
         sequence_split: split activations between blocks along the sequence: "keep" or "gather_again" says what column
             layers do about their gathered inputs in backward. None for whole activations.
         keeps_whole: why activations stay whole in a list of layers, by its name; None if they may be split.
@@ -79,7 +78,6 @@ class Trials:
         *,
         traceless: Callable[[], AbstractContextManager[None]],
         gather: Callable[[Any], list[Any]],
-        gathers: Callable[[str], bool] = lambda name: False,
         sequence_split: Literal["keep", "gather_again"] | None = None,
         keeps_whole: Callable[[str], str | None] = lambda name: None,
     ) -> None:
@@ -88,7 +86,6 @@ class Trials:
         self._step = step
         self._traceless = traceless
         self._gather = gather
-        self._gathers = gathers
         self._sequence_split = sequence_split
         self._keeps_whole = keeps_whole
         self.regions: list[SequenceRegion] = []
@@ -201,7 +198,7 @@ class Trials:
         problem = None
         try:
             for block, way in zip(blocks, ways, strict=True):
-                applied.append(Applied(self._module, block, way, self._group, self._gathers))
+                applied.append(Applied(self._module, block, way, self._group))
         except ValueError as error:
             problem = str(error)
         problem = self._first_of_ranks(problem)

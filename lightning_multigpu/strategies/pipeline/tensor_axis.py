@@ -153,21 +153,10 @@ def layers_within(
         plan, sequence_split: as in :class:`.TensorSplitStrategy`.
     """
 
-    def is_followed(name: str) -> bool:
-        """Whether a split layer is in a layer of the pipeline that is not the last one."""
-        index = _indices(chain).get(module.get_submodule(name))
-        return index is not None and index < len(chain) - 1
-
     def keeps_whole(name: str) -> str | None:
         """Why a list that contains the pipeline's layers does not split activations along the sequence."""
         if not chain.layers or not chain.name.startswith(f"{name}."):
             return None
         return f"the layers of the pipeline, {chain.name}, are inside of one of its layers"
 
-    return SplitLayers(module, group, plan, gathers=is_followed, keeps_whole=keeps_whole, sequence_split=sequence_split)
-
-
-def _indices(chain: Chain) -> dict[Module, int]:
-    """The index of its layer for each module within the pipeline's layers."""
-    layers = [*enumerate(chain.layers)]
-    return {part: index for index, layer in reversed(layers) for part in layer.modules()}
+    return SplitLayers(module, group, plan, keeps_whole=keeps_whole, sequence_split=sequence_split)

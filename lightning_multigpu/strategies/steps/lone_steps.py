@@ -178,14 +178,15 @@ class LoneStepsStrategy(SingleDeviceStrategy):
 
 
 def _split(module: pl.LightningModule, group: LoneTensorGroup, step: Any) -> None:
-    """Splits the blocks in which a step runs; whether it computes the same is not compared, as other parts are missing.
+    """Splits the blocks in which a step computes on parts.
 
     Raises:
         LoneStepsError: no block can be split.
     """
     with without_trace(module), order_of_calls(module) as called:
         step()
-    taken: set[str] = set()
+    taken, gathered = set[str](), set[str]()
+    group.on_gather = lambda layer, operation: gathered.add(layer)
     ways: dict[tuple[str, str], int] = {}
     for search in (find_blocks, find_pairs):
         for block in search(module, called):
@@ -200,10 +201,13 @@ def _split(module: pl.LightningModule, group: LoneTensorGroup, step: Any) -> Non
                 except ValueError:
                     continue
                 if kind not in ways:  # blocks of a kind run alike
+                    gathered.clear()
                     try:
                         with without_trace(module):
                             step()
-                    except Exception:  # of the user's code, which reads a size that is now another
+                    except Exception:  # of the user's code
+                        gathered.update(block.roles)
+                    if gathered & block.roles.keys() and block.shape != "vocabulary":
                         applied.undo()
                         continue
                     ways[kind] = number

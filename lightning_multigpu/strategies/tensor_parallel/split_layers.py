@@ -139,7 +139,6 @@ class SplitLayers:
         module: the whole module.
         group: the ranks that split layers.
         plan, sequence_split: as for :class:`.TensorSplitStrategy`.
-        gathers: returns whether the head with this name gathers its logits at once.
         keeps_whole: as for :class:`.Trials`.
 
     Attributes:
@@ -152,7 +151,6 @@ class SplitLayers:
         group: TensorGroup,
         plan: Plan,
         *,
-        gathers: Callable[[str], bool] = lambda name: False,
         keeps_whole: Callable[[str], str | None] = lambda name: None,
         sequence_split: SequenceSplit = False,
     ) -> None:
@@ -160,8 +158,6 @@ class SplitLayers:
         self._module = module
         self._group = group
         self._plan = plan
-        self._called: list[str] = []
-        self._gathers = gathers
         self._keeps_whole = keeps_whole
         self._sequence_split = sequence_split
         self._regions: list[SequenceRegion] = []
@@ -202,7 +198,6 @@ class SplitLayers:
             step,
             traceless=traceless,
             gather=gather,
-            gathers=self._gathers,
             sequence_split=None if not asked else "keep" if asked is True else asked,
             keeps_whole=self._keeps_whole,
         )
@@ -233,7 +228,7 @@ class SplitLayers:
         return plan
 
     def _blocks(self, called: Mapping[str, int]) -> list[Block]:
-        module, self._called = self._module, list(called)
+        module = self._module
         found = find_blocks(module, called)
         if self._plan == "auto":
             return found
@@ -303,11 +298,6 @@ class SplitLayers:
         if self.split is not None and (line := user_line()) not in self._gathered:
             self._gathered.add(line)
             rank_zero_info(f"tensor_split gathers values of {layer} for {operation} ({line})")
-
-    def roles(self) -> list[tuple[str, str]]:
-        """Names and roles of the split layers, in the order in which a step runs them."""
-        roles = {name: role for block, _ in self.split or () for name, role in block.roles.items()}
-        return [(name, roles[name]) for name in self._called if name in roles]
 
     @_of_parts
     def make_whole(self, optimizers: Iterable[Optimizer]) -> None:

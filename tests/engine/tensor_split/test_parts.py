@@ -136,6 +136,7 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
         ["normalize", OPERAND, "sum"],
     ),
     "by position": (lambda z: (z + torch.arange(5.0)[:, None]).square().sum(), ["sum"]),
+    "its gradient": (lambda z: torch.autograd.grad(z.square().sum(), z)[0].sum() + z.sum(), ["sum", "sum", "sum"]),
     "noise": (lambda z: (z + 0 * torch.randn_like(z)).sum(), ["sum"]),
 }
 
