@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.hugging_face import caching_models, without_cache
-from lightning_multigpu.engine.tensor_split.parts import Part, local
+from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local
 
 Choice = bool | Sequence[str | type]
 """All or no layers; or classes, names of classes ("Block") and names of layers ("blocks.3")."""
@@ -283,12 +283,14 @@ def recomputed(
             return forward(*args, **kwargs)
 
     leaves, structure = tree_flatten((args, kwargs))  # torch looks for tensors in the outermost arguments only
-    placed = [leaf.placed if isinstance(leaf, Part) else None for leaf in leaves]  # a saved part is a plain tensor
+    placed = [
+        leaf.placed if isinstance(leaf, SplitTensor) else None for leaf in leaves
+    ]  # a saved part is a plain tensor
     leaves = [*map(local, leaves)]
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
     versions = [tensor._version for tensor in inputs]
     output = checkpoint(
-        lambda *kept: run(*tree_unflatten(map(Part.again, kept, placed), structure)),
+        lambda *kept: run(*tree_unflatten(map(SplitTensor.again, kept, placed), structure)),
         *leaves,
         use_reentrant=False,
         preserve_rng_state=preserve_rng_state,

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_multigpu.communication.tensors import size_bytes
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.engine.tensor_split.parts import Part, local
+from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 
 UNKNOWN_STATES = 2
@@ -125,8 +125,8 @@ class SavedTensors:
 
     def detached_copy(self, tensor: Tensor) -> Tensor:
         """The same values without autograd history; a saved copy counts as the saved tensor."""
-        if isinstance(tensor, Part):
-            return Part.of(self.detached_copy(local(tensor)), tensor.placed)  # type: ignore[no-any-return]
+        if isinstance(tensor, SplitTensor):
+            return SplitTensor.of(self.detached_copy(local(tensor)), tensor.placed)  # type: ignore[no-any-return]
         if isinstance(tensor, Placeholder) or not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
         copy = tensor.detach().requires_grad_(tensor.requires_grad).clone()

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_multigpu.engine.tensor_split.block_input import enter
 from lightning_multigpu.engine.tensor_split.layers import RowSplitLinear, column_linear, summed
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut
-from lightning_multigpu.engine.tensor_split.parts import Part, Placement, local, place
+from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, local, place
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 
@@ -78,7 +78,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         for parameter, split in cuts:
             if parameter is not None:
                 cut(parameter, split, group.rank)
-                place(parameter, Placement(split, group, self.meter_name))
+                place(parameter, PartLayout(split, group, self.meter_name))
         RowSplitLinear.of(self.out_proj, group, unit=unit, name=self.meter_name)
         self._qkv_same_embed_dim = False  # torch's fast path, which computes all heads, then leaves this one alone
 
@@ -127,8 +127,9 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         mixed = mixed.transpose(1, 2).flatten(2)
         if not self.batch_first:
             mixed = mixed.transpose(0, 1)
-        split = ParameterSplit(mixed.dim() - 1, self.out_proj.split.ranges)
-        output = self.out_proj(Part.of(mixed, Placement(split, self.group, self.meter_name)))
+        out_proj: Any = self.out_proj
+        split = ParameterSplit(mixed.dim() - 1, out_proj.split.ranges)
+        output = out_proj(SplitTensor.of(mixed, PartLayout(split, self.group, self.meter_name)))
         if not has_batch:
             return output.squeeze(batch_dim), None if weights is None else weights.squeeze(0)
         return output, weights

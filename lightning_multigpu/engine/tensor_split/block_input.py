@@ -36,7 +36,7 @@ def enter(input: Tensor, group: TensorGroup, name: str, *, keeps_gathered: bool 
     """The whole input; in backward its gradient is summed over the ranks, and a part gets its part of that.
 
     Args:
-        input: (..., in), the same on every rank, or a :class:`.Part` of a sequence.
+        input: (..., in), the same on every rank, or a :class:`.SplitTensor` of a sequence.
         group: the ranks.
         name: in the meter.
         keeps_gathered: column layers keep the gathered input for backward; else this rank's part, and each of them
@@ -44,7 +44,8 @@ def enter(input: Tensor, group: TensorGroup, name: str, *, keeps_gathered: bool 
     """
     sequence = sequence_of(input)
     if sequence is None:
-        return entered(*cast(whole(input)), group, name)
+        (tensor,) = cast(whole(input))
+        return entered(tensor, group, name)
     (part,) = cast(local(input))
     gathered: Tensor = _Gather.apply(part, group, *sequence, name)  # type: ignore[no-untyped-call]
     if not keeps_gathered:

@@ -10,8 +10,9 @@ communicates once in forward and once in backward (Shoeybi et al., Megatron-LM, 
 
     dx <--- sum of what both ranks compute                                     <--- d out    backward
 
-What lies between is a :class:`.Part`. Activations outside of the block may be parts along the sequence (Korthikanti et
-al., 2022): an all-gather then stands at the beginning, and with ``sequence_dim`` a reduce-scatter at the end.
+What lies between is a :class:`.SplitTensor`. Activations outside of the block may be split along the sequence
+(Korthikanti et al., 2022): an all-gather then stands at the beginning, and with ``sequence_dim`` a reduce-scatter at
+the end.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing_extensions import override
 
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut, whole_size
-from lightning_multigpu.engine.tensor_split.parts import Part, Placement, local, own_of, place, whole, whole_of
+from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, local, own_of, place, whole, whole_of
 from lightning_multigpu.engine.tensor_split.tensor_group import Bounds, TensorGroup
 
 
@@ -66,7 +67,7 @@ class _Split:
 
     def _cut(self, parameter: Any, split: ParameterSplit) -> None:
         cut(parameter, split, self.group.rank)
-        place(parameter, Placement(split, self.group, self.meter_name))
+        place(parameter, PartLayout(split, self.group, self.meter_name))
 
     def _out_in(self) -> Tensor:
         weight: Tensor = local(self.weight)
@@ -102,8 +103,8 @@ class _ColumnSplit(_Split):
         if self.entry is not None:
             input = self.entry(input, self)
         output = column_linear(input, self._out_in(), local(self.bias), self, sums=self.entry is None)
-        part = Part.of(
-            output, Placement(ParameterSplit(output.dim() - 1, self.split.ranges), self.group, self.meter_name)
+        part = SplitTensor.of(
+            output, PartLayout(ParameterSplit(output.dim() - 1, self.split.ranges), self.group, self.meter_name)
         )
         return gather_last(part, self.group, self.split, self.meter_name) if self.gather_output else part
 
@@ -124,7 +125,7 @@ class _RowSplit(_Split):
         return _part_of_sequence(output, input, self)
 
     def _own_input(self, input: Tensor) -> Tensor:
-        if isinstance(input, Part):
+        if isinstance(input, SplitTensor):
             split = input.placed.split
             if split.dim == input.dim() - 1 and split.ranges == self.split.ranges:
                 return local(input)  # type: ignore[no-any-return]
@@ -138,20 +139,20 @@ def _part_of_sequence(output: Tensor, rows: Tensor, layer: Any) -> Any:
     """What a row layer or an embedding returns: whole, or a part of a sequence that was as long as ``rows``."""
     if layer.sequence_dim is None:
         return output
-    return Part.of(
+    return SplitTensor.of(
         output, sequence_placement(layer.sequence_dim, rows.shape[layer.sequence_dim], layer.group, layer.meter_name)
     )
 
 
-def sequence_placement(dim: int, length: int, group: TensorGroup, name: str) -> Placement:
+def sequence_placement(dim: int, length: int, group: TensorGroup, name: str) -> PartLayout:
     """The placement of a sequence whose parts are as even as can be."""
     ranges = tuple(((a, b),) if a < b else () for a, b in group.bounds(length))
-    return Placement(ParameterSplit(dim, ranges), group, name)
+    return PartLayout(ParameterSplit(dim, ranges), group, name)
 
 
 def sequence_of(input: Any) -> tuple[int, Bounds] | None:
     """The dimension and the bounds of a part that is one of consecutive entries of each rank; else None."""
-    if not isinstance(input, Part) or input.placed.split.dim == input.dim() - 1:
+    if not isinstance(input, SplitTensor) or input.placed.split.dim == input.dim() - 1:
         return None
     split, group, _ = input.placed
     bounds = group.bounds(split.whole_size)
@@ -197,7 +198,7 @@ class ColumnSplitLinear(_ColumnSplit, nn.Linear):
                                                                 all-gather of these unless ``keeps_gathered``
     ===================  =====================================  =============================================
 
-    The gradient of the weight is computed beside the all-reduce. The output is a :class:`.Part`: it has the shape
+    The gradient of the weight is computed beside the all-reduce. The output is a :class:`.SplitTensor` of the shape
     (..., out). A rank holds (..., sequence / N, ..., in) of a part of a sequence; R counts the rows of all ranks.
 
     A fused projection of queries, keys and values is one layer with ``sections`` and with the size of a head as
@@ -274,9 +275,9 @@ class RowSplitLinear(_RowSplit, nn.Linear):
     ``sequence_dim``     reduce-scatter, R x out x E bytes      all-gather, R x out x E bytes
     ===================  =====================================  =============================================
 
-    The input is the :class:`.Part` of a column layer; of a whole one each rank takes its part. With ``sequence_dim``
-    the output is a part along that dimension, of which a rank holds (..., sequence / N, ..., out); R counts the rows of
-    all ranks. The gradient of the bias is summed over all of them.
+    The input is the :class:`.SplitTensor` of a column layer; of a whole one each rank takes its part. With
+    ``sequence_dim`` the output is split along that dimension, and a rank holds (..., sequence / N, ..., out); R counts
+    the rows of all ranks. The gradient of the bias is summed over all of them.
 
     Initialised as ``nn.Linear`` is from the same seed. After Shoeybi et al., Megatron-LM (2019), section 3; with
     ``sequence_dim`` after Korthikanti et al. (2022), section 4.2.2.
@@ -343,7 +344,7 @@ class VocabSplitEmbedding(_Split, nn.Embedding):
     ``sequence_dim``     reduce-scatter, R x dim x E bytes      all-gather, R x dim x E bytes
     ===================  =====================================  =============================================
 
-    With ``sequence_dim`` the input is whole, and the output is a :class:`.Part` along that dimension.
+    With ``sequence_dim`` the input is whole, and the output is a :class:`.SplitTensor` along that dimension.
 
     Initialised as ``nn.Embedding`` is from the same seed. After Shoeybi et al., Megatron-LM (2019), section 3.
 
@@ -497,7 +498,7 @@ def split_last(tensor: Tensor, group: TensorGroup, split: ParameterSplit, name: 
     return own_of(tensor, _along_last(split), group, name)
 
 
-def gather_sequence(part: Part, name: str = "") -> Tensor:
+def gather_sequence(part: SplitTensor, name: str = "") -> Tensor:
     """The whole sequence of a part along it.
 
     =======  ======================  ================================================
@@ -520,7 +521,7 @@ def gather_sequence(part: Part, name: str = "") -> Tensor:
 
 
 def split_sequence(tensor: Tensor, group: TensorGroup, dim: int, name: str) -> Any:
-    """A :class:`.Part` along the sequence of a tensor that all ranks have.
+    """A :class:`.SplitTensor` along the sequence of a tensor that all ranks have.
 
     =======  ===================================  ================================================
     N ranks  shape on each rank                   in backward
@@ -539,7 +540,7 @@ def split_sequence(tensor: Tensor, group: TensorGroup, dim: int, name: str) -> A
         name: in the meter.
     """
     placed = sequence_placement(dim, tensor.shape[dim], group, name)
-    return Part.of(own_of(tensor, placed.split, group, name), placed)
+    return SplitTensor.of(own_of(tensor, placed.split, group, name), placed)
 
 
 class _ColumnLinear(Function):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_multigpu.engine.tensor_split.parts import Part, SplitParameter, local
+from lightning_multigpu.engine.tensor_split.parts import SplitParameter, SplitTensor, local
 
 
 def state_of(parameter: Tensor, state: Any) -> Any:
@@ -46,7 +46,7 @@ class _StateOfParts(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[m
     def __getitem__(self, name: str) -> Any:
         value = self.own[name]
         is_part = isinstance(value, Tensor) and value.dim() and value.shape == local(self._parameter).shape
-        return Part.of(value, self._parameter.placed) if is_part else value
+        return SplitTensor.of(value, self._parameter.placed) if is_part else value
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.own[name] = own_value(self._parameter, value)
@@ -64,4 +64,4 @@ class _StateOfParts(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[m
         return {name: copy.deepcopy(self[name], memo) for name in self}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (dict(self),)
+        return dict, ({name: self[name] for name in self},)

@@ -1,7 +1,8 @@
 """Parts of tensors: each rank holds one, and to code it is the whole tensor.
 
-What lies between a column layer and a row layer is a :class:`Part`. It has the shape of the whole tensor. An operation
-that is right on parts works on this rank's part; any other one gets the whole tensor, which all ranks gather for it::
+What lies between a column layer and a row layer is a :class:`SplitTensor`, of the shape of the whole tensor. An
+operation that is right on parts works on this rank's part; any other one gets the whole tensor, which all ranks gather
+for it::
 
     hidden = up(x)                        (batch, tokens, hidden), of which a rank holds (batch, tokens, hidden / N)
     F.gelu(hidden) * scale                on parts: each element by itself
@@ -43,7 +44,7 @@ Ranges = tuple[tuple[tuple[int, int], ...], ...]
 """Of each rank, the entries along a dimension that it has; see :class:`.ParameterSplit`."""
 
 
-class Placement(NamedTuple):
+class PartLayout(NamedTuple):
     """Who holds which part of a tensor.
 
     Attributes:
@@ -56,9 +57,9 @@ class Placement(NamedTuple):
     group: TensorGroup
     layer: str
 
-    def at(self, dim: int, ranges: Ranges | None = None) -> Placement:
+    def at(self, dim: int, ranges: Ranges | None = None) -> PartLayout:
         """The placement along another dimension."""
-        return Placement(ParameterSplit(dim, ranges or self.split.ranges), self.group, self.layer)
+        return PartLayout(ParameterSplit(dim, ranges or self.split.ranges), self.group, self.layer)
 
 
 class _View(NamedTuple):
@@ -80,15 +81,15 @@ class _View(NamedTuple):
         return bool(self.counter._version != self.version)
 
 
-class Part(Tensor):
+class SplitTensor(Tensor):
     """This rank's part of a tensor, which shows the shape of the whole; make it with :meth:`of`."""
 
-    placed: Placement
+    placed: PartLayout
     gathered_views: list[_View]
     """Of this part, and of others with the same memory."""
 
     @classmethod
-    def of(cls, local: Tensor, placed: Placement) -> Any:
+    def of(cls, local: Tensor, placed: PartLayout) -> Any:
         """A part of this rank's values; of a placeholder, one in the shape of the whole."""
         if isinstance(local, Placeholder):
             return local.resized(placed.split.whole_shape(local))
@@ -97,7 +98,7 @@ class Part(Tensor):
         return part
 
     @classmethod
-    def again(cls, value: Any, placed: Placement | None) -> Any:
+    def again(cls, value: Any, placed: PartLayout | None) -> Any:
         """A part of values that were kept without their placement; without one, the value."""
         return value if placed is None else cls.of(value, placed)
 
@@ -117,7 +118,7 @@ class Part(Tensor):
             return gathering.end(result)
 
 
-class SplitParameter(Part, Parameter):  # type: ignore[misc]
+class SplitParameter(SplitTensor, Parameter):  # type: ignore[misc]
     """A parameter of which each rank holds a part, and which reads, and can be changed, as the whole one.
 
     So do its gradient and its data. The optimizer's step, and this package's own code, see the part: they run within
@@ -133,7 +134,7 @@ class SplitParameter(Part, Parameter):  # type: ignore[misc]
         return memo[id(self)]  # type: ignore[no-any-return]
 
 
-def place(parameter: Parameter, placed: Placement) -> None:
+def place(parameter: Parameter, placed: PartLayout) -> None:
     """Makes a parameter that is cut a :class:`SplitParameter`, in place."""
     parameter.__class__ = SplitParameter
     parameter.placed, parameter.gathered_views = placed, []  # type: ignore[attr-defined]
@@ -142,7 +143,7 @@ def place(parameter: Parameter, placed: Placement) -> None:
 def forget_place(parameter: Parameter) -> None:
     """The parameter is an ordinary one again."""
     if isinstance(parameter, SplitParameter):
-        parameter.__class__ = Parameter
+        parameter.__class__ = Parameter  # type: ignore[assignment]
         del parameter.placed, parameter.gathered_views
 
 
@@ -158,12 +159,12 @@ def _shows_parts(values: Iterable[Any]) -> bool:
 def local(value: Any) -> Any:
     """The plain tensor with this rank's values of a part; anything else as it is."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _local(value) if isinstance(value, Part) else value
+        return _local(value) if isinstance(value, SplitTensor) else value
 
 
 def whole(value: Any) -> Any:
     """The gathered tensor of a part, a collective; anything else as it is."""
-    if not isinstance(value, Part):
+    if not isinstance(value, SplitTensor):
         return value
     split, group, layer = value.placed
     return whole_of(local(value), split, group, f"{layer} gathered").contiguous()
@@ -255,8 +256,8 @@ def _local(part: Tensor, *, changes: str = "") -> Tensor:
     return part.as_subclass(Tensor)
 
 
-def _like(result: Tensor, part: Any, placed: Placement | None = None) -> Part:
-    like: Part = Part.of(result, placed or part.placed)
+def _like(result: Tensor, part: Any, placed: PartLayout | None = None) -> SplitTensor:
+    like: SplitTensor = SplitTensor.of(result, placed or part.placed)
     if part.gathered_views and _have_one_storage(result, part):
         like.gathered_views = part.gathered_views
     return like
@@ -281,11 +282,11 @@ class _Gathering:
 
     def __init__(self, func: Any) -> None:
         self._operation: str = getattr(func, "__name__", str(func))
-        self._gathered: list[tuple[Part, Tensor, int]] = []
+        self._gathered: list[tuple[SplitTensor, Tensor, int]] = []
 
     def whole(self, value: Any) -> Any:
         """An argument with whole tensors in it."""
-        if isinstance(value, Part):
+        if isinstance(value, SplitTensor):
             split, group, layer = value.placed
             group.on_gather(layer, self._operation)
             group.agree_on_read(f"{self._operation} of values of {layer} ({user_line()})")
@@ -329,12 +330,12 @@ def _shape(part: Any) -> torch.Size:
     return torch.Size(shape)
 
 
-def _parts_in(args: Any, kwargs: Any) -> list[Part]:
-    found = [each for each in args if isinstance(each, Part)]
-    return found + [each for each in kwargs.values() if isinstance(each, Part)] if kwargs else found
+def _parts_in(args: Any, kwargs: Any) -> list[SplitTensor]:
+    found = [each for each in args if isinstance(each, SplitTensor)]
+    return found + [each for each in kwargs.values() if isinstance(each, SplitTensor)] if kwargs else found
 
 
-def _are_alike(parts: Sequence[Part]) -> bool:
+def _are_alike(parts: Sequence[SplitTensor]) -> bool:
     """Whether the ranks hold the same entries of all parts, along the same dimension counted from the last one."""
     first = parts[0]
     split = first.placed.split
@@ -347,14 +348,14 @@ def _are_alike(parts: Sequence[Part]) -> bool:
 
 def _fits_beside(value: Any, offset: int, split: ParameterSplit) -> bool:
     """Whether a value can be an operand beside a part that is split along the dimension ``offset`` from the end."""
-    if not isinstance(value, Tensor) or isinstance(value, Part):
+    if not isinstance(value, Tensor) or isinstance(value, SplitTensor):
         return not isinstance(value, list | tuple)
     return value.dim() < -offset or value.shape[offset] in (1, split.whole_size)
 
 
-def _beside(value: Any, part: Part, offset: int) -> Any:
+def _beside(value: Any, part: SplitTensor, offset: int) -> Any:
     """What this rank needs of an operand beside a part that is split along the dimension ``offset`` from the end."""
-    if isinstance(value, Part):
+    if isinstance(value, SplitTensor):
         return _local(value)
     if not isinstance(value, Tensor):
         return value
@@ -399,9 +400,9 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
 def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
     """Views that merge dimensions or take them apart, as long as whole entries stay on a rank."""
     if len(args) == 2 and isinstance(args[1], Tensor):  # view_as
-        func, args = Tensor.reshape, (args[0], _shape(args[1]) if isinstance(args[1], Part) else args[1].shape)
+        func, args = Tensor.reshape, (args[0], _shape(args[1]) if isinstance(args[1], SplitTensor) else args[1].shape)
     part = args[0]
-    if not isinstance(part, Part) or not _are_plain(args[1:]) or not _are_plain([*kwargs.values()]):
+    if not isinstance(part, SplitTensor) or not _are_plain(args[1:]) or not _are_plain([*kwargs.values()]):
         return NotImplemented
     split, shape = part.placed.split, _shape(part)
     sizes = [*func(torch.empty(shape, device="meta"), *args[1:], **kwargs).shape]
@@ -458,7 +459,7 @@ def _runs(mask: Tensor) -> tuple[tuple[int, int], ...]:
 def _moved(func: Any, args: Any, kwargs: Any) -> Any:
     """Views that move or leave out other dimensions, or take entries of the one that is split."""
     part, *others = args
-    if not isinstance(part, Part) or not _are_plain(others) or not _are_plain([*kwargs.values()]):
+    if not isinstance(part, SplitTensor) or not _are_plain(others) or not _are_plain([*kwargs.values()]):
         return NotImplemented
     split, group, _ = part.placed
     dim, shape = split.dim, _shape(part)
@@ -506,7 +507,7 @@ def _are_plain(values: Any) -> bool:
     )  # fmt: skip
 
 
-def _own_sizes(func: Any, args: Any, part: Part, dim: int, num_dims: int) -> Any:
+def _own_sizes(func: Any, args: Any, part: SplitTensor, dim: int, num_dims: int) -> Any:
     """The arguments of ``expand`` with this rank's size."""
     if func is not Tensor.expand:
         return args
@@ -525,7 +526,7 @@ def _along_others(func: Any, args: Any, kwargs: Any) -> Any:
     """Operations along dimensions, none of which is split."""
     part, place = args[0], _PLACES.get(func.__name__, 1)
     dims = kwargs.get("dim", args[place] if len(args) > place else 1 if func is F.normalize else None)
-    if not isinstance(part, Part) or kwargs.get("out") is not None or len(_parts_in(args, kwargs)) > 1:
+    if not isinstance(part, SplitTensor) or kwargs.get("out") is not None or len(_parts_in(args, kwargs)) > 1:
         return NotImplemented
     own, dim = _local(part), part.placed.split.dim
     if type(dims) is int:
@@ -544,7 +545,7 @@ def _normed(func: Any, args: Any, kwargs: Any) -> Any:
     if len(args) < 2:
         return NotImplemented
     part, shape, *others = args
-    if not isinstance(part, Part) or part.placed.split.dim >= part.as_subclass(Tensor).dim() - len(shape):
+    if not isinstance(part, SplitTensor) or part.placed.split.dim >= part.as_subclass(Tensor).dim() - len(shape):
         return NotImplemented
     return _with_whole(func, part, (shape, *others), kwargs)
 
@@ -552,12 +553,12 @@ def _normed(func: Any, args: Any, kwargs: Any) -> Any:
 def _linear(func: Any, args: Any, kwargs: Any) -> Any:
     """A whole linear layer on parts of rows."""
     part, *others = args or [None]
-    if not isinstance(part, Part) or part.placed.split.dim == part.as_subclass(Tensor).dim() - 1:
+    if not isinstance(part, SplitTensor) or part.placed.split.dim == part.as_subclass(Tensor).dim() - 1:
         return NotImplemented
     return _with_whole(func, part, others, kwargs)
 
 
-def _with_whole(func: Any, part: Part, args: Any, kwargs: Any) -> Any:
+def _with_whole(func: Any, part: SplitTensor, args: Any, kwargs: Any) -> Any:
     if _parts_in(args, kwargs):
         return NotImplemented
 
@@ -597,7 +598,7 @@ def _heads(func: Any, args: Any, kwargs: Any) -> Any:
     return _like(result, part, part.placed.at(result.dim() + offset))
 
 
-def _share_heads(parts: Sequence[Part]) -> bool:
+def _share_heads(parts: Sequence[SplitTensor]) -> bool:
     """Whether each rank has the heads of keys and values that its heads of queries share."""
     if len(parts) != 3 or not _are_alike(parts[1:]):
         return False
@@ -611,7 +612,11 @@ def _joined(func: Any, args: Any, kwargs: Any) -> Any:
     """Concatenation of parts along another dimension; an empty cache may stand before them."""
     tensors = [each for each in (args[0] if args else kwargs["tensors"]) if tuple(each.shape) != (0,)]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    if not all(isinstance(each, Part) for each in tensors) or not _are_alike(tensors) or not isinstance(dim, int):
+    if (
+        not all(isinstance(each, SplitTensor) for each in tensors)
+        or not _are_alike(tensors)
+        or not isinstance(dim, int)
+    ):
         return NotImplemented
     part = tensors[0]
     at, num_dims = part.placed.split.dim, part.as_subclass(Tensor).dim()
@@ -627,7 +632,7 @@ def _joined(func: Any, args: Any, kwargs: Any) -> Any:
 def _dropped(func: Any, args: Any, kwargs: Any) -> Any:
     """Dropout, which differs between ranks."""
     part = args[0] if args else kwargs.get("input")
-    if not isinstance(part, Part):
+    if not isinstance(part, SplitTensor):
         return NotImplemented
     kwargs = {**dict(zip(("p", "training", "inplace"), args[1:], strict=False)), **kwargs}
     args = (part,)
@@ -652,7 +657,7 @@ def _cross_entropy(
 ) -> Any:
     """The loss of logits that are split over classes."""
     usual = weight is None and size_average is None and reduce is None
-    if not isinstance(input, Part) or isinstance(target, Part) or not usual:
+    if not isinstance(input, SplitTensor) or isinstance(target, SplitTensor) or not usual:
         return NotImplemented
     part, (split, group, layer) = input.as_subclass(Tensor), input.placed
     is_usual_shape = part.dim() == 2 and split.dim == 1 and target.shape == part.shape[:1]
@@ -681,7 +686,7 @@ def _stride(part: Any, dim: int | None = None) -> Any:
 
 def _plain(func: Any, args: Any, kwargs: Any) -> Any:
     """What a part has in common with the whole, or its memory."""
-    return func(*args, **kwargs) if isinstance(args[0], Part) else NotImplemented
+    return func(*args, **kwargs) if isinstance(args[0], SplitTensor) else NotImplemented
 
 
 def _of_owner(func: Any, args: Any, kwargs: Any) -> Any:
@@ -689,8 +694,8 @@ def _of_owner(func: Any, args: Any, kwargs: Any) -> Any:
     found = func(*args)
     if found is None:
         return None
-    part = Part.of(found, args[0].placed)
-    if isinstance(part, Part):
+    part = SplitTensor.of(found, args[0].placed)
+    if isinstance(part, SplitTensor):
         part.gathered_views = args[0].gathered_views
     return part
 
@@ -699,10 +704,10 @@ def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
     """``torch.autograd.grad``: the gradient of a part is one."""
     given = {**dict(zip(("outputs", "inputs"), args[:2], strict=False)), **kwargs}
     outputs, inputs = ([each] if isinstance(each, Tensor) else [*each] for each in (given["outputs"], given["inputs"]))
-    if any(isinstance(each, Part) for each in outputs):
+    if any(isinstance(each, SplitTensor) for each in outputs):
         return NotImplemented
     found = zip(func(*args, **kwargs), inputs, strict=True)
-    return tuple(g if g is None or not isinstance(x, Part) else Part.of(g, x.placed) for g, x in found)
+    return tuple(g if g is None or not isinstance(x, SplitTensor) else SplitTensor.of(g, x.placed) for g, x in found)
 
 
 def _assigned(func: Any, args: Any, kwargs: Any) -> Any:
@@ -711,7 +716,7 @@ def _assigned(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(owner, SplitParameter):
         return _refused(func, args, kwargs)
     split, group, _ = owner.placed
-    if isinstance(value, Part):
+    if isinstance(value, SplitTensor):
         value = _local(value)
     elif isinstance(value, Tensor) and not isinstance(value, Placeholder):
         value = split.part(value, group.rank)
@@ -726,8 +731,8 @@ def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
     placed = owner.placed
 
     def hook_of_part(gradient: Tensor) -> Any:
-        found = hook(Part.of(gradient, placed))
-        is_whole = isinstance(found, Tensor) and not isinstance(found, Part)
+        found = hook(SplitTensor.of(gradient, placed))
+        is_whole = isinstance(found, Tensor) and not isinstance(found, SplitTensor)
         return placed.split.part(found, placed.group.rank) if is_whole else local(found)
 
     return func(owner, hook_of_part)
@@ -738,21 +743,23 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
     part = args[0]
     split, group, _ = part.placed
     drawn = func(torch.empty(_shape(part), dtype=part.dtype, device=part.device), *args[1:], **kwargs)
-    return Part.of(split.part(drawn, group.rank), part.placed)
+    return SplitTensor.of(split.part(drawn, group.rank), part.placed)
 
 
 def _lists(func: Any, args: Any, kwargs: Any) -> Any:
     """Operations on each element of the tensors in lists."""
     lists = [each for each in args if isinstance(each, list | tuple) and any(isinstance(t, Tensor) for t in each)]
     for beside in zip(*lists, strict=True):
-        are_parts = [isinstance(t, Part) for t in beside]
+        are_parts = [isinstance(t, SplitTensor) for t in beside]
         if any(are_parts) and not (all(are_parts) and _are_alike(beside)):
             return NotImplemented
-    own = [[_local(t) if isinstance(t, Part) else t for t in a] if isinstance(a, list | tuple) else a for a in args]
+    own = [
+        [_local(t) if isinstance(t, SplitTensor) else t for t in a] if isinstance(a, list | tuple) else a for a in args
+    ]
     results = func(*own, **kwargs)
     if not isinstance(results, list | tuple):
         return results
-    return [_like(t, part) if isinstance(part, Part) else t for t, part in zip(results, lists[0], strict=True)]
+    return [_like(t, part) if isinstance(part, SplitTensor) else t for t, part in zip(results, lists[0], strict=True)]
 
 
 def _refused(func: Any, args: Any, kwargs: Any) -> Any:

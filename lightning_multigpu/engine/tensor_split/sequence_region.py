@@ -8,7 +8,7 @@ its row layer gives each rank the sum for that rank's tokens (Korthikanti et al.
     rank 1   -->| split | norm -[gather, block, reduce-scatter]- + ->| norm - ... --> ... -->| ... | gather |-->
 
 A layer splits an input that is whole, so that layers may be left out, or run in another order. What lies between is a
-:class:`.Part`.
+:class:`.SplitTensor`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.attention import SplitMultiheadAttention
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block
 from lightning_multigpu.engine.tensor_split.layers import gather_sequence, split_sequence
-from lightning_multigpu.engine.tensor_split.parts import Part
+from lightning_multigpu.engine.tensor_split.parts import SplitTensor
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 DIMS = (1, 0)
@@ -125,14 +125,14 @@ class SequenceRegion:
         raise ValueError(f"{type(layer).__name__} gets no tensor with a dimension {self._dim} to be split")
 
     def _part_of(self, tensor: Tensor) -> Any:
-        if isinstance(tensor, Part | Placeholder):
+        if isinstance(tensor, SplitTensor | Placeholder):
             return tensor
         return split_sequence(tensor, self._group, self._dim, f"{self._name} sequence")
 
     def _end(self, layer: Module, _: tuple[Any, ...], output: Any) -> Any:
         outputs = output if isinstance(output, tuple | list) else (output,)
         name = f"{self._name} sequence"
-        whole = [gather_sequence(each, name) if isinstance(each, Part) else each for each in outputs]
+        whole = [gather_sequence(each, name) if isinstance(each, SplitTensor) else each for each in outputs]
         return whole[0] if outputs is not output else type(output)(whole)
 
     def _is_activation(self, value: Any) -> bool:

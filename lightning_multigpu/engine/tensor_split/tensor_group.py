@@ -91,7 +91,7 @@ class TensorGroup:
     Attributes:
         rank: of this process in the group.
         size: the number of ranks.
-        on_gather: called with the layer's name and the operation that needs the whole of a :class:`.Part`.
+        on_gather: called with the layer's name and the operation that needs the whole of a :class:`.SplitTensor`.
         shows_parts: parameters of split layers read as this rank's part, and not as whole ones; see :meth:`showing`.
         observer: called with the operation, the layer's name and the bytes of each collective that begins.
     """

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import wraps
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -43,6 +43,8 @@ from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan, WholeBlocks
 from lightning_multigpu.strategies import option_checks
+
+M = TypeVar("M", bound=Callable[..., Any])
 
 Plan = Literal["auto"] | Mapping[str, str] | Callable[[str, Module], str | None]
 
@@ -121,7 +123,7 @@ def plan_text(plan: Plan) -> Any:
     return plan if isinstance(plan, str | Mapping) else getattr(plan, "__qualname__", "function")
 
 
-def _of_parts(method: Callable[..., Any]) -> Callable[..., Any]:
+def _of_parts(method: M) -> M:
     """Within the method parameters of split layers read as this rank's part."""
 
     @wraps(method)
@@ -129,7 +131,7 @@ def _of_parts(method: Callable[..., Any]) -> Callable[..., Any]:
         with self._group.showing(parts=True):
             return method(self, *args, **kwargs)
 
-    return on_parts
+    return on_parts  # type: ignore[return-value]
 
 
 class SplitLayers:
@@ -400,7 +402,7 @@ class SplitLayers:
             copy: has parameters of the same names as the module.
             gathers: returns whether all ranks of the group call ``state_dict()`` now, so that they can gather it.
         """
-        own = dict(self._module.named_parameters(remove_duplicate=False))
+        own: dict[str, Any] = dict(self._module.named_parameters(remove_duplicate=False))
 
         def gather(_: Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
             for name, parameter in own.items() if gathers() else ():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_multigpu.engine.tensor_split.block_input import BlockInput
 from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear, RowSplitLinear, sequence_placement
-from lightning_multigpu.engine.tensor_split.parts import Part, local
+from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from tests.engine.tensor_split.shared import assert_equal, assert_parts, counts, tensor_group
 from tests.world import World
@@ -44,7 +44,7 @@ def _pair(group: TensorGroup, kind: str) -> tuple[Gated, Gated, tuple[int, int]]
 
 
 def _part(own: Tensor, group: TensorGroup, kind: str) -> Any:
-    return own if kind == "whole" else Part.of(own, sequence_placement(1, LENGTH, group, "x"))
+    return own if kind == "whole" else SplitTensor.of(own, sequence_placement(1, LENGTH, group, "x"))
 
 
 def _compute(kind: str) -> dict[tuple[str, str], int]:

@@ -20,7 +20,7 @@ from lightning_multigpu.engine.tensor_split.layers import (
     split_sequence,
 )
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.parts import Part, local
+from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local
 from tests.engine.tensor_split.shared import assert_equal, assert_parts, counts, tensor_group
 from tests.world import World
 
@@ -53,7 +53,7 @@ def _block(sequence_dim: int | None, keeps_gathered: bool) -> dict[tuple[str, st
         start, stop = (0, LENGTH) if sequence_dim is None else group.bounds(LENGTH)[group.rank]
         own = x.detach()[:, start:stop].clone().requires_grad_()
         placed = sequence_placement(1, LENGTH, group, "x")
-        actual = split(own if sequence_dim is None else Part.of(own, placed))
+        actual = split(own if sequence_dim is None else SplitTensor.of(own, placed))
         assert actual.shape == x.shape
         actual = local(actual)
         (actual * weights[:, start:stop]).sum().backward()

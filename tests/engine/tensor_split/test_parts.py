@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lightning_multigpu.engine.tensor_split.cross_entropy import split_cross_entropy
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit
-from lightning_multigpu.engine.tensor_split.parts import Part, Placement
+from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from tests.engine.tensor_split.shared import assert_equal, counts, tensor_group
 from tests.world import World
@@ -83,8 +83,8 @@ TARGET = torch.randint(CLASSES, (2, 5), generator=torch.Generator().manual_seed(
 TARGET[0, 1] = -100
 
 
-def _placed(group: TensorGroup, num_dims: int) -> Placement:
-    return Placement(ParameterSplit(num_dims - 1, ParameterSplit.even(CLASSES, group.size).ranges), group, "head")
+def _placed(group: TensorGroup, num_dims: int) -> PartLayout:
+    return PartLayout(ParameterSplit(num_dims - 1, ParameterSplit.even(CLASSES, group.size).ranges), group, "head")
 
 
 def _changed(z: Tensor, change: Callable[[], object]) -> Tensor:
@@ -154,7 +154,7 @@ def _all_forms(forms: list[str]) -> dict[str, list[str]]:
             own = along_last.part(values, group.rank).requires_grad_()
             gathered: list[str] = []
             group.on_gather = lambda layer, operation, g=gathered: g.append(operation)  # type: ignore[misc]
-            logits, whole_logits = Part.of(own * 1, _placed(group, own.dim())), whole * 1
+            logits, whole_logits = SplitTensor.of(own * 1, _placed(group, own.dim())), whole * 1
             assert (logits.shape, logits.dim(), len(logits), logits.dtype) == (whole.shape, 3, 2, whole.dtype)
             expected, actual = compute(whole_logits), compute(logits)
             assert type(actual) is Tensor
@@ -191,7 +191,7 @@ def _changes_that_would_be_lost(is_evaluation: bool) -> None:
         for message, compute in REFUSED.items():
             own = torch.randn(2, 5, split.size(group.rank), requires_grad=True) * 1
             with pytest.raises(RuntimeError, match=message):
-                compute(Part.of(own, _placed(group, 3)))
+                compute(SplitTensor.of(own, _placed(group, 3)))
 
 
 @pytest.mark.parametrize("is_evaluation", [False, True])
@@ -226,9 +226,9 @@ def _all_views() -> dict[str, str]:
         group.on_gather = lambda layer, operation: gathered.append(operation)
         for name, compute in VIEWS.items():
             whole, own = values.clone().requires_grad_(), split.part(values, group.rank).requires_grad_()
-            given = whole, Part.of(own * 1, Placement(split, group, "up"))
+            given = whole, SplitTensor.of(own * 1, PartLayout(split, group, "up"))
             expected, actual = ([*y] if isinstance(y := compute(x, heads), list) else [y] for x in given)
-            if gathered or not all(isinstance(each, Part) for each in actual):
+            if gathered or not all(isinstance(each, SplitTensor) for each in actual):
                 problems[name] = f"{gathered}"
             for one, other in zip(expected, actual, strict=True):
                 weights = torch.arange(one.numel(), dtype=one.dtype).view_as(one)
@@ -254,7 +254,7 @@ def _operands() -> None:
         values = torch.randn(4, CLASSES, generator=torch.Generator().manual_seed(3))
         placed = _placed(group, 2)
         results = []
-        for x in (values, Part.of(placed.split.part(values, group.rank), placed)):
+        for x in (values, SplitTensor.of(placed.split.part(values, group.rank), placed)):
             scale, bias = torch.ones(4, 1, requires_grad=True), torch.ones(CLASSES, requires_grad=True)
             (x * scale + bias).tanh().square().sum().backward()
             results.append([scale.grad, bias.grad])

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from lightning_multigpu.engine.tensor_split import tensor_group as tensor_group_module
 from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut, split_of
-from lightning_multigpu.engine.tensor_split.parts import Part, Placement, place, whole
+from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, place, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from tests.engine.tensor_split.shared import assert_equal, tensor_group
 from tests.world import World
@@ -71,7 +71,7 @@ def _read(read: Callable[[Any], Any], group: TensorGroup | None) -> list[Tensor]
         assert gradient is not None
         cut(parameter, split, group.rank)
         parameter.grad = split.part(gradient, group.rank)
-        place(parameter, Placement(split, group, "up"))
+        place(parameter, PartLayout(split, group, "up"))
     torch.manual_seed(3)
     with nullcontext() if group is None else group.showing(parts=False), torch.no_grad():
         result = read(parameter)
@@ -103,12 +103,12 @@ def _needs_no_other_rank() -> list[Any]:
         parameter = _parameter()
         split = ParameterSplit.even(SHAPE[0], group.size)
         cut(parameter, split, group.rank)
-        place(parameter, Placement(split, group, "up"))
+        place(parameter, PartLayout(split, group, "up"))
         meter.end_step()
         with group.showing(parts=False):
             read = [parameter.grad, parameter.dtype, parameter.dim(), parameter.requires_grad, parameter.shape]
             copied = copy.deepcopy(parameter)
-            read.append(type(copied.data) is Part and split_of(copied) is not None)
+            read.append(type(copied.data) is SplitTensor and split_of(copied) is not None)
         meter.end_step()
         meter.flush()
         return [*read, meter.steps[-1].operations]
@@ -126,7 +126,7 @@ def _changes_a_view() -> None:
         parameter = _parameter()
         split = ParameterSplit.even(SHAPE[0], group.size)
         cut(parameter, split, group.rank)
-        place(parameter, Placement(split, group, "up"))
+        place(parameter, PartLayout(split, group, "up"))
         with group.showing(parts=False), torch.no_grad():
             parameter[3].zero_()
             parameter.sum()

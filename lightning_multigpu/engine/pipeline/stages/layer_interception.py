@@ -32,7 +32,7 @@ from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit
-from lightning_multigpu.engine.tensor_split.parts import Part, Placement, local
+from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, local
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class Activations:
 
         def take(tensor: Tensor) -> Slot:
             tensors.append(local(tensor))
-            placed = (tensor.placed.split, tensor.placed.layer) if isinstance(tensor, Part) else ()
+            placed = (tensor.placed.split, tensor.placed.layer) if isinstance(tensor, SplitTensor) else ()
             return Slot(len(tensors) - 1, *placed)
 
         return cls(map_only(Tensor, take, output), tuple(tensors))
@@ -311,7 +311,7 @@ class LayerInterception:
 
         def place(slot: Slot) -> None:
             if slot.split is not None and (group := self.chain.tensor_group) is not None:
-                placed[slot.index] = Part.of(tensors[slot.index], Placement(slot.split, group, slot.layer))
+                placed[slot.index] = SplitTensor.of(tensors[slot.index], PartLayout(slot.split, group, slot.layer))
 
         map_only(Slot, place, self._arrived.structure)
         return placed
