@@ -118,7 +118,7 @@ class SplitTensor(Tensor):
             return gathering.end(result)
 
 
-class SplitParameter(SplitTensor, Parameter):  # type: ignore[misc]
+class SplitParameter(SplitTensor, Parameter):
     """A parameter of which each rank holds a part, and which reads, and can be changed, as the whole one.
 
     So do its gradient and its data. The optimizer's step, and this package's own code, see the part: they run within

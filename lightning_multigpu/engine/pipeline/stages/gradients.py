@@ -309,9 +309,9 @@ class RemoteGradients:
         parameters, counted = self._ownership.parameters(), {id(each) for each in self._ownership.counted()}
         norms = self._sums.norms(parameters, [id(parameter) in counted for parameter in parameters])
         of_parts = [(parameter, parameter.shape) for parameter in parameters if isinstance(parameter, Placeholder)]
-        for parameter, _ in of_parts:
-            if (split := split_of(parameter)) is not None:
-                _resize(parameter, split.whole_shape(parameter))
+        for held, _ in of_parts:
+            if (split := split_of(held)) is not None:
+                _resize(held, split.whole_shape(held))
         for row, holding, parameter in zip(norms, holdings, parameters, strict=True):
             if row[0] and isinstance(parameter, Placeholder):
                 norms_of = dict(zip(_ORDERS, row[1:], strict=True))
@@ -322,9 +322,9 @@ class RemoteGradients:
         finally:
             for parameter in shown:
                 parameter.grad = None
-            for parameter, shape in of_parts:
-                if split_of(parameter) is not None:
-                    _resize(parameter, shape)
+            for held, shape in of_parts:
+                if split_of(held) is not None:
+                    _resize(held, shape)
 
 
 def _resize(parameter: Any, shape: Sequence[int]) -> None:
