@@ -102,7 +102,9 @@ class Noting(Callback):
         if trainer.current_epoch == 0:
             held = [name for name, p in module.named_parameters() if trainer.world_size == 1 or strategy.holds(p)]
             self.names = {name.split(".")[1] for name in held} - {"blocks"}
-            self.held = sum(p.numel() for p in module.parameters() if trainer.world_size == 1 or strategy.holds(p))
+            self.held = sum(
+                local(p).numel() for p in module.parameters() if trainer.world_size == 1 or strategy.holds(p)
+            )
             (optimizer,) = trainer.optimizers
             self.state = sum(v.numel() for each in held_states(optimizer).values() for v in each.values() if v.dim())
             if self.path:
