@@ -24,12 +24,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.hugging_face import caching_models, without_cache
+from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local
 
 Choice = bool | Sequence[str | type]
 """All or no layers; or classes, names of classes ("Block") and names of layers ("blocks.3")."""
-
-Kept = Callable[[], Callable[[], AbstractContextManager[None]]]
-"""Saves a state at the start of a layer; returns a function whose context manager sets that state for a block."""
 
 _SHOWN = 6  # names in an error
 
@@ -162,7 +160,6 @@ class Recomputation:
     Args:
         module: the whole module.
         choice: the layers.
-        kept: saves further states that a layer's random numbers depend on.
         in_threads: several threads run copies of the module and share the generators of Python and NumPy, so a layer
             that draws from these is refused.
 
@@ -173,12 +170,12 @@ class Recomputation:
         ValueError: as for :func:`selected_layers`; or a module around a layer is compiled.
     """
 
-    def __init__(self, module: Module, choice: Choice, kept: Sequence[Kept] = (), *, in_threads: bool = False) -> None:
+    def __init__(self, module: Module, choice: Choice, *, in_threads: bool = False) -> None:
         self.names = selected_layers(module, choice)
         _check_not_compiled(module, self.names)
         self._choice = choice
         self._has_run = False
-        self._kept = (_no_random_numbers if in_threads else _random_numbers, *kept)
+        self._keep = _no_random_numbers if in_threads else _random_numbers
         self._checked: set[str] = set()
 
     def without_effect(self) -> str | None:
@@ -228,9 +225,9 @@ class Recomputation:
             if not torch.is_grad_enabled():
                 return own(*args, **kwargs)
             self._has_run = True
-            begin = [keep() for keep in self._kept]
+            begin = self._keep()
             values = {} if name in self._checked else _buffer_versions(layer)
-            output = recomputed(layer, own, args, kwargs, partial(_entered, begin), preserve_rng_state=True)
+            output = recomputed(layer, own, args, kwargs, begin, preserve_rng_state=True)
             if name not in self._checked:
                 self._checked.add(name)
                 _check_buffers(name, layer, values)
@@ -282,10 +279,14 @@ def recomputed(
             return forward(*args, **kwargs)
 
     leaves, structure = tree_flatten((args, kwargs))  # torch looks for tensors in the outermost arguments only
+    placed = [
+        leaf.placed if isinstance(leaf, SplitTensor) else None for leaf in leaves
+    ]  # a saved part is a plain tensor
+    leaves = [*map(local, leaves)]
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
     versions = [tensor._version for tensor in inputs]
     output = checkpoint(
-        lambda *kept: run(*tree_unflatten(kept, structure)),
+        lambda *kept: run(*tree_unflatten(map(SplitTensor.again, kept, placed), structure)),
         *leaves,
         use_reentrant=False,
         preserve_rng_state=preserve_rng_state,
@@ -364,14 +365,6 @@ def _is_same(first: Any, second: Any) -> bool:
     """Whether two states of NumPy's generator are the same."""
     places = [(state["state"]["pos"], state["has_gauss"]) for state in (first, second)]
     return places[0] == places[1] and bool(numpy.array_equal(first["state"]["key"], second["state"]["key"]))
-
-
-@contextmanager
-def _entered(begin: Sequence[Callable[[], AbstractContextManager[None]]]) -> Iterator[None]:
-    with ExitStack() as undo:
-        for each in begin:
-            undo.enter_context(each())
-        yield
 
 
 def _buffer_versions(layer: Module) -> dict[str, tuple[Tensor, int]]:

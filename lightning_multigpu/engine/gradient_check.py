@@ -228,15 +228,8 @@ def _heaviest_pair(batch: Any, num_parts: int, loss_reduction: LossReduction) ->
 
 
 @contextmanager
-def moved_weights(
-    parameters: dict[str, Parameter], part_of: Callable[[Parameter, Tensor], Tensor] = lambda _, whole: whole
-) -> Iterator[None]:
-    """Within the block noise moves the weights; it depends on their names, and is the same on all ranks.
-
-    Args:
-        parameters: by name.
-        part_of: returns the part of a parameter's old value that the parameter has at the end of the block.
-    """
+def moved_weights(parameters: dict[str, Parameter]) -> Iterator[None]:
+    """Within the block noise moves the weights; it depends on their names, and is the same on all ranks."""
     before = {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
     try:
         for name, parameter in parameters.items():
@@ -247,7 +240,7 @@ def moved_weights(
         yield
     finally:
         for name, parameter in parameters.items():
-            parameter.data.copy_(part_of(parameter, before[name]))
+            parameter.data.copy_(before[name])
 
 
 @contextmanager
@@ -274,34 +267,6 @@ def trained(parameters: Iterable[Parameter]) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
-
-
-@contextmanager
-def taking_gradients(parameters: dict[str, Parameter]) -> Iterator[Gradients]:
-    """Moves each gradient of a backward pass into the dict, in host memory, as soon as it is complete.
-
-    A device so never holds the gradients of the whole model.
-    """
-    taken: Gradients = {}
-
-    def take(name: str) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            gradient, parameter.grad = parameter.grad.detach().to("cpu"), None
-            taken[name] = taken[name] + gradient if name in taken else gradient
-
-        return hook
-
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(take(name))  # type: ignore[no-untyped-call]
-        for name, parameter in parameters.items()
-        if parameter.requires_grad
-    ]
-    try:
-        yield taken
-    finally:
-        for each in hooks:
-            each.remove()
 
 
 def take_gradients(parameters: dict[str, Parameter]) -> Gradients:

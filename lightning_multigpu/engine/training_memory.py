@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from threading import RLock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_multigpu.communication.tensors import size_bytes
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 
 UNKNOWN_STATES = 2
@@ -48,6 +51,18 @@ _STATES: dict[type[Optimizer], Callable[[dict[str, object]], int]] = {
 }
 
 
+def _of_parts(function: Callable[..., HeldBytes]) -> Callable[..., HeldBytes]:
+    """Counts of split parameters what this rank holds."""
+
+    @wraps(function)
+    def on_parts(*args: Any) -> HeldBytes:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args)
+
+    return on_parts
+
+
+@_of_parts
 def held_bytes(parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> HeldBytes:
     """Bytes that a rank needs in training for the parameters that it holds."""
     states: dict[Tensor, int] = {}
@@ -64,6 +79,7 @@ def held_bytes(parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) ->
     )
 
 
+@_of_parts
 def measured_bytes(parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> HeldBytes:
     """Bytes that a rank holds at present; placeholders of tensors that other ranks hold do not count."""
     held = [parameter for parameter in parameters if not isinstance(parameter, Placeholder)]
@@ -109,6 +125,8 @@ class SavedTensors:
 
     def detached_copy(self, tensor: Tensor) -> Tensor:
         """The same values without autograd history; a saved copy counts as the saved tensor."""
+        if isinstance(tensor, SplitTensor):
+            return SplitTensor.of(self.detached_copy(local(tensor)), tensor.placed)  # type: ignore[no-any-return]
         if isinstance(tensor, Placeholder) or not (tensor.is_floating_point() or tensor.is_complex()):
             return tensor
         copy = tensor.detach().requires_grad_(tensor.requires_grad).clone()

@@ -90,7 +90,8 @@ class CommonOverflow:
 
     def _unscale_together(self, optimizer: Optimizer, factor: Tensor, zero: Tensor, allow_fp16: bool) -> Any:
         # A rank without gradients has no flag, and the scaler needs one, where ranks can exchange it.
-        flags = self._unscale(optimizer, factor, zero, allow_fp16) or {zero.device: zero}
+        with torch._C.DisableTorchFunctionSubclass():  # of split parameters these are the parts
+            flags = self._unscale(optimizer, factor, zero, allow_fp16) or {zero.device: zero}
         for flag in flags.values():
             flag.copy_(self._reduce_sum(flag) > 0)  # fused optimizers skip a step at 1 only
         return flags

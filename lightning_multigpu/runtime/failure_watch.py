@@ -63,7 +63,6 @@ class FailureWatch:
         signals: the signals of this run; a signal that has ended another rank ends this one too.
 
     Attributes:
-        explain: adds a note to an error of this rank that the strategy may have caused; None without such a function.
         signals: the signals of this run.
         client: the connection to the guardian of this host; None without a guardian.
         guardian: the guardian of this host, if this process has started it for this rank's run.
@@ -84,7 +83,6 @@ class FailureWatch:
         self.failure: Failure | None = None
         self.ranks_have_ended = self.all_raised = False
         self.is_lost = False
-        self.explain: Callable[[BaseException], None] | None = None
         self.on_can_be_lost: Callable[[], object] | None = None
         self.earlier_children: dict[int, subprocess.Popen[bytes]] = {}
         self.signals = signals
@@ -276,8 +274,6 @@ class FailureWatch:
         self.failed = True
         self._hooks_follow = False
         self._cannot_join = isinstance(error, RendezvousError)  # each rank raises that for itself
-        if self.explain is not None and self.failure is None and not _is_connection_loss(error):
-            self.explain(error)
         if self._is_raised_by_all(error, run.rank, step):
             self._abort()
             self.stop()

@@ -170,18 +170,20 @@ class AveragedGradients:
         assert self.reducer is not None
         self._trained = TrainedParameters(strategy._module)
         strategy._pl_static_graph_delay_done = False  # type: ignore[attr-defined]  # of Lightning's DDPStrategy
-        wrapped = DistributedDataParallel(
-            model,
-            device_ids=None if strategy.root_device.type == "cpu" else [strategy.root_device.index],
-            process_group=strategy.collectives.data.group,
-            bucket_cap_mb=self._bucket_cap_mb,
-            **{name: self._given[name] for name in _OF_TORCH},
-            **options,
-        )
-        # Done here, where the meter sees it, and never in the middle of validation. Set after construction, in which
-        # DDP sends rank 0's buffers: torch 2.13 renamed the flag, and the old argument would leave them as they are.
-        wrapped.broadcast_buffers = wrapped.forward_sync_buffers = False
-        self.reducer.attach(wrapped, pieces_of(strategy._module))
+        with strategy._showing_parts():
+            wrapped = DistributedDataParallel(
+                model,
+                device_ids=None if strategy.root_device.type == "cpu" else [strategy.root_device.index],
+                process_group=strategy.collectives.data.group,
+                bucket_cap_mb=self._bucket_cap_mb,
+                **{name: self._given[name] for name in _OF_TORCH},
+                **options,
+            )
+            # Done here, where the meter sees it, and never in the middle of validation. Set after construction, in
+            # which DDP sends rank 0's buffers: torch 2.13 renamed the flag, and the old argument would leave them as
+            # they are.
+            wrapped.broadcast_buffers = wrapped.forward_sync_buffers = False
+            self.reducer.attach(wrapped, pieces_of(strategy._module))
         return wrapped
 
     def watch_given_gradients(self) -> None:

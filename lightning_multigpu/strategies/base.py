@@ -28,7 +28,7 @@ from typing_extensions import override
 from lightning_multigpu._lightning_internals import IS_INTERACTIVE, is_compiled, plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.activation_checkpointing import Choice, Kept, Recomputation, check_choice, recomputing
+from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice, recomputing
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong, check_embeddings, check_has_shapes
 from lightning_multigpu.engine.optimizer_state import groups_alone, plain_state
@@ -485,11 +485,11 @@ class MultiGPUStrategy(ParallelStrategy):
                     f"{type(module).__name__} is compiled as a whole, and activation_checkpointing runs layers by "
                     "themselves: compile each layer with layer.compile(), or leave one of the two out"
                 )
-            self._recomputation = Recomputation(module, self._activation_checkpointing, self._kept_states())
+            self._recomputation = Recomputation(module, self._activation_checkpointing)
 
-    def _kept_states(self) -> Sequence[Kept]:
-        """Further states on which the random numbers of a layer depend; for subclasses."""
-        return ()
+    def _showing_parts(self) -> AbstractContextManager[None]:
+        """Within the block the module's parameters are this rank's parts, as the ranks average and compare them."""
+        return nullcontext()
 
     @override
     def setup_environment(self) -> None:

@@ -116,8 +116,9 @@ class CommonParameters:
         if strategy.replicas_differ or strategy.failure_watch.failed:
             return
         self._steps_unchecked = 0
-        for group, parameters in strategy._held_in_common():
-            check_replicas(parameters, strategy.metered(group.group, "replicas"))
+        with strategy._showing_parts():
+            for group, parameters in strategy._held_in_common():
+                check_replicas(parameters, strategy.metered(group.group, "replicas"))
 
     def share_changes(self, trained: TrainedParameters) -> None:
         """Checks that hooks have frozen, unfrozen and added the same parameters on all ranks.

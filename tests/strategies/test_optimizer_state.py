@@ -173,7 +173,25 @@ def test_changes_of_state_and_groups_are_followed(strategy: str, world2: World) 
         assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("strategy", [*SERVERS, *PARTS])
+def read_all(strategy: str | None, ranks: int) -> list[float]:
+    found: list[float] = []
+    for change in READS:
+        module = Changes(change)
+        trainer = make_trainer(CASE, strategy_of(strategy), ranks)
+        trainer.fit(module, train_loader(CASE, trainer))
+        found += [*module.found, *map(float, trainer.callback_metrics.values())]
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["tensor_split", "hybrid"])
+def test_states_of_split_layers_are_whole(strategy: str, world2: World) -> None:
+    """Hooks read the norm of a rank's part."""
+    expected = read_all(None, 1)
+    for found in world2.run(read_all, strategy, 2):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("strategy", [*SERVERS, "ddp_sharded", "gpipe"])
 def test_states_that_are_elsewhere_are_not_read(strategy: str, world2: World) -> None:
     """Hooks read an empty state under servers, and the norm of a rank's part elsewhere."""
     is_served = strategy in SERVERS

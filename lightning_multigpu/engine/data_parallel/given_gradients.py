@@ -32,13 +32,17 @@ class GivenGradients:
 
     def note(self, parameters: Iterable[Tensor]) -> None:
         """Notes that the gradients of now are averages."""
-        found = ((parameter, parameter.grad) for parameter in parameters)
-        self._averaged.update((p, (weakref.ref(grad), grad._version)) for p, grad in found if grad is not None)
+        with torch._C.DisableTorchFunctionSubclass():  # of split parameters these are the parts
+            found = [(parameter, parameter.grad) for parameter in parameters]
+            self._averaged.update((p, (weakref.ref(grad), grad._version)) for p, grad in found if grad is not None)
 
     @torch.no_grad()
     def average(self, parameters: Iterable[Tensor]) -> None:
         """Averages the gradients that some rank has set or changed, unless all ranks have the same; a collective."""
-        listed = list(parameters)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._average(list(parameters))
+
+    def _average(self, listed: list[Tensor]) -> None:
         given = {n: p.grad for n, p in enumerate(listed) if p.grad is not None and not self._is_averaged(p)}
         marks = [_ABSENT if parameter.grad is None else _AS_AVERAGED for parameter in listed]
         dense = [gradient.to_dense().contiguous() for gradient in given.values()]

@@ -10,7 +10,6 @@ In their docstrings N is the number of ranks, and bytes are those of the whole t
 """
 
 from lightning_multigpu.engine.tensor_split.attention import SplitMultiheadAttention
-from lightning_multigpu.engine.tensor_split.cross_entropy import split_cross_entropy
 from lightning_multigpu.engine.tensor_split.layers import (
     ColumnSplitLinear,
     RowSplitLinear,
@@ -31,7 +30,6 @@ __all__ = [
     "VocabSplitEmbedding",
     "gather_last",
     "gather_sequence",
-    "split_cross_entropy",
     "split_last",
     "split_sequence",
     "summed",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,12 +12,13 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_multigpu.engine.tensor_split.block_input import enter
-from lightning_multigpu.engine.tensor_split.layers import ReportsReads, RowSplitLinear, column_linear, summed
+from lightning_multigpu.engine.tensor_split.layers import RowSplitLinear, column_linear, summed
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut
+from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, local, place
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 
-class SplitMultiheadAttention(ReportsReads, nn.MultiheadAttention):
+class SplitMultiheadAttention(nn.MultiheadAttention):
     """Multi-head attention with its heads split over the ranks; ``out_proj`` sums up their results.
 
     ====================  ==========================  ========================================================
@@ -47,10 +48,7 @@ class SplitMultiheadAttention(ReportsReads, nn.MultiheadAttention):
     """
 
     meter_name: str
-    sequence_dim: int | None = None
     keeps_gathered = True
-    entry: Callable[[Tensor], Tensor] | None = None
-    """Gathers the query, and keys or values that are the query, where they are split along a sequence."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("make an nn.MultiheadAttention, and split it with SplitMultiheadAttention.of")
@@ -75,13 +73,12 @@ class SplitMultiheadAttention(ReportsReads, nn.MultiheadAttention):
         self.heads = group.bounds(self.num_heads)[group.rank]
         fused = ParameterSplit.even(3 * size, group.size, sections=(size, size, size), unit=unit)
         single = ParameterSplit.even(size, group.size, unit=unit)
-        if self.in_proj_weight is not None:
-            cut(self.in_proj_weight, fused, group.rank)
-        else:
-            for weight in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
-                cut(weight, single, group.rank)
-        if self.in_proj_bias is not None:
-            cut(self.in_proj_bias, fused, group.rank)
+        cuts = [(self.in_proj_weight, fused), (self.in_proj_bias, fused)]
+        cuts += [(weight, single) for weight in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)]
+        for parameter, split in cuts:
+            if parameter is not None:
+                cut(parameter, split, group.rank)
+                place(parameter, PartLayout(split, group, self.meter_name))
         RowSplitLinear.of(self.out_proj, group, unit=unit, name=self.meter_name)
         self._qkv_same_embed_dim = False  # torch's fast path, which computes all heads, then leaves this one alone
 
@@ -114,24 +111,25 @@ class SplitMultiheadAttention(ReportsReads, nn.MultiheadAttention):
         heads = stop - start
         q, k, v = (part.view(*part.shape[:-1], heads, self.head_dim).transpose(1, 2) for part in projected)
         mask = self._mask(attn_mask, key_padding_mask, q, k.shape[2])
-        if self.training:
-            self.group.random.enter(q.device)
         dropout = self.dropout if self.training else 0.0
         weights: Tensor | None = None
-        if need_weights:
-            scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
-            own = (scores if mask is None else scores + mask).softmax(-1)
-            own = F.dropout(own, dropout) if dropout else own
-            mixed = own @ v
-            weights = summed(own.sum(1), self.group, f"{self.meter_name} weights") / self.num_heads
-        elif heads:
-            mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-        else:  # some versions of torch divide by the number of heads
-            mixed = q @ k.transpose(-2, -1) @ v
+        with self.group.own_random(q.device) if dropout else nullcontext():
+            if need_weights:
+                scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
+                own = (scores if mask is None else scores + mask).softmax(-1)
+                own = F.dropout(own, dropout) if dropout else own
+                mixed = own @ v
+                weights = summed(own.sum(1), self.group, f"{self.meter_name} weights") / self.num_heads
+            elif heads:
+                mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+            else:  # some versions of torch divide by the number of heads
+                mixed = q @ k.transpose(-2, -1) @ v
         mixed = mixed.transpose(1, 2).flatten(2)
         if not self.batch_first:
             mixed = mixed.transpose(0, 1)
-        output = self.out_proj(mixed)
+        out_proj: Any = self.out_proj
+        split = ParameterSplit(mixed.dim() - 1, out_proj.split.ranges)
+        output = out_proj(SplitTensor.of(mixed, PartLayout(split, self.group, self.meter_name)))
         if not has_batch:
             return output.squeeze(batch_dim), None if weights is None else weights.squeeze(0)
         return output, weights
@@ -139,22 +137,17 @@ class SplitMultiheadAttention(ReportsReads, nn.MultiheadAttention):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """This rank's queries, keys and values: (..., heads of this rank x head_dim) each."""
         is_self_attention = query is key and key is value
-        fused, bias = self._own("in_proj_weight"), self._own("in_proj_bias")
+        fused, bias = local(self.in_proj_weight), local(self.in_proj_bias)
         if fused is not None and is_self_attention:
-            input = query if self.entry is None else self.entry(query)
-            sums = self.entry is None
-            return list(column_linear(input, fused, bias, self, sums=sums).chunk(3, -1))
-        weights = fused.chunk(3) if fused is not None else [self._own(f"{name}_proj_weight") for name in "qkv"]
+            return list(column_linear(query, fused, bias, self).chunk(3, -1))
+        weights = (
+            fused.chunk(3) if fused is not None else [local(getattr(self, f"{name}_proj_weight")) for name in "qkv"]
+        )
         biases = [None] * 3 if bias is None else bias.chunk(3)
         entered: dict[int, Tensor] = {}
         for tensor in (query, key, value):
             if id(tensor) not in entered:
-                is_part = self.entry is not None and tensor is query
-                entered[id(tensor)] = (
-                    self.entry(tensor)  # type: ignore[misc]
-                    if is_part
-                    else enter(tensor, self.group, self.meter_name)
-                )
+                entered[id(tensor)] = enter(tensor, self.group, self.meter_name, keeps_gathered=self.keeps_gathered)
         return [
             column_linear(entered[id(each)], weight, bias, self, sums=False)
             for each, weight, bias in zip((query, key, value), weights, biases, strict=True)

@@ -8,7 +8,7 @@ A block begins with layers whose outputs are split and ends with the layer that 
     attention                  nn.MultiheadAttention
     vocabulary                 an embedding, and the head that has its weight or as many outputs as it has rows
 
-Whether a block still computes the same is not known from its shapes: whoever applies one compares.
+Shapes do not show whether a block computes on parts, or gathers what lies between: whoever applies one looks.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
-from torch.utils.hooks import RemovableHandle
 
 from lightning_multigpu.engine.tensor_split.attention import SplitMultiheadAttention
-from lightning_multigpu.engine.tensor_split.block_input import BlockInput, enter
+from lightning_multigpu.engine.tensor_split.block_input import BlockInput
 from lightning_multigpu.engine.tensor_split.layers import (
     ColumnSplitLinear,
     RowSplitLinear,
@@ -33,8 +32,8 @@ from lightning_multigpu.engine.tensor_split.layers import (
     is_linear,
     linear_sizes,
 )
-from lightning_multigpu.engine.tensor_split.narrow_input import narrow_inputs
 from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
+from lightning_multigpu.engine.tensor_split.parts import forget_place
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
@@ -53,17 +52,10 @@ class Way:
 
     Attributes:
         options: of the layers, by name.
-        heads, sizes: attributes of modules that count heads, or elements of all heads, and shrink; by module name.
-        groups: heads of keys and values, which are divided among the ranks with the queries that use them.
-        narrowed: the module that reads the size of all heads from the shape of its input, and that size.
         problem: why the block cannot be split.
     """
 
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    heads: tuple[tuple[str, str], ...] = ()
-    sizes: tuple[tuple[str, str], ...] = ()
-    groups: int = 1
-    narrowed: tuple[str, int] | None = None
     problem: str = ""
 
 
@@ -229,11 +221,10 @@ def _attention_at(parts: Mapping[str, Module], names: Sequence[str], called: Map
         (q_in, q), (k_in, k), (v_in, v), (o_in, _) = sizes
         is_one = q == k == o_in and q_in == k_in == v_in and len({called[name] for name in names[:3]}) == 1
         ways: list[Way] = []
-        for heads in _heads_of(parts, names[0], names[3], q, guesses=is_one) if k == v and q == o_in and q_in else ():
-            if q % heads.number == 0 and k == q // heads.number * heads.of_keys:
-                of_keys, group = {"unit": q // heads.number}, {"unit": q // heads.of_keys}
-                options = {names[0]: group, names[1]: of_keys, names[2]: of_keys, names[3]: group}
-                ways += _head_ways(parts, names, options, heads, q)
+        for number, of_keys in _heads_of(parts, names[0], names[3], q, guesses=is_one) if k == v and q == o_in else ():
+            if q % number == 0 and k == q // number * of_keys:
+                keys, group = {"unit": q // number}, {"unit": q // of_keys}
+                ways.append(Way({names[0]: group, names[1]: keys, names[2]: keys, names[3]: group}))
         if ways:
             return Block("attention", dict.fromkeys(names[:3], "column") | {names[3]: "row"}, tuple(ways))
     if len(names) >= 2:
@@ -243,14 +234,13 @@ def _attention_at(parts: Mapping[str, Module], names: Sequence[str], called: Map
         is_one = fused == 3 * o_in == 3 * q_in
         roles = {names[0]: "column", names[1]: "row"}
         ways = []
-        for heads in () if is_gate else _heads_of(parts, names[0], names[1], o_in, guesses=is_one):
-            unit = o_in // heads.number
-            if o_in % heads.number == 0 and fused == o_in + 2 * unit * heads.of_keys:
-                size, of_queries = unit * heads.of_keys, o_in // heads.of_keys
+        for number, of_keys in () if is_gate else _heads_of(parts, names[0], names[1], o_in, guesses=is_one):
+            unit = o_in // number
+            if o_in % number == 0 and fused == o_in + 2 * unit * of_keys:
+                size, of_queries = unit * of_keys, o_in // of_keys
                 in_sections = {"sections": (o_in, size, size), "unit": (of_queries, unit, unit)}
-                for fused_options in (in_sections, {"unit": fused // heads.of_keys}):
-                    of_layers: dict[str, dict[str, Any]] = {names[0]: fused_options, names[1]: {"unit": of_queries}}
-                    ways += _head_ways(parts, names, of_layers, heads, o_in)
+                for fused_options in (in_sections, {"unit": fused // of_keys}):
+                    ways.append(Way({names[0]: fused_options, names[1]: {"unit": of_queries}}))
         if ways:
             return Block("attention", roles, tuple(ways))
         if is_one and _are_near(names):
@@ -294,16 +284,10 @@ def _counts_heads(parts: Mapping[str, Module], first: str, last: str) -> bool:
     return any("head" in name for each in _ancestors(parts, first, last) for name in vars(parts[each]))
 
 
-class _Heads(NamedTuple):
-    """The heads of an attention, those of its keys and values, and the attributes of modules that count them."""
-
-    number: int
-    of_keys: int
-    attributes: tuple[tuple[str, str], ...]
-
-
-def _heads_of(parts: Mapping[str, Module], first: str, last: str, size: int, *, guesses: bool) -> Iterator[_Heads]:
-    """What the heads of an attention may be, by attributes of its modules with usual names.
+def _heads_of(
+    parts: Mapping[str, Module], first: str, last: str, size: int, *, guesses: bool
+) -> Iterator[tuple[int, int]]:
+    """How many heads an attention may have, and those of its keys and values, by attributes with usual names.
 
     Args:
         parts: all modules, by name.
@@ -317,43 +301,22 @@ def _heads_of(parts: Mapping[str, Module], first: str, last: str, size: int, *, 
     near = _ancestors(parts, first, last)
     for name in near:
         known = vars(parts[name])
-        heads = next((known[each] for each in _HEADS if type(known.get(each)) is int), None)
         config = known.get("config")
-        if heads is None and config is not None:
-            heads = next((n for each in _HEADS if type(n := getattr(config, each, None)) is int), None)
+        heads = _number(known, None, _HEADS) or _number({}, config, _HEADS)
         if heads:
-            of_keys = next((known[each] for each in _KEY_VALUE_HEADS if type(known.get(each)) is int), None)
-            if of_keys is None:
-                of_keys = next((n for each in _KEY_VALUE_HEADS if type(n := getattr(config, each, None)) is int), heads)
-            counting = [
-                (m, a) for m in near for a in (*_HEADS, *_KEY_VALUE_HEADS) if type(vars(parts[m]).get(a)) is int
-            ]
-            yield _Heads(int(heads), int(of_keys), tuple(counting))
+            yield heads, _number(known, config, _KEY_VALUE_HEADS) or heads
             return
     if guesses:
         own = {a: n for a, n in vars(parts[near[-1]]).items() if type(n) is int and 1 < n < size and size % n == 0}
         likely = sorted(own, key=lambda name: name != "h" and "head" not in name)[:_MOST_GUESSES]
-        yield from (_Heads(own[each], own[each], ((near[-1], each),)) for each in likely)
-        yield from (_Heads(size // own[each], size // own[each], ()) for each in likely)
+        for number in [*(own[each] for each in likely), *(size // own[each] for each in likely)]:
+            yield number, number
 
 
-def _head_ways(
-    parts: Mapping[str, Module], names: Sequence[str], options: Mapping[str, Any], heads: _Heads, size: int
-) -> Iterator[Way]:
-    """With the modules' attributes as they are, with fewer heads, and with smaller sizes and inputs that look so."""
-    near = _ancestors(parts, names[0], names[-1])
-    sizes = tuple((m, a) for m in near for a, v in vars(parts[m]).items() if type(v) is int and v == size)
-    way = Way(options, groups=heads.of_keys)
-    fewer = replace(way, heads=heads.attributes)
-    yield fewer
-    if heads.attributes:
-        yield way
-    if heads.attributes and sizes:
-        yield replace(fewer, sizes=sizes)
-    if linear_sizes(parts[names[0]])[0] == size:
-        yield replace(fewer, narrowed=(near[-1], size))
-        if sizes:
-            yield replace(fewer, sizes=sizes, narrowed=(near[-1], size))
+def _number(known: Mapping[str, Any], config: Any, names: Iterable[str]) -> int:
+    """The first integer with one of the names; 0 if there is none."""
+    found = (known.get(each, getattr(config, each, None)) for each in names)
+    return next((n for n in found if type(n) is int), 0)
 
 
 def _vocabularies(module: Module, called: Iterable[str]) -> Iterator[Block]:
@@ -385,7 +348,6 @@ class Applied:
         block: of it.
         way: one of the block's.
         group: the ranks.
-        wrap_logits: makes of a head's outputs on this rank what the step gets.
 
     Raises:
         ValueError: the sizes do not allow it.
@@ -397,23 +359,16 @@ class Applied:
         block: Block,
         way: Way,
         group: TensorGroup,
-        wrap_logits: Callable[[Tensor, Any], Tensor],
     ) -> None:
         self._kept: list[tuple[Module, type[Module], dict[str, Any]]] = []
         self._whole: list[tuple[Parameter, Tensor]] = []
-        self._handles: list[RemovableHandle] = []
         if way.problem:
             raise ValueError(way.problem)
         parts = dict(module.named_modules())
         try:
             for name, role in block.roles.items():
-                self._split(parts[name], name, role, way.options.get(name, {}), group, wrap_logits)
+                self._split(parts[name], name, role, way.options.get(name, {}), group)
             self._share_input(parts, block, group)
-            for name, attribute in (*way.heads, *way.sizes):
-                self._shrink(parts[name], attribute, group, way.groups)
-            if way.narrowed is not None:
-                name, size = way.narrowed
-                self._handles += narrow_inputs(parts[name], size, _own_part(size, group, way.groups))
         except BaseException:
             self.undo()
             raise
@@ -422,6 +377,7 @@ class Applied:
         """Makes the layers whole again, with the values that they had."""
         self.restore()
         for parameter, value in self._whole:
+            forget_place(parameter)
             forget_split(parameter)
             parameter.data = value
         self._whole = []
@@ -432,9 +388,6 @@ class Applied:
 
     def restore(self) -> None:
         """Makes the layers what they were; their parameters stay as they are."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
         for part, kind, attributes in reversed(self._kept):
             part.__class__ = kind
             for name, value in attributes.items():
@@ -464,7 +417,6 @@ class Applied:
         role: str,
         options: Mapping[str, Any],
         group: TensorGroup,
-        wrap_logits: Callable[[Tensor, Any], Tensor],
     ) -> None:
         self._whole += [(p, p.data) for p in part.parameters() if split_of(p) is None]
         with self._changing(part):
@@ -477,19 +429,14 @@ class Applied:
             elif role == "row":
                 RowSplitLinear.of(part, group, name=name, **options)
             else:
-                column = ColumnSplitLinear.of(part, group, name=name, **options)
-                if role == "head":
-                    column.wrap_logits = wrap_logits
-                    column.enters_region = False
-                elif role == "gathered":
-                    column.gather_output, column.enters_region = True, False
+                ColumnSplitLinear.of(part, group, name=name, **options)
 
     def _share_input(self, parts: Mapping[str, Module], block: Block, group: TensorGroup) -> None:
         """Column layers that run on one input sum up its gradient over the ranks together."""
         columns = [name for name, role in block.roles.items() if role == "column"]
         if len(columns) < 2 or block.shape == "plan":
             return
-        entry = BlockInput(lambda input: enter(input, group, columns[0]), parts[columns[-1]])
+        entry = BlockInput(group, columns[0], parts[columns[-1]])
         for name in columns:
             self.change(parts[name], entry=entry)
 
@@ -498,13 +445,3 @@ class Applied:
         with self._changing(part):
             for name, value in attributes.items():
                 setattr(part, name, value)
-
-    def _shrink(self, part: Module, attribute: str, group: TensorGroup, groups: int) -> None:
-        with self._changing(part):
-            setattr(part, attribute, _own_part(vars(part)[attribute], group, groups))
-
-
-def _own_part(number: int, group: TensorGroup, groups: int) -> int:
-    """This rank's share of a number that is divided in whole groups."""
-    start, stop = group.bounds(groups)[group.rank]
-    return number // groups * (stop - start)

@@ -39,8 +39,8 @@ def split_cross_entropy(
     ============  =======================  ==============================================================
 
     Communication: in forward one all-gather of 3 (with label smoothing 4) numbers for each row and rank, so of
-    12 x N x rows bytes in float32; nothing in backward. Behind it all ranks draw the same random numbers again. After
-    Shoeybi et al., Megatron-LM (2019), section 3, with the running maximum of Milakov and Gimelshein (2018).
+    12 x N x rows bytes in float32; nothing in backward. After Shoeybi et al., Megatron-LM
+    (2019), section 3, with the running maximum of Milakov and Gimelshein (2018).
 
     Args:
         logits: this rank's classes.
@@ -61,7 +61,6 @@ def split_cross_entropy(
         raise ValueError(f"logits {tuple(logits.shape)} and target {tuple(target.shape)}: give (rows, classes), (rows)")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} is none of 'mean', 'sum' and 'none'")
-    group.random.leave(logits.device)
     counts = target != ignore_index
     if bool((((target < 0) | (target >= split.whole_size)) & counts).any()):
         raise IndexError(f"Target is out of bounds: there are {split.whole_size} classes")
@@ -83,7 +82,7 @@ class _SplitCrossEntropy(Function):
         smoothing: float,
         name: str,
     ) -> Tensor:
-        ((start, stop),) = split.ranges[group.rank]
+        start, stop = split.bounds(group.rank)
         own = counts & (target >= start) & (target < stop)
         column = (target - start).masked_fill(~own, 0).unsqueeze(1)
         values = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits

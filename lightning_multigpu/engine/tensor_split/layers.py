@@ -10,8 +10,9 @@ communicates once in forward and once in backward (Shoeybi et al., Megatron-LM, 
 
     dx <--- sum of what both ranks compute                                     <--- d out    backward
 
-With ``sequence_dim`` the activations outside of the block are split along the sequence (Korthikanti et al., 2022): the
-sum at the end becomes a reduce-scatter, and an all-gather stands at the beginning.
+What lies between is a :class:`.SplitTensor`. Activations outside of the block may be split along the sequence
+(Korthikanti et al., 2022): an all-gather then stands at the beginning, and with ``sequence_dim`` a reduce-scatter at
+the end.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from typing_extensions import override
 
-from lightning_multigpu.engine.tensor_split.narrow_input import wide
+from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut, whole_size
-from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from lightning_multigpu.engine.tensor_split.whole_reads import plain, whole_of
+from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, local, own_of, place, whole, whole_of
+from lightning_multigpu.engine.tensor_split.tensor_group import Bounds, TensorGroup
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -51,39 +52,11 @@ def _is_conv1d(kind: type) -> bool:
     return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-class ReportsReads:
-    """Base of layers that report to :attr:`TensorGroup.reads` which of their parameters other code gets."""
-
-    group: Any = None
-    __dict__: dict[str, Any]
-
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)  # type: ignore[misc]
-        if self.group is not None and self.group.reads is not None and name in self.__dict__["_parameters"]:
-            self.group.reads.give(value)
-        return value
-
-    @property
-    def _parameters(self) -> Any:  # as parameters() and state_dict() ask
-        own = self.__dict__["_parameters"]
-        if self.group is not None and self.group.reads is not None:
-            for parameter in own.values():
-                self.group.reads.give(parameter)
-        return own
-
-    @_parameters.setter
-    def _parameters(self, value: Any) -> None:
-        self.__dict__["_parameters"] = value
-
-    def _own(self, name: str) -> Any:
-        """A parameter for the layer itself."""
-        return plain(self.__dict__["_parameters"][name])
-
-
-class _Split(ReportsReads):
+class _Split:
     """Base of the split layers: the group, and the layer's name in the meter."""
 
     weight: Any
+    group: Any
     meter_name: str
     is_transposed = False
     """The weight is (in, out), as in the Conv1D of transformers."""
@@ -92,21 +65,20 @@ class _Split(ReportsReads):
         self.group = group
         self.meter_name = name or type(self).__name__
 
+    def _cut(self, parameter: Any, split: ParameterSplit) -> None:
+        cut(parameter, split, self.group.rank)
+        place(parameter, PartLayout(split, self.group, self.meter_name))
+
     def _out_in(self) -> Tensor:
-        weight: Tensor = self._own("weight")
+        weight: Tensor = local(self.weight)
         return weight.t() if self.is_transposed else weight
 
 
 class _ColumnSplit(_Split):
     bias: Any
-    training: Any
-    enters_region = True
     gather_output = False
     entry: Callable[[Tensor, _ColumnSplit], Tensor] | None = None
     """Gives the layer its input, and sums up the gradient of it, for all column layers of a block."""
-    wrap_logits: Callable[[Tensor, _ColumnSplit], Tensor] | None = None
-    sequence_dim: int | None = None
-    sequence_length: int | None = None
     keeps_gathered = True
 
     def _become(
@@ -123,45 +95,68 @@ class _ColumnSplit(_Split):
         size = whole_size(self.weight, dim)
         self.split = ParameterSplit.even(size, group.size, sections=sections, unit=unit)
         self.gather_output = gather_output
-        self.enters_region = not gather_output
-        cut(self.weight, ParameterSplit(dim, self.split.ranges), group.rank)
+        self._cut(self.weight, ParameterSplit(dim, self.split.ranges))
         if self.bias is not None:
-            cut(self.bias, self.split, group.rank)
+            self._cut(self.bias, self.split)
 
-    def forward(self, input: Tensor) -> Tensor:
-        input = wide(input)
-        sums = self.entry is None
+    def forward(self, input: Tensor) -> Any:
         if self.entry is not None:
             input = self.entry(input, self)
-        output = column_linear(input, self._out_in(), self._own("bias"), self, sums=sums)
-        if self.gather_output:
-            return gather_last(output, self.group, self.split, self.meter_name)
-        if self.wrap_logits is not None:
-            return self.wrap_logits(output, self)
-        if self.enters_region and self.training:
-            self.group.random.enter(input.device)
-        return output
+        output = column_linear(input, self._out_in(), local(self.bias), self, sums=self.entry is None)
+        part = SplitTensor.of(
+            output, PartLayout(ParameterSplit(output.dim() - 1, self.split.ranges), self.group, self.meter_name)
+        )
+        return gather_last(part, self.group, self.split, self.meter_name) if self.gather_output else part
 
 
 class _RowSplit(_Split):
     bias: Any
-    split_input = False
     sequence_dim: int | None = None
 
-    def _become(self, group: TensorGroup, *, unit: int = 1, split_input: bool = False, name: str = "") -> None:
+    def _become(self, group: TensorGroup, *, unit: int = 1, name: str = "") -> None:
         self._joins(group, name)
         dim = int(not self.is_transposed)
         self.split = ParameterSplit.even(whole_size(self.weight, dim), group.size, dim=dim, unit=unit)
-        self.split_input = split_input
-        cut(self.weight, self.split, group.rank)
+        self._cut(self.weight, self.split)
 
-    def forward(self, input: Tensor) -> Tensor:
-        if self.split_input:
-            input = split_last(input, self.group, self.split, self.meter_name)
-        self.group.random.leave(input.device)
-        input, weight, bias = cast(input, self._out_in(), self._own("bias"))
+    def forward(self, input: Tensor) -> Any:
+        input, weight, bias = cast(self._own_input(input), self._out_in(), local(self.bias))
         output: Tensor = _RowLinear.apply(input, weight, bias, self)  # type: ignore[no-untyped-call]
+        return _part_of_sequence(output, input, self)
+
+    def _own_input(self, input: Tensor) -> Tensor:
+        if isinstance(input, SplitTensor):
+            split = input.placed.split
+            if split.dim == input.dim() - 1 and split.ranges == self.split.ranges:
+                return local(input)  # type: ignore[no-any-return]
+            input = whole(input)
+        if isinstance(input, Placeholder):
+            return input.resized([*input.shape[:-1], self.split.size(self.group.rank)])
+        return split_last(input, self.group, self.split, self.meter_name)
+
+
+def _part_of_sequence(output: Tensor, rows: Tensor, layer: Any) -> Any:
+    """What a row layer or an embedding returns: whole, or a part of a sequence that was as long as ``rows``."""
+    if layer.sequence_dim is None:
         return output
+    return SplitTensor.of(
+        output, sequence_placement(layer.sequence_dim, rows.shape[layer.sequence_dim], layer.group, layer.meter_name)
+    )
+
+
+def sequence_placement(dim: int, length: int, group: TensorGroup, name: str) -> PartLayout:
+    """The placement of a sequence whose parts are as even as can be."""
+    ranges = tuple(((a, b),) if a < b else () for a, b in group.bounds(length))
+    return PartLayout(ParameterSplit(dim, ranges), group, name)
+
+
+def sequence_of(input: Any) -> tuple[int, Bounds] | None:
+    """The dimension and the bounds of a part that is one of consecutive entries of each rank; else None."""
+    if not isinstance(input, SplitTensor) or input.placed.split.dim == input.dim() - 1:
+        return None
+    split, group, _ = input.placed
+    bounds = group.bounds(split.whole_size)
+    return (split.dim, bounds) if split.ranges == tuple(((a, b),) if a < b else () for a, b in bounds) else None
 
 
 @cache
@@ -195,24 +190,23 @@ class ColumnSplitLinear(_ColumnSplit, nn.Linear):
     Communication, where the input has R rows of E bytes an element:
 
     ===================  =====================================  =============================================
-    option               in forward                             in backward
+    input and option     in forward                             in backward
     ===================  =====================================  =============================================
-    none                 nothing                                all-reduce, R x in x E bytes
+    whole                nothing                                all-reduce, R x in x E bytes
     ``gather_output``    all-gather, R x out x E bytes          all-reduce, R x in x E bytes
-    ``sequence_dim``     all-gather, R x in x E bytes           reduce-scatter, R x in x E bytes; one more
+    part of a sequence   all-gather, R x in x E bytes           reduce-scatter, R x in x E bytes; one more
                                                                 all-gather of these unless ``keeps_gathered``
     ===================  =====================================  =============================================
 
-    The gradient of the weight is computed beside the all-reduce. With ``sequence_dim`` the input is this rank's part
-    (..., sequence / N, ..., in), and its gradient too; R counts the rows of all ranks. In training, random numbers
-    differ between ranks from this layer to the next row layer, or to :func:`split_cross_entropy`.
+    The gradient of the weight is computed beside the all-reduce. The output is a :class:`.SplitTensor` of the shape
+    (..., out). A rank holds (..., sequence / N, ..., in) of a part of a sequence; R counts the rows of all ranks.
 
     A fused projection of queries, keys and values is one layer with ``sections`` and with the size of a head as
     ``unit``: each rank has the queries, keys and values of its heads. Separate projections are three layers with that
     ``unit``.
 
-    Initialised as ``nn.Linear`` is from the same seed. After Shoeybi et al., Megatron-LM (2019), section 3; with
-    ``sequence_dim`` after Korthikanti et al. (2022), section 4.2.2.
+    Initialised as ``nn.Linear`` is from the same seed. After Shoeybi et al., Megatron-LM (2019), section 3; parts of
+    sequences after Korthikanti et al. (2022), section 4.2.2.
 
     Args:
         in_features, out_features, bias, device, dtype: those of the whole layer.
@@ -221,10 +215,7 @@ class ColumnSplitLinear(_ColumnSplit, nn.Linear):
             example, in a fused projection. One by default.
         unit: outputs that stay on one rank, of a head for example; or one number for each section.
         gather_output: every rank gets all outputs, (..., out), by one all-gather in forward.
-        sequence_dim: the dimension of the input that is split over the ranks.
-        sequence_length: of the whole input, needed where N does not divide it; by default N times that of this rank's
-            part.
-        keeps_gathered: with ``sequence_dim``, keep the gathered input for backward instead of gathering it again.
+        keeps_gathered: of a part of a sequence, keep the gathered input for backward instead of gathering it again.
         name: in the meter.
     """
 
@@ -238,15 +229,13 @@ class ColumnSplitLinear(_ColumnSplit, nn.Linear):
         sections: Sequence[int] = (),
         unit: int | Sequence[int] = 1,
         gather_output: bool = False,
-        sequence_dim: int | None = None,
-        sequence_length: int | None = None,
         keeps_gathered: bool = True,
         name: str = "",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.sequence_dim, self.sequence_length, self.keeps_gathered = sequence_dim, sequence_length, keeps_gathered
+        self.keeps_gathered = keeps_gathered
         self._become(group, sections=sections, unit=unit, gather_output=gather_output, name=name)
 
     @classmethod
@@ -279,14 +268,15 @@ class RowSplitLinear(_RowSplit, nn.Linear):
     Communication, where the output has R rows of E bytes an element:
 
     ===================  =====================================  =============================================
-    option               in forward                             in backward
+    input and option     in forward                             in backward
     ===================  =====================================  =============================================
-    none                 all-reduce, R x out x E bytes          nothing
-    ``split_input``      all-reduce, R x out x E bytes          all-gather, R x in x E bytes
+    part                 all-reduce, R x out x E bytes          nothing
+    whole                all-reduce, R x out x E bytes          all-gather, R x in x E bytes
     ``sequence_dim``     reduce-scatter, R x out x E bytes      all-gather, R x out x E bytes
     ===================  =====================================  =============================================
 
-    With ``sequence_dim`` the output is this rank's part (..., sequence / N, ..., out), and its gradient too; R counts
+    The input is the :class:`.SplitTensor` of a column layer; of a whole one each rank takes its part. With
+    ``sequence_dim`` the output is split along that dimension, and a rank holds (..., sequence / N, ..., out); R counts
     the rows of all ranks. The gradient of the bias is summed over all of them.
 
     Initialised as ``nn.Linear`` is from the same seed. After Shoeybi et al., Megatron-LM (2019), section 3; with
@@ -296,7 +286,6 @@ class RowSplitLinear(_RowSplit, nn.Linear):
         in_features, out_features, bias, device, dtype: those of the whole layer.
         group: the ranks.
         unit: inputs that stay on one rank, of a head for example.
-        split_input: the input is whole, (..., in), and each rank takes its part.
         sequence_dim: the dimension along which the output is split over the ranks.
         name: in the meter.
     """
@@ -309,7 +298,6 @@ class RowSplitLinear(_RowSplit, nn.Linear):
         *,
         group: TensorGroup,
         unit: int = 1,
-        split_input: bool = False,
         sequence_dim: int | None = None,
         name: str = "",
         device: torch.device | str | None = None,
@@ -317,7 +305,7 @@ class RowSplitLinear(_RowSplit, nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.sequence_dim = sequence_dim
-        self._become(group, unit=unit, split_input=split_input, name=name)
+        self._become(group, unit=unit, name=name)
 
     @classmethod
     def of(cls, linear: nn.Module, group: TensorGroup, **options: Any) -> _RowSplit:
@@ -326,7 +314,7 @@ class RowSplitLinear(_RowSplit, nn.Linear):
         Args:
             linear: an ``nn.Linear``, or a Conv1D of transformers.
             group: the ranks.
-            options: ``unit``, ``split_input`` and ``name``, as for the class.
+            options: ``unit`` and ``name``, as for the class.
 
         Raises:
             ValueError: it is another module, or the unit does not fit.
@@ -356,7 +344,7 @@ class VocabSplitEmbedding(_Split, nn.Embedding):
     ``sequence_dim``     reduce-scatter, R x dim x E bytes      all-gather, R x dim x E bytes
     ===================  =====================================  =============================================
 
-    With ``sequence_dim`` the input is whole, and the output is this rank's part of it along that dimension.
+    With ``sequence_dim`` the input is whole, and the output is a :class:`.SplitTensor` along that dimension.
 
     Initialised as ``nn.Embedding`` is from the same seed. After Shoeybi et al., Megatron-LM (2019), section 3.
 
@@ -403,39 +391,42 @@ class VocabSplitEmbedding(_Split, nn.Embedding):
     def _become(self, group: TensorGroup, *, name: str = "") -> None:
         self._joins(group, name)
         self.split = ParameterSplit.even(self.num_embeddings, group.size)
-        cut(self.weight, self.split, group.rank)
+        self._cut(self.weight, self.split)
 
     @override
-    def forward(self, input: Tensor) -> Tensor:
-        ((start, stop),) = self.split.ranges[self.group.rank]
+    def forward(self, input: Tensor) -> Any:
+        input = whole(input)
+        start, stop = self.split.bounds(self.group.rank)
         # What is no row at all stays with the first or the last rank, where looking it up raises.
         elsewhere = (input < start) & (start > 0) | (input >= stop) & (stop < self.num_embeddings)
         padding = None
         if self.padding_idx is not None and start <= self.padding_idx < stop:
             padding = self.padding_idx - start
-        weight = self._own("weight")
+        weight = local(self.weight)
         if stop == start:
             rows = weight.sum(0).expand(*input.shape, -1)  # zeros, through which gradients can flow
         else:
             rows = F.embedding((input - start).masked_fill(elsewhere, 0), weight, padding)
             rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         output: Tensor = _Sum.apply(rows, self)  # type: ignore[no-untyped-call]
-        return output
+        return _part_of_sequence(output, rows, self)
 
 
 def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, layer: Any, *, sums: bool = True) -> Tensor:
     """``F.linear`` with this rank's rows of a weight (out / N, in); the gradient of the input is summed over the ranks.
 
     Args:
-        input: (..., in), the same on every rank, or a part of it where the layer has a ``sequence_dim``.
+        input: (..., in), the same on every rank, or a part of a sequence.
         weight: (out / N, in).
         bias: (out / N), or None.
-        layer: has the group, ``meter_name``, ``sequence_dim`` and ``keeps_gathered``.
+        layer: has the group, ``meter_name`` and ``keeps_gathered``.
         sums: the gradient of the input is summed over the ranks here, and not where the input has entered the block.
     """
+    sequence = sequence_of(input)
+    input = whole(input) if sequence is None else local(input)
     part = getattr(input, "sequence_part", None)
     input, weight, bias = cast(input, weight, bias)
-    output: Tensor = _ColumnLinear.apply(input, weight, bias, layer, sums, part)  # type: ignore[no-untyped-call]
+    output: Tensor = _ColumnLinear.apply(input, weight, bias, layer, sums, part, sequence)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -482,7 +473,7 @@ def gather_last(tensor: Tensor, group: TensorGroup, split: ParameterSplit, name:
         split: of the last dimension, ``layer.split`` of a :class:`ColumnSplitLinear` for example.
         name: in the meter.
     """
-    return whole_of(tensor, _along_last(split), group, name).contiguous()
+    return whole_of(local(tensor), _along_last(split), group, name).contiguous()
 
 
 def split_last(tensor: Tensor, group: TensorGroup, split: ParameterSplit, name: str) -> Tensor:
@@ -504,17 +495,16 @@ def split_last(tensor: Tensor, group: TensorGroup, split: ParameterSplit, name: 
         split: of the last dimension, ``layer.split`` of a :class:`RowSplitLinear` for example.
         name: in the meter.
     """
-    part: Tensor = _SplitLast.apply(tensor, group, split, name)  # type: ignore[no-untyped-call]
-    return part
+    return own_of(tensor, _along_last(split), group, name)
 
 
-def gather_sequence(tensor: Tensor, group: TensorGroup, dim: int, length: int, name: str) -> Tensor:
-    """The whole sequence of the parts that ranks have.
+def gather_sequence(part: SplitTensor, name: str = "") -> Tensor:
+    """The whole sequence of a part along it.
 
     =======  ======================  ================================================
     N ranks  shape on each rank      in backward
     =======  ======================  ================================================
-    tensor   (..., length / N, ...)  gradient (..., length / N, ...), this rank's own
+    part     (..., length / N, ...)  gradient (..., length / N, ...), this rank's own
     output   (..., length, ...)      gradient (..., length, ...), the same on all
     =======  ======================  ================================================
 
@@ -523,18 +513,15 @@ def gather_sequence(tensor: Tensor, group: TensorGroup, dim: int, length: int, n
     (2022), section 4.2.2.
 
     Args:
-        tensor: this rank's part; the first ranks have one entry more where N does not divide the length.
-        group: the ranks.
-        dim: the dimension of the sequence.
-        length: of the whole sequence.
-        name: in the meter.
+        part: of :func:`split_sequence`, or what was computed of one.
+        name: in the meter; by default that of the layer that has made the part.
     """
-    whole: Tensor = _GatherSequence.apply(tensor, group, dim, length, name)  # type: ignore[no-untyped-call]
-    return whole
+    split, group, layer = part.placed
+    return whole_of(local(part), split, group, name or layer).contiguous()
 
 
-def split_sequence(tensor: Tensor, group: TensorGroup, dim: int, name: str) -> Tensor:
-    """This rank's part of a sequence that all ranks have.
+def split_sequence(tensor: Tensor, group: TensorGroup, dim: int, name: str) -> Any:
+    """A :class:`.SplitTensor` along the sequence of a tensor that all ranks have.
 
     =======  ===================================  ================================================
     N ranks  shape on each rank                   in backward
@@ -543,9 +530,8 @@ def split_sequence(tensor: Tensor, group: TensorGroup, dim: int, name: str) -> T
     output   (..., length / N, ...)               gradient (..., length / N, ...), this rank's own
     =======  ===================================  ================================================
 
-    Communication: nothing in forward, one all-gather of the tensor's bytes in backward. A parameter that is used with
-    the part, of a norm for example, gets a part of its gradient on each rank: sum it over the ranks. After
-    Korthikanti et al. (2022), section 4.2.2.
+    Communication: nothing in forward, one all-gather of the tensor's bytes in backward. After Korthikanti et al.
+    (2022), section 4.2.2.
 
     Args:
         tensor: the same on every rank.
@@ -553,8 +539,8 @@ def split_sequence(tensor: Tensor, group: TensorGroup, dim: int, name: str) -> T
         dim: the dimension of the sequence.
         name: in the meter.
     """
-    part: Tensor = _SplitSequence.apply(tensor, group, dim, name)  # type: ignore[no-untyped-call]
-    return part
+    placed = sequence_placement(dim, tensor.shape[dim], group, name)
+    return SplitTensor.of(own_of(tensor, placed.split, group, name), placed)
 
 
 class _ColumnLinear(Function):
@@ -563,44 +549,43 @@ class _ColumnLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: Any, sums: bool, part: Any
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: Any, sums: bool, part: Any, sequence: Any
     ) -> Tensor:
-        ctx.layer, ctx.sums, ctx.part, dim = layer, sums, None, layer.sequence_dim
-        whole = input
+        ctx.layer, ctx.sums, ctx.part, ctx.sequence = layer, sums, None, sequence
+        gathered = input
         if part is not None:  # gathered where it has entered the block
             ctx.part = part.dim, part.bounds
             ctx.save_for_backward(part.tensor, weight.detach())
             return F.linear(input, weight, bias)
-        if dim is not None:
-            ctx.bounds = layer.group.bounds(layer.sequence_length or input.shape[dim] * layer.group.size)
-            whole = layer.group.all_gather(input, dim, ctx.bounds, layer.meter_name)
-        ctx.save_for_backward(whole if layer.keeps_gathered else input, weight.detach())
-        return F.linear(whole, weight, bias)
+        if sequence is not None:
+            gathered = layer.group.all_gather(input, *sequence, layer.meter_name)
+        ctx.save_for_backward(gathered if layer.keeps_gathered else input, weight.detach())
+        return F.linear(gathered, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         input, weight = ctx.saved_tensors
         layer = ctx.layer
-        group, dim, name = layer.group, layer.sequence_dim, layer.meter_name
+        group, sequence, name = layer.group, ctx.sequence, layer.meter_name
         rows = _rows(gradient)
         of_input = pending = of_weight = None
         if ctx.needs_input_grad[0]:
             of_input = (rows @ weight).view(*gradient.shape[:-1], weight.shape[1])
-            if dim is None and ctx.sums:
+            if sequence is None and ctx.sums:
                 pending = group.begin_all_reduce(of_input, name)
         if ctx.needs_input_grad[1]:
             if ctx.part is not None:
                 input = group.all_gather(input, *ctx.part, name)
-            elif dim is not None and not layer.keeps_gathered:
-                input = group.all_gather(input, dim, ctx.bounds, name)
+            elif sequence is not None and not layer.keeps_gathered:
+                input = group.all_gather(input, *sequence, name)
             of_weight = rows.t() @ _rows(input)
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         if pending is not None:
             of_input = pending.finish()
-        elif of_input is not None and dim is not None:
-            of_input = group.reduce_scatter(of_input, dim, ctx.bounds, name)
-        return of_input, of_weight, of_bias, None, None, None
+        elif of_input is not None and sequence is not None:
+            of_input = group.reduce_scatter(of_input, *sequence, name)
+        return of_input, of_weight, of_bias, None, None, None, None
 
 
 class _RowLinear(Function):
@@ -646,42 +631,6 @@ class _Summed(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return gradient, None, None
-
-
-class _SplitLast(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, split: ParameterSplit, name: str) -> Tensor:
-        ctx.group, ctx.split, ctx.layer_name = group, split, name
-        return _along_last(split).part(tensor, group.rank)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _along_last(ctx.split).gather(gradient, ctx.group, ctx.layer_name).contiguous(), None, None, None
-
-
-class _GatherSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int, length: int, name: str) -> Tensor:
-        ctx.bounds, ctx.rank, ctx.dim = group.bounds(length), group.rank, dim
-        return group.all_gather(tensor, dim, ctx.bounds, name).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        start, stop = ctx.bounds[ctx.rank]
-        return gradient.narrow(ctx.dim, start, stop - start), None, None, None, None
-
-
-class _SplitSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup, dim: int, name: str) -> Tensor:
-        ctx.group, ctx.dim, ctx.layer_name = group, dim, name
-        ctx.bounds = group.bounds(tensor.shape[dim])
-        start, stop = ctx.bounds[group.rank]
-        return tensor.narrow(dim, start, stop - start).clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return ctx.group.all_gather(gradient, ctx.dim, ctx.bounds, ctx.layer_name).contiguous(), None, None, None
 
 
 def _joined(partial: Tensor, layer: Any) -> Tensor:

@@ -65,7 +65,7 @@ class ParameterSplit:
             for rank, (a, b) in enumerate(chunk_bounds(length // each, num_ranks)):
                 ranges[rank].append((start + a * each, start + b * each))
             start += length
-        return cls(dim, tuple(map(tuple, ranges)))
+        return cls(dim, tuple(map(_merged, ranges)))
 
     @property
     def whole_size(self) -> int:
@@ -78,13 +78,18 @@ class ParameterSplit:
         shape[self.dim] = self.whole_size
         return shape
 
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """First and one-past-last entry of a rank that has one range, or none."""
+        ((start, stop),) = self.ranges[rank] or ((0, 0),)
+        return start, stop
+
     def size(self, rank: int) -> int:
         """Entries of a rank's part along the dimension."""
         return sum(stop - start for start, stop in self.ranges[rank])
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
         """A copy of a rank's part of a whole tensor, which may have more dimensions behind."""
-        pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]]
+        pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank] or ((0, 0),)]
         return torch.cat(pieces, self.dim)
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
@@ -138,6 +143,17 @@ def forget_split(parameter: Tensor) -> None:
     """The parameter is whole again."""
     if split_of(parameter) is not None:
         delattr(parameter, _ATTRIBUTE)
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The same entries, in as few ranges as can be."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if merged and merged[-1][1] == start:
+            start = merged.pop()[0]
+        if start < stop:
+            merged.append((start, stop))
+    return tuple(merged)
 
 
 def _offsets(ranges: Sequence[tuple[int, int]]) -> list[int]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +22,12 @@ from lightning_multigpu.communication.ring import chunk_bounds
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.engine.tensor_split.random_regions import RandomRegions
 
 _BESIDE_FROM_BYTES = 1 << 20
 """Smaller tensors are reduced at once: to hand one to the thread costs more than it hides."""
+
+_LARGEST_SEED = 2**62
+_READ_TIMEOUT_S = 60
 
 Bounds = Sequence[tuple[int, int]]
 """First and one-past-last index of each rank's part, one after the other."""
@@ -82,23 +86,30 @@ class TensorGroup:
         group: the ranks.
         meter: counts every transfer, under the name of the layer.
         shared_memory: reduce CPU tensors through shared memory where the ranks can share it.
+        readers: the same ranks over Gloo; for :meth:`agree_on_read`.
 
     Attributes:
         rank: of this process in the group.
         size: the number of ranks.
-        random: the random numbers between layers that split activations and those that join them.
-        sequence_random: those in layers between whose blocks activations are split along the sequence.
-        reads: within a step, the :class:`.StepReads` to which split layers report what other code gets; else None.
+        on_gather: called with the layer's name and the operation that needs the whole of a :class:`.SplitTensor`.
+        shows_parts: parameters of split layers read as this rank's part, and not as whole ones; see :meth:`showing`.
         observer: called with the operation, the layer's name and the bytes of each collective that begins.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, meter: Meter | None = None, shared_memory: bool = True) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        meter: Meter | None = None,
+        shared_memory: bool = True,
+        readers: dist.ProcessGroup | None = None,
+    ) -> None:
         self.group = group
+        self._readers = readers
+        self.shows_parts = True
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.random = RandomRegions(self.rank)
-        self.sequence_random = RandomRegions(self.rank)
-        self.reads: Any = None
+        self.on_gather: Callable[[str, str], object] = lambda layer, operation: None
         self.observer: Callable[[str, str, int], object] | None = None
         self._is_nccl = dist.get_backend(group) == "nccl"
         self._meter = meter or Meter()
@@ -123,6 +134,55 @@ class TensorGroup:
             yield
         finally:
             self._is_alone = False
+
+    @contextlib.contextmanager
+    def showing(self, *, parts: bool) -> Iterator[None]:
+        """Within the block parameters of split layers read as this rank's part, or as the whole ones."""
+        before, self.shows_parts = self.shows_parts, parts
+        try:
+            yield
+        finally:
+            self.shows_parts = before
+
+    def agree_on_read(self, what: str) -> None:
+        """Waits until all ranks come to the same read of a whole tensor; does nothing without ``readers``.
+
+        Raises:
+            RuntimeError: the other ranks do not come to it within 60 s: they run other code.
+        """
+        if self._readers is None or self._is_alone:
+            return
+        own = torch.tensor([zlib.crc32(what.encode())])
+        told = [torch.zeros_like(own) for _ in range(self.size)]
+        try:
+            dist.all_gather(told, own, group=self._readers, async_op=True).wait(timedelta(seconds=_READ_TIMEOUT_S))
+            if all(torch.equal(own, each) for each in told):
+                return
+            problem = "another rank reads something else"
+        except RuntimeError:
+            problem = f"the other ranks have not come to it within {_READ_TIMEOUT_S} s"
+        raise RuntimeError(
+            f"{what}, which are split over the ranks, are gathered, and {problem}: all ranks of a tensor group have to "
+            "run this code, also where rank 0 alone uses the result"
+        )
+
+    @contextlib.contextmanager
+    def own_random(self, device: torch.device) -> Iterator[None]:
+        """Within the block random numbers differ between ranks: for parts of tensors.
+
+        They follow from those outside of it, so that an activation checkpoint draws the same again.
+        """
+        seed = int(torch.randint(_LARGEST_SEED, ())) + 1 + self.rank  # the same on all ranks, but for the rank
+        states = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        torch.default_generator.manual_seed(seed)
+        if states[1] is not None:
+            torch.cuda.manual_seed(seed)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(states[0])
+            if states[1] is not None:
+                torch.cuda.set_rng_state(states[1], device)
 
     def bounds(self, size: int) -> list[tuple[int, int]]:
         """Each rank's part of ``size`` units, as even as can be: the first ranks have one more."""

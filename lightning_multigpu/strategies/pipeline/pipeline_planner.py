@@ -76,9 +76,6 @@ class FirstBatchStrategy(Strategy):
         self._visit(self, batch, others)
         raise EndOfRun
 
-    def begin_step(self) -> None:
-        """Begins a step of the module."""
-
     def agreed(self, is_enough: bool) -> bool:
         """Whether any rank that measures the same passes True; a collective of these."""
         return is_enough
@@ -96,14 +93,8 @@ class FirstBatchInGroup(FirstBatchStrategy, TensorSplitStrategy):
         assert self._tensor is not None
         self._layers = layers_within(chain, self._module, self._tensor, self._plan, self._sequence_split)
         self._decide(micro_batch, *others)
-        self._layers.close()  # a pipeline sums the gradients of whole parameters once a batch
         assert self._split_plan is not None
         return summary(self._split_plan)
-
-    @override
-    def begin_step(self) -> None:
-        assert self._layers is not None
-        self._layers.begin_step()
 
     @override
     def agreed(self, is_enough: bool) -> bool:
@@ -430,7 +421,6 @@ class Measurement:
         agreed: Callable[[bool], bool] = bool,
     ) -> None:
         assert one.lightning_module is not None
-        self._begin_step = one.begin_step
         self._module, self._plugin = one.lightning_module, one.precision_plugin
         self._args = (micro_batch, *others)
         self._chain = chain
@@ -464,7 +454,6 @@ class Measurement:
         self.rounds.append([found.get(part, PartCost()) for part in range(len(self._chain) + 2)])
 
     def _step(self) -> Any:
-        self._begin_step()
         return unlogged_loss(self._plugin, self._module, lambda: self._module.training_step(*self._args))
 
     @contextmanager

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -52,10 +52,21 @@ from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.stage_agreement import StageAgreement
 from lightning_multigpu.strategies.pipeline.step_checks import check_gradients, check_kept_state, check_losses
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
-from lightning_multigpu.strategies.steps.dry_run import trial_precisions, unlogged_loss, without_trace
+from lightning_multigpu.strategies.steps.dry_run import unlogged_loss, without_trace
 from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined, uncounted_logs
 
 _SEED_BITS = 2**62 - 1
+
+
+def _on_parts(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Within the method, but for the user's steps, parameters of split layers read as this rank's part."""
+
+    @wraps(method)
+    def on_parts(self: RunningPipeline, *args: Any, **kwargs: Any) -> Any:
+        with self._showing(parts=True):
+            return method(self, *args, **kwargs)
+
+    return on_parts
 
 
 class RunningPipeline:
@@ -140,7 +151,6 @@ class RunningPipeline:
             recompute=self._recompute,
             recorder=recorder or self._recorder,
             enter=self._kept.enter,
-            begin_part=(lambda part: None) if self._tensor_axis is None else self._tensor_axis.begin_part,
         )
 
     # Training
@@ -152,6 +162,7 @@ class RunningPipeline:
             return True, batch
         return False, model.stages.broadcast_object(batch, model.group.ranks[-1])
 
+    @_on_parts
     def train(self, batch: Any, others: Sequence[Any], *, multiplier: float, accumulating: bool) -> dict[str, Any]:
         """Forward and backward of a batch; a collective of the world. The step's logs are logged once, on every stage.
 
@@ -265,8 +276,6 @@ class RunningPipeline:
 
     def _reduce_gradients(self) -> None:
         """Averages gradients of unshared parameters first: later stages do so while earlier ones still run backward."""
-        if self._tensor_axis is not None:
-            self._tensor_axis.sum_gradients()
         ownership = self.model.ownership
         common = ownership.common()
         shared = {id(holding.tensor) for holding in common}
@@ -281,15 +290,16 @@ class RunningPipeline:
         if self._data_axis is not None:
             self._data_axis.share_buffers(self.model.ownership.buffers())
 
+    def _showing(self, *, parts: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self._tensor_axis is None else self._tensor_axis.group.showing(parts=parts)
+
     def _call(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a step of the module."""
         self.in_step = True
-        if self._tensor_axis is not None:
-            self._tensor_axis.begin_step()
         try:
             if hook == "training_step":  # its part was cut along dimension 0
                 args = (moved(args[0], 0, self._options.batch_dim), *args[1:])
-            with self.outputs.noting():
+            with self.outputs.noting(), self._showing(parts=False):
                 output = getattr(self.model.module, hook)(*args, **kwargs)
                 return output if self._tensor_axis is None else self._tensor_axis.whole_outputs(output)
         finally:
@@ -310,7 +320,6 @@ class RunningPipeline:
                 lambda: unlogged_loss(
                     self._plugin, self.model.module, lambda: self._call("training_step", cloned(part), *others)
                 ),
-                trial_precisions(self.model.module, self._plugin, (part, *others)),
                 self._world,
             )
         with self._plugin.train_step_context():
@@ -488,6 +497,7 @@ class RunningPipeline:
 
     # Evaluation
 
+    @_on_parts
     def evaluate(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Runs ``validation_step``, ``test_step`` or ``predict_step`` on a whole batch.
 

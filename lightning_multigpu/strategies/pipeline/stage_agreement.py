@@ -15,7 +15,6 @@ from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.engine.pipeline.stages.gradients import RemoteGradients, StageSums
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from lightning_multigpu.engine.tensor_split.whole_reads import WholeReads
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.steps.hook_detection import has_hook
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
@@ -55,12 +54,12 @@ class StageAgreement:
         """Within the block the gradients are those of one device, if the user's code has one of the hooks.
 
         Parameters of other stages have gradients too, and split ones are whole: see :class:`.RemoteGradient` and
-        :class:`.WholeReads`.
+        :class:`.SplitParameter`.
         """
         if not any(has_hook(hook, self._module) for hook in hooks):
             yield
             return
-        with self._gradients.shown(), nullcontext() if self._tensor is None else WholeReads(self._tensor):
+        with self._gradients.shown(), nullcontext() if self._tensor is None else self._tensor.showing(parts=False):
             yield
 
     def _owned(self, held: Sequence[Tensor]) -> list[Tensor]:

@@ -10,8 +10,7 @@ The layers are split on the first batch, on the whole module, before its stages 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +18,13 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.communication.tensors import alike, apply_flat
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.placeholder import Placeholder, exchange
 from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
-from lightning_multigpu.engine.tensor_split.split_logits import SplitLogits
+from lightning_multigpu.engine.tensor_split.parts import whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.split_plan import SplitPlan
@@ -63,11 +61,11 @@ class TensorAxis:
         self.group = group
         self.peers = peers
         self._model = model
+        model.chain.tensor_group = group
+        group.shows_parts = model.group.num_ranks > 1  # stages move parameters outside of steps, too
         self._on_split = on_split
         self.layers = layers_within(model.chain, model.module, group, plan, sequence_split)
         self.plan: SplitPlan | None = None
-        self._inside: frozenset[int] = frozenset()
-        self._summed: list[str] = []
         held = [*model.ownership.held(), *model.ownership.buffers()]
         peers.broadcast_tensors([tensor.detach() for tensor in held], src=peers.first_rank)
 
@@ -79,14 +77,12 @@ class TensorAxis:
     def split(
         self,
         step: Callable[[], Any],
-        precisions: Sequence[Callable[[], AbstractContextManager[float]]],
         world: MeteredGroup,
     ) -> None:
         """Splits the module by its first training batch, and prints the split; a collective of all ranks.
 
         Args:
             step: runs the training step and returns its loss.
-            precisions: as in :class:`.Trials`.
             world: all ranks, of all pipelines.
 
         Raises:
@@ -103,9 +99,7 @@ class TensorAxis:
                 module.trainer.optimizers,
                 traceless=lambda: without_trace(module),
                 gather=world.gather_objects,
-                precisions=precisions,
             )
-            self._summed = self.layers.close()  # a hook does not move to another stage with its parameter
             gc.collect()  # reference cycles hold autograd graphs, and these hold parameters
             model.ownership.drop()
             held = world.gather_objects(held_bytes(model.ownership.held(), module.trainer.optimizers))
@@ -113,48 +107,10 @@ class TensorAxis:
         rank_zero_info(summary(plan))
         if self._on_split is not None:
             self._on_split(plan)
-        self._inside = frozenset(self._parts_inside())
-
-    # During a step
-
-    def begin_step(self) -> None:
-        """Begins a step of the module, with whole activations."""
-        self.layers.begin_step()
-
-    def begin_part(self, part: int | None) -> None:
-        """Makes random numbers differ between the ranks in parts of a step that begin between split layers.
-
-        Args:
-            part: as in :class:`.PipelineRunner`, which has just set the same random state on all ranks.
-        """
-        inside = part in self._inside and self._model.module.training
-        self.group.random.restart(self._model.device, inside=inside)
-
-    def sum_gradients(self) -> None:
-        """Sums the gradients of whole parameters within blocks: each rank has computed a part of them.
-
-        Call it when the gradients of all micro-batches are complete; a collective of the group. Parameters without a
-        gradient on any rank keep none.
-        """
-        if not self._summed:
-            return
-        held = {holding.name: holding.tensor for holding in self._model.ownership.holdings}
-        own = [held[name] for name in self._summed if held[name].requires_grad]
-        trained = [parameter for parameter in own if not isinstance(parameter, Placeholder)]
-        if not trained:
-            return
-        has = torch.tensor([float(p.grad is not None) for p in trained], device=self._model.group.device)
-        gradients = []
-        for parameter, count in zip(trained, self.group.all_reduce(has, "agreement").tolist(), strict=True):
-            if count:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                gradients.append(parameter.grad)
-        for bucket in alike(gradients):
-            apply_flat(lambda flat: self.group.all_reduce(flat, "gradients of whole layers"), bucket)
 
     def whole_outputs(self, outputs: Any) -> Any:
-        """Outputs of a step with gathered logits."""
-        return tree_map_only(SplitLogits, torch.clone, outputs) if self.is_split else outputs
+        """Outputs of a step, in which parts are gathered."""
+        return tree_map(whole, outputs)
 
     def gather(self, value: Any) -> list[Any]:
         """The picklable objects of all ranks of the pipeline and its tensor groups; a collective of these."""
@@ -182,25 +138,7 @@ class TensorAxis:
 
     def close(self) -> None:
         """Ends the group's thread and releases shared memory."""
-        self.layers.close()
         self.group.close()
-
-    # Layers of the pipeline
-
-    def _parts_inside(self) -> set[int]:
-        """The parts of a step that begin between a layer that splits activations and the one that joins them."""
-        indices, module = _indices(self._model.chain), self._model.module
-        num_parts, inside = len(self._model.chain) + 2, set[int]()
-        begun, is_open = 0, False  # the newest part that has begun; whether activations are split in it
-        for name, role in self.layers.roles():
-            index = indices.get(module.get_submodule(name))
-            part = 1 + index if index is not None else 0 if begun == 0 else num_parts - 1
-            if is_open:
-                inside.update(range(begun + 1, part + 1))
-            begun, is_open = max(begun, part), role == "column"
-        if is_open:
-            inside.update(range(begun + 1, num_parts))
-        return inside
 
 
 def layers_within(
@@ -215,21 +153,10 @@ def layers_within(
         plan, sequence_split: as in :class:`.TensorSplitStrategy`.
     """
 
-    def is_followed(name: str) -> bool:
-        """Whether a split layer is in a layer of the pipeline that is not the last one."""
-        index = _indices(chain).get(module.get_submodule(name))
-        return index is not None and index < len(chain) - 1
-
     def keeps_whole(name: str) -> str | None:
         """Why a list that contains the pipeline's layers does not split activations along the sequence."""
         if not chain.layers or not chain.name.startswith(f"{name}."):
             return None
         return f"the layers of the pipeline, {chain.name}, are inside of one of its layers"
 
-    return SplitLayers(module, group, plan, gathers=is_followed, keeps_whole=keeps_whole, sequence_split=sequence_split)
-
-
-def _indices(chain: Chain) -> dict[Module, int]:
-    """The index of its layer for each module within the pipeline's layers."""
-    layers = [*enumerate(chain.layers)]
-    return {part: index for index, layer in reversed(layers) for part in layer.modules()}
+    return SplitLayers(module, group, plan, keeps_whole=keeps_whole, sequence_split=sequence_split)

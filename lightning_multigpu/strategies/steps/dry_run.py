@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins import Precision
 
 from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
-from lightning_multigpu.engine.batch_size import tensors_in
 from lightning_multigpu.engine.gradient_check import gradient_tolerance
 from lightning_multigpu.engine.step_state import preserved_state
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-
-_MULTIPLYING: tuple[Any, ...] = (
-    *(torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn),  # type: ignore[attr-defined]
-    *(torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn),  # type: ignore[attr-defined]
-)
-"""The back ends that may multiply float32 numbers with fewer bits."""
 
 QUIET_SETTINGS: dict[str, Any] = {
     "logger": False,
@@ -69,45 +62,6 @@ def unlogged_loss(plugin: Precision, module: pl.LightningModule, call: Callable[
     finally:
         object.__delattr__(module, "log")
     return output.get("loss") if isinstance(output, Mapping) else output
-
-
-def trial_precisions(
-    module: pl.LightningModule, plugin: Precision, batch: Any
-) -> Sequence[Callable[[], AbstractContextManager[float]]]:
-    """Two blocks for a step on ``batch``: one computes in float32, one as in training.
-
-    Each yields the relative difference of two gradients that rounding explains.
-    """
-    return (
-        lambda: _in_float32(module, plugin, batch),
-        lambda: nullcontext(gradient_rtol(module, module.device)),
-    )
-
-
-@contextmanager
-def _in_float32(module: pl.LightningModule, plugin: Precision, batch: Any) -> Iterator[float]:
-    """Within the block 16-bit parameters, buffers and batches are float32, without casts and without TF32."""
-    tensors = [*module.parameters(), *module.buffers()]
-    tensors += tensors_in(batch)
-    halves = [(tensor, tensor.dtype) for tensor in tensors if tensor.dtype in (torch.float16, torch.bfloat16)]
-    settings = [(backend, backend.fp32_precision) for backend in _MULTIPLYING]
-    casts = isinstance(plugin, MixedPrecision | HalfPrecision)
-    try:
-        for backend in _MULTIPLYING:
-            backend.fp32_precision = "ieee"
-        for tensor, _ in halves:
-            tensor.data = tensor.data.float()
-        if casts:
-            vars(plugin)["forward_context"] = nullcontext
-        dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
-        dtypes |= set() if casts else precision_dtypes(module)
-        yield max((gradient_tolerance(dtype, "cpu") for dtype in dtypes), default=0.0)
-    finally:
-        vars(plugin).pop("forward_context", None)
-        for tensor, dtype in halves:
-            tensor.data = tensor.data.to(dtype)
-        for backend, setting in settings:
-            backend.fp32_precision = setting
 
 
 def gradient_rtol(module: pl.LightningModule, device: torch.device) -> float:

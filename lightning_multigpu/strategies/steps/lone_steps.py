@@ -33,13 +33,11 @@ from lightning_multigpu.communication.metering.clocks import CoreWait, clock_of
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.tensor_split.blocks import Applied, find_blocks, find_pairs, order_of_calls
-from lightning_multigpu.engine.tensor_split.random_regions import RandomRegions
 from lightning_multigpu.engine.tensor_split.tensor_group import Bounds, TensorGroup
 from lightning_multigpu.engine.training_memory import SavedActivations, held_bytes
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.model_profile import Phases
 from lightning_multigpu.strategies.steps.dry_run import QUIET_SETTINGS, without_trace
-from lightning_multigpu.strategies.tensor_parallel.split_layers import SplitLayers
 
 _FEWEST_STEPS = 6
 _WARM_UP = 2
@@ -87,8 +85,8 @@ class LoneTensorGroup(TensorGroup):
 
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
-        self.random, self.sequence_random = RandomRegions(0), RandomRegions(0)
-        self.reads, self.observer = None, None
+        self.on_gather = lambda layer, operation: None
+        self.observer, self._readers, self.shows_parts = None, None, False
         self._meter, self._shared, self._thread = Meter(), None, None
         self._is_nccl, self._is_alone = False, True
         self.sent: list[tuple[str, int]] = []
@@ -180,15 +178,15 @@ class LoneStepsStrategy(SingleDeviceStrategy):
 
 
 def _split(module: pl.LightningModule, group: LoneTensorGroup, step: Any) -> None:
-    """Splits the blocks in which a step runs; whether it computes the same is not compared, as other parts are missing.
+    """Splits the blocks in which a step computes on parts.
 
     Raises:
         LoneStepsError: no block can be split.
     """
-    layers = SplitLayers(module, group, "auto")
     with without_trace(module), order_of_calls(module) as called:
         step()
-    taken: set[str] = set()
+    taken, gathered = set[str](), set[str]()
+    group.on_gather = lambda layer, operation: gathered.add(layer)
     ways: dict[tuple[str, str], int] = {}
     for search in (find_blocks, find_pairs):
         for block in search(module, called):
@@ -199,14 +197,17 @@ def _split(module: pl.LightningModule, group: LoneTensorGroup, step: Any) -> Non
                 if ways.get(kind, number) != number:
                     continue
                 try:
-                    applied = Applied(module, block, way, group, layers._wrap_logits)
+                    applied = Applied(module, block, way, group)
                 except ValueError:
                     continue
                 if kind not in ways:  # blocks of a kind run alike
+                    gathered.clear()
                     try:
                         with without_trace(module):
                             step()
-                    except Exception:  # of the user's code, which reads a size that is now another
+                    except Exception:  # of the user's code
+                        gathered.update(block.roles)
+                    if gathered & block.roles.keys() and block.shape != "vocabulary":
                         applied.undo()
                         continue
                     ways[kind] = number

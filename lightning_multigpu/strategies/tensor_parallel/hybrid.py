@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport, compressor_of
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
+from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.planning.split_plan import SplitPlan
@@ -250,7 +252,8 @@ class HybridStrategy(StagedStrategy):
             return None
         assert self.groups is not None
         group = self.new_group("tensor")
-        layers = TensorGroup(group, meter=self.meter, shared_memory=self._transport.shared_memory)
+        shared_memory, readers = self._transport.shared_memory, self.new_group("tensor", backend="gloo")
+        layers = TensorGroup(group, meter=self.meter, shared_memory=shared_memory, readers=readers)
         self.groups.also_cut.append(layers.abort)
         self._axis = TensorAxis(
             model, layers, self.metered(group, "tensor"), self._plan, self._sequence_split, self.on_split
@@ -279,11 +282,8 @@ class HybridStrategy(StagedStrategy):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with nullcontext() if self._axis is None else self._axis.layers.stepping():
             return super().optimizer_step(*args, **kwargs)
-        finally:
-            if self._axis is not None:
-                self._axis.layers.state_reads.is_updating = False
 
     @override
     def _check_new(self, optimizers: Sequence[Optimizer]) -> None:
@@ -293,11 +293,11 @@ class HybridStrategy(StagedStrategy):
 
     @override
     def _shown_state(self, parameter: Tensor, state: Any) -> Any:
-        return state if self._axis is None else self._axis.layers.state_reads.state_of(parameter, state)
+        return state if self._axis is None else self._axis.layers.shown_state(parameter, state)
 
     @override
     def _taken_state(self, parameter: Tensor, state: Any) -> Any:
-        return state if self._axis is None else self._axis.layers.state_reads.own_state(parameter, state)
+        return state if self._axis is None else own_state(parameter, state)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -347,10 +347,6 @@ class HybridStrategy(StagedStrategy):
     def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
         state, axis = super()._whole_weights(state), self._gathering_axis
         return state if axis is None else axis.layers.whole_state_dict(state)
-
-    @override
-    def _own_weights(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        return state if self._axis is None else self._axis.layers.own_state_dict(state)
 
     @override
     def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:

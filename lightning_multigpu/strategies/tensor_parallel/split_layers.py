@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Literal, TypeVar
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -30,17 +32,19 @@ from lightning_multigpu.engine.tensor_split.blocks import (
     order_of_calls,
     planned_block,
 )
-from lightning_multigpu.engine.tensor_split.layers import gather_last, is_linear
+from lightning_multigpu.engine.tensor_split.layers import is_linear
+from lightning_multigpu.engine.tensor_split.optimizer_states import own_state, state_of
 from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
+from lightning_multigpu.engine.tensor_split.parts import forget_place, local, place, user_line
 from lightning_multigpu.engine.tensor_split.sequence_region import SequenceRegion
-from lightning_multigpu.engine.tensor_split.split_logits import LogitsLayout, SplitLogits
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import Left, Sent, Trials, split_blocks
-from lightning_multigpu.engine.tensor_split.whole_reads import StateReads, StepReads
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan, WholeBlocks
 from lightning_multigpu.strategies import option_checks
+
+M = TypeVar("M", bound=Callable[..., Any])
 
 Plan = Literal["auto"] | Mapping[str, str] | Callable[[str, Module], str | None]
 
@@ -50,12 +54,6 @@ _STYLES = ("column", "row", "vocab", "head")
 
 _SMALLEST_SHARE = 0.1
 """Of the parameters' bytes; "auto" refuses a module of which less would be split."""
-
-_ADVICE = (
-    "; write sizes of all heads and of one so that they follow from the layers' outputs: "
-    "q.view(B, T, self.num_heads, -1), y.reshape(B, T, -1)"
-)
-"""To who has written an attention that raises an error where a rank has some of the heads."""
 
 
 def check_plan(plan: Plan) -> None:
@@ -125,6 +123,17 @@ def plan_text(plan: Plan) -> Any:
     return plan if isinstance(plan, str | Mapping) else getattr(plan, "__qualname__", "function")
 
 
+def _of_parts(method: M) -> M:
+    """Within the method parameters of split layers read as this rank's part."""
+
+    @wraps(method)
+    def on_parts(self: SplitLayers, *args: Any, **kwargs: Any) -> Any:
+        with self._group.showing(parts=True):
+            return method(self, *args, **kwargs)
+
+    return on_parts  # type: ignore[return-value]
+
+
 class SplitLayers:
     """The layers of a module that are split over a tensor group, from the first batch to the end of a fit.
 
@@ -132,13 +141,10 @@ class SplitLayers:
         module: the whole module.
         group: the ranks that split layers.
         plan, sequence_split: as for :class:`.TensorSplitStrategy`.
-        gathers: returns whether the head with this name gathers its logits at once.
         keeps_whole: as for :class:`.Trials`.
 
     Attributes:
         split: the blocks that are split; None before :meth:`decide`.
-        reads: of parameters by a step's own code.
-        state_reads: of the optimizers' states by user code.
     """
 
     def __init__(
@@ -147,35 +153,25 @@ class SplitLayers:
         group: TensorGroup,
         plan: Plan,
         *,
-        gathers: Callable[[str], bool] = lambda name: False,
         keeps_whole: Callable[[str], str | None] = lambda name: None,
         sequence_split: SequenceSplit = False,
     ) -> None:
         self.split: list[tuple[Block, Applied]] | None = None
-        self.reads, self.state_reads = StepReads(group), StateReads(group)
         self._module = module
         self._group = group
         self._plan = plan
-        self._called: list[str] = []
-        self._gathers = gathers
         self._keeps_whole = keeps_whole
         self._sequence_split = sequence_split
         self._regions: list[SequenceRegion] = []
         self._copies: list[tuple[Module, RemovableHandle]] = []
-        self._gathered: dict[str, str] = {}
-        self._summed: dict[str, RemovableHandle] = {}
-
-    def close(self) -> list[str]:
-        """Removes the split's hooks, which sum gradients over the ranks; returns the names of the hooks' parameters.
-
-        These are whole parameters within split blocks: each rank computes a part of their gradients.
-        """
-        for hook in self._summed.values():
-            hook.remove()
-        return list(self._summed)
+        self._gathered: set[str] = set()
+        self._update = ExitStack()
+        self._is_updating = False
+        group.on_gather = self._note
 
     # The split
 
+    @_of_parts
     def decide(
         self,
         step: Callable[[], Any],
@@ -183,7 +179,6 @@ class SplitLayers:
         *,
         traceless: Callable[[], AbstractContextManager[None]],
         gather: Callable[[Any], list[Any]],
-        precisions: Sequence[Callable[[], AbstractContextManager[float]]],
     ) -> SplitPlan:
         """Splits the module by its first training batch; a collective of all ranks.
 
@@ -192,7 +187,7 @@ class SplitLayers:
         Args:
             step: runs the training step and returns its loss.
             optimizers: the module's optimizers; their states are split too.
-            traceless, gather, precisions: as for :class:`.Trials`.
+            traceless, gather: as for :class:`.Trials`.
 
         Raises:
             ValueError: no layer can be split, the plan does not fit, or an optimizer needs whole tensors.
@@ -205,8 +200,6 @@ class SplitLayers:
             step,
             traceless=traceless,
             gather=gather,
-            precisions=precisions,
-            wrap_logits=self._wrap_logits,
             sequence_split=None if not asked else "keep" if asked is True else asked,
             keeps_whole=self._keeps_whole,
         )
@@ -214,7 +207,6 @@ class SplitLayers:
         if self._plan == "auto":
             searches.append(lambda called: find_pairs(self._module, called))
         split, left = trials.run(order_of_calls, *searches)
-        self._summed = trials.summed
         own = gather(held_bytes(self._module.parameters(), optimizers))
         plan = SplitPlan(
             self._group.size,
@@ -232,14 +224,13 @@ class SplitLayers:
         for optimizer in optimizers:
             self.cut_state(optimizer)
         self.check_optimizers(optimizers)
-        self._gathered = {}
         if self._sequence_split and not self._regions:
             reasons = "; ".join(trials.notes) or "no list of layers (nn.ModuleList, nn.Sequential) has a block in each"
             rank_zero_warn(f"sequence_split={self._sequence_split} does nothing: {reasons}")
         return plan
 
     def _blocks(self, called: Mapping[str, int]) -> list[Block]:
-        module, self._called = self._module, list(called)
+        module = self._module
         found = find_blocks(module, called)
         if self._plan == "auto":
             return found
@@ -264,12 +255,12 @@ class SplitLayers:
     def _check(self, plan: SplitPlan) -> None:
         reasons = "; ".join(f"{each.names}: {each.reason}" for each in plan.whole)
         if plan.whole and self._plan != "auto":
-            raise ValueError(f"plan={self._plan!r} computes something else than the whole layers. {reasons}")
+            raise ValueError(f"plan={self._plan!r} does not work. {reasons}")
         if not plan.blocks:
             raise ValueError(
                 "tensor_split has found no layer to split. It looks for pairs of nn.Linear, attention with an "
                 "attribute that counts its heads, nn.MultiheadAttention, and embeddings with their heads, and keeps "
-                f"what computes the same as before. {reasons or 'It has found none of these'}. Name layers yourself: "
+                f"what computes on parts. {reasons or 'It has found none of these'}. Name layers yourself: "
                 "TensorSplitStrategy(plan={'*.first': 'column', '*.second': 'row'}), or use strategy='ring_ddp'"
             )
 
@@ -304,44 +295,13 @@ class SplitLayers:
                     "of torch that works element by element, such as AdamW or SGD, or strategy='ring_ddp'"
                 )
 
-    def _wrap_logits(self, output: Tensor, layer: Any) -> Tensor:
-        if self._gathers(layer.meter_name):
-            return gather_last(output, self._group, layer.split, layer.meter_name)
+    def _note(self, layer: str, operation: str) -> None:
+        """Says once for each line of the user's code what it gathers."""
+        if self.split is not None and (line := user_line()) not in self._gathered:
+            self._gathered.add(line)
+            rank_zero_info(f"tensor_split gathers values of {layer} for {operation} ({line})")
 
-        def note(name: str, operation: str) -> None:
-            if name not in self._gathered:
-                self._gathered[name] = operation
-                if self.split is not None:
-                    rank_zero_info(f"tensor_split gathers the logits of {name} for {operation}")
-
-        return SplitLogits.of(output, LogitsLayout(self._group, layer.split, layer.meter_name, note))
-
-    def begin_step(self) -> None:
-        """Begins a step, with whole activations."""
-        for region in self._regions:
-            region.begin_step()
-
-    def end_step(self) -> None:
-        """Checks at the end of a step that activations are whole; see :class:`.SequenceRegion`."""
-        for region in self._regions:
-            region.end_step()
-
-    def roles(self) -> list[tuple[str, str]]:
-        """Names and roles of the split layers, in the order in which a step runs them."""
-        roles = {name: role for block, _ in self.split or () for name, role in block.roles.items()}
-        return [(name, roles[name]) for name in self._called if name in roles]
-
-    def explain(self, error: BaseException) -> None:
-        """Adds a note to an error that the user's code may have got from a part of a split layer."""
-        if self.split is None or type(error) not in (RuntimeError, IndexError, AssertionError):
-            return
-        names = [name for name, _ in self.roles()]
-        error.add_note(
-            f"tensor_split gives each rank a part of {len(names)} layers, such as {names[0]}, and code that runs "
-            "outside of training_step meets the part: trainer.strategy.whole(parameter) gathers the whole one, on all "
-            "ranks; layers that plan={...} does not name stay whole"
-        )
-
+    @_of_parts
     def make_whole(self, optimizers: Iterable[Optimizer]) -> None:
         """Makes the layers on every rank whole, except placeholders; a collective of the tensor group."""
         assert self.split is not None
@@ -349,7 +309,9 @@ class SplitLayers:
         for copy, hook in self._copies:
             hook.remove()
             for name, parameter in copy.named_parameters():
-                parameter.data = self._whole(own[name], parameter.data, name)
+                value = self._whole(own[name], parameter.data, name)
+                forget_place(parameter)
+                parameter.data = value
         self._copies = []
         for optimizer in optimizers:
             states = held_states(plain_optimizer(optimizer))
@@ -359,7 +321,9 @@ class SplitLayers:
             split = split_of(parameter)
             if split is not None and not isinstance(parameter, Placeholder):
                 parameter.grad = None
-                parameter.data = self._whole(parameter, parameter.data, name)
+                value = self._whole(parameter, parameter.data, name)
+                forget_place(parameter)
+                parameter.data = value
                 forget_split(parameter)
         for region in self._regions:
             region.undo()
@@ -368,6 +332,7 @@ class SplitLayers:
 
     # Checkpoints
 
+    @_of_parts
     def whole_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """``module.state_dict()`` with whole parameters; a collective of the tensor group.
 
@@ -377,18 +342,10 @@ class SplitLayers:
         whole = dict(state)
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             if name in state:
-                whole[name] = self._whole(parameter, state[name], name)
+                whole[name] = self._whole(parameter, local(state[name]), name)
         return whole
 
-    def own_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """``module.state_dict()`` with this rank's parts of whole parameters."""
-        own = dict(state)
-        for name, parameter in self._module.named_parameters(remove_duplicate=False):
-            split = split_of(parameter)
-            if split is not None and name in state:
-                own[name] = split.part(state[name], self._group.rank)
-        return own
-
+    @_of_parts
     def whole_optimizer_state(self, optimizer: Optimizer, found: Mapping[str, Any]) -> dict[str, Any]:
         """An optimizer's ``state_dict()`` with whole states; a collective of the tensor group.
 
@@ -403,13 +360,13 @@ class SplitLayers:
     def cut_state(self, optimizer: Optimizer) -> None:
         """Replaces whole states of an optimizer by this rank's parts."""
         for parameter, state in held_states(plain_optimizer(optimizer)).items():
-            self.state_reads.own_state(parameter, state)
+            own_state(parameter, state)
 
     def follow_updates(self, plugin: Precision, before: Callable[[], None]) -> None:
         """Has an optimizer's own step read its state as it is, from the end of the hooks before it.
 
         Args:
-            plugin: calls these hooks; the caller ends the step by ``state_reads.is_updating = False``.
+            plugin: calls these hooks, within :meth:`stepping`.
             before: called at their end.
         """
         hooks = getattr(plugin, HOOKS_BEFORE_STEP)
@@ -417,10 +374,27 @@ class SplitLayers:
         def then_update(*args: Any) -> None:
             hooks(*args)
             before()
-            self.state_reads.is_updating = True
+            for parameter in self._module.parameters():
+                local(parameter)  # raises if a view of what was gathered has changed, and no rank's part with it
+            self._update.enter_context(torch._C.DisableTorchFunctionSubclass())
+            self._is_updating = True
 
         vars(plugin)[HOOKS_BEFORE_STEP] = then_update
 
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Within the block an optimizer steps; its own step, which comes last, sees parts."""
+        try:
+            with ExitStack() as self._update:
+                yield
+        finally:
+            self._is_updating = False
+
+    def shown_state(self, parameter: Tensor, state: Any) -> Any:
+        """A parameter's state for who reads it now."""
+        return state if self._is_updating or self._group.shows_parts else state_of(parameter, state)
+
+    @_of_parts
     def cut_copy(self, copy: Module, gathers: Callable[[], bool]) -> None:
         """Cuts a copy of the module to this rank's parts, until :meth:`make_whole`; its ``state_dict()`` is whole.
 
@@ -428,16 +402,18 @@ class SplitLayers:
             copy: has parameters of the same names as the module.
             gathers: returns whether all ranks of the group call ``state_dict()`` now, so that they can gather it.
         """
-        own = dict(self._module.named_parameters(remove_duplicate=False))
+        own: dict[str, Any] = dict(self._module.named_parameters(remove_duplicate=False))
 
         def gather(_: Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
             for name, parameter in own.items() if gathers() else ():
-                state[prefix + name] = self._whole(parameter, state[prefix + name], name)
+                with self._group.showing(parts=True):
+                    state[prefix + name] = self._whole(parameter, local(state[prefix + name]), name)
 
         for name, parameter in copy.named_parameters():
             split = split_of(own[name])
             if split is not None:
                 parameter.data = split.part(parameter.data, self._group.rank)
+                place(parameter, own[name].placed)
         self._copies.append((copy, copy.register_state_dict_post_hook(gather)))  # type: ignore[no-untyped-call]
 
     def _whole_state(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -472,7 +448,6 @@ def _whole_rows(split: Iterable[tuple[Block, Applied]], left: Iterable[Left]) ->
     for blocks, reason in left:
         first = blocks[0]
         names = ", ".join(block.name for block in blocks) if first.kind in kinds else first.kind
-        advice = _ADVICE if first.shape == "attention" and reason.startswith("RuntimeError") else ""
-        row = first.shape, names, reason + advice
+        row = first.shape, names, reason
         by_row[row] = by_row.get(row, 0) + len(blocks)
     return [WholeBlocks(shape, names, count, reason) for (shape, names, reason), count in by_row.items()]

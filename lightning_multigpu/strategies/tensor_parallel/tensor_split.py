@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -16,26 +17,25 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import averaged_copy, plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.engine.activation_checkpointing import Kept
 from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.optimizer_state import release, watch
+from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.split_logits import SplitLogits
+from lightning_multigpu.engine.tensor_split.parts import whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from lightning_multigpu.engine.tensor_split.whole_reads import plain, whole_of
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
-from lightning_multigpu.strategies.steps.dry_run import trial_precisions, unlogged_loss, without_trace
+from lightning_multigpu.strategies.steps.dry_run import unlogged_loss, without_trace
 from lightning_multigpu.strategies.steps.same_batches import (
     are_equal,
     builds_layers_later,
@@ -44,7 +44,7 @@ from lightning_multigpu.strategies.steps.same_batches import (
     share_random_states,
     write_no_predictions,
 )
-from lightning_multigpu.strategies.tensor_parallel.split_gradients import SplitGradients
+from lightning_multigpu.strategies.tensor_parallel.split_gradients import split_gradients
 from lightning_multigpu.strategies.tensor_parallel.split_layers import (
     Plan,
     SequenceSplit,
@@ -117,7 +117,6 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         self._tensor: TensorGroup | None = None
         self._peers: MeteredGroup | None = None
         self._layers: SplitLayers | None = None
-        self._gradients: SplitGradients | None = None
         self._split_plan: SplitPlan | None = None
 
     @property
@@ -194,15 +193,14 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         self._peers = self.metered(group, "tensor")
         hosts = {rank // self.num_processes for rank in dist.get_process_group_ranks(group)}
         shared_memory = self.averaging.transport.shared_memory and len(hosts) == 1  # emulated hosts have one /dev/shm
-        self._tensor = TensorGroup(group, meter=self.meter, shared_memory=shared_memory)
+        readers = self.new_group("tensor", backend="gloo")
+        self._tensor = TensorGroup(group, meter=self.meter, shared_memory=shared_memory, readers=readers)
+        self._tensor.shows_parts = False
         assert self.groups is not None
         self.groups.also_cut.append(self._tensor.abort)
         self._undo.callback(self._tensor.close)
         self._layers = SplitLayers(module, self._tensor, self._plan, sequence_split=self._sequence_split)
-        self._undo.callback(self._layers.close)
-        self.failure_watch.explain = self._layers.explain
-        self._gradients = SplitGradients(self.precision_plugin, self._tensor, module)
-        self._undo.callback(self._gradients.end)
+        self._undo.callback(split_gradients(self.precision_plugin, self._tensor, self.root_device).end)
         self._layers.follow_updates(self.precision_plugin, self._watch_states)
         self._share_random_states(self._peers)
 
@@ -213,8 +211,8 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         return model  # DDP's buckets are made of the parts, once layers are split
 
     @override
-    def _kept_states(self) -> Sequence[Kept]:
-        return () if self._tensor is None else (self._tensor.random.kept, self._tensor.sequence_random.kept)
+    def _showing_parts(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._tensor is None else self._tensor.showing(parts=True)
 
     def _share_random_states(self, peers: MeteredGroup) -> None:
         """Gives every rank of a tensor group the random states of its first rank."""
@@ -234,13 +232,14 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
     @override
     def teardown(self) -> None:
         release(map(plain_optimizer, self.optimizers))
+        if self._tensor is not None:
+            self._tensor.shows_parts = True
         module = self.lightning_module
         if self._is_split and module is not None and module.trainer.state.status == TrainerStatus.RUNNING:
             assert self._layers is not None
             self._layers.make_whole(self.optimizers)
         self._undo.close()
-        self.failure_watch.explain = None
-        self._tensor = self._peers = self._layers = self._gradients = None
+        self._tensor = self._peers = self._layers = None
         super().teardown()
 
     # The split
@@ -260,7 +259,6 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
                 self.optimizers,
                 traceless=lambda: without_trace(module),
                 gather=self.gather_objects,
-                precisions=trial_precisions(module, self.precision_plugin, args),
             )
         self._split_plan = plan
         for copy in filter(None, map(averaged_copy, module.trainer.callbacks)):  # type: ignore[attr-defined]
@@ -280,43 +278,23 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._tensor is not None
-        self._tensor.random.leave(self.root_device)
-        self._tensor.sequence_random.forget()
         self._agree_on_random_states()
         if not self._is_split:
             self._decide(*args, *kwargs.values())
-        assert self._layers is not None
-        self._layers.begin_step()
-        with self._layers.reads.during_step():
-            outputs = super().training_step(*args, **kwargs)
-        outputs = self._whole_outputs(outputs)
-        self._layers.end_step()
-        return outputs
-
-    @override
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        assert self._gradients is not None
-        loss = super().backward(*args, **kwargs)
-        self._gradients.after_backward()
-        return loss
+        return tree_map(whole, super().training_step(*args, **kwargs))
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._gradients is not None
         assert self._layers is not None
-        try:
-            with self._gradients.stepping():
-                return super().optimizer_step(*args, **kwargs)
-        finally:
-            self._layers.state_reads.is_updating = False
+        with self._layers.stepping():
+            return super().optimizer_step(*args, **kwargs)
 
     @override
     def _watch_states(self) -> None:
-        for optimizer in map(plain_optimizer, self.optimizers if self._layers is not None else ()):
-            assert self._layers is not None
-            reads = self._layers.state_reads
-            watch(optimizer, lambda parameter: parameter, reads.state_of, reads.own_state)
+        layers = self._layers
+        for optimizer in map(plain_optimizer, self.optimizers if layers is not None else ()):
+            assert layers is not None
+            watch(optimizer, lambda parameter: parameter, layers.shown_state, own_state)
 
     @override
     def _check_new(self, optimizers: Sequence[Optimizer]) -> None:
@@ -354,32 +332,21 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
 
     def _evaluated(self, step: Callable[[], Any]) -> Any:
         self._agree_on_random_states()
-        if not self._is_split:
-            return step()
-        assert self._layers is not None
-        with self._layers.reads.during_step():
-            outputs = step()
-        return self._whole_outputs(outputs)
+        return tree_map(whole, step())
 
-    def _whole_outputs(self, outputs: Any) -> Any:
-        return tree_map_only(SplitLogits, torch.clone, outputs) if self._is_split else outputs
+    def whole(self, tensor: Tensor, value: Tensor | None = None) -> Tensor:
+        """The gathered, plain tensor of a parameter, a hidden activation, a gradient or a state that is split.
 
-    def whole(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
-        """The whole of a parameter, of which each rank holds a part if its layer is split.
-
-        ``sum(strategy.whole(p).norm() for p in module.parameters())`` is that of one device. A collective of the tensor
+        Code gets the same values without it; it names the place where ranks communicate. A collective of the tensor
         group: all of its ranks have to call it. Gradients flow back to each rank's part.
 
         Args:
-            parameter: of the module; one that is not split is returned as it is.
-            value: a tensor that is split as the parameter is, whose whole is returned instead: its ``grad``, for
-                example, or an optimizer's state.
+            tensor: one that is not split is returned as it is.
+            value: a tensor that is split as a parameter is, whose whole is returned instead: its ``grad``, for example,
+                or an optimizer's state.
         """
-        part, split = parameter if value is None else plain(value), split_of(parameter)
-        if split is None:
-            return part
-        assert self._tensor is not None
-        return whole_of(part, split, self._tensor, "whole parameter")
+        found: Tensor = whole(tensor if value is None else value)
+        return found
 
     @override
     def on_predict_start(self) -> None:
@@ -398,10 +365,6 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
     def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
         layers = self._layers if self._is_split else None
         return state if layers is None else layers.whole_state_dict(state)
-
-    @override
-    def _own_weights(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        return state if self._layers is None else self._layers.own_state_dict(state)
 
     @override
     def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:

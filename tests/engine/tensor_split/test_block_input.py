@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_multigpu.engine.tensor_split.block_input import BlockInput, enter, gather
-from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear, RowSplitLinear
+from lightning_multigpu.engine.tensor_split.block_input import BlockInput
+from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear, RowSplitLinear, sequence_placement
+from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from tests.engine.tensor_split.shared import assert_equal, assert_parts, counts, tensor_group
 from tests.world import World
@@ -38,12 +38,13 @@ def _pair(group: TensorGroup, kind: str) -> tuple[Gated, Gated, tuple[int, int]]
         ColumnSplitLinear(WIDTH, HIDDEN, group=group, name="up"),
         RowSplitLinear(HIDDEN, WIDTH, group=group, sequence_dim=dim, name="down"),
     )
-    enters: Callable[[Tensor], Tensor] = lambda x: enter(x, group, "input")  # noqa: E731
-    if kind != "whole":
-        enters = lambda x: gather(x, group, 1, LENGTH, "input", keeps_gathered=kind == "kept")  # noqa: E731
-    entry: Any = BlockInput(enters, split.up)
+    entry: Any = BlockInput(group, "input", split.up, keeps_gathered=kind != "gathered again")
     split.gate.entry = split.up.entry = entry
     return whole, split, (0, LENGTH) if kind == "whole" else group.bounds(LENGTH)[group.rank]
+
+
+def _part(own: Tensor, group: TensorGroup, kind: str) -> Any:
+    return own if kind == "whole" else SplitTensor.of(own, sequence_placement(1, LENGTH, group, "x"))
 
 
 def _compute(kind: str) -> dict[tuple[str, str], int]:
@@ -52,7 +53,7 @@ def _compute(kind: str) -> dict[tuple[str, str], int]:
         x = torch.randn(3, LENGTH, WIDTH, requires_grad=True)
         own = x.detach()[:, start:stop].clone().requires_grad_()
         weights = torch.randn(3, LENGTH, WIDTH)
-        expected, actual = whole(x), split(own)
+        expected, actual = whole(x), local(split(_part(own, group, kind)))
         (expected * weights).sum().backward()
         (actual * weights[:, start:stop]).sum().backward()
         found = counts(meter)
@@ -91,10 +92,12 @@ def _change() -> None:
     with tensor_group() as (group, _), torch.no_grad():
         whole, split, (start, stop) = _pair(group, "kept")
         x = torch.randn(3, LENGTH, WIDTH)
-        own = x[:, start:stop].clone()
+        own = _part(x[:, start:stop].clone(), group, "kept")
         split.gate(own)
         own.mul_(2)
-        assert_equal(split.up(own), split.up.split.part(whole.up(2 * x).movedim(-1, 0), group.rank).movedim(0, -1))
+        assert_equal(
+            local(split.up(own)), split.up.split.part(whole.up(2 * x).movedim(-1, 0), group.rank).movedim(0, -1)
+        )
 
 
 def test_an_input_that_changes_in_place(world2: World) -> None:

@@ -16,9 +16,11 @@ from lightning_multigpu.engine.tensor_split.layers import (
     RowSplitLinear,
     VocabSplitEmbedding,
     gather_sequence,
+    sequence_placement,
     split_sequence,
 )
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
+from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local
 from tests.engine.tensor_split.shared import assert_equal, assert_parts, counts, tensor_group
 from tests.world import World
 
@@ -39,12 +41,9 @@ def _block(sequence_dim: int | None, keeps_gathered: bool) -> dict[tuple[str, st
         torch.manual_seed(0)
         whole = Block(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
         torch.manual_seed(0)
-        of_sequence: dict[str, Any] = {"sequence_dim": sequence_dim, "group": group}
         split = Block(
-            ColumnSplitLinear(
-                WIDTH, HIDDEN, sequence_length=LENGTH, keeps_gathered=keeps_gathered, name="up", **of_sequence
-            ),
-            RowSplitLinear(HIDDEN, WIDTH, name="down", **of_sequence),
+            ColumnSplitLinear(WIDTH, HIDDEN, keeps_gathered=keeps_gathered, name="up", group=group),
+            RowSplitLinear(HIDDEN, WIDTH, name="down", sequence_dim=sequence_dim, group=group),
         )
         x = torch.randn(3, LENGTH, WIDTH, requires_grad=True)
         weights = torch.randn(3, LENGTH, WIDTH)
@@ -53,7 +52,10 @@ def _block(sequence_dim: int | None, keeps_gathered: bool) -> dict[tuple[str, st
 
         start, stop = (0, LENGTH) if sequence_dim is None else group.bounds(LENGTH)[group.rank]
         own = x.detach()[:, start:stop].clone().requires_grad_()
-        actual = split(own)
+        placed = sequence_placement(1, LENGTH, group, "x")
+        actual = split(own if sequence_dim is None else SplitTensor.of(own, placed))
+        assert actual.shape == x.shape
+        actual = local(actual)
         (actual * weights[:, start:stop]).sum().backward()
         collectives = counts(meter)
         assert_equal(actual, expected[:, start:stop])
@@ -112,7 +114,7 @@ def test_layers_are_split_in_place(world: World, kind: str) -> None:
         first,
         second,
         {"gather_output": True} if whole_between else {},
-        {"split_input": True} if whole_between else {},
+        {},
     )
 
 
@@ -134,8 +136,8 @@ def _sequence() -> None:
         weights = torch.arange(x.numel(), dtype=x.dtype).view_as(x)
         part = split_sequence(x, group, 1, "split")
         start, stop = group.bounds(LENGTH)[group.rank]
-        assert_equal(part, x[:, start:stop])
-        whole = gather_sequence(part * 2, group, 1, LENGTH, "gathered")
+        assert_equal(local(part), x[:, start:stop])
+        whole = gather_sequence(part * 2)
         assert_equal(whole, x * 2)
         (whole * weights).sum().backward()
         assert x.grad is not None

@@ -19,6 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.tensor_split.parts import local
 from lightning_multigpu.planning.pipelines.stage_costs import StageCosts
 from tests.report.shape import assert_follows_schema
 from tests.strategies.tasks import (
@@ -101,7 +102,9 @@ class Noting(Callback):
         if trainer.current_epoch == 0:
             held = [name for name, p in module.named_parameters() if trainer.world_size == 1 or strategy.holds(p)]
             self.names = {name.split(".")[1] for name in held} - {"blocks"}
-            self.held = sum(p.numel() for p in module.parameters() if trainer.world_size == 1 or strategy.holds(p))
+            self.held = sum(
+                local(p).numel() for p in module.parameters() if trainer.world_size == 1 or strategy.holds(p)
+            )
             (optimizer,) = trainer.optimizers
             self.state = sum(v.numel() for each in held_states(optimizer).values() for v in each.values() if v.dim())
             if self.path:
@@ -199,7 +202,9 @@ def dropped(balance: list[int]) -> dict[int, list[Tensor]]:
     task.model = Language(*layers)
     kept: dict[int, list[Tensor]] = {1: [], 3: []}
     for number, masks in kept.items():
-        layers[number].register_forward_hook(lambda _, args, output, masks=masks: masks.append(output.detach() != 0))
+        layers[number].register_forward_hook(
+            lambda _, args, output, masks=masks: masks.append(local(output).detach() != 0)
+        )
     strategy, noting = hybrid(pipeline={"balance": balance}), Noting("")
     make_trainer(Case(max_epochs=1), strategy, 4, callbacks=[noting]).fit(task)
     assert noting.names == {"embedding", "head"} & {"embedding" if strategy.global_rank > 1 else "head"}

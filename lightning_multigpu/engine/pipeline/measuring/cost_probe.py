@@ -36,6 +36,7 @@ from lightning_multigpu.engine.pipeline.stages.layer_interception import (
 )
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.step_state import preserved_random_state, seed_of, set_random_state
+from lightning_multigpu.engine.tensor_split.parts import local
 from lightning_multigpu.engine.training_memory import SavedTensors
 from lightning_multigpu.planning.pipelines.stage_costs import LinkCost, PartCost
 
@@ -205,6 +206,7 @@ class CostProbe:
     ) -> None:
         """Stops the clock of a part's forward pass, times its backward pass, and records the costs."""
         forward_s = self._clock_s()
+        outputs = [*map(local, outputs)]
         wanted = [output for output in outputs if output.requires_grad and output.grad_fn is not None]
         gradients = [torch.ones_like(output) for output in wanted]
         backward_s = 0.0

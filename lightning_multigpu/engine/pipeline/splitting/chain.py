@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
 
 from lightning_multigpu.engine.hugging_face import block_lists, models_in
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.planning.pipelines.balance import balanced_bounds, layers_text
 
 _CONTAINERS = (Sequential, ModuleList)
@@ -34,6 +35,7 @@ class Chain:
             0 before the layers, 1 + i layer i, and n + 1 after the last of n layers.
         replicated: names of modules and tensors outside of the layers that all ranks hold; True for all.
         is_arranged: the parameters and buffers of each layer are known.
+        tensor_group: the ranks that split the layers of this stage; None without a tensor split.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Chain:
     uses: dict[str, set[int]] = field(default_factory=dict)
     replicated: bool | Sequence[str] = False
     is_arranged: bool = True
+    tensor_group: TensorGroup | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return len(self.layers)

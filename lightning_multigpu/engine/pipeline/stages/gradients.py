@@ -27,7 +27,7 @@ from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.gradient_kinds import ABSENT, DENSE, SPARSE, kind_of
 from lightning_multigpu.engine.pipeline.splitting.ownership import Holding, Ownership
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
-from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.placeholder import Placeholder, exchange
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
@@ -308,6 +308,10 @@ class RemoteGradients:
         holdings = [holding for holding in self._ownership.holdings if holding.is_parameter]
         parameters, counted = self._ownership.parameters(), {id(each) for each in self._ownership.counted()}
         norms = self._sums.norms(parameters, [id(parameter) in counted for parameter in parameters])
+        of_parts = [(parameter, parameter.shape) for parameter in parameters if isinstance(parameter, Placeholder)]
+        for held, _ in of_parts:
+            if (split := split_of(held)) is not None:
+                _resize(held, split.whole_shape(held))
         for row, holding, parameter in zip(norms, holdings, parameters, strict=True):
             if row[0] and isinstance(parameter, Placeholder):
                 norms_of = dict(zip(_ORDERS, row[1:], strict=True))
@@ -318,6 +322,14 @@ class RemoteGradients:
         finally:
             for parameter in shown:
                 parameter.grad = None
+            for held, shape in of_parts:
+                if split_of(held) is not None:
+                    _resize(held, shape)
+
+
+def _resize(parameter: Any, shape: Sequence[int]) -> None:
+    """Gives the placeholder of a parameter another shape; it stays the same object."""
+    exchange(parameter, Parameter(parameter.resized(shape), requires_grad=parameter.requires_grad))
 
 
 def _sparse_gradient(parameter: Parameter) -> Tensor:

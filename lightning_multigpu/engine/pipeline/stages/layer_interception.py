@@ -31,6 +31,8 @@ from lightning_multigpu.engine.activation_checkpointing import runs_in_checkpoin
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
+from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit
+from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, local
 
 T = TypeVar("T")
 
@@ -68,9 +70,16 @@ def map_only(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Slot:
-    """Marks the place of tensor ``index`` in a container that is sent without its tensors."""
+    """Marks the place of tensor ``index`` in a container that is sent without its tensors.
+
+    Attributes:
+        index: of the tensor.
+        split, layer: of a part of a tensor: which entries each rank has, and the layer that has made it.
+    """
 
     index: int
+    split: ParameterSplit | None = None
+    layer: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,8 +94,9 @@ class Activations:
         tensors: list[Tensor] = []
 
         def take(tensor: Tensor) -> Slot:
-            tensors.append(tensor)
-            return Slot(len(tensors) - 1)
+            tensors.append(local(tensor))
+            placed = (tensor.placed.split, tensor.placed.layer) if isinstance(tensor, SplitTensor) else ()
+            return Slot(len(tensors) - 1, *placed)
 
         return cls(map_only(Tensor, take, output), tuple(tensors))
 
@@ -261,7 +271,7 @@ class LayerInterception:
             )
         if arriving:
             assert self._arrived is not None
-            values = self._arrived.tensors if self._values is None else self._values()
+            values = self._placed(self._arrived.tensors if self._values is None else self._values())
             args, kwargs = map_only(Placeholder, lambda placeholder: values[arriving[id(placeholder)]], (args, kwargs))
         output = self._run_layer(index, own, args, kwargs)
         if not tensors_of(output):
@@ -288,11 +298,23 @@ class LayerInterception:
             self._arrived = self._receive()
         if not self._previous or index == self.start - 1:
             source = f"the output of layer {self._name(index)}"
-            placeholders = [Placeholder(tensor, source, fixed=True) for tensor in self._arrived.tensors]
+            placeholders = [Placeholder(each, source, fixed=True) for each in self._placed(self._arrived.tensors)]
             self._skipped = map_only(Slot, lambda slot: placeholders[slot.index], self._arrived.structure)
             self._incoming = {id(placeholder): number for number, placeholder in enumerate(placeholders)}
             self._remember(self._skipped)
         return self._skipped
+
+    def _placed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Received tensors, of which parts are parts again."""
+        assert self._arrived is not None
+        placed = list(tensors)
+
+        def place(slot: Slot) -> None:
+            if slot.split is not None and (group := self.chain.tensor_group) is not None:
+                placed[slot.index] = SplitTensor.of(tensors[slot.index], PartLayout(slot.split, group, slot.layer))
+
+        map_only(Slot, place, self._arrived.structure)
+        return placed
 
     def _show_to_hooks(self, index: int, args: Any, kwargs: Any, output: Any) -> None:
         """Calls the forward hooks of a skipped layer with placeholders.

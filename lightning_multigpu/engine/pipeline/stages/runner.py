@@ -46,8 +46,6 @@ class PipelineRunner:
         recompute: indices of the layers that run again in backward; none under "zero_bubble", whose backward pass has
             two parts.
         enter: called when a running step enters the layers, and when it leaves them.
-        begin_part: called after a new random state is set: with 0 before a step, with 1 + i before layer i, with 1 + n
-            after the last of n layers, and with None when a stage's part of a step has ended.
     """
 
     def __init__(
@@ -62,7 +60,6 @@ class PipelineRunner:
         recorder: Recorder,
         recompute: Collection[int] = (),
         enter: Callable[[Region], None] = lambda region: None,
-        begin_part: Callable[[int | None], None] = lambda part: None,
     ) -> None:
         self.group = group
         self.position = dist.get_rank(group.process_group)
@@ -74,7 +71,6 @@ class PipelineRunner:
         self._known_seeds: dict[tuple[int, ...], int] = {}
         self._chain = chain
         self._recompute = recompute
-        self._part_begins = begin_part
         self._layers = LayerInterception(chain, *bounds[self.position], self._begin_part, self._run_layer, enter)
         self.stages = [
             Stage(
@@ -212,7 +208,6 @@ class PipelineRunner:
             )
         finally:
             self._seed = step_seed
-            self._part_begins(None)
         if ended:
             output = Activations.of(result)
             if self._schedule == "zero_bubble":  # it detaches outputs in place, which views forbid
@@ -236,7 +231,6 @@ class PipelineRunner:
 
     def _begin_part(self, part: int) -> None:
         set_random_state(self._seed_of_part(part), self._device)
-        self._part_begins(part)
 
     def _seed_of_part(self, part: int) -> int:
         key = (*self._seed, part)
@@ -251,7 +245,6 @@ class PipelineRunner:
 
         def begin() -> AbstractContextManager[None]:
             set_random_state(seed, self._device)
-            self._part_begins(1 + index)
             return nullcontext()
 
         return recomputed(layer, forward, args, kwargs, begin)

@@ -13,59 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_multigpu.engine.tensor_split.attention import SplitMultiheadAttention
 from lightning_multigpu.engine.tensor_split.cross_entropy import split_cross_entropy
 from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear, RowSplitLinear
-from lightning_multigpu.engine.tensor_split.random_regions import RandomRegions
+from lightning_multigpu.engine.tensor_split.parts import local
 from tests.engine.tensor_split.shared import tensor_group
 from tests.world import World
-
-CPU = torch.device("cpu")
-
-
-def test_numbers_differ_within_a_region_alone() -> None:
-    seen = []
-    for rank in range(2):
-        torch.manual_seed(0)
-        regions = RandomRegions(rank)
-        before = torch.rand(3)
-        regions.enter(CPU)
-        first = torch.rand(3)
-        regions.enter(CPU)  # of a second column layer of the same block
-        second = torch.rand(3)
-        regions.leave(CPU)
-        between = torch.rand(3)
-        regions.leave(CPU)
-        regions.enter(CPU)
-        other = torch.rand(3)
-        regions.leave(CPU)
-        seen.append((before, between, torch.rand(3), first, second, other))
-    for outside in range(3):
-        assert torch.equal(seen[0][outside], seen[1][outside])
-    inside = [numbers for of_rank in seen for numbers in of_rank[3:]]
-    assert all(not torch.equal(a, b) for i, a in enumerate(inside) for b in inside[:i])
-
-
-def test_regions_that_are_off_change_nothing() -> None:
-    regions = RandomRegions(1)
-    regions.is_off = True
-    before = torch.get_rng_state()
-    regions.enter(CPU)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_region_that_was_open_is_open_again_within_a_block() -> None:
-    """A layer that is computed again may begin within a region, and end it."""
-    regions = RandomRegions(1)
-    torch.manual_seed(1)
-    regions.enter(CPU)
-    kept = regions.kept()
-    regions.leave(CPU)
-    outside = torch.rand(3)
-    with kept():
-        regions.leave(CPU)
-        assert torch.equal(torch.rand(3), outside)
-        regions.enter(CPU)
-    state = torch.get_rng_state()
-    regions.leave(CPU)
-    assert torch.equal(torch.get_rng_state(), state), "no region is open behind the block"
 
 
 class Noting(nn.Module):
@@ -76,8 +26,8 @@ class Noting(nn.Module):
         self.masks: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        mask = F.dropout(torch.ones(x.shape, dtype=x.dtype), 0.5, self.training)
-        self.masks.append(mask)
+        mask = F.dropout(torch.ones_like(x), 0.5, self.training)
+        self.masks.append(local(mask))
         return x * mask
 
 
@@ -153,7 +103,7 @@ def _masks_before_a_head() -> list[Tensor]:
         masks = []
         for _ in range(2):
             masks.append(F.dropout(torch.ones(1, 8)))
-            split_cross_entropy(head(masks[-1]), torch.tensor([3]), group, head.split)
+            split_cross_entropy(local(head(masks[-1])), torch.tensor([3]), group, head.split)
         return masks
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
+from lightning_multigpu.engine.tensor_split import tensor_group as tensor_group_module
 from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut, split_of
+from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, place, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from lightning_multigpu.engine.tensor_split.whole_reads import StepReads, WholeReads
 from tests.engine.tensor_split.shared import assert_equal, tensor_group
 from tests.world import World
 
@@ -65,16 +71,13 @@ def _read(read: Callable[[Any], Any], group: TensorGroup | None) -> list[Tensor]
         assert gradient is not None
         cut(parameter, split, group.rank)
         parameter.grad = split.part(gradient, group.rank)
+        place(parameter, PartLayout(split, group, "up"))
     torch.manual_seed(3)
-    with nullcontext() if group is None else WholeReads(group), torch.no_grad():
+    with nullcontext() if group is None else group.showing(parts=False), torch.no_grad():
         result = read(parameter)
         value = torch.tensor(result.tolist() if isinstance(result, Tensor) else [])
-    assert parameter.grad is not None
-    if group is None:
-        return [value, parameter.detach(), parameter.grad]
-    cut_ = split_of(parameter)
-    assert cut_ is not None
-    return [value, *(cut_.gather(each, group, "test") for each in (parameter.detach(), parameter.grad))]
+        assert parameter.grad is not None
+        return [value, whole(parameter.detach()), whole(parameter.grad)]
 
 
 def _all_reads() -> dict[str, str]:
@@ -98,11 +101,14 @@ def test_they_are_as_on_one_device(world2: World) -> None:
 def _needs_no_other_rank() -> list[Any]:
     with tensor_group() as (group, meter):
         parameter = _parameter()
-        cut(parameter, ParameterSplit.even(SHAPE[0], group.size), group.rank)
-        parameter.grad = None
+        split = ParameterSplit.even(SHAPE[0], group.size)
+        cut(parameter, split, group.rank)
+        place(parameter, PartLayout(split, group, "up"))
         meter.end_step()
-        with WholeReads(group):
+        with group.showing(parts=False):
             read = [parameter.grad, parameter.dtype, parameter.dim(), parameter.requires_grad, parameter.shape]
+            copied = copy.deepcopy(parameter)
+            read.append(type(copied.data) is SplitTensor and split_of(copied) is not None)
         meter.end_step()
         meter.flush()
         return [*read, meter.steps[-1].operations]
@@ -111,7 +117,7 @@ def _needs_no_other_rank() -> list[Any]:
 def test_what_a_part_tells_needs_no_other_rank(world2: World) -> None:
     """Code on rank 0 alone that looks at a type would wait for the others."""
     for *read, operations in world2.run(_needs_no_other_rank):
-        assert read == [None, torch.float64, 2, True, torch.Size(SHAPE)]
+        assert read == [None, torch.float64, 2, True, torch.Size(SHAPE), True]
         assert not operations
 
 
@@ -120,24 +126,30 @@ def _changes_a_view() -> None:
         parameter = _parameter()
         split = ParameterSplit.even(SHAPE[0], group.size)
         cut(parameter, split, group.rank)
-        with WholeReads(group), torch.no_grad():
+        place(parameter, PartLayout(split, group, "up"))
+        with group.showing(parts=False), torch.no_grad():
             parameter[3].zero_()
+            parameter.sum()
 
 
 def test_a_view_that_is_changed_is_refused(world2: World) -> None:
-    world2.run_raising(RuntimeError, "a view that __getitem__ has given", _changes_a_view)
+    world2.run_raising(RuntimeError, "what __getitem__ has given is a view of a gathered copy", _changes_a_view)
 
 
-def _kept_after_the_step() -> None:
-    with tensor_group() as (group, _):
-        layer, reads = ColumnSplitLinear(SHAPE[1], SHAPE[0], group=group), StepReads(group)
-        with reads.during_step():
-            kept = layer.weight.data
-            assert len(kept) == SHAPE[0]
-        assert len(layer.weight) == SHAPE[0] // 2, "a part again"
-        kept.norm()
+def _read_by_one_rank() -> str:
+    with tensor_group(), mock.patch.object(tensor_group_module, "_READ_TIMEOUT_S", 1):
+        group = TensorGroup(dist.group.WORLD, readers=dist.new_group(backend="gloo"))
+        layer = ColumnSplitLinear(SHAPE[1], SHAPE[0], group=group, name="up")
+        group.shows_parts, message = False, ""
+        if group.rank == 0:
+            with pytest.raises(RuntimeError) as error:
+                layer.weight.norm()
+            message = str(error.value)
+        dist.barrier()
+        group.close()
+        return message
 
 
-def test_what_a_step_has_kept_is_refused_after_it(world2: World) -> None:
-    """Code on rank 0 alone would wait for the others."""
-    world2.run_raising(RuntimeError, "norm after the step, on what the step has kept", _kept_after_the_step)
+def test_a_read_by_one_rank_alone_is_refused(world2: World) -> None:
+    words = r"norm of values of up \(.*test_split_parameters\.py:\d+\).* the other ranks have not come to it within 1 s"
+    assert re.search(words, world2.run(_read_by_one_rank)[0])

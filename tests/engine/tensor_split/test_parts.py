@@ -1,8 +1,9 @@
-"""Logits that are split over the vocabulary, and their cross-entropy."""
+"""Parts of tensors compute what the whole ones compute, and gather where they have to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from torch.nn import functional as F
 
 from lightning_multigpu.engine.tensor_split.cross_entropy import split_cross_entropy
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit
-from lightning_multigpu.engine.tensor_split.split_logits import LogitsLayout, SplitLogits
+from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from tests.engine.tensor_split.shared import assert_equal, counts, tensor_group
 from tests.world import World
 
 CLASSES, ROWS = 11, 15
+OPERAND = "the gradient of an operand"
 
 
 def _cross_entropy(num_classes: int, masked: int, reduction: str, label_smoothing: float) -> dict[tuple[str, str], int]:
@@ -80,6 +83,10 @@ TARGET = torch.randint(CLASSES, (2, 5), generator=torch.Generator().manual_seed(
 TARGET[0, 1] = -100
 
 
+def _placed(group: TensorGroup, num_dims: int) -> PartLayout:
+    return PartLayout(ParameterSplit(num_dims - 1, ParameterSplit.even(CLASSES, group.size).ranges), group, "head")
+
+
 def _changed(z: Tensor, change: Callable[[], object]) -> Tensor:
     change()
     return F.cross_entropy(z.flatten(0, 1), TARGET.flatten())
@@ -97,26 +104,40 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "cast": (lambda z: F.cross_entropy(z[:, :-1].float().double().reshape(-1, CLASSES), TARGET[:, 1:].flatten()), []),
     "module": (lambda z: nn.CrossEntropyLoss(label_smoothing=0.1)(z.flatten(0, 1) / 2.0, TARGET.flatten()), []),
     "none": (lambda z: F.cross_entropy(z.flatten(0, 1), TARGET.flatten(), reduction="none").mean(), []),
-    "transposed": (lambda z: F.cross_entropy(z.transpose(1, 2), TARGET), ["transpose"]),
+    "transposed": (lambda z: F.cross_entropy(z.transpose(1, 2), TARGET), ["cross_entropy"]),
     "weights": (
         lambda z: F.cross_entropy(z.flatten(0, 1), TARGET.flatten(), weight=torch.arange(1.0, CLASSES + 1)),
         ["cross_entropy"],
     ),
-    "times a tensor": (lambda z: (z * torch.arange(CLASSES)).sum() + z.softmax(-1).pow(2).sum(), ["mul", "softmax"]),
+    "times a tensor": (lambda z: (z * torch.arange(CLASSES)).sum() + z.softmax(-1).pow(2).sum(), ["sum", "softmax"]),
     "some classes": (lambda z: z[..., 3].sum() + z[0, 1, 2:5].sum(), ["__getitem__", "__getitem__"]),
     "log-softmax": (lambda z: F.nll_loss(F.log_softmax(z.view(-1, CLASSES), 1), TARGET.view(-1)), ["log_softmax"]),
     "scaled in place": (lambda z: _changed(z, lambda: z.mul_(3).div_(2)), []),
     "divided in place": (lambda z: _changed(z, lambda: z.__itruediv__(2)), []),
     "a class": (lambda z: _changed(z, lambda: z.__setitem__((..., 0), -5.0)), ["__setitem__"]),
     "a class of a part": (lambda z: _changed(z, lambda: z[:, 1:].__setitem__((..., 7), -5.0)), ["__setitem__"]),
-    "each class": (lambda z: _changed(z, lambda: z.__imul__(torch.arange(CLASSES))), ["mul_"]),
-    "masked": (lambda z: _changed(z, lambda: z.masked_fill_(torch.arange(CLASSES) % 3 == 0, -5)), ["masked_fill_"]),
-    "relu": (lambda z: _changed(z, lambda: nn.ReLU(inplace=True)(z)), ["relu"]),
-    "mixed classes": (lambda z: _changed(z, lambda: z.copy_(z.softmax(-1) * 3)), ["softmax", "copy_"]),
+    "each class": (lambda z: _changed(z, lambda: z.__imul__(torch.arange(CLASSES))), []),
+    "masked": (lambda z: _changed(z, lambda: z.masked_fill_(torch.arange(CLASSES) % 3 == 0, -5)), []),
+    "relu": (lambda z: _changed(z, lambda: nn.ReLU(inplace=True)(z)), []),
+    "elu": (lambda z: _changed(z, lambda: nn.ELU(inplace=True)(z)), []),
+    "through a transposed view": (lambda z: _changed(z, lambda: z[:, 1:].transpose(1, 2)[0].mul_(2)), []),
+    "mixed classes": (
+        lambda z: _changed(z, lambda: z.copy_(z.softmax(-1) * 3)),
+        ["softmax", OPERAND],
+    ),
     "out": (lambda z: _changed(z, lambda: torch.mul(z.detach(), 3, out=z.detach())), ["mul", "mul"]),
-    "without a gradient": (lambda z: _changed(z, torch.no_grad()(lambda: z.clamp_(max=0.5))), ["clamp_"]),
+    "without a gradient": (lambda z: _changed(z, torch.no_grad()(lambda: z.clamp_(max=0.5))), []),
     "a view that is used alone": (lambda z: z[..., 3].mul_(2).sum(), ["__getitem__"]),
-    "list": (lambda z: torch.cat([z, z]).logsumexp(-1).sum(), ["cat", "cat"]),
+    "list": (lambda z: torch.cat([z, z]).logsumexp(-1).sum(), ["logsumexp"]),
+    "over other dimensions": (lambda z: (z.mean(0).abs() + z.pow(2).sum(dim=(0, 1))).sqrt().sum(), ["sum"]),
+    "hidden units that are dead": (lambda z: (z > 0).double().mean((0, 1)).lt(0.5).sum() + z.sum(), ["sum", "sum"]),
+    "normed": (
+        lambda z: (F.normalize(z, dim=1) * F.normalize(z, dim=-1)).sum(),
+        ["normalize", OPERAND, "sum"],
+    ),
+    "by position": (lambda z: (z + torch.arange(5.0)[:, None]).square().sum(), ["sum"]),
+    "its gradient": (lambda z: torch.autograd.grad(z.square().sum(), z)[0].sum() + z.sum(), ["sum", "sum", "sum"]),
+    "noise": (lambda z: (z + 0 * torch.randn_like(z)).sum(), ["sum"]),
 }
 
 
@@ -132,8 +153,8 @@ def _all_forms(forms: list[str]) -> dict[str, list[str]]:
             whole = values.clone().requires_grad_()
             own = along_last.part(values, group.rank).requires_grad_()
             gathered: list[str] = []
-            layout = LogitsLayout(group, split, "head", lambda layer, operation, g=gathered: g.append(operation))  # type: ignore[misc]
-            logits, whole_logits = SplitLogits.of(own * 1, layout), whole * 1
+            group.on_gather = lambda layer, operation, g=gathered: g.append(operation)  # type: ignore[misc]
+            logits, whole_logits = SplitTensor.of(own * 1, _placed(group, own.dim())), whole * 1
             assert (logits.shape, logits.dim(), len(logits), logits.dtype) == (whole.shape, 3, 2, whole.dtype)
             expected, actual = compute(whole_logits), compute(logits)
             assert type(actual) is Tensor
@@ -156,12 +177,11 @@ def test_losses_of_split_logits(world2: World) -> None:
 
 REFUSED: dict[str, Callable[[Tensor], object]] = {
     r"select in place.* what select has given": lambda z: (z.select(-1, 0).fill_(-1), z.sum()),
-    r"transpose in place.* what transpose has given": lambda z: (z[:, 1:].transpose(1, 2)[0].mul_(2), z.float()),
     r"__getitem__ in place": lambda z: (z[..., 0].unsqueeze(0).fill_(-1), F.cross_entropy(z.flatten(0, 1), TARGET)),
     r"mul_ in place.* what unbind has given": lambda z: (row := z.unbind(-1)[0], z.mul_(2), row),
-    r"__setitem__ in place.* what t has given": lambda z: (row := z[0].t(), z.__setitem__((..., 0), 1), row),
-    r"register_hook on the logits of head": lambda z: z.register_hook(print),
-    r"retain_grad on the logits of head": lambda z: z.retain_grad(),
+    r"__setitem__ in place.* what diagonal has given": lambda z: (d := z.diagonal(0, 1, 2), z.__setitem__(0, 1), d),
+    r"register_hook on the output of head": lambda z: z.register_hook(print),
+    r"retain_grad on the output of head": lambda z: z.retain_grad(),
 }
 
 
@@ -171,10 +191,76 @@ def _changes_that_would_be_lost(is_evaluation: bool) -> None:
         for message, compute in REFUSED.items():
             own = torch.randn(2, 5, split.size(group.rank), requires_grad=True) * 1
             with pytest.raises(RuntimeError, match=message):
-                compute(SplitLogits.of(own, LogitsLayout(group, split, "head")))
+                compute(SplitTensor.of(own, _placed(group, 3)))
 
 
 @pytest.mark.parametrize("is_evaluation", [False, True])
 def test_changes_that_would_be_lost_are_refused(world2: World, is_evaluation: bool) -> None:
     """Gathered copies were changed, and the logits were not."""
     world2.run(_changes_that_would_be_lost, is_evaluation)
+
+
+HEADS = {2: 4, 4: 3}  # by the number of ranks; of 4 ranks one has none
+
+VIEWS: dict[str, Callable[[Tensor, int], Any]] = {
+    "heads": lambda x, h: x.view(2, 5, h, -1).transpose(1, 2),
+    "sections": lambda x, h: [each.unflatten(-1, (h, -1)) for each in torch.cat([x, x], 0).chunk(2)],
+    "merged": lambda x, h: x.reshape(2, 5, h, 6).permute(0, 2, 1, 3)[:, :, 1:].transpose(1, 2).flatten(2),
+    "repeated": lambda x, h: x.view(2, 5, h, 1, 6).expand(2, 5, h, 3, 6).reshape(2, 5, 3 * h, 6),
+    "halves of heads": lambda x, h: torch.cat([each * 2 for each in x.view(2, 5, h, 6).chunk(2, -1)], -1),
+    "stacked": lambda x, h: torch.stack([x, -x], 1).unbind(1)[0].unsqueeze(0).squeeze(0),
+    "products": lambda x, h: (y := x.view(2, 5, h, 6).transpose(1, 2)) @ y.transpose(-2, -1),
+    "attention": lambda x, h: F.scaled_dot_product_attention(*[x.view(2, 5, h, 6).transpose(1, 2)] * 3),
+    "per head": lambda x, h: x.view(2, 5, h, 6).softmax(-1).pow(2).mean(-1, keepdim=True),
+    "normed heads": lambda x, h: F.layer_norm(x.view(2, 5, h, 6), (6,), torch.arange(6.0)),
+}
+
+
+def _all_views() -> dict[str, str]:
+    problems = {}
+    with tensor_group() as (group, _):
+        heads = HEADS[group.size]
+        values = torch.randn(2, 5, heads * 6, generator=torch.Generator().manual_seed(3))
+        split = ParameterSplit.even(heads * 6, group.size, dim=2, unit=6)
+        gathered: list[str] = []
+        group.on_gather = lambda layer, operation: gathered.append(operation)
+        for name, compute in VIEWS.items():
+            whole, own = values.clone().requires_grad_(), split.part(values, group.rank).requires_grad_()
+            given = whole, SplitTensor.of(own * 1, PartLayout(split, group, "up"))
+            expected, actual = ([*y] if isinstance(y := compute(x, heads), list) else [y] for x in given)
+            if gathered or not all(isinstance(each, SplitTensor) for each in actual):
+                problems[name] = f"{gathered}"
+            for one, other in zip(expected, actual, strict=True):
+                weights = torch.arange(one.numel(), dtype=one.dtype).view_as(one)
+                (one * weights).sum().backward(retain_graph=True)
+                (torch.clone(other) * weights).sum().backward(retain_graph=True)
+                assert_equal(torch.clone(other), one)
+            assert whole.grad is not None
+            assert own.grad is not None
+            assert_equal(own.grad, split.part(whole.grad, group.rank))
+            gathered.clear()
+    return problems
+
+
+@pytest.mark.parametrize("num_ranks", HEADS)
+def test_views_of_parts(num_ranks: int, request: pytest.FixtureRequest) -> None:
+    for problems in request.getfixturevalue(f"world{num_ranks}").run(_all_views):
+        assert not problems
+
+
+def _operands() -> None:
+    """A whole weight beside a part gets the gradients of all ranks, one along the part those of each."""
+    with tensor_group() as (group, _):
+        values = torch.randn(4, CLASSES, generator=torch.Generator().manual_seed(3))
+        placed = _placed(group, 2)
+        results = []
+        for x in (values, SplitTensor.of(placed.split.part(values, group.rank), placed)):
+            scale, bias = torch.ones(4, 1, requires_grad=True), torch.ones(CLASSES, requires_grad=True)
+            (x * scale + bias).tanh().square().sum().backward()
+            results.append([scale.grad, bias.grad])
+        for one, other in zip(*results, strict=True):
+            assert_equal(other, one)
+
+
+def test_whole_operands(world2: World) -> None:
+    world2.run(_operands)

@@ -1,0 +1,135 @@
+"""Split layers train and log as one device, whatever code reads or changes after the first batch."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    assert_same_weights,
+    eval_loader,
+    make_strategy,
+    make_trainer,
+    state,
+    train_loader,
+)
+from tests.world import World
+
+CASE = Case(max_epochs=2, num_samples=24)
+LATER = ("tensor_split", "hybrid")
+KINDS = (
+    "a branch that fades in",
+    "an activation that changes",
+    "hidden values",
+    "a weight",
+    "weights listed before the fit",
+    "dead units in a hook",
+    "weights that are made anew",
+    "noise on weights",
+    "gradients in hooks",
+)
+
+
+class Block(nn.Module):
+    """A block that tensor_split splits, with a branch beside it that needs all hidden values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 6)
+        self.wide, self.narrow, self.alpha = nn.Linear(6, 16), nn.Linear(16, 6), 0.0
+        self.between: Any = torch.tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(self.between(self.up(x)))
+        return x + self.alpha * self.narrow(F.normalize(self.wide(x), dim=-1))
+
+
+class Blocks(Classifier):
+    """Changes in its second epoch what it reads of a block."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.reads = reads
+        self.blocks = nn.Sequential(Block(), Block())
+        self.hidden: list[Tensor] = []
+        self.logged: list[float] = []
+        for block in self.blocks:
+            block.up.register_forward_hook(self.notes)
+        self.listed = [p for name, p in self.named_parameters() if "up" in name]
+
+    def notes(self, _: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.hidden.append(output)
+        if self.reads == "dead units in a hook" and self.trainer.current_epoch:
+            self.logged.append(float((output > 0.5).double().mean((0,)).lt(0.2).sum()))
+
+    @torch.no_grad()
+    def on_train_epoch_start(self) -> None:
+        for block in self.blocks if self.current_epoch else ():
+            if self.reads == "a branch that fades in":
+                block.alpha = 1.0
+            elif self.reads == "an activation that changes":
+                block.between = lambda x: F.softmax(x, -1)
+            elif self.reads == "weights that are made anew":
+                nn.init.orthogonal_(block.up.weight)
+            elif self.reads == "noise on weights":
+                for parameter in block.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.reads == "a weight":
+            self.logged += [float(p.detach().norm()) for p in self.parameters()]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.reads == "gradients in hooks" and self.current_epoch:
+            self.logged.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
+            self.listed[0].grad[3] = 0.0  # type: ignore[index]
+
+    def on_train_end(self) -> None:
+        self.hidden.clear()  # their graphs keep process groups
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.hidden.clear()
+        loss = F.cross_entropy(self.layers(self.blocks(batch[0])), batch[1])
+        if self.current_epoch and self.reads == "hidden values":
+            loss = loss + 0.1 * sum(values.abs().mean() for values in self.hidden)
+        if self.current_epoch and self.reads == "a weight":
+            loss = loss + 0.3 * self.blocks[1].up.weight.norm()
+        if self.current_epoch and self.reads == "weights listed before the fit":
+            loss = loss + 0.1 * sum(p.square().sum(0).sqrt().sum() for p in self.listed)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.reads == "hidden values":
+            hidden = torch.tanh(self.blocks[0].up(batch[0]))
+            self.logged += [float(hidden.square().mean()), float(hidden.argmax(-1).sum())]
+
+
+def train(strategy: str | None, ranks: int, reads: str) -> dict[str, Any]:
+    module = Blocks(reads)
+    options = {"pipeline_parallel_size": 1} if strategy == "hybrid" else {}
+    trainer = make_trainer(CASE, "auto" if strategy is None else make_strategy(strategy, **options), ranks)
+    trainer.fit(module, train_loader(CASE, trainer), eval_loader(8))
+    return {"weights": state(module), "logged": module.logged}
+
+
+@functools.cache
+def on_one_device(reads: str) -> dict[str, Any]:
+    return train(None, 1, reads)
+
+
+@pytest.mark.parametrize("reads", KINDS)
+@pytest.mark.parametrize("strategy", LATER)
+def test_what_code_does_later(strategy: str, reads: str, world2: World) -> None:
+    """The trial of the first batch did not see it, and layers trained or logged other numbers, in silence."""
+    expected = on_one_device(reads)
+    for found in world2.run(train, strategy, 2, reads):
+        assert_same_weights(found, expected)
+        assert found["logged"] == pytest.approx(expected["logged"], rel=1e-9)
