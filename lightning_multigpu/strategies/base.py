@@ -674,7 +674,8 @@ class MultiGPUStrategy(ParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         # Lightning restores weights before it converts the module: float64 weights would be rounded to float32.
         if isinstance(self.precision_plugin, DoublePrecision):
-            self._module.double()
+            with self._showing_parts():
+                self._module.double()
         self._module.load_state_dict(self._own_weights(checkpoint["state_dict"]), strict=strict)
 
     @override

@@ -90,6 +90,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
     _owned, _check_new, optimizers = (), MultiGPUStrategy._check_new, MultiGPUStrategy.optimizers
     checkpoint_io = MultiGPUStrategy.checkpoint_io
     _own_weights, load_model_state_dict = MultiGPUStrategy._own_weights, MultiGPUStrategy.load_model_state_dict
+    _showing_parts = MultiGPUStrategy._showing_parts
     on_validation_end, held_bytes = MultiGPUStrategy.on_validation_end, MultiGPUStrategy.held_bytes
     holds, values_of_other_ranks = MultiGPUStrategy.holds, MultiGPUStrategy.values_of_other_ranks
     newest_of_ranks, gather_at_end = MultiGPUStrategy.newest_of_ranks, MultiGPUStrategy.gather_at_end

@@ -396,7 +396,7 @@ def test_alone_beside_another_profiler(
     assert ("operators, thread 0" in (tmp_path / profile_document.TRACE_NAME).read_text()) is own
     assert "launches" not in of_rank, "there is no GPU"
     [told] = tmp_path.glob("fit-told*.txt")
-    assert ("aten::addmm" in told.read_text()) is not own
+    assert ("aten::" in told.read_text()) is not own
     if isinstance(profiler, SimpleProfiler):
         assert len(profiler.recorded_durations["[Strategy]SingleDeviceStrategy.training_step"]) == STEPS
     # Each layer keeps its input of 2 x 4 floats, the first one the batch; the square keeps the last output.

@@ -241,8 +241,6 @@ class RemoteOptimizer(RedirectedOptimizer):
     @torch.no_grad()
     def pull(self) -> None:
         """Gets the newest weights."""
-        for bucket in self._buckets:
-            self._expect(bucket, averages=False)
         answers = {server: self._servers.ask(server, "pull", self._number) for server in self._asked}
         self._take_weights(self._buckets, answers)
         self.version = max([self.version, *[answer.get() for answer in answers.values()]])
@@ -398,7 +396,8 @@ class RemoteOptimizer(RedirectedOptimizer):
                 memories = [torch.empty(size, dtype=torch.uint8) for size in to_push]
             for (bucket, _), memory, flat in zip(parts, memories, flats, strict=True):
                 pair, on_wire = self._servers.pairs[server], wire_bytes(flat, self._compressor)
-                bucket.rooms[server] = Room(pair, bucket.number, memory, flat, on_wire, offers is not None)
+                room = bucket.rooms[server] = Room(pair, bucket.number, memory, flat, on_wire, offers is not None)
+                room.expect_pull()
 
     def _plan(self, server: int, parts: Sequence[tuple[_Bucket, _Part]]) -> Plan:
         shapes = [
@@ -520,8 +519,6 @@ class RemoteOptimizer(RedirectedOptimizer):
         size_bytes = sum(part.nbytes for _, part in parts)
         described = {"group": "servers", "group_size": servers.job.num_workers, "size_bytes": size_bytes}
         with servers.meter.metered("pull", **described), servers.reported():
-            for bucket in active:
-                self._expect(bucket, averages=not is_step)
             answers: dict[int, Answer] = {}
             norms = self.clip_norm is not None and is_step and servers.job.num_servers > 1
             squares: dict[int, Answer] = {}
@@ -539,13 +536,14 @@ class RemoteOptimizer(RedirectedOptimizer):
             if is_step:
                 self._take_weights(active, answers)
             else:
+                averages = []
                 for bucket, part in parts:
                     with answers[part.server].arriving():
-                        bucket.rooms[part.server].await_pull()
+                        averages.append(bucket.rooms[part.server].await_pull(averages=True))
             found = {server: answer.get() for server, answer in answers.items()}
             if not is_step:
-                for bucket, part in parts:
-                    self._take_averages(bucket, part, *found[part.server])
+                for (bucket, part), average in zip(parts, averages, strict=True):
+                    self._take_averages(bucket, part, average, *found[part.server])
         servers.meter.waited(start_s, servers.meter.now())
         self._pushing.clear()
         for bucket in active:
@@ -576,36 +574,38 @@ class RemoteOptimizer(RedirectedOptimizer):
             clip_value=self.clip_value if is_step else None,
         )
 
-    def _expect(self, bucket: _Bucket, *, averages: bool) -> None:
-        for part in bucket.parts:
-            bucket.rooms[part.server].expect_pull(averages=averages)
-
     def _take_weights(self, buckets: Iterable[_Bucket], answers: Mapping[int, Answer]) -> None:
         """Waits for weights, and takes them as they come."""
         for bucket in buckets:
             for part in bucket.parts:
                 room = bucket.rooms[part.server]
                 with answers[part.server].arriving():
-                    room.await_pull()
+                    weights = room.await_pull(averages=False)
                 for piece in part.pieces:
-                    piece.fill(piece.parameter, piece.place(room.pulled))
+                    piece.fill(piece.parameter, piece.place(weights))
+                room.expect_pull()
                 if self._servers.worker == 0:  # while others are on their way
                     self._sums.update(_sums_of([part]))
 
     def _take_averages(
-        self, bucket: _Bucket, part: _Part, kinds: Mapping[int, list[int]], rows: Mapping[tuple[int, int], Tensor]
+        self,
+        bucket: _Bucket,
+        part: _Part,
+        averages: Tensor,
+        kinds: Mapping[int, list[int]],
+        rows: Mapping[tuple[int, int], Tensor],
     ) -> None:
         """Takes the averages of a part, for the parameters that have a gradient on some worker."""
-        room = bucket.rooms[part.server]
         for index, (piece, kind) in enumerate(zip(part.pieces, kinds[bucket.number], strict=True)):
             parameter = piece.parameter
             if kind == ABSENT:
                 continue
             if parameter.grad is None or parameter.grad.is_sparse:
                 parameter.grad = torch.zeros_like(parameter)
-            piece.fill(parameter.grad, piece.place(room.pushed))
+            piece.fill(parameter.grad, piece.place(averages))
             if kind == SPARSE and piece.is_whole:
                 parameter.grad = sparse(parameter.grad, rows.get((bucket.number, index)))
+        bucket.rooms[part.server].expect_pull()
 
 
 def _check_importable(optimizer: Optimizer) -> None:

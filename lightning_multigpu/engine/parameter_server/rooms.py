@@ -65,16 +65,18 @@ class Room:
         with self.pair.failing():
             self.pair.isend(what, 2 * self.number + is_whole, is_shared=self.is_shared).wait()
 
-    def expect_pull(self, *, averages: bool) -> None:
-        """Begins to wait for weights, or for averages."""
-        self._expected = self.pair.irecv(
-            self.pushed if averages else self.pulled, 2 * self.number, is_shared=self.is_shared
-        )
+    def expect_pull(self) -> None:
+        """Begins to wait for weights or averages, before gradients are pushed: servers send nothing until they know.
 
-    def await_pull(self) -> None:
-        """Waits for what is expected."""
+        On the connection the word for that would wait behind gradients.
+        """
+        self._expected = self.pair.irecv(self.pulled, 2 * self.number, is_shared=self.is_shared)
+
+    def await_pull(self, *, averages: bool) -> Tensor:
+        """Waits for weights, or averages; when they were used, :meth:`expect_pull` is called again."""
         with self.pair.failing():
             self._expected.wait()
+        return self.pushed if averages and self.is_shared else self.pulled
 
     # The server's end
 

@@ -87,6 +87,8 @@ class SplitTensor(Tensor):
     placed: PartLayout
     gathered_views: list[_View]
     """Of this part, and of others with the same memory."""
+    source: Tensor
+    """Of a gradient: the parameter's own, whose values an assignment replaces, as Module.to does."""
 
     @classmethod
     def of(cls, local: Tensor, placed: PartLayout) -> Any:
@@ -696,7 +698,7 @@ def _of_owner(func: Any, args: Any, kwargs: Any) -> Any:
         return None
     part = SplitTensor.of(found, args[0].placed)
     if isinstance(part, SplitTensor):
-        part.gathered_views = args[0].gathered_views
+        part.gathered_views, part.source = args[0].gathered_views, found
     return part
 
 
@@ -711,16 +713,17 @@ def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _assigned(func: Any, args: Any, kwargs: Any) -> Any:
-    """A parameter's gradient or values are assigned: each rank takes its part."""
+    """A parameter's gradient or values, or a gradient's values, are assigned: each rank takes its part."""
     owner, value = args
-    if not isinstance(owner, SplitParameter):
+    target = owner if isinstance(owner, SplitParameter) else vars(owner).get("source")
+    if target is None:
         return _refused(func, args, kwargs)
     split, group, _ = owner.placed
     if isinstance(value, SplitTensor):
         value = _local(value)
     elif isinstance(value, Tensor) and not isinstance(value, Placeholder):
         value = split.part(value, group.rank)
-    return func(owner, value)
+    return func(target, value)
 
 
 def _hooked(func: Any, args: Any, kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from lightning_multigpu.engine.activation_checkpointing import Choice, check_cho
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain, find_chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
+from lightning_multigpu.engine.tensor_split.parts import local
 from lightning_multigpu.planning.pipelines.balance import balanced_bounds, bounds_of_counts, cheapest_bounds
 from lightning_multigpu.planning.pipelines.schedule_order import LOOPED_SCHEDULES, SCHEDULES, ScheduleName
 from lightning_multigpu.planning.pipelines.stage_costs import MeasuredBalance
@@ -200,7 +201,7 @@ class PipelineOptions:
             total = [0, *accumulate(sizes[chain.layers.index(layer)] for layer in chain.layers)]
             bounds = balanced_bounds([b - a for a, b in pairwise(total)], num_stages)
             at_ends = Ownership(next(iter(chain.around)), chain, bounds, 0, num_ranks).at_ends()
-            before, after = (sum(parameter.nbytes for parameter in own) for own in at_ends)
+            before, after = (sum(local(parameter).nbytes for parameter in own) for own in at_ends)
 
             def size_bytes(stage: int, start: int, stop: int) -> int:
                 ends = (0 if start else before) + (after if stop == len(chain) else 0)

@@ -30,6 +30,7 @@ from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGro
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.engine.step_state import preserved_random_state, preserved_state
+from lightning_multigpu.engine.tensor_split.parts import local
 from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.runtime.process_groups import metered_group
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import packed, unpacked
@@ -290,7 +291,7 @@ class SplitModel:
         found = [0] * self.group.num_ranks
         for holding in self.ownership.holdings:
             for position in holding.holders if holding.is_parameter else ():
-                found[position] += holding.tensor.nbytes
+                found[position] += local(holding.tensor).nbytes
         return found
 
     def _check_groups(self, optimizer: Optimizer) -> None:

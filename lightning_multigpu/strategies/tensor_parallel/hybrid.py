@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -278,7 +278,7 @@ class HybridStrategy(StagedStrategy):
     def model_to_device(self) -> None:
         super().model_to_device()
         if self._axis is not None:
-            self._axis.layers.follow_updates(self.precision_plugin, self._watch_states)
+            self._undo.callback(self._axis.layers.follow_updates(self.precision_plugin, self._watch_states).end)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -318,6 +318,10 @@ class HybridStrategy(StagedStrategy):
         if self._compressed is not None and self._compressed.compressed is not None:
             rank_zero_info(self._compressed.compressed.summary())
         super().on_train_end()
+
+    @override
+    def _showing_parts(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._axis is None else self._axis.group.showing(parts=True)
 
     @override
     def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:

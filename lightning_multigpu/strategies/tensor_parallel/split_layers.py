@@ -43,6 +43,7 @@ from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan, WholeBlocks
 from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -362,12 +363,15 @@ class SplitLayers:
         for parameter, state in held_states(plain_optimizer(optimizer)).items():
             own_state(parameter, state)
 
-    def follow_updates(self, plugin: Precision, before: Callable[[], None]) -> None:
+    def follow_updates(self, plugin: Precision, before: Callable[[], None]) -> PluginMethods:
         """Has an optimizer's own step read its state as it is, from the end of the hooks before it.
 
         Args:
             plugin: calls these hooks, within :meth:`stepping`.
             before: called at their end.
+
+        Returns:
+            What gives the plugin its own method back.
         """
         hooks = getattr(plugin, HOOKS_BEFORE_STEP)
 
@@ -379,7 +383,8 @@ class SplitLayers:
             self._update.enter_context(torch._C.DisableTorchFunctionSubclass())
             self._is_updating = True
 
-        vars(plugin)[HOOKS_BEFORE_STEP] = then_update
+        methods: dict[str, Any] = {HOOKS_BEFORE_STEP: then_update}
+        return PluginMethods(plugin, **methods)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

@@ -201,7 +201,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         self._undo.callback(self._tensor.close)
         self._layers = SplitLayers(module, self._tensor, self._plan, sequence_split=self._sequence_split)
         self._undo.callback(split_gradients(self.precision_plugin, self._tensor, self.root_device).end)
-        self._layers.follow_updates(self.precision_plugin, self._watch_states)
+        self._undo.callback(self._layers.follow_updates(self.precision_plugin, self._watch_states).end)
         self._share_random_states(self._peers)
 
     @override

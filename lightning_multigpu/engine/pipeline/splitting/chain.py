@@ -109,8 +109,9 @@ class Chain:
             yield
 
     def parameter_bytes(self) -> list[int]:
-        """Bytes of each layer's parameters; a shared parameter counts for its first layer."""
-        return [sum(parameter.nbytes for parameter in own) for own in self.own_parameters()]
+        """Bytes that this rank holds of each layer's parameters; a shared parameter counts for its first layer."""
+        with torch._C.DisableTorchFunctionSubclass():  # split parameters show the whole
+            return [sum(parameter.nbytes for parameter in own) for own in self.own_parameters()]
 
     def own_parameters(self) -> Iterator[set[Parameter]]:
         """The parameters of each layer that no earlier layer has."""
