@@ -252,7 +252,7 @@ class Server:
         except Exception as error:
             known = isinstance(error, PairEndedError | UpdateError)
             problem = str(error) if known else "".join(traceback.format_exception(error))
-            if worker == 0:
+            if worker == 0 or self._ended.is_set():
                 return self.end(problem)
             with suppress(PairEndedError):
                 pair.send(LastWords(problem), _LAST_WORDS)

@@ -149,7 +149,11 @@ class Servers:
         """Asks a server; the answers of a server are to be got in the order of the questions."""
         with self.reported():
             expected = self.pairs[server].expect()
-            self.pairs[server].send(message)
+            try:
+                self.pairs[server].send(message)
+            except PairEndedError:
+                expected.get()  # raises what the server has said before it ended
+                raise
         return Answer(self, server, expected)
 
     def expect(self, server: int) -> Answer:

@@ -129,6 +129,7 @@ def end(pairs: Iterable[Pair]) -> None:
     for pair in pairs:
         vars(pair).pop("requests", None)
         vars(pair).pop("_tensors", None)
+        pair._expected = None
     gc.collect()
 
 
