@@ -1,4 +1,4 @@
-"""What ranks have in common: parameters, buffers, gradients that user code sets; shares and compares them."""
+"""Values that all ranks have in common: shares and compares parameters, buffers, and gradients that user code sets."""
 
 from __future__ import annotations
 

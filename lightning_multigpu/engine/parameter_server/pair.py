@@ -133,8 +133,15 @@ class Pair:
 
         Raises:
             PairEndedError: the other end has ended.
+            ValueError: the message has a value that cannot be pickled.
         """
-        data = pickle.dumps(message)
+        try:
+            data = pickle.dumps(message)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"a value for {self.label} cannot be pickled: {error}; in options of optimizers and states of "
+                "callbacks use functions of a module, and no lambda or open file"
+            ) from error
         frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
         frame[:_LENGTH_BYTES].view(torch.int64).fill_(len(data))
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -560,6 +560,15 @@ def test_options_of_any_kind_travel() -> None:
         train(connections, parameters, optimizer, range(1))
 
 
+def test_options_that_cannot_be_pickled_are_refused() -> None:
+    with job(num_workers=1) as found, found.connections(0) as connections:
+        optimizer = optim.SGD(weights(), lr=0.1)
+        optimizer.param_groups[0]["rule"] = lambda: None
+        remote = RemoteOptimizer(optimizer, connections)
+        with pytest.raises(ValueError, match=r"a value for parameter server 0 of 1 .* cannot be pickled: .*no lambda"):
+            _ = remote.imbalance
+
+
 def test_an_optimizer_that_changes_values_of_its_groups_is_refused() -> None:
     """Each step began with the values of worker 0, and went another way than on one device."""
     words = "DecayingSGD changes 'momentum' of its groups in its step, .*: use strategy='cpu_ps'"
