@@ -155,7 +155,8 @@ def _mesh(group: TensorGroup, device: torch.device) -> DeviceMesh:
 def _fairscale(width: int, hidden: int) -> nn.Module:
     import fairscale.nn.model_parallel as fairscale  # which an environment may not have
 
-    fairscale.initialize_model_parallel(_RANKS)
+    if not fairscale.initialize.model_parallel_is_initialized():
+        fairscale.initialize_model_parallel(_RANKS)
     return chain(
         lambda: fairscale.ColumnParallelLinear(width, hidden, gather_output=False),
         lambda: fairscale.RowParallelLinear(hidden, width, input_is_parallel=True),
