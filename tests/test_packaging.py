@@ -189,7 +189,7 @@ class TestImports:
         assert not strays
 
     def test_other_families_do_not_need_parameter_servers(self) -> None:
-        """How optimizers are divided, kinds of gradients and redirected steps lie in ``engine/`` itself."""
+        """How optimizers are divided and kinds of gradients lie in ``placement/``."""
         strays = [
             f"{path.relative_to(ROOT)}: {module}"
             for path in python_files(f"{_OURS}/engine", f"{_OURS}/strategies")

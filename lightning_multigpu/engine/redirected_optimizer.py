@@ -17,8 +17,8 @@ from torch.optim import optimizer as hooks_of_all
 from torch.utils.hooks import RemovableHandle
 
 from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradients
-from lightning_multigpu.engine.optimizer_split import Split, split_of
 from lightning_multigpu.engine.optimizer_state import StateElsewhere, groups_alone, release
+from lightning_multigpu.placement.optimizer_split import Split, split_of
 
 
 class RedirectedOptimizer(ABC):

@@ -33,15 +33,15 @@ from torch.optim import Optimizer
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.tensors import alike
-from lightning_multigpu.engine.gradient_kinds import ABSENT, DENSE, SPARSE, kind_of, rows_of, sparse
-from lightning_multigpu.engine.optimizer_split import Split
-from lightning_multigpu.engine.parameter_server.sharding import Layout, Piece, imbalance_of
 from lightning_multigpu.engine.redirected_optimizer import (
     RedirectedOptimizer,
     call_on_gradient,
     part_of,
 )
+from lightning_multigpu.placement.gradient_kinds import ABSENT, DENSE, SPARSE, kind_of, rows_of, sparse
 from lightning_multigpu.placement.norms import scale_to_norm, sum_of_squares
+from lightning_multigpu.placement.optimizer_split import Split
+from lightning_multigpu.placement.table import Layout, Piece, imbalance_of
 
 
 @dataclass(frozen=True)

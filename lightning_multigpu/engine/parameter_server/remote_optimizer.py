@@ -32,17 +32,17 @@ from lightning_multigpu.communication.checksums import checksums
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.shared_memory.segment import mapped
 from lightning_multigpu.communication.tensors import alike
-from lightning_multigpu.engine.gradient_kinds import ABSENT, SPARSE, kind_of, rows_of, sparse
-from lightning_multigpu.engine.optimizer_split import Split
 from lightning_multigpu.engine.parameter_server.rooms import Room, cut, room_bytes, wire_bytes
 from lightning_multigpu.engine.parameter_server.served_shard import Contents, Plan, Request
 from lightning_multigpu.engine.parameter_server.servers import Answer, Servers
-from lightning_multigpu.engine.parameter_server.sharding import bucket_parts, imbalance_of
 from lightning_multigpu.engine.redirected_optimizer import (
     RedirectedOptimizer,
     call_on_gradient,
     part_of,
 )
+from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, kind_of, rows_of, sparse
+from lightning_multigpu.placement.optimizer_split import Split
+from lightning_multigpu.placement.table import bucket_parts, imbalance_of
 
 
 class _Piece(NamedTuple):

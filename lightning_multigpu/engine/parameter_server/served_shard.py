@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
-from lightning_multigpu.engine.gradient_kinds import ABSENT, SPARSE, common_kind, sparse
-from lightning_multigpu.engine.optimizer_split import Split
 from lightning_multigpu.engine.parameter_server.consistency import Clocks, Consistency
 from lightning_multigpu.engine.parameter_server.pair import Pair
 from lightning_multigpu.engine.parameter_server.rooms import Room, cut, room_bytes, segment_bytes, wire_bytes
+from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, common_kind, sparse
 from lightning_multigpu.placement.norms import scale_to_norm, sum_of_squares
+from lightning_multigpu.placement.optimizer_split import Split
 
 
 class UpdateError(RuntimeError):

@@ -36,8 +36,8 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.clocks import recorded_event
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.gradient_kinds import ABSENT, SPARSE, kind_of
 from lightning_multigpu.engine.sharded.sharded_optimizer import ShardedOptimizer, quiet
+from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, kind_of
 
 
 class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without annotations

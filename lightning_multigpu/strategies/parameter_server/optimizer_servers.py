@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import plain_optimizer
-from lightning_multigpu.engine.optimizer_split import Split
 from lightning_multigpu.engine.parameter_server.host_optimizer import HostOptimizer
 from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
+from lightning_multigpu.placement.optimizer_split import Split
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.steps.hook_detection import reads_gradients

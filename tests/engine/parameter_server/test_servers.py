@@ -27,7 +27,6 @@ from lightning_multigpu.communication.checksums import checksums, device_checksu
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.optimizer_split import Split
 from lightning_multigpu.engine.parameter_server import server as server_module
 from lightning_multigpu.engine.parameter_server import servers as servers_module
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
@@ -38,6 +37,7 @@ from lightning_multigpu.engine.parameter_server.server import Job as ServedJob
 from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.engine.parameter_server.servers import ServerError, Servers
+from lightning_multigpu.placement.optimizer_split import Split
 from tests.engine.parameter_server.test_host_optimizer import (
     OPTIMIZERS,
     STEPS,

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from lightning_multigpu.engine.optimizer_split import Split
+from lightning_multigpu.placement.optimizer_split import Split
 
 
 class Piece(NamedTuple):
