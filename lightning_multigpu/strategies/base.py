@@ -53,6 +53,7 @@ from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
 from lightning_multigpu.strategies.collectives import Collectives
 from lightning_multigpu.strategies.common_parameters import CommonParameters
+from lightning_multigpu.strategies.owned_optimizers import OwnedOptimizers
 from lightning_multigpu.strategies.steps.global_batch import global_batch_text
 from lightning_multigpu.strategies.steps.step_logs import uncounted_logs, uncounted_metrics
 from lightning_multigpu.strategies.streamed_saves import StreamedSaves
@@ -181,6 +182,7 @@ class MultiGPUStrategy(ParallelStrategy):
         self._activation_checkpointing: Choice = activation_checkpointing
         self._recomputation: Recomputation | None = None
         self.saves = StreamedSaves()
+        self.owned = OwnedOptimizers(self)
         self._undo = ExitStack()  # of a run
         self._weighs = False
         self._draws = OwnDraws()
@@ -741,7 +743,7 @@ class MultiGPUStrategy(ParallelStrategy):
     @property
     def _owned(self) -> Collection[Optimizer]:
         """The optimizers whose states were dealt out to ranks or servers when this fit started; empty if none were."""
-        return ()
+        return self.owned.steps
 
     @property
     @override
@@ -788,6 +790,7 @@ class MultiGPUStrategy(ParallelStrategy):
         self._stage_starts()
         self._settle_values()
         self.common.share_buffers()
+        self.common.average_buffers()
 
     @override
     def on_validation_end(self) -> None:
@@ -817,6 +820,7 @@ class MultiGPUStrategy(ParallelStrategy):
         if self.common.check_every != 0:
             self.common.check_replicas()
         self.signals.training_ends(self.gather_objects)
+        self.common.average_buffers()
 
     def _loss_scaler_scale(self) -> float:
         """The factor of losses and gradients under 16-mixed, else 1."""
@@ -825,6 +829,7 @@ class MultiGPUStrategy(ParallelStrategy):
 
     def _watch_states(self) -> None:
         """Where ranks have parts of the optimizers' states: has user code read whole values or none; for subclasses."""
+        self.owned.watch()
 
     def on_optimizer_step_end(self) -> None:
         """For communication after an optimizer step, as a part of that step."""

@@ -1,7 +1,6 @@
-"""A worker's side of parameter servers: an optimizer that pushes gradients, and pulls the weights that servers make.
+"""A worker's side of parameter servers, as the transport of a step: gradients are pushed, and new weights are pulled.
 
-The user's optimizer object stays what schedulers and callbacks know. Its groups hold the module's parameters; their
-values travel with every step, and its state lives on the servers::
+The values of the optimizer's groups travel with every step, and its state lives on the servers::
 
     worker     backward [b2]  [b1]  [b0]   step()                               forward
                           \\     \\     \\      \\                            /
@@ -16,66 +15,38 @@ Source: M. Li et al., "Scaling distributed machine learning with the parameter s
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.communication.checksums import checksums
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.shared_memory.segment import mapped
 from lightning_multigpu.communication.tensors import alike
+from lightning_multigpu.engine.optimizer_state import StateElsewhere
 from lightning_multigpu.engine.parameter_server.rooms import Room, cut, room_bytes, wire_bytes
 from lightning_multigpu.engine.parameter_server.served_shard import Contents, Plan, Request
 from lightning_multigpu.engine.parameter_server.servers import Answer, Servers
-from lightning_multigpu.engine.redirected_optimizer import (
-    RedirectedOptimizer,
-    call_on_gradient,
-    part_of,
-)
 from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, kind_of, rows_of, sparse
-from lightning_multigpu.placement.optimizer_split import Split
-from lightning_multigpu.placement.table import bucket_parts, imbalance_of
-
-
-class _Piece(NamedTuple):
-    """Elements ``start`` to ``stop`` of a parameter, at ``offset`` of a server's part."""
-
-    parameter: Parameter
-    start: int
-    stop: int
-    offset: int
-
-    @property
-    def is_whole(self) -> bool:
-        return self.stop - self.start == self.parameter.numel()
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The elements of a tensor that has the parameter's shape; of one that is not contiguous, a copy of them."""
-        return tensor.detach().reshape(-1)[self.start : self.stop]
-
-    def fill(self, tensor: Tensor, elements: Tensor) -> None:
-        """Changes the elements of a tensor that has the parameter's shape."""
-        whole = tensor.detach().contiguous()  # itself, but for layouts such as channels_last
-        self.of(whole).copy_(elements)
-        if whole.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(whole)
-
-    def part_of(self, value: Any) -> Any:
-        """The part of a value of the parameter's state that belongs to the piece."""
-        return part_of(value, self.parameter, self.start, self.stop)
-
-    def place(self, flat: Tensor) -> Tensor:
-        """The elements of a server's part."""
-        return flat[self.offset : self.offset + self.stop - self.start]
-
+from lightning_multigpu.placement.optimizer_split import Split, split_of
+from lightning_multigpu.placement.owned_step import Update, call_on_gradient
+from lightning_multigpu.placement.table import (
+    Piece,
+    bucket_parts,
+    elements,
+    fill,
+    imbalance_of,
+    joined_state,
+    part_of_state,
+)
 
 _States = dict[tuple[int, int], dict[str, Any]]
 
@@ -85,7 +56,7 @@ class _Part:
     """One server's part of a bucket, with the memory between the server and this worker."""
 
     server: int
-    pieces: list[_Piece]
+    pieces: list[tuple[Parameter, Piece]]
     dtype: torch.dtype
     errors: dict[int, Tensor] = field(default_factory=dict)
 
@@ -106,7 +77,7 @@ class _Part:
 
     @property
     def numel(self) -> int:
-        return sum(piece.stop - piece.start for piece in self.pieces)
+        return sum(piece.numel for _, piece in self.pieces)
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +85,11 @@ class _Part:
 
     def joined_weights(self) -> Tensor:
         """The weights of the pieces, flat, on the host."""
-        return torch.cat([piece.of(piece.parameter).cpu() for piece in self.pieces])
+        return torch.cat([weights.cpu() for weights in self.weights()])
+
+    def weights(self) -> list[Tensor]:
+        """The weights of each piece, flat."""
+        return [elements(parameter.detach(), piece).reshape(-1) for parameter, piece in self.pieces]
 
 
 @dataclass(eq=False)
@@ -145,10 +120,8 @@ class _Bucket:
         return any(a is not b or x != y for (a, x), (b, y) in zip(now, pushed, strict=True))
 
 
-class RemoteOptimizer(RedirectedOptimizer):
-    """One optimizer of the user's, whose updates are made by servers.
-
-    Making one, stepping, saving and loading are collectives of the workers.
+class ServerTransport:
+    """The :class:`~lightning_multigpu.placement.owned_step.Transport` of one optimizer to parameter servers.
 
     Args:
         optimizer: of a module that is the same on all workers.
@@ -174,15 +147,14 @@ class RemoteOptimizer(RedirectedOptimizer):
         compressor: ElementwiseCompressor | None = None,
     ) -> None:
         _check_importable(optimizer)
-        super().__init__(optimizer, split)
         self.version = 0
-        self._servers = servers
+        self.pushes_early = False
+        self._optimizer, self._servers, self._split = optimizer, servers, split or split_of(optimizer)
         self._bucket_bytes = bucket_bytes
         self._compressor = compressor
         self._buckets: list[_Bucket] = []
         self._pieces: dict[Parameter, list[tuple[_Bucket, _Part, int]]] = {}
         self._groups: list[list[int]] | None = None
-        self._num_changed = 0
         self._round = 0
         self._pushing: list[tuple[int, Future[None]]] = []
         self._sums: dict[_Part, list[int]] = {}
@@ -192,16 +164,16 @@ class RemoteOptimizer(RedirectedOptimizer):
 
     @property
     def imbalance(self) -> float:
-        """The largest shard in proportion to an even one; 1.0 is even."""
-        self._place_new()
         sizes = [0] * self._servers.job.num_servers
         for _, part in self._parts():
             sizes[part.server] += part.nbytes
         return imbalance_of(sizes)
 
+    def view(self) -> StateElsewhere:
+        return StateElsewhere(type(self._optimizer).__name__)
+
     def close(self) -> None:
-        """Gives the optimizer its own ``step`` back, and pushes nothing from now on."""
-        super().close()
+        """Pushes nothing from now on."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._buckets, self._pieces = [], [], {}
@@ -214,29 +186,31 @@ class RemoteOptimizer(RedirectedOptimizer):
         """The servers that have a part."""
         return sorted({part.server for _, part in self._parts()})
 
-    def average_gradients(self) -> None:
-        if not self._servers.is_synchronous:  # a worker's gradients are its own
-            return
-        self._place_new()
-        self.gradients_are_whole = False  # backward has added to what was averaged before
-        self._ask([bucket for bucket in self._buckets if bucket.is_active], is_step=False)
-        self.gradients_are_whole = True
+    @property
+    def _active(self) -> list[_Bucket]:
+        return [bucket for bucket in self._buckets if bucket.is_active]
 
-    def _step(self) -> None:
+    def average(self, num_changed: int) -> bool:
+        if not self._servers.is_synchronous:  # a worker's gradients are its own
+            return False
+        self._ask(self._active, Update(num_changed=num_changed), is_step=False)
+        return True
+
+    def step(self, update: Update) -> None:
         """Push gradients, have the servers step, pull all weights."""
+        if update.options:
+            raise TypeError(f"a step on servers takes a closure only, not {', '.join(update.options)}")
         changed = self._changed()
         if changed and not self._servers.is_synchronous:
             raise ValueError(
                 "a hook has changed weights in place, and other workers have made updates to them meanwhile, which "
                 "would be lost: use strategy='sync_ps' with that hook"
             )
-        active = [bucket for bucket in self._buckets if bucket.is_active]
-        answers = self._ask(active, is_step=True, changed=changed)
+        answers = self._ask(self._active, update, is_step=True, changed=changed)
         self._sums.update(_sums_of(part for _, part in changed))
         if not self._servers.is_synchronous:
             self.version = max([self.version, *[version for version, _ in answers]])
-        self._num_changed = 0
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # as its own step would tell LR schedulers
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as its own step would tell LR schedulers
 
     @torch.no_grad()
     def pull(self) -> None:
@@ -257,93 +231,79 @@ class RemoteOptimizer(RedirectedOptimizer):
         self._sums.update(_sums_of(part for _, part in changed))
         return bool(changed)
 
-    # Checkpoints
+    # States
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state as the whole optimizer would have it on one device; a collective.
-
-        Returns:
-            On worker 0 the values of all tensors, in host memory; on others the groups alone.
-        """
-        self._place_new()
-        self._take_state()
-        found = self.groups_alone()
-        if self._servers.worker == 0:
-            found["state"] = self._states()
-        return found
-
-    def _states(self) -> dict[int, dict[str, Any]]:
-        """On worker 0 the states of the servers, by the number of a parameter."""
+    def states(self) -> dict[int, Any]:
+        """On worker 0 the states of the servers; elsewhere none."""
+        if self._servers.worker != 0:
+            return {}
         asked = {server: self._servers.ask(server, "state", self._number) for server in self._asked}
         told = {server: answer.get() for server, answer in asked.items()}
-        found: dict[int, dict[str, Any]] = {}
+        found: dict[int, Any] = {}
         for number, parameter in enumerate(self._parameters()):
             pieces = self._pieces.get(parameter, [])
             states = [told[part.server].get((bucket.number, index)) for bucket, part, index in pieces]
             if present := [state for state in states if state is not None]:
-                found[number] = {name: _joined([state[name] for state in present], parameter) for name in present[0]}
+                found[number] = joined_state(present, parameter)
         return found
 
-    def _load(self, saved_groups: list[dict[str, Any]], saved_state: Mapping[int, Any]) -> None:
-        self.optimizer.load_state_dict({"state": {}, "param_groups": saved_groups})
-        numbers = [number for group in saved_groups for number in group["params"]]
-        parameter_of = dict(zip(numbers, self._parameters(), strict=True))
-        self._send_states({parameter_of[number]: state for number, state in saved_state.items()})
+    def load(self, groups: list[dict[str, Any]], states: Mapping[Parameter, Any]) -> None:
+        self._optimizer.load_state_dict({"state": {}, "param_groups": groups})
+        self._send_states(states)
 
-    def _change_state(self, changes: Mapping[Parameter, Mapping[str, Any]]) -> None:
-        self._num_changed += len(changes)
-        if not changes or self._servers.worker != 0:
+    def change(self, states: Mapping[Any, Any]) -> None:
+        if not states or self._servers.worker != 0:
             return
         parameters, before = self._parameters(), {}
-        if len(changes) < len(parameters):
+        if len(states) < len(parameters):
             if not self._servers.is_synchronous:
                 raise ValueError(
-                    f"the states of {len(changes)} of {len(parameters)} parameters were changed in optimizer.state, "
+                    f"the states of {len(states)} of {len(parameters)} parameters were changed in optimizer.state, "
                     "and other workers update the others meanwhile: change all of them (optimizer.state.clear()), or "
                     "use strategy='sync_ps'"
                 )
-            before = {parameters[number]: state for number, state in self._states().items()}
-        self._send_states({**before, **changes})
+            before = {parameters[number]: state for number, state in self.states().items()}
+        self._send_states({**before, **states})
 
-    def _send_states(self, state_of: Mapping[Parameter, Mapping[str, Any]]) -> None:
+    def _send_states(self, state_of: Mapping[Any, Any]) -> None:
         """On worker 0: gives the servers these states instead of all that they have."""
         if self._servers.worker != 0:
             return
-        values = [_values(group) for group in self.optimizer.param_groups]
+        values = [_values(group) for group in self._optimizer.param_groups]
         states = self._states_by_server(state_of)
         asked = [self._servers.ask(server, "load", self._number, values, states[server]) for server in self._asked]
         for answer in asked:
             answer.get()
 
-    def _states_by_server(self, state_of: Mapping[Parameter, Mapping[str, Any]]) -> list[_States]:
+    def _states_by_server(self, state_of: Mapping[Any, Any]) -> list[_States]:
         """States of parameters as the servers have them: by bucket and place."""
         found: list[_States] = [{} for _ in range(self._servers.job.num_servers)]
         for parameter, state in state_of.items():
             for bucket, part, index in self._pieces.get(parameter, []) if state else ():
-                of_piece = {name: part.pieces[index].part_of(value) for name, value in state.items()}
                 # Copies: pickle would keep one counter of steps for all pieces of a tensor.
-                found[part.server][bucket.number, index] = copy.deepcopy(of_piece)
+                of_piece = part_of_state(state, parameter, part.pieces[index][1])
+                found[part.server][bucket.number, index] = tree_map_only(Tensor, Tensor.cpu, of_piece)
         return found
 
     # Where things are
 
-    def _place_new(self) -> None:
-        """Sends the servers the parameters that the optimizer has got since; a collective."""
-        can_be_trained = (p for p in self._parameters() if p.is_floating_point() or p.is_complex())
-        new = [parameter for parameter in can_be_trained if parameter not in self._pieces]
-        groups = [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
+    def _parameters(self) -> list[Parameter]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def place(self, new: list[Parameter], given: Mapping[Any, Any]) -> None:
+        """Sends the servers new parameters, and groups that have changed."""
+        groups = [[id(parameter) for parameter in group["params"]] for group in self._optimizer.param_groups]
         if not new and groups == self._groups:
             return
         self._groups = groups
         first = len(self._buckets)
-        for parameters in alike(new):
+        for parameters in alike(p for p in new if p.is_floating_point() or p.is_complex()):
             self._make_buckets(parameters)  # type: ignore[arg-type]
-        self._tell_plans(self._buckets[first:], new)
-        for parameter in new if self._watched is None else ():
-            self.optimizer.state.pop(parameter, None)
+        self._tell_plans(self._buckets[first:], {p: state for p in new if (state := given.get(p))})
         if not self._servers.is_synchronous:
             self.pull()
-        self._complete_sums()
+        if self._servers.worker == 0:  # it takes checksums of the new parts
+            self._sums.update(_sums_of(part for _, part in self._parts() if part not in self._sums))
 
     def _make_buckets(self, parameters: list[Parameter]) -> None:
         """Cuts parameters of one dtype and device into buckets, and these into the servers' parts."""
@@ -356,32 +316,32 @@ class RemoteOptimizer(RedirectedOptimizer):
         )
         for by_server in placed:
             parts = [
-                _Part(server, [_Piece(parameters[p.number], p.start, p.stop, p.offset) for p in pieces], dtype)
+                _Part(server, [(parameters[piece.number], piece) for piece in pieces], dtype)
                 for server, pieces in enumerate(by_server)
                 if pieces
             ]
-            of_parts = dict.fromkeys(piece.parameter for part in parts for piece in part.pieces)
+            of_parts = dict.fromkeys(parameter for part in parts for parameter, _ in part.pieces)
             bucket = _Bucket(self._servers.new_bucket(), [*of_parts], parts)
             for part in parts:
-                for index, piece in enumerate(part.pieces):
-                    self._pieces.setdefault(piece.parameter, []).append((bucket, part, index))
+                for index, (parameter, _) in enumerate(part.pieces):
+                    self._pieces.setdefault(parameter, []).append((bucket, part, index))
             self._buckets.append(bucket)
             for parameter in bucket.parameters:
                 self._hooks.append(call_on_gradient(parameter, functools.partial(self._gradient_is_ready, bucket)))
         for parameter in parameters:
-            self._pieces.setdefault(parameter, []).sort(key=lambda found: found[1].pieces[found[2]].start)
+            self._pieces.setdefault(parameter, []).sort(key=lambda found: found[1].pieces[found[2]][1].start)
 
-    def _tell_plans(self, buckets: Sequence[_Bucket], new: Iterable[Parameter]) -> None:
-        """Tells the servers of new parameters, and gets the memory for them."""
-        states = self._states_by_server({p: s for p in new if (s := self._given_states().get(p))})
+    def _tell_plans(self, buckets: Sequence[_Bucket], given: Mapping[Any, Any]) -> None:
+        """Tells the servers of new parameters with their states, and gets the memory for them."""
+        states = self._states_by_server(given)
         answers = {}
         for server in self._asked:
             parts = [(bucket, part) for bucket in buckets for part in bucket.parts if part.server == server]
             contents = None
             if self._servers.worker == 0:
-                values = [_values(group) for group in self.optimizer.param_groups]
+                values = [_values(group) for group in self._optimizer.param_groups]
                 weights = [part.joined_weights() for _, part in parts]
-                contents = Contents(weights, dict(self.optimizer.defaults), values, states[server])
+                contents = Contents(weights, dict(self._optimizer.defaults), values, states[server])
             plan = self._plan(server, parts)
             answers[server] = parts, self._servers.ask(server, "place", self._number, plan, contents)
         for server, (parts, answer) in answers.items():
@@ -401,7 +361,7 @@ class RemoteOptimizer(RedirectedOptimizer):
 
     def _plan(self, server: int, parts: Sequence[tuple[_Bucket, _Part]]) -> Plan:
         shapes = [
-            (bucket.number, part.dtype, [_shape(piece) for piece in part.pieces]) for bucket, part in parts
+            (bucket.number, part.dtype, [elements(*of).shape for of in part.pieces]) for bucket, part in parts
         ]  # fmt: skip
         groups = [
             [
@@ -410,14 +370,9 @@ class RemoteOptimizer(RedirectedOptimizer):
                 for bucket, part, index in self._pieces.get(parameter, [])
                 if part.server == server
             ]
-            for group in self.optimizer.param_groups
+            for group in self._optimizer.param_groups
         ]
-        return Plan(type(self.optimizer), self._split, self._compressor, shapes, groups)
-
-    def _complete_sums(self) -> None:
-        """On worker 0: takes checksums of the parts that have none, which new ones have not."""
-        if self._servers.worker == 0:
-            self._sums.update(_sums_of(part for _, part in self._parts() if part not in self._sums))
+        return Plan(type(self._optimizer), self._split, self._compressor, shapes, groups)
 
     def _changed(self) -> list[tuple[_Bucket, _Part]]:
         """On worker 0 the parts whose weights have changed since they came; elsewhere none."""
@@ -437,23 +392,22 @@ class RemoteOptimizer(RedirectedOptimizer):
         if bucket.pushed is None and next(awaited, None) is None:
             self._push(bucket)
 
-    def _push_rest(self, buckets: Iterable[_Bucket]) -> None:
+    def _push_rest(self, buckets: Iterable[_Bucket], *, is_whole: bool) -> None:
         """Pushes what backward has not pushed, and again what has changed since."""
-        if self.gradients_are_whole and self._servers.worker != 0:
+        if is_whole and self._servers.worker != 0:
             return
         for bucket in buckets:
             if bucket.pushed is None or bucket.is_stale():
-                self._push(bucket)
+                self._push(bucket, is_whole=is_whole)
 
-    def _push(self, bucket: _Bucket) -> None:
+    def _push(self, bucket: _Bucket, *, is_whole: bool = False) -> None:
         bucket.pushed = bucket.gradients()
         bucket.num_pushes += 1
         for part in bucket.parts:
-            gradients, event = self._on_host(part)
-            self._post_push(part, bucket.rooms[part.server], gradients, event)
+            self._post_push(part, bucket.rooms[part.server], is_whole)
 
-    def _post_push(self, part: _Part, room: Room, gradients: list[Tensor], event: torch.cuda.Event | None) -> None:
-        is_whole, round_ = self.gradients_are_whole, self._round
+    def _post_push(self, part: _Part, room: Room, is_whole: bool) -> None:
+        (gradients, event), round_ = self._on_host(part), self._round
         # What is the average already is taken as it is.
         compressor = None if is_whole or part.dtype != torch.float32 else self._compressor
         size_bytes = part.nbytes if compressor is None else room.wire_bytes
@@ -486,14 +440,13 @@ class RemoteOptimizer(RedirectedOptimizer):
         Zeros where this worker has none. On a CPU they are the gradients themselves.
         """
         found = []
-        for piece in part.pieces:
-            gradient = piece.parameter.grad
-            if gradient is None:
-                found.append(torch.zeros(piece.stop - piece.start, dtype=part.dtype))
+        for parameter, piece in part.pieces:
+            if (gradient := parameter.grad) is None:
+                found.append(torch.zeros(piece.numel, dtype=part.dtype))
                 continue
             gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-            found.append(piece.of(gradient.to(part.dtype).contiguous()))
-        device = part.pieces[0].parameter.device
+            found.append(elements(gradient.to(part.dtype).contiguous(), piece).view(-1))
+        device = part.pieces[0][0].device
         if device.type != "cuda":
             return [gradient.cpu() for gradient in found], None
         if self._copying is None:
@@ -511,21 +464,23 @@ class RemoteOptimizer(RedirectedOptimizer):
 
     # Ask, and pull
 
-    def _ask(self, active: list[_Bucket], *, is_step: bool, changed: Sequence[tuple[_Bucket, _Part]] = ()) -> list[Any]:
+    def _ask(
+        self, active: list[_Bucket], update: Update, *, is_step: bool, changed: Sequence[tuple[_Bucket, _Part]] = ()
+    ) -> list[Any]:
         """Pushes gradients, asks all servers for the same, and takes the weights that they send; their answers."""
         servers, parts = self._servers, [(bucket, part) for bucket in active for part in bucket.parts]
-        self._push_rest(active)
+        self._push_rest(active, is_whole=update.is_whole)
         start_s = servers.meter.now()
         size_bytes = sum(part.nbytes for _, part in parts)
         described = {"group": "servers", "group_size": servers.job.num_workers, "size_bytes": size_bytes}
         with servers.meter.metered("pull", **described), servers.reported():
             answers: dict[int, Answer] = {}
-            norms = self.clip_norm is not None and is_step and servers.job.num_servers > 1
+            norms = update.clip_norm is not None and servers.job.num_servers > 1
             squares: dict[int, Answer] = {}
             for server in self._asked:
                 if norms and (servers.worker == 0 or not servers.is_synchronous):
                     squares[server] = servers.expect(server)
-                request = self._request(server, parts, is_step=is_step, weights=_weights_for(server, changed))
+                request = self._request(server, parts, update, is_step=is_step, changed=changed)
                 answers[server] = servers.ask(server, "ask", self._number, request)
             for server, future in self._pushing:
                 with answers[server].arriving():
@@ -553,25 +508,28 @@ class RemoteOptimizer(RedirectedOptimizer):
         return [*found.values()]
 
     def _request(
-        self, server: int, parts: Sequence[tuple[_Bucket, _Part]], *, is_step: bool, weights: dict[int, Tensor]
+        self,
+        server: int,
+        parts: Sequence[tuple[_Bucket, _Part]],
+        update: Update,
+        *,
+        is_step: bool,
+        changed: Sequence[tuple[_Bucket, _Part]],
     ) -> Request:
         own = [(bucket, part) for bucket, part in parts if part.server == server]
-        gradients = {(b.number, i): piece for b, part in own for i, piece in enumerate(part.pieces)}
         return Request(
+            update,
             is_step=is_step,
-            is_whole=self.gradients_are_whole,
             pushes={bucket.number: bucket.num_pushes for bucket, _ in own},
-            kinds={bucket.number: [kind_of(piece.parameter.grad) for piece in part.pieces] for bucket, part in own},
+            kinds={bucket.number: [kind_of(p.grad) for p, _ in part.pieces] for bucket, part in own},
             rows={
-                place: rows_of(gradient)
-                for place, piece in gradients.items()
-                if (gradient := piece.parameter.grad) is not None and gradient.is_sparse and piece.is_whole
+                (bucket.number, index): rows_of(gradient)
+                for bucket, part in own
+                for index, (parameter, piece) in enumerate(part.pieces)
+                if (gradient := parameter.grad) is not None and gradient.is_sparse and piece.numel == parameter.numel()
             },
-            values=[_values(g) for g in self.optimizer.param_groups] if is_step and self._servers.worker == 0 else [],
-            weights=weights,
-            num_changed=self._num_changed,
-            clip_norm=self.clip_norm if is_step else None,
-            clip_value=self.clip_value if is_step else None,
+            values=[_values(g) for g in self._optimizer.param_groups] if is_step and self._servers.worker == 0 else [],
+            weights=_weights_for(server, changed),
         )
 
     def _take_weights(self, buckets: Iterable[_Bucket], answers: Mapping[int, Answer]) -> None:
@@ -581,8 +539,8 @@ class RemoteOptimizer(RedirectedOptimizer):
                 room = bucket.rooms[part.server]
                 with answers[part.server].arriving():
                     weights = room.await_pull(averages=False)
-                for piece in part.pieces:
-                    piece.fill(piece.parameter, piece.place(weights))
+                for parameter, piece in part.pieces:
+                    fill(parameter, piece, weights[piece.offset : piece.end])
                 room.expect_pull()
                 if self._servers.worker == 0:  # while others are on their way
                     self._sums.update(_sums_of([part]))
@@ -596,14 +554,13 @@ class RemoteOptimizer(RedirectedOptimizer):
         rows: Mapping[tuple[int, int], Tensor],
     ) -> None:
         """Takes the averages of a part, for the parameters that have a gradient on some worker."""
-        for index, (piece, kind) in enumerate(zip(part.pieces, kinds[bucket.number], strict=True)):
-            parameter = piece.parameter
+        for index, ((parameter, piece), kind) in enumerate(zip(part.pieces, kinds[bucket.number], strict=True)):
             if kind == ABSENT:
                 continue
             if parameter.grad is None or parameter.grad.is_sparse:
                 parameter.grad = torch.zeros_like(parameter)
-            piece.fill(parameter.grad, piece.place(averages))
-            if kind == SPARSE and piece.is_whole:
+            fill(parameter.grad, piece, averages[piece.offset : piece.end])
+            if kind == SPARSE and piece.numel == parameter.numel():
                 parameter.grad = sparse(parameter.grad, rows.get((bucket.number, index)))
         bucket.rooms[part.server].expect_pull()
 
@@ -627,20 +584,8 @@ def _weights_for(server: int, parts: Iterable[tuple[_Bucket, _Part]]) -> dict[in
     return {bucket.number: part.joined_weights() for bucket, part in parts if part.server == server}
 
 
-def _shape(piece: _Piece) -> torch.Size:
-    return piece.parameter.shape if piece.is_whole else torch.Size([piece.stop - piece.start])
-
-
 def _sums_of(parts: Iterable[_Part]) -> dict[_Part, list[int]]:
     """Numbers for the weights of parts, by which a hook's change of them is seen."""
     parts = list(parts)
-    numbers = iter(checksums([piece.of(piece.parameter) for part in parts for piece in part.pieces]))
+    numbers = iter(checksums([weights for part in parts for weights in part.weights()]))
     return {part: [next(numbers) for _ in part.pieces] for part in parts}
-
-
-def _joined(values: Sequence[Any], parameter: Parameter) -> Any:
-    """A value of a parameter's state out of those of its pieces."""
-    first = values[0]
-    if len(values) == 1 or not isinstance(first, Tensor) or first.dim() == 0:
-        return first
-    return torch.cat([value.reshape(-1) for value in values]).view(parameter.shape)
