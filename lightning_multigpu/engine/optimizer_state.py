@@ -239,14 +239,5 @@ def release(optimizers: Iterable[Optimizer]) -> None:
         optimizer.state = held_states(optimizer)  # type: ignore[assignment]
 
 
-def groups_alone(optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state dictionary without states."""
-    held, optimizer.state = optimizer.state, {}  # type: ignore[assignment]
-    try:
-        return optimizer.state_dict()
-    finally:
-        optimizer.state = held
-
-
 def _not_written() -> ValueError:
     return ValueError(f"an optimizer's state is copied or written, and other ranks have a part of it: {_WHOLE}")

@@ -138,6 +138,16 @@ class OwnedPart:
             if state:
                 self.states[self.pieces[parameter][0]] = self._part_of(parameter, state)
 
+    def take_states(self, states: Mapping[Any, Any]) -> None:
+        """As :meth:`take_state`, of several parameters."""
+        for parameter, state in states.items():
+            self.take_state(parameter, state)
+
+    def clear(self) -> None:
+        """Gives all pieces and states up."""
+        self.pieces.clear()
+        self.states.clear()
+
     def _part_of(self, parameter: Any, state: Any) -> Any:
         value, piece = self.pieces[parameter]
         found = part_of_state(state, parameter, piece)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, Generic, Protocol, TypeVar
@@ -45,21 +45,6 @@ class Update:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-class StateView(Protocol):
-    """``optimizer.state`` as user code sees it."""
-
-    @property
-    def given(self) -> Mapping[Any, Any]:
-        """States that user code has put in place, if they are not in the owned part already."""
-
-    @property
-    def own(self) -> MutableMapping[Any, Any]:
-        """The states that the optimizer has at the end."""
-
-    def take(self, parameters: Iterable[Parameter]) -> Mapping[Any, Any]:
-        """The new states of those parameters whose states user code has changed; forgets the changes."""
-
-
 class Transport(Protocol):
     """Brings gradients to the owners of parameters, and new values back.
 
@@ -75,8 +60,13 @@ class Transport(Protocol):
     def imbalance(self) -> float:
         """The bytes of the largest owner in proportion to an even share; 1.0 is even."""
 
-    def view(self) -> StateView:
-        """Another ``optimizer.state`` for user code, which follows it from now on."""
+    def view(self) -> Any:
+        """A new ``optimizer.state`` for user code, which follows what that does from now on.
+
+        It has ``take(parameters)``, which returns the new states of those that user code has changed and forgets the
+        changes; ``given``, with changed states by parameter that ``take`` has not returned; and ``own``, the states
+        that the optimizer has after :meth:`close`.
+        """
 
     def place(self, new: list[Parameter], given: Mapping[Any, Any]) -> None:
         """Finds owners for new parameters; called before all else, also where there are none.
@@ -144,7 +134,7 @@ class OwnedStep(Generic[T]):
         self.average_given: Callable[[list[Parameter]], object] | None = None
         self._num_changed = 0
         self._placed: set[Parameter] = set()
-        self._view: StateView | None = None
+        self._view: Any = None
         self._own_step = optimizer.step
         self._had_step = "step" in vars(optimizer)
 
@@ -206,7 +196,7 @@ class OwnedStep(Generic[T]):
         """Gives the optimizer its own ``step`` back, and the states that this process has in the optimizer's place."""
         state: Any = self.optimizer.state
         if self._view is not None and state is self._view:
-            self.optimizer.state = self._view.own  # type: ignore[assignment]
+            self.optimizer.state = self._view.own
         if self._had_step:
             self.optimizer.step = self._own_step  # type: ignore[method-assign]
         else:
@@ -227,12 +217,7 @@ class OwnedStep(Generic[T]):
         """
         self.place_new()
         self._take_state()
-        held, self.optimizer.state = self.optimizer.state, {}  # type: ignore[assignment]
-        try:
-            found = self.optimizer.state_dict()
-        finally:
-            self.optimizer.state = held
-        return {**found, "state": self.transport.states()}
+        return {**groups_alone(self.optimizer), "state": self.transport.states()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads the state of a whole optimizer, each part where its owner is; a collective.
@@ -267,7 +252,7 @@ class OwnedStep(Generic[T]):
 
     def _watch(self) -> None:
         self._view = self.transport.view()
-        self.optimizer.state = self._view  # type: ignore[assignment]
+        self.optimizer.state = self._view
 
     def _take_state(self) -> None:
         """Carries out what user code has done to the state since the last step; a collective."""
@@ -281,6 +266,15 @@ class OwnedStep(Generic[T]):
             self._watch()
         self._num_changed += len(changes)
         self.transport.change(changes)
+
+
+def groups_alone(optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state dictionary without states."""
+    held, optimizer.state = optimizer.state, {}  # type: ignore[assignment]
+    try:
+        return optimizer.state_dict()
+    finally:
+        optimizer.state = held
 
 
 def call_on_gradient(parameter: Parameter, hook: Callable[[Parameter], None]) -> RemovableHandle:

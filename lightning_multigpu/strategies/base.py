@@ -31,10 +31,11 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice, recomputing
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong, check_embeddings, check_has_shapes
-from lightning_multigpu.engine.optimizer_state import groups_alone, plain_state
+from lightning_multigpu.engine.optimizer_state import plain_state
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.step_state import OwnDraws
 from lightning_multigpu.engine.training_memory import measured_bytes
+from lightning_multigpu.placement.owned_step import groups_alone
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageRecord
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.runtime.batch_feed import BatchFeed, check_loaders, complete_resumed_epoch
@@ -651,12 +652,17 @@ class MultiGPUStrategy(ParallelStrategy):
 
     def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state of one device on rank 0; a collective of those that gather."""
+        if optimizer in self.owned.steps:
+            return self.owned.steps[optimizer].state_dict()
         with plain_state(optimizer):
             return super().optimizer_state(optimizer)
 
     def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         """What the optimizer of this rank loads of its state of one device; None if something else has loaded it."""
-        return state
+        if optimizer not in self.owned.steps:
+            return state
+        self.owned.steps[optimizer].load_state_dict(state)
+        return None
 
     def _further_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Further entries of a checkpoint that is being written."""

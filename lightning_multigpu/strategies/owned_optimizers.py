@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -28,12 +28,13 @@ class OwnedOptimizers:
 
     Attributes:
         steps: the step of each optimizer.
+        methods: of the precision plugin that are replaced until :meth:`end`; None for none.
     """
 
     def __init__(self, strategy: MultiGPUStrategy) -> None:
         self._strategy = strategy
         self.steps: dict[Optimizer, OwnedStep[Any]] = {}
-        self._methods: PluginMethods | None = None
+        self.methods: PluginMethods | None = None
         self._accumulates = False
 
     # Beginning and ending
@@ -54,16 +55,6 @@ class OwnedOptimizers:
                     "share of the bytes"
                 )
 
-    def replace(self, averaged: Callable[[], AbstractContextManager[None]] | None, **methods: Any) -> None:
-        """Replaces methods of the precision plugin until :meth:`end`.
-
-        Args:
-            averaged: the block in which hooks read gradients after backward.
-            methods: further arguments of :class:`~lightning_multigpu.strategies.steps.plugin_methods.PluginMethods`.
-        """
-        hooks = {} if averaged is None else {"post_backward": averaged}
-        self._methods = PluginMethods(self._strategy.precision_plugin, hooks, **methods)
-
     def clip_in_steps(self, *, is_asynchronous: bool = False) -> None:
         """Has owners clip, and gradients pushed early, unless code reads gradients: that code gets averages.
 
@@ -77,9 +68,11 @@ class OwnedOptimizers:
             self._push_early(not is_changed and not module.trainer.gradient_clip_val)
         elif is_changed:
             # The hooks of the step need averages on every device, which costs a transfer.
-            self.replace(self._averaged)
+            self.methods = PluginMethods(strategy.precision_plugin, {"post_backward": self._averaged})
         else:
-            self.replace(None, clip_grad_by_norm=self._clip_by_norm, clip_grad_by_value=self._clip_by_value)
+            self.methods = PluginMethods(
+                strategy.precision_plugin, clip_grad_by_norm=self._clip_by_norm, clip_grad_by_value=self._clip_by_value
+            )
             self._push_early(True)
 
     def watch(self) -> None:
@@ -89,11 +82,11 @@ class OwnedOptimizers:
 
     def end(self) -> None:
         """Gives the optimizers and the precision plugin their own methods back."""
-        if self._methods is not None:
-            self._methods.end()
+        if self.methods is not None:
+            self.methods.end()
         for step in self.steps.values():
             step.close()
-        self.steps, self._methods = {}, None
+        self.steps, self.methods = {}, None
 
     # Training
 

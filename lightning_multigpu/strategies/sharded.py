@@ -22,6 +22,7 @@ from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedPa
 from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -177,8 +178,9 @@ class ShardedStrategy(MultiGPUStrategy):
         self.owned.begin(self._transport)
         self._wrap()
         group, owns = self._group, [transport.owns for transport in self._transports]
-        self.owned.replace(
-            self._averaged,
+        self.owned.methods = PluginMethods(
+            self.precision_plugin,
+            {"post_backward": self._averaged},
             owned=lambda held: [parameter for parameter in held if any(each(parameter) for each in owns)],
             reduce_sum=lambda number: group.all_reduce(number, "sum"),
         )
@@ -357,10 +359,8 @@ class ShardedStrategy(MultiGPUStrategy):
                 "a checkpoint is saved after the run, and each rank has its part of the optimizer's states: save it "
                 "during the run, by ModelCheckpoint or in on_train_end, or let the run end with gather_at_end=True"
             )
-        if optimizer not in self.owned.steps:
-            return super()._whole_state(optimizer)
-        state = self.owned.steps[optimizer].state_dict()
-        if self.world_size == 1:
+        state = super()._whole_state(optimizer)
+        if self.world_size == 1 or optimizer not in self.owned.steps:
             return state
         if self.saves.remote is None:
             group = self.new_group("data", descending=True)  # its last rank is rank 0
@@ -371,7 +371,3 @@ class ShardedStrategy(MultiGPUStrategy):
         received = remote.gather(state["state"], range(self.world_size - 1))
         whole = dict(sorted({**state["state"], **received}.items()))
         return {**state, "state": whole if self.saves.stream else remote.fetched(whole)}
-
-    @override
-    def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        self.owned.steps[optimizer].load_state_dict(state)

@@ -14,10 +14,9 @@ J. Ren et al., "ZeRO-Offload", USENIX ATC 2021, for the update on the host in on
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.optimizer_state import StateElsewhere
-from lightning_multigpu.placement.gradient_kinds import ABSENT, DENSE, SPARSE, kind_of, rows_of, sparse
+from lightning_multigpu.placement.gradient_kinds import ABSENT, DENSE, SPARSE, kind_of, rows_of, sparse, take_average
 from lightning_multigpu.placement.optimizer_split import Split, split_of
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
 from lightning_multigpu.placement.owned_step import Update, call_on_gradient
@@ -95,6 +94,7 @@ class HostTransport:
 
     def __init__(self, optimizer: Optimizer, memory: HostMemory, *, split: Split | None = None) -> None:
         self.part = OwnedPart(optimizer)
+        self.load, self.change = self.part.load_whole, self.part.take_states
         self.pushes_early = False
         self._optimizer, self._memory, self._split = optimizer, memory, split or split_of(optimizer)
         self._flats: list[_Flat] = []
@@ -113,7 +113,8 @@ class HostTransport:
 
     def close(self) -> None:
         """Copies nothing from now on, and gives this rank's part up."""
-        self._flats, self.part = [], OwnedPart(self._optimizer)
+        self._flats = []
+        self.part.clear()
         self._copies.close()
 
     def place(self, new: list[Parameter], given: Mapping[Any, Any]) -> None:
@@ -139,16 +140,9 @@ class HostTransport:
                 self._memory.ranks(flat.gradients, average=True)
             with self._metered("pull", flat):
                 for number, parameter in enumerate(flat.parameters):
-                    kind = flat.present[number]
-                    if kind == ABSENT:
-                        continue
-                    average = flat.whole(flat.gradients, number)
-                    if kind == SPARSE:
-                        parameter.grad = sparse(average.to(parameter.device, copy=True), flat.rows[number])
-                    elif parameter.grad is None or parameter.grad.is_sparse:
-                        parameter.grad = average.to(parameter.device, copy=True)
-                    else:
-                        parameter.grad.copy_(average)
+                    piece = flat.layout.whole(number)
+                    average, rows = flat.gradients[piece.offset : piece.end], flat.rows.get(number)
+                    take_average(parameter, piece, average, flat.present[number], rows)
         return True
 
     def step(self, update: Update) -> None:
@@ -252,58 +246,34 @@ class HostTransport:
     def states(self) -> dict[int, Any]:
         """On rank 0 the states, in host memory; elsewhere none."""
         own = self.part.numbered_states()
-        told = self._memory.gather(
-            {number: {name: _told(value) for name, value in state.items()} for number, state in own.items()}
-        )
-        bounds: dict[Parameter, dict[int, tuple[int, int]]] = defaultdict(dict)
-        for flat in self._flats:
-            for rank in range(self._memory.num_ranks):
-                for piece in flat.layout.pieces(rank):
-                    bounds[flat.parameters[piece.number]][rank] = piece.start, piece.stop
+        told = self._memory.gather({n: {name: _told(v) for name, v in state.items()} for n, state in own.items()})
         found = {}
         parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
         for number, parameter in enumerate(parameters):
-            holders = [rank for rank, states in enumerate(told) if number in states]
-            if not holders:
+            of_ranks = [states.get(number) for states in told]
+            if (first := next((state for state in of_ranks if state is not None), None)) is None:
                 continue
             whole = {}
-            for name, value in told[holders[0]][number].items():
-                if isinstance(value, _Shape):
-                    value = self._gathered(own.get(number, {}).get(name), value, parameter, bounds[parameter], holders)
+            for name, value in first.items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    parts = [None if state is None else state[name] for state in of_ranks]
+                    value = self._gathered(own.get(number, {}).get(name), parts, parameter)
                 whole[name] = value
             if self._memory.rank == 0:
                 found[number] = whole
         return found
 
-    def _gathered(
-        self,
-        own: Tensor | None,
-        like: _Shape,
-        parameter: Parameter,
-        of_ranks: Mapping[int, tuple[int, int]],
-        holders: list[int],
-    ) -> Tensor:
-        """A tensor of the state, from the ranks that have it."""
-        shape = like.shape if len(holders) == 1 else parameter.shape
-        whole = torch.empty(math.prod(shape), dtype=like.dtype)
-        ends = {holders[0]: (0, whole.numel())} if len(holders) == 1 else {rank: of_ranks[rank] for rank in holders}
-        bounds, last = [], 0
-        for rank in range(self._memory.num_ranks):
-            bounds.append(ends.get(rank, (last, last)))
-            last = bounds[-1][1]
+    def _gathered(self, own: Tensor | None, parts: Sequence[Tensor | None], parameter: Parameter) -> Tensor:
+        """A tensor of the state, from the ranks' parts of it, which follow one another; their shapes are known."""
+        present = [part for part in parts if part is not None]
+        ends = [0, *accumulate(0 if part is None else part.numel() for part in parts)]
+        whole, bounds = torch.empty(ends[-1], dtype=present[0].dtype), [*pairwise(ends)]
         if own is not None:
             first, last = bounds[self._memory.rank]
             whole[first:last] = own.reshape(-1)
         if self._memory.num_ranks > 1:
             self._memory.ranks.all_gather(whole, bounds=bounds)
-        return whole.view(shape)
-
-    def load(self, groups: list[dict[str, Any]], states: Mapping[Parameter, Any]) -> None:
-        self.part.load_whole(groups, states)
-
-    def change(self, states: Mapping[Any, Any]) -> None:
-        for parameter, state in states.items():
-            self.part.take_state(parameter, state)
+        return whole.view(present[0].shape if len(present) == 1 else parameter.shape)
 
 
 class EarlyCopies:
@@ -352,13 +322,6 @@ class EarlyCopies:
         self._hooks, self._done, self._stream = [], {}, None
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """Shape and dtype of a tensor of a rank's part of the state."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 def _told(value: Any) -> Any:
-    return _Shape(value.shape, value.dtype) if isinstance(value, Tensor) and value.dim() > 0 else value
+    """A tensor without memory in the place of one with dimensions."""
+    return value.to("meta") if isinstance(value, Tensor) and value.dim() > 0 else value

@@ -69,30 +69,35 @@ class Contents:
 
 
 @dataclass(frozen=True)
+class Pushed:
+    """A worker's gradients of a bucket: how often they were pushed, their kinds, and the rows of sparse ones."""
+
+    num_pushes: int
+    kinds: list[int]
+    rows: dict[int, Tensor]
+
+
+@dataclass(frozen=True)
 class Request:
     """A worker's request at the end of its round: an update, or the averages of the gradients.
 
     Attributes:
         update: what is asked for. Where gradients are averages, worker 0 alone pushes them.
         is_step: False for averages.
-        pushes: for each bucket that is pushed and pulled, how often it was pushed.
-        kinds: for each bucket, the kinds of the gradients of its pieces.
-        rows: by bucket and place, the rows of sparse gradients.
+        pushed: the buckets that are pushed and pulled.
         values: of each group, from worker 0.
         weights: by bucket, weights that have changed on worker 0.
     """
 
     update: Update
     is_step: bool
-    pushes: dict[int, int]
-    kinds: dict[int, list[int]]
-    rows: dict[tuple[int, int], Tensor]
+    pushed: dict[int, Pushed]
     values: list[dict[str, Any]]
     weights: dict[int, Tensor]
 
     def common(self) -> tuple[Any, ...]:
         """What all workers must ask for together."""
-        return self.is_step, self.update, [*self.pushes]
+        return self.is_step, self.update, [*self.pushed]
 
 
 @dataclass(eq=False)
@@ -281,21 +286,18 @@ class ServedShard:
         return None
 
     def _average(self, givers: Mapping[int, Request]) -> Any:
-        """Sends the averages of the gradients; returns their kinds and rows."""
-        kinds: dict[int, list[int]] = {}
-        rows: dict[tuple[int, int], Tensor] = {}
-        sent = []
-        for number in givers[0].pushes:
+        """Sends the averages of the gradients; returns the kind and the rows of each piece, by bucket."""
+        found, sent = {}, []
+        for number in givers[0].pushed:
             bucket = self._by_number[number]
             gradients = self._gradients(bucket, givers)
-            kinds[bucket.number] = gradients.kinds
-            rows |= {(bucket.number, index): found for index, found in gradients.rows.items()}
+            found[number] = [(kind, gradients.rows.get(index)) for index, kind in enumerate(gradients.kinds)]
             for room in bucket.rooms.values():
                 if room.is_shared and room.pushed.data_ptr() != gradients.flat.data_ptr():
                     room.pushed.copy_(gradients.flat)
                 sent.append(room.pull(gradients.flat))
         self._await(0, sent)
-        return kinds, rows
+        return found
 
     def _await(self, worker: int, sent: Iterable[Any]) -> None:
         with self._pairs[worker].failing():
@@ -304,18 +306,18 @@ class ServedShard:
 
     def _portions(self, request: Request) -> list[list[_Bucket]]:
         """The buckets that are updated at once: all of them where the update or the norm relates them."""
-        buckets = [self._by_number[number] for number in request.pushes]
+        buckets = [self._by_number[number] for number in request.pushed]
         at_once = self.plans[-1].split == "nothing" or request.update.clip_norm is not None
         return [buckets] if at_once else [[bucket] for bucket in buckets]
 
     def _gradients(self, bucket: _Bucket, givers: Mapping[int, Request]) -> _Gradients:
         """The average of what workers push of a bucket."""
-        kinds = [common_kind(of) for of in zip(*(r.kinds[bucket.number] for r in givers.values()), strict=True)]
+        given = [request.pushed[bucket.number] for request in givers.values()]
+        kinds = [common_kind(of) for of in zip(*(pushed.kinds for pushed in given), strict=True)]
         rows: dict[int, Tensor] = {}
-        for request in givers.values():
-            for (number, index), found in request.rows.items():
-                if number == bucket.number:
-                    rows[index] = found | rows.get(index, found)
+        for pushed in given:
+            for index, found in pushed.rows.items():
+                rows[index] = found | rows.get(index, found)
         flats = [self._pushed(bucket, worker, request) for worker, request in givers.items()]
         total = flats[0]
         if len(flats) > 1:  # not in a worker's memory, which may push again before others have got the average
@@ -332,7 +334,7 @@ class ServedShard:
         if request.update.is_whole:
             room.take_whole()
             return room.pushed
-        room.take_pushes(request.pushes[bucket.number])
+        room.take_pushes(request.pushed[bucket.number].num_pushes)
         if compressor is None or bucket.weights.dtype != torch.float32:
             return room.pushed
         decoded = torch.empty_like(bucket.weights)
@@ -409,7 +411,7 @@ class ServedShard:
         if worker == 0:
             with self._changing:
                 self._take_values(request)
-        staleness, sent, buckets = 0, [], [self._by_number[number] for number in request.pushes]
+        staleness, sent, buckets = 0, [], [self._by_number[number] for number in request.pushed]
         for together in self._portions(request):
             gradients = [self._gradients(bucket, {worker: request}) for bucket in together]
             self._clip(gradients, request.update, self._pairs[worker])

@@ -33,9 +33,9 @@ from lightning_multigpu.communication.shared_memory.segment import mapped
 from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.optimizer_state import StateElsewhere
 from lightning_multigpu.engine.parameter_server.rooms import Room, cut, room_bytes, wire_bytes
-from lightning_multigpu.engine.parameter_server.served_shard import Contents, Plan, Request
+from lightning_multigpu.engine.parameter_server.served_shard import Contents, Plan, Pushed, Request
 from lightning_multigpu.engine.parameter_server.servers import Answer, Servers
-from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, kind_of, rows_of, sparse
+from lightning_multigpu.placement.gradient_kinds import kind_of, rows_of, take_average
 from lightning_multigpu.placement.optimizer_split import Split, split_of
 from lightning_multigpu.placement.owned_step import Update, call_on_gradient
 from lightning_multigpu.placement.table import (
@@ -53,12 +53,14 @@ _States = dict[tuple[int, int], dict[str, Any]]
 
 @dataclass(eq=False)
 class _Part:
-    """One server's part of a bucket, with the memory between the server and this worker."""
+    """One server's part of a bucket."""
 
+    bucket: int
     server: int
     pieces: list[tuple[Parameter, Piece]]
     dtype: torch.dtype
     errors: dict[int, Tensor] = field(default_factory=dict)
+    room: Room = field(init=False)  # which the server offers
 
     def encode(self, gradients: Tensor, compressor: ElementwiseCompressor, round_: int, wire: Tensor) -> None:
         """Encodes gradients, changed in place; the error is added to those of the next round.
@@ -83,10 +85,7 @@ class _Part:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def joined_weights(self) -> Tensor:
-        """The weights of the pieces, flat, on the host."""
-        return torch.cat([weights.cpu() for weights in self.weights()])
-
+    @property
     def weights(self) -> list[Tensor]:
         """The weights of each piece, flat."""
         return [elements(parameter.detach(), piece).reshape(-1) for parameter, piece in self.pieces]
@@ -96,10 +95,8 @@ class _Part:
 class _Bucket:
     """Parameters of one dtype and device whose gradients travel together; only the parts that have pieces."""
 
-    number: int
     parameters: list[Parameter]
     parts: list[_Part]
-    rooms: dict[int, Room] = field(default_factory=dict)
     ready: set[Parameter] = field(default_factory=set)
     pushed: list[tuple[Tensor | None, int]] | None = None
     num_pushes: int = 0
@@ -153,7 +150,7 @@ class ServerTransport:
         self._bucket_bytes = bucket_bytes
         self._compressor = compressor
         self._buckets: list[_Bucket] = []
-        self._pieces: dict[Parameter, list[tuple[_Bucket, _Part, int]]] = {}
+        self._pieces: dict[Parameter, list[tuple[_Part, int]]] = {}
         self._groups: list[list[int]] | None = None
         self._round = 0
         self._pushing: list[tuple[int, Future[None]]] = []
@@ -165,7 +162,7 @@ class ServerTransport:
     @property
     def imbalance(self) -> float:
         sizes = [0] * self._servers.job.num_servers
-        for _, part in self._parts():
+        for part in self._parts():
             sizes[part.server] += part.nbytes
         return imbalance_of(sizes)
 
@@ -178,22 +175,18 @@ class ServerTransport:
             hook.remove()
         self._hooks, self._buckets, self._pieces = [], [], {}
 
-    def _parts(self) -> Iterator[tuple[_Bucket, _Part]]:
-        return ((bucket, part) for bucket in self._buckets for part in bucket.parts)
+    def _parts(self) -> Iterator[_Part]:
+        return (part for bucket in self._buckets for part in bucket.parts)
 
     @property
     def _asked(self) -> list[int]:
         """The servers that have a part."""
-        return sorted({part.server for _, part in self._parts()})
-
-    @property
-    def _active(self) -> list[_Bucket]:
-        return [bucket for bucket in self._buckets if bucket.is_active]
+        return sorted({part.server for part in self._parts()})
 
     def average(self, num_changed: int) -> bool:
         if not self._servers.is_synchronous:  # a worker's gradients are its own
             return False
-        self._ask(self._active, Update(num_changed=num_changed), is_step=False)
+        self._ask(Update(num_changed=num_changed), is_step=False)
         return True
 
     def step(self, update: Update) -> None:
@@ -206,8 +199,8 @@ class ServerTransport:
                 "a hook has changed weights in place, and other workers have made updates to them meanwhile, which "
                 "would be lost: use strategy='sync_ps' with that hook"
             )
-        answers = self._ask(self._active, update, is_step=True, changed=changed)
-        self._sums.update(_sums_of(part for _, part in changed))
+        answers = self._ask(update, is_step=True, changed=changed)
+        self._sums.update(_sums_of(changed))
         if not self._servers.is_synchronous:
             self.version = max([self.version, *[version for version, _ in answers]])
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as its own step would tell LR schedulers
@@ -216,7 +209,7 @@ class ServerTransport:
     def pull(self) -> None:
         """Gets the newest weights."""
         answers = {server: self._servers.ask(server, "pull", self._number) for server in self._asked}
-        self._take_weights(self._buckets, answers)
+        self._take_weights(self._parts(), answers)
         self.version = max([self.version, *[answer.get() for answer in answers.values()]])
 
     def send_changed_weights(self) -> bool:
@@ -226,9 +219,9 @@ class ServerTransport:
             Whether there were any: a hook or a checkpoint has changed them.
         """
         changed = self._changed()
-        for server in {part.server for _, part in changed}:
+        for server in {part.server for part in changed}:
             self._servers.tell(server, "replace", self._number, _weights_for(server, changed))
-        self._sums.update(_sums_of(part for _, part in changed))
+        self._sums.update(_sums_of(changed))
         return bool(changed)
 
     # States
@@ -242,7 +235,7 @@ class ServerTransport:
         found: dict[int, Any] = {}
         for number, parameter in enumerate(self._parameters()):
             pieces = self._pieces.get(parameter, [])
-            states = [told[part.server].get((bucket.number, index)) for bucket, part, index in pieces]
+            states = [told[part.server].get((part.bucket, index)) for part, index in pieces]
             if present := [state for state in states if state is not None]:
                 found[number] = joined_state(present, parameter)
         return found
@@ -279,10 +272,10 @@ class ServerTransport:
         """States of parameters as the servers have them: by bucket and place."""
         found: list[_States] = [{} for _ in range(self._servers.job.num_servers)]
         for parameter, state in state_of.items():
-            for bucket, part, index in self._pieces.get(parameter, []) if state else ():
+            for part, index in self._pieces.get(parameter, []) if state else ():
                 # Copies: pickle would keep one counter of steps for all pieces of a tensor.
                 of_piece = part_of_state(state, parameter, part.pieces[index][1])
-                found[part.server][bucket.number, index] = tree_map_only(Tensor, Tensor.cpu, of_piece)
+                found[part.server][part.bucket, index] = tree_map_only(Tensor, Tensor.cpu, of_piece)
         return found
 
     # Where things are
@@ -303,7 +296,7 @@ class ServerTransport:
         if not self._servers.is_synchronous:
             self.pull()
         if self._servers.worker == 0:  # it takes checksums of the new parts
-            self._sums.update(_sums_of(part for _, part in self._parts() if part not in self._sums))
+            self._sums.update(_sums_of(part for part in self._parts() if part not in self._sums))
 
     def _make_buckets(self, parameters: list[Parameter]) -> None:
         """Cuts parameters of one dtype and device into buckets, and these into the servers' parts."""
@@ -315,37 +308,40 @@ class ServerTransport:
             full_numel=self._bucket_bytes / dtype.itemsize,
         )
         for by_server in placed:
+            number = self._servers.new_bucket()
             parts = [
-                _Part(server, [(parameters[piece.number], piece) for piece in pieces], dtype)
+                _Part(number, server, [(parameters[piece.number], piece) for piece in pieces], dtype)
                 for server, pieces in enumerate(by_server)
                 if pieces
             ]
-            of_parts = dict.fromkeys(parameter for part in parts for parameter, _ in part.pieces)
-            bucket = _Bucket(self._servers.new_bucket(), [*of_parts], parts)
             for part in parts:
                 for index, (parameter, _) in enumerate(part.pieces):
-                    self._pieces.setdefault(parameter, []).append((bucket, part, index))
+                    self._pieces.setdefault(parameter, []).append((part, index))
+            bucket = _Bucket([*dict.fromkeys(parameter for part in parts for parameter, _ in part.pieces)], parts)
             self._buckets.append(bucket)
             for parameter in bucket.parameters:
                 self._hooks.append(call_on_gradient(parameter, functools.partial(self._gradient_is_ready, bucket)))
         for parameter in parameters:
-            self._pieces.setdefault(parameter, []).sort(key=lambda found: found[1].pieces[found[2]][1].start)
+            self._pieces.setdefault(parameter, []).sort(key=lambda found: found[0].pieces[found[1]][1].start)
 
     def _tell_plans(self, buckets: Sequence[_Bucket], given: Mapping[Any, Any]) -> None:
         """Tells the servers of new parameters with their states, and gets the memory for them."""
         states = self._states_by_server(given)
         answers = {}
         for server in self._asked:
-            parts = [(bucket, part) for bucket in buckets for part in bucket.parts if part.server == server]
+            parts = [part for bucket in buckets for part in bucket.parts if part.server == server]
             contents = None
             if self._servers.worker == 0:
                 values = [_values(group) for group in self._optimizer.param_groups]
-                weights = [part.joined_weights() for _, part in parts]
-                contents = Contents(weights, dict(self._optimizer.defaults), values, states[server])
-            plan = self._plan(server, parts)
-            answers[server] = parts, self._servers.ask(server, "place", self._number, plan, contents)
+                contents = Contents(
+                    [_joined(part) for part in parts], dict(self._optimizer.defaults), values, states[server]
+                )
+            answers[server] = (
+                parts,
+                self._servers.ask(server, "place", self._number, self._plan(server, parts), contents),
+            )
         for server, (parts, answer) in answers.items():
-            flats = [torch.empty(part.numel, dtype=part.dtype) for _, part in parts]
+            flats = [torch.empty(part.numel, dtype=part.dtype) for part in parts]
             to_push = [room_bytes(flat, self._compressor) for flat in flats]
             if (offers := answer.get()) is not None:
                 pushed, pulled = offers
@@ -354,32 +350,30 @@ class ServerTransport:
                 flats = [copy.view(flat.dtype) for copy, flat in zip(copies, flats, strict=True)]
             else:
                 memories = [torch.empty(size, dtype=torch.uint8) for size in to_push]
-            for (bucket, _), memory, flat in zip(parts, memories, flats, strict=True):
+            for part, memory, flat in zip(parts, memories, flats, strict=True):
                 pair, on_wire = self._servers.pairs[server], wire_bytes(flat, self._compressor)
-                room = bucket.rooms[server] = Room(pair, bucket.number, memory, flat, on_wire, offers is not None)
-                room.expect_pull()
+                part.room = Room(pair, part.bucket, memory, flat, on_wire, offers is not None)
+                part.room.expect_pull()
 
-    def _plan(self, server: int, parts: Sequence[tuple[_Bucket, _Part]]) -> Plan:
-        shapes = [
-            (bucket.number, part.dtype, [elements(*of).shape for of in part.pieces]) for bucket, part in parts
-        ]  # fmt: skip
+    def _plan(self, server: int, parts: Sequence[_Part]) -> Plan:
+        shapes = [(part.bucket, part.dtype, [elements(*of).shape for of in part.pieces]) for part in parts]
         groups = [
             [
-                (bucket.number, index)
+                (part.bucket, index)
                 for parameter in group["params"]
-                for bucket, part, index in self._pieces.get(parameter, [])
+                for part, index in self._pieces.get(parameter, [])
                 if part.server == server
             ]
             for group in self._optimizer.param_groups
         ]
         return Plan(type(self._optimizer), self._split, self._compressor, shapes, groups)
 
-    def _changed(self) -> list[tuple[_Bucket, _Part]]:
+    def _changed(self) -> list[_Part]:
         """On worker 0 the parts whose weights have changed since they came; elsewhere none."""
         if self._servers.worker != 0:
             return []
-        now = _sums_of(part for _, part in self._parts())
-        return [(bucket, part) for bucket, part in self._parts() if now[part] != self._sums.get(part)]
+        now = _sums_of(self._parts())
+        return [part for part in now if now[part] != self._sums.get(part)]
 
     # Push
 
@@ -404,10 +398,10 @@ class ServerTransport:
         bucket.pushed = bucket.gradients()
         bucket.num_pushes += 1
         for part in bucket.parts:
-            self._post_push(part, bucket.rooms[part.server], is_whole)
+            self._post_push(part, is_whole)
 
-    def _post_push(self, part: _Part, room: Room, is_whole: bool) -> None:
-        (gradients, event), round_ = self._on_host(part), self._round
+    def _post_push(self, part: _Part, is_whole: bool) -> None:
+        (gradients, event), room, round_ = self._on_host(part), part.room, self._round
         # What is the average already is taken as it is.
         compressor = None if is_whole or part.dtype != torch.float32 else self._compressor
         size_bytes = part.nbytes if compressor is None else room.wire_bytes
@@ -464,14 +458,13 @@ class ServerTransport:
 
     # Ask, and pull
 
-    def _ask(
-        self, active: list[_Bucket], update: Update, *, is_step: bool, changed: Sequence[tuple[_Bucket, _Part]] = ()
-    ) -> list[Any]:
-        """Pushes gradients, asks all servers for the same, and takes the weights that they send; their answers."""
-        servers, parts = self._servers, [(bucket, part) for bucket in active for part in bucket.parts]
+    def _ask(self, update: Update, *, is_step: bool, changed: Sequence[_Part] = ()) -> list[Any]:
+        """Pushes gradients, asks all servers for the same, and takes what they send; their answers."""
+        active = [bucket for bucket in self._buckets if bucket.is_active]
+        servers, parts = self._servers, [part for bucket in active for part in bucket.parts]
         self._push_rest(active, is_whole=update.is_whole)
         start_s = servers.meter.now()
-        size_bytes = sum(part.nbytes for _, part in parts)
+        size_bytes = sum(part.nbytes for part in parts)
         described = {"group": "servers", "group_size": servers.job.num_workers, "size_bytes": size_bytes}
         with servers.meter.metered("pull", **described), servers.reported():
             answers: dict[int, Answer] = {}
@@ -480,7 +473,10 @@ class ServerTransport:
             for server in self._asked:
                 if norms and (servers.worker == 0 or not servers.is_synchronous):
                     squares[server] = servers.expect(server)
-                request = self._request(server, parts, update, is_step=is_step, changed=changed)
+                values = [_values(g) for g in self._optimizer.param_groups] if is_step and servers.worker == 0 else []
+                pushed = {part.bucket: _pushed(bucket, part)
+                          for bucket in active for part in bucket.parts if part.server == server}  # fmt: skip
+                request = Request(update, is_step, pushed, values, _weights_for(server, changed))
                 answers[server] = servers.ask(server, "ask", self._number, request)
             for server, future in self._pushing:
                 with answers[server].arriving():
@@ -489,16 +485,13 @@ class ServerTransport:
             for server in squares:
                 servers.pairs[server].send(total)
             if is_step:
-                self._take_weights(active, answers)
-            else:
-                averages = []
-                for bucket, part in parts:
-                    with answers[part.server].arriving():
-                        averages.append(bucket.rooms[part.server].await_pull(averages=True))
+                self._take_weights(parts, answers)
+            averages = [] if is_step else [self._arrived(part, answers, averages=True) for part in parts]
             found = {server: answer.get() for server, answer in answers.items()}
-            if not is_step:
-                for (bucket, part), average in zip(parts, averages, strict=True):
-                    self._take_averages(bucket, part, average, *found[part.server])
+            for part, average in zip(parts, averages, strict=False):
+                for (parameter, piece), (kind, rows) in zip(part.pieces, found[part.server][part.bucket], strict=True):
+                    take_average(parameter, piece, average[piece.offset : piece.end], kind, rows)
+                part.room.expect_pull()
         servers.meter.waited(start_s, servers.meter.now())
         self._pushing.clear()
         for bucket in active:
@@ -507,62 +500,20 @@ class ServerTransport:
         self._round += 1
         return [*found.values()]
 
-    def _request(
-        self,
-        server: int,
-        parts: Sequence[tuple[_Bucket, _Part]],
-        update: Update,
-        *,
-        is_step: bool,
-        changed: Sequence[tuple[_Bucket, _Part]],
-    ) -> Request:
-        own = [(bucket, part) for bucket, part in parts if part.server == server]
-        return Request(
-            update,
-            is_step=is_step,
-            pushes={bucket.number: bucket.num_pushes for bucket, _ in own},
-            kinds={bucket.number: [kind_of(p.grad) for p, _ in part.pieces] for bucket, part in own},
-            rows={
-                (bucket.number, index): rows_of(gradient)
-                for bucket, part in own
-                for index, (parameter, piece) in enumerate(part.pieces)
-                if (gradient := parameter.grad) is not None and gradient.is_sparse and piece.numel == parameter.numel()
-            },
-            values=[_values(g) for g in self._optimizer.param_groups] if is_step and self._servers.worker == 0 else [],
-            weights=_weights_for(server, changed),
-        )
+    def _arrived(self, part: _Part, answers: Mapping[int, Answer], *, averages: bool) -> Tensor:
+        """Waits for the weights, or averages, of a part."""
+        with answers[part.server].arriving():
+            return part.room.await_pull(averages=averages)
 
-    def _take_weights(self, buckets: Iterable[_Bucket], answers: Mapping[int, Answer]) -> None:
+    def _take_weights(self, parts: Iterable[_Part], answers: Mapping[int, Answer]) -> None:
         """Waits for weights, and takes them as they come."""
-        for bucket in buckets:
-            for part in bucket.parts:
-                room = bucket.rooms[part.server]
-                with answers[part.server].arriving():
-                    weights = room.await_pull(averages=False)
-                for parameter, piece in part.pieces:
-                    fill(parameter, piece, weights[piece.offset : piece.end])
-                room.expect_pull()
-                if self._servers.worker == 0:  # while others are on their way
-                    self._sums.update(_sums_of([part]))
-
-    def _take_averages(
-        self,
-        bucket: _Bucket,
-        part: _Part,
-        averages: Tensor,
-        kinds: Mapping[int, list[int]],
-        rows: Mapping[tuple[int, int], Tensor],
-    ) -> None:
-        """Takes the averages of a part, for the parameters that have a gradient on some worker."""
-        for index, ((parameter, piece), kind) in enumerate(zip(part.pieces, kinds[bucket.number], strict=True)):
-            if kind == ABSENT:
-                continue
-            if parameter.grad is None or parameter.grad.is_sparse:
-                parameter.grad = torch.zeros_like(parameter)
-            fill(parameter.grad, piece, averages[piece.offset : piece.end])
-            if kind == SPARSE and piece.numel == parameter.numel():
-                parameter.grad = sparse(parameter.grad, rows.get((bucket.number, index)))
-        bucket.rooms[part.server].expect_pull()
+        for part in parts:
+            weights = self._arrived(part, answers, averages=False)
+            for parameter, piece in part.pieces:
+                fill(parameter, piece, weights[piece.offset : piece.end])
+            part.room.expect_pull()
+            if self._servers.worker == 0:  # while others are on their way
+                self._sums.update(_sums_of([part]))
 
 
 def _check_importable(optimizer: Optimizer) -> None:
@@ -579,13 +530,28 @@ def _values(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _weights_for(server: int, parts: Iterable[tuple[_Bucket, _Part]]) -> dict[int, Tensor]:
+def _pushed(bucket: _Bucket, part: _Part) -> Pushed:
+    gradients = [(parameter.grad, piece.numel == parameter.numel()) for parameter, piece in part.pieces]
+    rows = {
+        index: rows_of(gradient)
+        for index, (gradient, is_whole) in enumerate(gradients)
+        if gradient is not None and gradient.is_sparse and is_whole
+    }
+    return Pushed(bucket.num_pushes, [kind_of(gradient) for gradient, _ in gradients], rows)
+
+
+def _joined(part: _Part) -> Tensor:
+    """The weights of a part, flat, on the host."""
+    return torch.cat([weights.cpu() for weights in part.weights])
+
+
+def _weights_for(server: int, parts: Iterable[_Part]) -> dict[int, Tensor]:
     """The weights of a server's parts, by bucket."""
-    return {bucket.number: part.joined_weights() for bucket, part in parts if part.server == server}
+    return {part.bucket: _joined(part) for part in parts if part.server == server}
 
 
 def _sums_of(parts: Iterable[_Part]) -> dict[_Part, list[int]]:
     """Numbers for the weights of parts, by which a hook's change of them is seen."""
     parts = list(parts)
-    numbers = iter(checksums([weights for part in parts for weights in part.weights()]))
+    numbers = iter(checksums([weights for part in parts for weights in part.weights]))
     return {part: [next(numbers) for _ in part.pieces] for part in parts}

@@ -89,6 +89,7 @@ class ShardTransport:
         offload: bool = False,
     ) -> None:
         self.part = OwnedPart(optimizer)
+        self.load, self.change = self.part.load_whole, self.part.take_states
         self.shards = _Shards(optimizer, group, meter)
         self._optimizer, self._group = optimizer, group
         self._broadcast_dtype, self._offload = broadcast_dtype, offload
@@ -142,6 +143,7 @@ class ShardTransport:
                 value = Parameter(memory, requires_grad=False)
             self.part.pieces[parameter] = value, Piece(0, 0, parameter.numel(), 0)
             self.part.take_state(parameter, given.get(parameter, {}))  # some optimizers begin with one
+        self.part.take_states({key: state for key, state in given.items() if not isinstance(key, Tensor)})
 
     def average(self, num_changed: int) -> bool:
         """Does nothing: backward has averaged the gradients of this rank's parameters."""
@@ -162,13 +164,6 @@ class ShardTransport:
         """The states of this rank's parameters."""
         of_all = {key: state for key, state in self.part.states.items() if not isinstance(key, Tensor)}
         return {**self.part.numbered_states(), **of_all}
-
-    def load(self, groups: list[dict[str, Any]], states: Mapping[Parameter, Any]) -> None:
-        self.part.load_whole(groups, states)
-
-    def change(self, states: Mapping[Any, Any]) -> None:
-        for parameter, state in states.items():
-            self.part.take_state(parameter, state)
 
 
 class _Shards(OSS):  # type: ignore[misc]  # without annotations

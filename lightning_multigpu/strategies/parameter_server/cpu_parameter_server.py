@@ -152,12 +152,3 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
     @override
     def _needs_others(self) -> bool:
         return self.world_size > 1
-
-    @override
-    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        step = self.owned.steps.get(optimizer)
-        return super()._whole_state(optimizer) if step is None else step.state_dict()
-
-    @override
-    def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        self.owned.steps[optimizer].load_state_dict(state)

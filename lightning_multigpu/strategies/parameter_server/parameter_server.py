@@ -392,15 +392,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
         return True
 
     @override
-    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        step = self.owned.steps.get(optimizer)
-        return super()._whole_state(optimizer) if step is None else step.state_dict()
-
-    @override
-    def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        self.owned.steps[optimizer].load_state_dict(state)
-
-    @override
     def _further_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         return {} if self._asynchronous is None else self._asynchronous.further_state()
 
