@@ -59,17 +59,15 @@ class OwnedPart:
 
         Parameters of other owners are left out.
         """
-        for parameter, (value, piece) in self._apart(parameters):
-            value.copy_(elements(parameter, piece))
+        for parameter in parameters:
+            if parameter in self.pieces and (owned := self.pieces[parameter])[0] is not parameter:
+                owned[0].copy_(elements(parameter, owned[1]))
 
-    def write(self, parameters: Iterable[Parameter]) -> None:
-        """Copies such pieces to the parameters, which are whole."""
-        for parameter, (value, _) in self._apart(parameters):
-            parameter.copy_(value)
-
-    def _apart(self, parameters: Iterable[Parameter]) -> Iterator[tuple[Parameter, tuple[Parameter, Piece]]]:
-        found = ((parameter, self.pieces[parameter]) for parameter in parameters if parameter in self.pieces)
-        return ((parameter, owned) for parameter, owned in found if owned[0] is not parameter)
+    def write(self) -> None:
+        """Copies pieces that have their own memory to the parameters; each is a whole one."""
+        for parameter, (value, _) in self.pieces.items():
+            if value is not parameter:
+                parameter.copy_(value)
 
     def update(
         self, held: Groups, gradients: Mapping[Parameter, Tensor], *, divide_rate_by: int = 1, **options: Any

@@ -337,7 +337,7 @@ class ShardedStrategy(MultiGPUStrategy):
     def _settle_values(self) -> None:
         if self._rounded and not self.failure_watch.failed:
             for transport in self._transports:
-                transport.share_values()
+                transport.shards.broadcast(None)  # exact values
             self._rounded = False
 
     @property

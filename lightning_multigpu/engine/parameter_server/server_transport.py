@@ -59,23 +59,20 @@ class _Part:
     server: int
     pieces: list[tuple[Parameter, Piece]]
     dtype: torch.dtype
-    errors: dict[int, Tensor] = field(default_factory=dict)
     room: Room = field(init=False)  # which the server offers
+    errors: Tensor | None = None
+    next_errors: Tensor | None = None
 
-    def encode(self, gradients: Tensor, compressor: ElementwiseCompressor, round_: int, wire: Tensor) -> None:
+    def encode(self, gradients: Tensor, compressor: ElementwiseCompressor) -> None:
         """Encodes gradients, changed in place; the error is added to those of the next round.
 
         A second push of a round takes the place of the first, and begins with the same errors.
         """
-        earlier = max((of_round for of_round in self.errors if of_round < round_), default=None)
-        if earlier is not None:
-            before = self.errors[earlier]
-            self.errors.clear()
-            self.errors[earlier] = before
-            gradients += before
-        compressor.encode(gradients, wire)
+        if self.errors is not None:
+            gradients += self.errors
+        compressor.encode(gradients, self.room.wire)
         if compressor.has_error_feedback:
-            self.errors[round_] = gradients
+            self.next_errors = gradients
 
     @property
     def numel(self) -> int:
@@ -152,7 +149,6 @@ class ServerTransport:
         self._buckets: list[_Bucket] = []
         self._pieces: dict[Parameter, list[tuple[_Part, int]]] = {}
         self._groups: list[list[int]] | None = None
-        self._round = 0
         self._pushing: list[tuple[int, Future[None]]] = []
         self._sums: dict[_Part, list[int]] = {}
         self._hooks: list[Any] = []
@@ -401,7 +397,7 @@ class ServerTransport:
             self._post_push(part, is_whole)
 
     def _post_push(self, part: _Part, is_whole: bool) -> None:
-        (gradients, event), room, round_ = self._on_host(part), part.room, self._round
+        (gradients, event), room = self._on_host(part), part.room
         # What is the average already is taken as it is.
         compressor = None if is_whole or part.dtype != torch.float32 else self._compressor
         size_bytes = part.nbytes if compressor is None else room.wire_bytes
@@ -421,7 +417,7 @@ class ServerTransport:
                 if compressor is None:
                     torch.cat(gradients, out=room.pushed)
                 else:
-                    part.encode(torch.cat(gradients), compressor, round_, room.wire)
+                    part.encode(torch.cat(gradients), compressor)
                 room.push(is_whole=is_whole)
             finally:
                 transfer.finish()
@@ -497,7 +493,8 @@ class ServerTransport:
         for bucket in active:
             bucket.pushed, bucket.num_pushes = None, 0
             bucket.ready.clear()
-        self._round += 1
+            for part in bucket.parts:
+                part.errors = part.next_errors
         return [*found.values()]
 
     def _arrived(self, part: _Part, answers: Mapping[int, Answer], *, averages: bool) -> Tensor:

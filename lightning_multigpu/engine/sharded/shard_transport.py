@@ -124,10 +124,6 @@ class ShardTransport:
     def close(self) -> None:
         """Does nothing: OSS has no hooks."""
 
-    def share_values(self) -> None:
-        """Gives every rank the exact values of the owners; a collective."""
-        self.shards.broadcast(None)
-
     def share_values_of(self, parameters: Iterable[Tensor]) -> None:
         """Gives every rank the owners' values of these parameters, which may be frozen; a collective."""
         for parameter in parameters:
@@ -157,7 +153,7 @@ class ShardTransport:
         pieces = {value: parameter.grad for parameter, (value, _) in part.pieces.items() if value is not parameter}
         gradients = {value: gradient.to("cpu") for value, gradient in pieces.items() if gradient is not None}
         part.update(part.held(), gradients, **update.options)
-        part.write(part.pieces)
+        part.write()
         self.shards.broadcast(self._broadcast_dtype)
 
     def states(self) -> dict[int, Any]:
