@@ -37,6 +37,11 @@ class OwnedOptimizers:
         self.methods: PluginMethods | None = None
         self._accumulates = False
 
+    @property
+    def transports(self) -> list[Any]:
+        """Those of the steps."""
+        return [step.transport for step in self.steps.values()]
+
     # Beginning and ending
 
     def begin(self, transport: Callable[[Optimizer], Transport]) -> None:
@@ -94,7 +99,7 @@ class OwnedOptimizers:
     def accumulating(self) -> Iterator[None]:
         """Within the block gradients are accumulated, and not pushed."""
         self._accumulates = True
-        pushes_early = any(step.transport.pushes_early for step in self.steps.values())
+        pushes_early = any(transport.pushes_early for transport in self.transports)
         self._push_early(False)
         try:
             yield
@@ -103,8 +108,8 @@ class OwnedOptimizers:
             self._push_early(pushes_early)
 
     def _push_early(self, pushes_early: bool) -> None:
-        for step in self.steps.values():
-            step.transport.pushes_early = pushes_early
+        for transport in self.transports:
+            transport.pushes_early = pushes_early
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:

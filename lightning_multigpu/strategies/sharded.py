@@ -114,7 +114,6 @@ class ShardedStrategy(MultiGPUStrategy):
         self._given = option_checks.own_options(ShardedStrategy, locals())
         # During a run:
         self._group: MeteredGroup | None = None
-        self._transports: list[ShardTransport] = []
         self._gradients: ShardedGradients | None = None
         self._trained: TrainedParameters | None = None
         self._missed: list[Parameter] = []
@@ -177,7 +176,7 @@ class ShardedStrategy(MultiGPUStrategy):
         self.common.watch_given_gradients()
         self.owned.begin(self._transport)
         self._wrap()
-        group, owns = self._group, [transport.owns for transport in self._transports]
+        group, owns = self._group, [transport.owns for transport in self.owned.transports]
         self.owned.methods = PluginMethods(
             self.precision_plugin,
             {"post_backward": self._averaged},
@@ -190,9 +189,7 @@ class ShardedStrategy(MultiGPUStrategy):
 
         assert self._group is not None
         dtype, offload = _DTYPES.get(self._given["broadcast_dtype"] or ""), self._given["offload_optimizer"]
-        transport = ShardTransport(optimizer, self._group, self.meter, broadcast_dtype=dtype, offload=offload)
-        self._transports.append(transport)
-        return transport
+        return ShardTransport(optimizer, self._group, self.meter, broadcast_dtype=dtype, offload=offload)
 
     def _check_optimizers(self) -> None:
         scales = getattr(self.precision_plugin, "scaler", None) is not None
@@ -231,7 +228,7 @@ class ShardedStrategy(MultiGPUStrategy):
             bucket_cap_mb = _BUCKET_CAP_MB if alike and self._given["reduce_dtype"] is None else 0.0
         self._gradients = ShardedGradients(
             module,
-            self._transports,
+            self.owned.transports,
             self._group,
             self.meter,
             bucket_bytes=int(bucket_cap_mb * 2**20),
@@ -250,7 +247,6 @@ class ShardedStrategy(MultiGPUStrategy):
             if self._gradients is not None:
                 self._gradients.close()
             self._group = self._gradients = self._trained = None
-            self._transports = []
             self._missed.clear()
             self._rounded = False
             super().teardown()
@@ -308,7 +304,7 @@ class ShardedStrategy(MultiGPUStrategy):
         if not missed:
             return
         self.common.compare_changes(dict.fromkeys(missed, "trained"))
-        for transport in self._transports:
+        for transport in self.owned.transports:
             for parameter in filter(transport.has, missed.values()):
                 assert parameter.grad is not None
                 average = self._group.all_reduce(parameter.grad, "mean")
@@ -319,7 +315,7 @@ class ShardedStrategy(MultiGPUStrategy):
     def on_optimizer_step_end(self) -> None:
         super().on_optimizer_step_end()
         self._rounded = self._given["broadcast_dtype"] is not None
-        for transport in self._transports:
+        for transport in self.owned.transports:
             transport.share_values_of(filter(transport.has, self._missed))
         self._missed.clear()
 
@@ -336,7 +332,7 @@ class ShardedStrategy(MultiGPUStrategy):
     @override
     def _settle_values(self) -> None:
         if self._rounded and not self.failure_watch.failed:
-            for transport in self._transports:
+            for transport in self.owned.transports:
                 transport.shards.broadcast(None)  # exact values
             self._rounded = False
 

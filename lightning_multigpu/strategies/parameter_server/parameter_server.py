@@ -202,7 +202,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
         self.owned.begin(self._transport)
         self.owned.clip_in_steps(is_asynchronous=self._is_asynchronous)
         if self._asynchronous is not None:
-            self._asynchronous.transports = [step.transport for step in self.owned.steps.values()]
+            self._asynchronous.transports = self.owned.transports
 
     def _connect(self) -> None:
         """Starts the servers, unless they are external, and connects to them; a collective."""

@@ -17,7 +17,7 @@ from lightning_multigpu.engine.parameter_server.batch_queue import BatchQueue
 from lightning_multigpu.engine.parameter_server.consistency import Clocks, Consistency
 from lightning_multigpu.engine.parameter_server.coordination import Coordination
 from lightning_multigpu.engine.parameter_server.servers import ServerError
-from tests.engine.parameter_server.test_host_optimizer import (
+from tests.engine.parameter_server.test_host_transport import (
     OPTIMIZERS,
     NormedSGD,
     OrderedSGD,

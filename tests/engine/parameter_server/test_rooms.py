@@ -20,7 +20,7 @@ from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.pair import Pair
 from lightning_multigpu.engine.parameter_server.servers import Servers
 from tests.engine.parameter_server.test_asynchronous_updates import wait_until, workers
-from tests.engine.parameter_server.test_host_optimizer import assert_equal, gradients, groups_of, on_one_device, weights
+from tests.engine.parameter_server.test_host_transport import assert_equal, gradients, groups_of, on_one_device, weights
 from tests.engine.parameter_server.test_servers import Job, job, server_step, train
 
 NOBODY = 65534

@@ -39,7 +39,7 @@ from lightning_multigpu.engine.parameter_server.server_transport import ServerTr
 from lightning_multigpu.engine.parameter_server.servers import ServerError, Servers
 from lightning_multigpu.placement.optimizer_split import Split
 from lightning_multigpu.placement.owned_step import OwnedStep
-from tests.engine.parameter_server.test_host_optimizer import (
+from tests.engine.parameter_server.test_host_transport import (
     OPTIMIZERS,
     STEPS,
     VALUES,
