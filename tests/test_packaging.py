@@ -41,7 +41,6 @@ from lightning_multigpu import (
     ShardedStrategy,
     TensorSplitStrategy,
 )
-from lightning_multigpu.strategies.parameter_server.optimizer_servers import OptimizerServerStrategy
 from lightning_multigpu.strategies.pipeline.strategy import StagedStrategy
 
 ROOT = Path(__file__).parents[1]
@@ -189,7 +188,7 @@ class TestImports:
         assert not strays
 
     def test_other_families_do_not_need_parameter_servers(self) -> None:
-        """How optimizers are divided, kinds of gradients and redirected steps lie in ``engine/`` itself."""
+        """How optimizers are divided and kinds of gradients lie in ``placement/``."""
         strays = [
             f"{path.relative_to(ROOT)}: {module}"
             for path in python_files(f"{_OURS}/engine", f"{_OURS}/strategies")
@@ -210,7 +209,7 @@ class TestImports:
     def test_a_strategy_is_a_base_and_a_family(self, regime: Regime) -> None:
         """TensorSplitStrategy had six classes of the pack above Lightning's, three of them mixins."""
         own = [each for each in regime.strategy.__mro__ if each.__module__.startswith(f"{_OURS}.")]
-        shares_a_family = issubclass(regime.strategy, StagedStrategy | OptimizerServerStrategy)
+        shares_a_family = issubclass(regime.strategy, StagedStrategy)
         assert len(own) <= 2 + shares_a_family
         assert all(issubclass(each, Strategy) and len(set(each.__bases__) - {*own}) <= 1 for each in own)
 
@@ -506,7 +505,6 @@ class TestDocuments:
             MultiGPUStrategy,
             CPUParameterServerStrategy,
             DataParallelStrategy,
-            OptimizerServerStrategy,
             ParameterServerStrategy,
             RingDDPStrategy,
             ShardedStrategy,

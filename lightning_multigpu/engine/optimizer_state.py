@@ -38,6 +38,7 @@ class StateElsewhere(MutableMapping[Any, Any]):
     Attributes:
         given: states that user code has put in place since :meth:`take`, by parameter; empty ones where it has removed
             some.
+        own: the states that this process has: none.
 
     Raises:
         ValueError: a value is read.
@@ -45,6 +46,7 @@ class StateElsewhere(MutableMapping[Any, Any]):
 
     def __init__(self, name: str) -> None:
         self.given: dict[Any, Any] = {}
+        self.own: MutableMapping[Any, Any] = defaultdict(dict)
         self._name = name
         self._is_cleared = False
 
@@ -102,10 +104,14 @@ class PartialState(MutableMapping[Any, Any]):
         key: returns under which key a parameter's state is kept; None if another rank has it.
         show: returns what user code gets for the state that this rank has of a parameter.
         take: returns what is kept of a state that user code puts in a parameter's place.
+        own: where the states of this rank are.
 
     Attributes:
         own: the states that this rank has, by key.
+        given: none: what user code puts in place is in ``own``.
     """
+
+    given: Mapping[Any, Any] = {}
 
     def __init__(
         self,
@@ -113,9 +119,15 @@ class PartialState(MutableMapping[Any, Any]):
         key: Callable[[Any], Any],
         show: Callable[[Any, Any], Any] = lambda parameter, state: state,
         take: Callable[[Any, Any], Any] = lambda parameter, state: state,
+        *,
+        own: MutableMapping[Any, Any] | None = None,
     ) -> None:
-        self.own: MutableMapping[Any, Any] = defaultdict(dict)
+        self.own: MutableMapping[Any, Any] = defaultdict(dict) if own is None else own
         self._optimizer, self._key, self._show, self._take = optimizer, key, show, take
+
+    def take(self, parameters: Iterable[Tensor]) -> dict[Any, Any]:
+        """As that of :class:`StateElsewhere`: changes took place at once, and none is left."""
+        return {}
 
     def adopt(self, states: Any) -> None:
         """Takes a whole mapping that the optimizer's constructor, or user code, has put in place; it stays the same."""
@@ -204,9 +216,7 @@ def watch(optimizer: Optimizer, *functions: Callable[..., Any]) -> None:
 def held_states(optimizer: Optimizer) -> MutableMapping[Any, Any]:
     """The states that this process has, by parameter, as the optimizer's step uses them."""
     state: Any = optimizer.state
-    if isinstance(state, StateElsewhere):
-        return defaultdict(dict)
-    return state.own if isinstance(state, PartialState) else state
+    return state.own if isinstance(state, PartialState | StateElsewhere) else state
 
 
 @contextmanager
@@ -227,15 +237,6 @@ def release(optimizers: Iterable[Optimizer]) -> None:
     """Gives optimizers the states that this process has."""
     for optimizer in optimizers:
         optimizer.state = held_states(optimizer)  # type: ignore[assignment]
-
-
-def groups_alone(optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state dictionary without states."""
-    held, optimizer.state = optimizer.state, {}  # type: ignore[assignment]
-    try:
-        return optimizer.state_dict()
-    finally:
-        optimizer.state = held
 
 
 def _not_written() -> ValueError:

@@ -31,10 +31,11 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice, recomputing
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong, check_embeddings, check_has_shapes
-from lightning_multigpu.engine.optimizer_state import groups_alone, plain_state
+from lightning_multigpu.engine.optimizer_state import plain_state
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.step_state import OwnDraws
 from lightning_multigpu.engine.training_memory import measured_bytes
+from lightning_multigpu.placement.owned_step import groups_alone
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageRecord
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.runtime.batch_feed import BatchFeed, check_loaders, complete_resumed_epoch
@@ -53,6 +54,7 @@ from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
 from lightning_multigpu.strategies.collectives import Collectives
 from lightning_multigpu.strategies.common_parameters import CommonParameters
+from lightning_multigpu.strategies.owned_optimizers import OwnedOptimizers
 from lightning_multigpu.strategies.steps.global_batch import global_batch_text
 from lightning_multigpu.strategies.steps.step_logs import uncounted_logs, uncounted_metrics
 from lightning_multigpu.strategies.streamed_saves import StreamedSaves
@@ -181,6 +183,7 @@ class MultiGPUStrategy(ParallelStrategy):
         self._activation_checkpointing: Choice = activation_checkpointing
         self._recomputation: Recomputation | None = None
         self.saves = StreamedSaves()
+        self.owned = OwnedOptimizers(self)
         self._undo = ExitStack()  # of a run
         self._weighs = False
         self._draws = OwnDraws()
@@ -649,12 +652,17 @@ class MultiGPUStrategy(ParallelStrategy):
 
     def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state of one device on rank 0; a collective of those that gather."""
+        if optimizer in self.owned.steps:
+            return self.owned.steps[optimizer].state_dict()
         with plain_state(optimizer):
             return super().optimizer_state(optimizer)
 
     def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         """What the optimizer of this rank loads of its state of one device; None if something else has loaded it."""
-        return state
+        if optimizer not in self.owned.steps:
+            return state
+        self.owned.steps[optimizer].load_state_dict(state)
+        return None
 
     def _further_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Further entries of a checkpoint that is being written."""
@@ -741,7 +749,7 @@ class MultiGPUStrategy(ParallelStrategy):
     @property
     def _owned(self) -> Collection[Optimizer]:
         """The optimizers whose states were dealt out to ranks or servers when this fit started; empty if none were."""
-        return ()
+        return self.owned.steps
 
     @property
     @override
@@ -788,6 +796,7 @@ class MultiGPUStrategy(ParallelStrategy):
         self._stage_starts()
         self._settle_values()
         self.common.share_buffers()
+        self.common.average_buffers()
 
     @override
     def on_validation_end(self) -> None:
@@ -817,6 +826,7 @@ class MultiGPUStrategy(ParallelStrategy):
         if self.common.check_every != 0:
             self.common.check_replicas()
         self.signals.training_ends(self.gather_objects)
+        self.common.average_buffers()
 
     def _loss_scaler_scale(self) -> float:
         """The factor of losses and gradients under 16-mixed, else 1."""
@@ -825,6 +835,7 @@ class MultiGPUStrategy(ParallelStrategy):
 
     def _watch_states(self) -> None:
         """Where ranks have parts of the optimizers' states: has user code read whole values or none; for subclasses."""
+        self.owned.watch()
 
     def on_optimizer_step_end(self) -> None:
         """For communication after an optimizer step, as a part of that step."""

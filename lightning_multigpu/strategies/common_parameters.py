@@ -33,6 +33,7 @@ class CommonParameters:
 
     Attributes:
         broadcasts_buffers: the option ``broadcast_buffers`` of families that have it.
+        averages_buffers: whether ranks have buffers of their own, which are averaged before validation and at the end.
         buffers: the ranks that share buffers; None if they do not.
         buffers_due: whether buffers are shared before the next step.
         given: averages gradients that the user's code puts in place; None if it can put none.
@@ -42,7 +43,7 @@ class CommonParameters:
     def __init__(self, strategy: MultiGPUStrategy, check_every: int | None) -> None:
         self._strategy, self.check_every = strategy, check_every
         self._steps_unchecked = 0
-        self.broadcasts_buffers = False
+        self.broadcasts_buffers = self.averages_buffers = False
         self.reset()
 
     def reset(self) -> None:
@@ -73,6 +74,19 @@ class CommonParameters:
         if self.buffers is not None and self.broadcasts_buffers and self.buffers.size > 1:
             buffers = [buffer for _, buffer in self.not_ignored(self._strategy._module.named_buffers())]
             self.buffers.broadcast_tensors(buffers, src=self.buffers.first_rank)
+
+    def average_buffers(self) -> None:
+        """Averages floating-point buffers (BatchNorm's statistics), where ``averages_buffers`` says so.
+
+        The other buffers become the first rank's.
+        """
+        strategy, data = self._strategy, self._strategy.collectives.data if self._strategy.groups else None
+        if not self.averages_buffers or strategy.failure_watch.failed or data is None or data.size == 1:
+            return
+        buffers = [buffer.detach() for buffer in strategy._module.buffers()]
+        data.broadcast_tensors([b for b in buffers if not b.is_floating_point()], src=data.first_rank)
+        for buffer in filter(Tensor.is_floating_point, buffers):
+            buffer.copy_(data.all_reduce(buffer, "mean"))
 
     # Given gradients
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,8 +27,8 @@ from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lightning_multigpu.engine.sharded.shard_transport import ShardTransport
     from lightning_multigpu.engine.sharded.sharded_gradients import ShardedGradients
-    from lightning_multigpu.engine.sharded.sharded_optimizer import ShardedOptimizer
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _BUCKET_CAP_MB = 1.0
@@ -114,7 +114,6 @@ class ShardedStrategy(MultiGPUStrategy):
         self._given = option_checks.own_options(ShardedStrategy, locals())
         # During a run:
         self._group: MeteredGroup | None = None
-        self._sharded: dict[Optimizer, ShardedOptimizer] = {}
         self._gradients: ShardedGradients | None = None
         self._trained: TrainedParameters | None = None
         self._missed: list[Parameter] = []
@@ -167,40 +166,30 @@ class ShardedStrategy(MultiGPUStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         self.saves.begin(trainer, self._undo)
-        for sharded in self._sharded.values():  # Lightning has moved what the constructors have made
-            sharded.watch_state()
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        from lightning_multigpu.engine.sharded.sharded_optimizer import ShardedOptimizer
-
         super().setup_optimizers(trainer)
         assert self._group is not None
         self._in_parts.clear()
         self._check_optimizers()
-        dtype = _DTYPES.get(self._given["broadcast_dtype"] or "")
         self.common.watch_given_gradients()
-        for optimizer in self.optimizers:
-            sharded = ShardedOptimizer(
-                optimizer, self._group, self.meter, broadcast_dtype=dtype, offload=self._given["offload_optimizer"]
-            )
-            sharded.given = self.common.given
-            self._sharded[optimizer] = sharded
-            self._undo.callback(sharded.close)
+        self.owned.begin(self._transport)
         self._wrap()
-        group, owns = self._group, [sharded.owns for sharded in self._sharded.values()]
-        methods = PluginMethods(
+        group, owns = self._group, [transport.owns for transport in self.owned.transports]
+        self.owned.methods = PluginMethods(
             self.precision_plugin,
             {"post_backward": self._averaged},
             owned=lambda held: [parameter for parameter in held if any(each(parameter) for each in owns)],
             reduce_sum=lambda number: group.all_reduce(number, "sum"),
         )
-        self._undo.callback(methods.end)
 
-    @property
-    @override
-    def _owned(self) -> Collection[Optimizer]:
-        return self._sharded
+    def _transport(self, optimizer: Optimizer) -> ShardTransport:
+        from lightning_multigpu.engine.sharded.shard_transport import ShardTransport
+
+        assert self._group is not None
+        dtype, offload = _DTYPES.get(self._given["broadcast_dtype"] or ""), self._given["offload_optimizer"]
+        return ShardTransport(optimizer, self._group, self.meter, broadcast_dtype=dtype, offload=offload)
 
     def _check_optimizers(self) -> None:
         scales = getattr(self.precision_plugin, "scaler", None) is not None
@@ -239,7 +228,7 @@ class ShardedStrategy(MultiGPUStrategy):
             bucket_cap_mb = _BUCKET_CAP_MB if alike and self._given["reduce_dtype"] is None else 0.0
         self._gradients = ShardedGradients(
             module,
-            [*self._sharded.values()],
+            self.owned.transports,
             self._group,
             self.meter,
             bucket_bytes=int(bucket_cap_mb * 2**20),
@@ -250,14 +239,14 @@ class ShardedStrategy(MultiGPUStrategy):
 
     @override
     def teardown(self) -> None:
-        with self._keeping_states(self._sharded if self._given["gather_at_end"] else ()) as has_kept:
-            if self._sharded and not self.failure_watch.failed:
-                self._in_parts = [] if has_kept or self.world_size == 1 else [*self._sharded]
+        with self._keeping_states(self._owned if self._given["gather_at_end"] else ()) as has_kept:
+            if self._owned and not self.failure_watch.failed:
+                self._in_parts = [] if has_kept or self.world_size == 1 else [*self._owned]
             self._undo.close()
+            self.owned.end()
             if self._gradients is not None:
                 self._gradients.close()
             self._group = self._gradients = self._trained = None
-            self._sharded = {}
             self._missed.clear()
             self._rounded = False
             super().teardown()
@@ -269,8 +258,8 @@ class ShardedStrategy(MultiGPUStrategy):
         super().on_train_batch_start(batch, batch_idx)
         if self._trained is not None and self._trained.has_changed(self.optimizers):
             self.common.share_changes(self._trained)  # hooks have frozen, unfrozen or added parameters
-            for sharded in self._sharded.values():
-                sharded.refresh()
+            for step in self.owned.steps.values():
+                step.place_new()
             self._wrap()
 
     @override
@@ -315,19 +304,19 @@ class ShardedStrategy(MultiGPUStrategy):
         if not missed:
             return
         self.common.compare_changes(dict.fromkeys(missed, "trained"))
-        for sharded in self._sharded.values():
-            for parameter in filter(sharded.has, missed.values()):
+        for transport in self.owned.transports:
+            for parameter in filter(transport.has, missed.values()):
                 assert parameter.grad is not None
                 average = self._group.all_reduce(parameter.grad, "mean")
-                parameter.grad = average if sharded.owns(parameter) else None
+                parameter.grad = average if transport.owns(parameter) else None
         self._missed.extend(missed.values())
 
     @override
     def on_optimizer_step_end(self) -> None:
         super().on_optimizer_step_end()
         self._rounded = self._given["broadcast_dtype"] is not None
-        for sharded in self._sharded.values():
-            sharded.share_values_of(filter(sharded.has, self._missed))
+        for transport in self.owned.transports:
+            transport.share_values_of(filter(transport.has, self._missed))
         self._missed.clear()
 
     @property
@@ -343,8 +332,8 @@ class ShardedStrategy(MultiGPUStrategy):
     @override
     def _settle_values(self) -> None:
         if self._rounded and not self.failure_watch.failed:
-            for sharded in self._sharded.values():
-                sharded.share_values()
+            for transport in self.owned.transports:
+                transport.shards.broadcast(None)  # exact values
             self._rounded = False
 
     @property
@@ -366,10 +355,8 @@ class ShardedStrategy(MultiGPUStrategy):
                 "a checkpoint is saved after the run, and each rank has its part of the optimizer's states: save it "
                 "during the run, by ModelCheckpoint or in on_train_end, or let the run end with gather_at_end=True"
             )
-        if optimizer not in self._sharded:
-            return super()._whole_state(optimizer)
-        state = self._sharded[optimizer].state_dict()
-        if self.world_size == 1:
+        state = super()._whole_state(optimizer)
+        if self.world_size == 1 or optimizer not in self.owned.steps:
             return state
         if self.saves.remote is None:
             group = self.new_group("data", descending=True)  # its last rank is rank 0
@@ -380,7 +367,3 @@ class ShardedStrategy(MultiGPUStrategy):
         received = remote.gather(state["state"], range(self.world_size - 1))
         whole = dict(sorted({**state["state"], **received}.items()))
         return {**state, "state": whole if self.saves.stream else remote.fetched(whole)}
-
-    @override
-    def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        self._sharded[optimizer].load_state_dict(state)

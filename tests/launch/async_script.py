@@ -49,8 +49,8 @@ class LosesRank(L.Callback):
 
     def _end(self, trainer: Any) -> None:
         if trainer.global_step == 2:
-            (remote,) = trainer.strategy._served.values()
-            assert any(bucket.pushed is not None for bucket in remote._buckets)
+            (step,) = trainer.strategy.owned.steps.values()
+            assert any(bucket.pushed is not None for bucket in step.transport._buckets)
             time.sleep(0.5)  # a thread sends what was pushed
             while not self.has_counted.exists():
                 time.sleep(0.05)

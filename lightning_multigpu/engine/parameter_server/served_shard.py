@@ -18,12 +18,14 @@ from torch.optim import Optimizer
 
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
-from lightning_multigpu.engine.gradient_kinds import ABSENT, SPARSE, common_kind, sparse
-from lightning_multigpu.engine.optimizer_split import Split
 from lightning_multigpu.engine.parameter_server.consistency import Clocks, Consistency
 from lightning_multigpu.engine.parameter_server.pair import Pair
 from lightning_multigpu.engine.parameter_server.rooms import Room, cut, room_bytes, segment_bytes, wire_bytes
-from lightning_multigpu.placement.norms import scale_to_norm, sum_of_squares
+from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, common_kind, sparse
+from lightning_multigpu.placement.optimizer_split import Split
+from lightning_multigpu.placement.owned_part import OwnedPart, clip
+from lightning_multigpu.placement.owned_step import Update
+from lightning_multigpu.placement.table import Piece, from_0, placed
 
 
 class UpdateError(RuntimeError):
@@ -67,35 +69,35 @@ class Contents:
 
 
 @dataclass(frozen=True)
+class Pushed:
+    """A worker's gradients of a bucket: how often they were pushed, their kinds, and the rows of sparse ones."""
+
+    num_pushes: int
+    kinds: list[int]
+    rows: dict[int, Tensor]
+
+
+@dataclass(frozen=True)
 class Request:
     """A worker's request at the end of its round: an update, or the averages of the gradients.
 
     Attributes:
+        update: what is asked for. Where gradients are averages, worker 0 alone pushes them.
         is_step: False for averages.
-        is_whole: the gradients are averages, and worker 0 alone pushes them.
-        pushes: for each bucket that is pushed and pulled, how often it was pushed.
-        kinds: for each bucket, the kinds of the gradients of its pieces.
-        rows: by bucket and place, the rows of sparse gradients.
+        pushed: the buckets that are pushed and pulled.
         values: of each group, from worker 0.
         weights: by bucket, weights that have changed on worker 0.
-        num_changed: how many states user code has changed.
-        clip_norm, clip_value: limits of gradients.
     """
 
+    update: Update
     is_step: bool
-    is_whole: bool
-    pushes: dict[int, int]
-    kinds: dict[int, list[int]]
-    rows: dict[tuple[int, int], Tensor]
+    pushed: dict[int, Pushed]
     values: list[dict[str, Any]]
     weights: dict[int, Tensor]
-    num_changed: int
-    clip_norm: float | None
-    clip_value: float | None
 
     def common(self) -> tuple[Any, ...]:
         """What all workers must ask for together."""
-        return self.is_step, self.is_whole, self.clip_norm, self.clip_value, self.num_changed, [*self.pushes]
+        return self.is_step, self.update, [*self.pushed]
 
 
 @dataclass(eq=False)
@@ -111,7 +113,7 @@ class _Bucket:
     number: int
     weights: Tensor
     pieces: list[Parameter]
-    offsets: list[int]
+    rows: list[Piece]
     rooms: dict[int, Room] = field(default_factory=dict)
     total: Tensor | None = None
     version: int = 0
@@ -119,8 +121,7 @@ class _Bucket:
 
     def part(self, flat: Tensor, index: int) -> Tensor:
         """The elements of a piece, in its shape."""
-        piece = self.pieces[index]
-        return flat[self.offsets[index] : self.offsets[index] + piece.numel()].view(piece.shape)
+        return placed(flat, self.rows[index], self.pieces[index])
 
     def room_for_total(self) -> Tensor:
         if self.total is None:
@@ -174,7 +175,7 @@ class ServedShard:
         self._offered: list[OfferedSegment | None] = []
         self._kept: dict[int, list[OfferedSegment]] = defaultdict(list)
         self._places: dict[tuple[int, int], tuple[int, int]] = {}
-        self._optimizer: Optimizer | None = None
+        self._part: OwnedPart | None = None
 
     # Parameters
 
@@ -187,29 +188,30 @@ class ServedShard:
             self._offered[-1], memories = _offered([flat.nbytes for flat in flats])
             flats = [memory.view(flat.dtype).copy_(flat) for memory, flat in zip(memories, flats, strict=True)]
         for flat, (number, _, shapes) in zip(flats, plan.buckets, strict=True):
-            bucket, offset = _Bucket(number, flat, [], []), 0
-            for shape in shapes:
-                bucket.pieces.append(Parameter(flat[offset : offset + shape.numel()].view(shape), requires_grad=False))
-                bucket.offsets.append(offset)
-                offset += shape.numel()
+            rows = from_0(Piece(index, 0, shape.numel(), 0) for index, shape in enumerate(shapes))
+            pieces = [Parameter(flat[row.offset : row.end].view(shape), requires_grad=False)
+                      for row, shape in zip(rows, shapes, strict=True)]  # fmt: skip
+            bucket = _Bucket(number, flat, pieces, rows)
             self._buckets.append(bucket)
             self._by_number[number] = bucket
         self.plans.append(plan)
         self._places = {
             piece: (group, place) for group, pieces in enumerate(plan.groups) for place, piece in enumerate(pieces)
         }
-        if self._optimizer is None:
-            self._optimizer = plan.kind.__new__(plan.kind)
+        groups = [{**group, "params": pieces} for group, pieces in zip(contents.values, self._held(), strict=True)]
+        if self._part is None:
+            optimizer = plan.kind.__new__(plan.kind)
             # As if it were unpickled, which any optimizer knows how to be; its constructor may want what it likes.
-            self._optimizer.__setstate__({
-                "defaults": contents.defaults,
-                "state": defaultdict(dict),
-                "param_groups": self._groups(contents.values),
-            })  # fmt: skip
+            optimizer.__setstate__({"defaults": contents.defaults, "state": defaultdict(dict), "param_groups": groups})
+            self._part = OwnedPart(optimizer)
         else:
-            self._optimizer.param_groups = self._groups(contents.values)
+            self._part.optimizer.param_groups = groups
         for (number, index), state in contents.states.items():
-            self._optimizer.state[self._by_number[number].pieces[index]] = state
+            self._part.states[self._by_number[number].pieces[index]] = state
+
+    def _held(self) -> list[list[Parameter]]:
+        """The pieces of each group."""
+        return [[self._by_number[number].pieces[index] for number, index in group] for group in self.plans[-1].groups]
 
     def knows_more_than(self, worker: int) -> bool:
         """Whether worker 0 has told of parameters that the worker has not told of."""
@@ -252,12 +254,6 @@ class ServedShard:
         self._num_known[worker] = number + 1
         return offers
 
-    def _groups(self, values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        return [
-            {**_on_cpu(group), "params": [self._by_number[bucket].pieces[index] for bucket, index in pieces]}
-            for group, pieces in zip(values, self.plans[-1].groups, strict=True)
-        ]
-
     # Updates
 
     def together(self, requests: Mapping[int, Request]) -> Any:
@@ -274,7 +270,7 @@ class ServedShard:
                 f"workers ask for different steps: {first.common()}, {others[0].common()}; register hooks that read "
                 "gradients before a step, and change optimizer.state, on all workers"
             )
-        givers = {0: first} if first.is_whole else requests
+        givers = {0: first} if first.update.is_whole else requests
         if not first.is_step:
             return self._average(givers)
         self._take_values(first)
@@ -283,28 +279,25 @@ class ServedShard:
         sent = []
         for together in self._portions(first):
             gradients = [self._gradients(bucket, givers) for bucket in together]
-            self._clip(gradients, first, self._pairs[0])
+            self._clip(gradients, first.update, self._pairs[0])
             self._update(gradients)
             sent += [room.pull(bucket.weights) for bucket in together for room in bucket.rooms.values()]
         self._await(0, sent)
         return None
 
     def _average(self, givers: Mapping[int, Request]) -> Any:
-        """Sends the averages of the gradients; returns their kinds and rows."""
-        kinds: dict[int, list[int]] = {}
-        rows: dict[tuple[int, int], Tensor] = {}
-        sent = []
-        for number in givers[0].pushes:
+        """Sends the averages of the gradients; returns the kind and the rows of each piece, by bucket."""
+        found, sent = {}, []
+        for number in givers[0].pushed:
             bucket = self._by_number[number]
             gradients = self._gradients(bucket, givers)
-            kinds[bucket.number] = gradients.kinds
-            rows |= {(bucket.number, index): found for index, found in gradients.rows.items()}
+            found[number] = [(kind, gradients.rows.get(index)) for index, kind in enumerate(gradients.kinds)]
             for room in bucket.rooms.values():
                 if room.is_shared and room.pushed.data_ptr() != gradients.flat.data_ptr():
                     room.pushed.copy_(gradients.flat)
                 sent.append(room.pull(gradients.flat))
         self._await(0, sent)
-        return kinds, rows
+        return found
 
     def _await(self, worker: int, sent: Iterable[Any]) -> None:
         with self._pairs[worker].failing():
@@ -313,18 +306,18 @@ class ServedShard:
 
     def _portions(self, request: Request) -> list[list[_Bucket]]:
         """The buckets that are updated at once: all of them where the update or the norm relates them."""
-        buckets = [self._by_number[number] for number in request.pushes]
-        at_once = self.plans[-1].split == "nothing" or request.clip_norm is not None
+        buckets = [self._by_number[number] for number in request.pushed]
+        at_once = self.plans[-1].split == "nothing" or request.update.clip_norm is not None
         return [buckets] if at_once else [[bucket] for bucket in buckets]
 
     def _gradients(self, bucket: _Bucket, givers: Mapping[int, Request]) -> _Gradients:
         """The average of what workers push of a bucket."""
-        kinds = [common_kind(of) for of in zip(*(r.kinds[bucket.number] for r in givers.values()), strict=True)]
+        given = [request.pushed[bucket.number] for request in givers.values()]
+        kinds = [common_kind(of) for of in zip(*(pushed.kinds for pushed in given), strict=True)]
         rows: dict[int, Tensor] = {}
-        for request in givers.values():
-            for (number, index), found in request.rows.items():
-                if number == bucket.number:
-                    rows[index] = found | rows.get(index, found)
+        for pushed in given:
+            for index, found in pushed.rows.items():
+                rows[index] = found | rows.get(index, found)
         flats = [self._pushed(bucket, worker, request) for worker, request in givers.items()]
         total = flats[0]
         if len(flats) > 1:  # not in a worker's memory, which may push again before others have got the average
@@ -338,39 +331,38 @@ class ServedShard:
 
     def _pushed(self, bucket: _Bucket, worker: int, request: Request) -> Tensor:
         room, compressor = bucket.rooms[worker], self.plans[-1].compressor
-        if request.is_whole:
+        if request.update.is_whole:
             room.take_whole()
             return room.pushed
-        room.take_pushes(request.pushes[bucket.number])
+        room.take_pushes(request.pushed[bucket.number].num_pushes)
         if compressor is None or bucket.weights.dtype != torch.float32:
             return room.pushed
         decoded = torch.empty_like(bucket.weights)
         compressor.decode(room.wire, decoded)
         return decoded
 
-    def _clip(self, gradients: Sequence[_Gradients], request: Request, pair: Pair) -> None:
+    def _clip(self, gradients: Sequence[_Gradients], update: Update, pair: Pair) -> None:
         """Clips by value, or by the norm over all servers, which ``pair``'s worker adds up."""
-        present = [gradient for each in gradients for gradient in each.present()]
-        if request.clip_value is not None:
-            for gradient in present:
-                gradient.clamp_(-request.clip_value, request.clip_value)
-        if request.clip_norm is not None:
-            squares = float(sum_of_squares(present))
-            if self._num_servers > 1:
-                pair.send((squares, None))
-                squares = pair.receive()
-            scale_to_norm(present, request.clip_norm, squares)
+
+        def reduce_sum(squares: Tensor) -> Tensor | float:
+            if self._num_servers == 1:
+                return squares
+            pair.send((float(squares), None))
+            return float(pair.receive())
+
+        clip((found for each in gradients for found in each.present()), update.clip_value, update.clip_norm, reduce_sum)
 
     def _take_values(self, request: Request) -> None:
         """Takes the values of worker 0's groups, which hold for all workers."""
-        assert self._optimizer is not None
-        for group, values in zip(self._optimizer.param_groups, request.values, strict=True):
-            group.update(_on_cpu(values))
+        assert self._part is not None
+        for group, values in zip(self._part.optimizer.param_groups, request.values, strict=True):
+            group.update(values)
 
     @torch.no_grad()
     def _update(self, together: Iterable[_Gradients], *, divide_rate_by: int = 1) -> None:
-        optimizer = self._optimizer
-        assert optimizer is not None
+        assert self._part is not None
+        optimizer = self._part.optimizer
+        found: dict[Parameter, Tensor] = {}
         chosen: list[tuple[tuple[int, int], Parameter]] = []
         for gradients in together:
             bucket = gradients.bucket
@@ -379,41 +371,29 @@ class ServedShard:
                 if kind != ABSENT and place is not None:
                     gradient = bucket.part(gradients.flat, index)
                     is_sparse = kind == SPARSE and self.plans[-1].split != "elements"
-                    piece.grad = sparse(gradient, gradients.rows.get(index)) if is_sparse else gradient
+                    found[piece] = sparse(gradient, gradients.rows.get(index)) if is_sparse else gradient
                     chosen.append((place, piece))
-        held = [(group["params"], group.get("lr")) for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"] = []
-            if divide_rate_by > 1 and "lr" in group:
-                group["lr"] = group["lr"] / divide_rate_by
-        for (number, _), piece in sorted(chosen, key=lambda found: found[0]):  # in their order, as on one device
-            optimizer.param_groups[number]["params"].append(piece)
+        if not chosen:
+            return
+        held: list[list[Parameter]] = [[] for _ in optimizer.param_groups]
+        for (number, _), piece in sorted(chosen, key=lambda each: each[0]):  # in their order, as on one device
+            held[number].append(piece)
         values = [dict(group) for group in optimizer.param_groups]
         try:
-            if chosen:
-                optimizer.step()
+            self._part.update(held, found, divide_rate_by=divide_rate_by)
         except Exception as error:
             text = "".join(traceback.format_exception(error))
             raise UpdateError(f"the step of {type(optimizer).__name__} has failed on the server:\n{text}") from error
-        else:
-            self._check_values_stay(values)
-        finally:
-            for group, (pieces, rate) in zip(optimizer.param_groups, held, strict=True):
-                group["params"] = pieces
-                if divide_rate_by > 1 and rate is not None:
-                    group["lr"] = rate
-            for _, piece in chosen:
-                piece.grad = None
+        self._check_values_stay(optimizer, values)
 
-    def _check_values_stay(self, values: Sequence[Mapping[str, Any]]) -> None:
+    def _check_values_stay(self, optimizer: Optimizer, values: Sequence[Mapping[str, Any]]) -> None:
         """Raises UpdateError if the step has changed values of its groups, which the next step gets from worker 0."""
-        assert self._optimizer is not None
-        for before, now in zip(values, self._optimizer.param_groups, strict=True):
+        for before, now in zip(values, optimizer.param_groups, strict=True):
             changed = [name for name, value in now.items()
                        if value is not before.get(name) and repr(value) != repr(before.get(name))]  # fmt: skip
             if changed:
                 raise UpdateError(
-                    f"{type(self._optimizer).__name__} changes {', '.join(map(repr, changed))} of its groups in its "
+                    f"{type(optimizer).__name__} changes {', '.join(map(repr, changed))} of its groups in its "
                     "step, and servers take these values from rank 0 in each step: use strategy='cpu_ps'"
                 )
 
@@ -431,10 +411,10 @@ class ServedShard:
         if worker == 0:
             with self._changing:
                 self._take_values(request)
-        staleness, sent, buckets = 0, [], [self._by_number[number] for number in request.pushes]
+        staleness, sent, buckets = 0, [], [self._by_number[number] for number in request.pushed]
         for together in self._portions(request):
             gradients = [self._gradients(bucket, {worker: request}) for bucket in together]
-            self._clip(gradients, request, self._pairs[worker])
+            self._clip(gradients, request.update, self._pairs[worker])
             with self._turn():
                 stale = max((bucket.version - bucket.pulled[worker] for bucket in together), default=0)
                 self._compensate(gradients, worker)
@@ -503,33 +483,22 @@ class ServedShard:
 
     def state(self) -> dict[tuple[int, int], dict[str, Any]]:
         """The optimizer's state of each piece, by bucket and place."""
-        assert self._optimizer is not None
+        assert self._part is not None
         return {
             (bucket.number, index): state
             for bucket in self._buckets
             for index, piece in enumerate(bucket.pieces)
-            if (state := self._optimizer.state.get(piece))
+            if (state := self._part.states.get(piece))
         }
 
     def load(self, values: Sequence[Mapping[str, Any]], states: Mapping[tuple[int, int], Mapping[str, Any]]) -> None:
         """Takes state as :meth:`state` returns it, and values of the groups."""
-        assert self._optimizer is not None
-        numbers = {piece: number for number, piece in enumerate(p for group in self.plans[-1].groups for p in group)}
-        groups = [
-            {**_on_cpu(group), "params": [numbers[piece] for piece in pieces]}
-            for group, pieces in zip(values, self.plans[-1].groups, strict=True)
-        ]
-        self._optimizer.load_state_dict(
-            {"state": {numbers[piece]: state for piece, state in states.items()}, "param_groups": groups}
-        )
+        assert self._part is not None
+        found = {self._by_number[number].pieces[index]: state for (number, index), state in states.items()}
+        self._part.load(values, found, self._held())
 
 
 def _offered(sizes: Sequence[int]) -> tuple[OfferedSegment, list[Tensor]]:
     """Memory of these sizes that workers of this host may map, uint8."""
     segment = OfferedSegment(segment_bytes(sizes))
     return segment, [*cut(segment.memory, sizes)]
-
-
-def _on_cpu(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a group for an update on the CPU, where torch captures no graphs."""
-    return {name: False if name == "capturable" else value for name, value in group.items()}

@@ -36,8 +36,8 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.clocks import recorded_event
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.gradient_kinds import ABSENT, SPARSE, kind_of
-from lightning_multigpu.engine.sharded.sharded_optimizer import ShardedOptimizer, quiet
+from lightning_multigpu.engine.sharded.shard_transport import ShardTransport, quiet
+from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, kind_of
 
 
 class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without annotations
@@ -47,7 +47,7 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
 
     Args:
         module: has a trained parameter; the same on all ranks.
-        optimizers: the module's optimizers. Gradients of parameters without an optimizer stay as they are.
+        transports: of the optimizers. Gradients of parameters without an optimizer stay as they are.
         group: the ranks.
         meter: records every transfer.
         bucket_bytes: size of the buffer in which small gradients travel to a rank; one for each rank, 0 for none.
@@ -60,7 +60,7 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
     def __init__(
         self,
         module: Module,
-        optimizers: Sequence[ShardedOptimizer],
+        transports: Sequence[ShardTransport],
         group: MeteredGroup,
         meter: Meter,
         *,
@@ -72,7 +72,7 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
         with quiet():
             super().__init__(
                 module,
-                [optimizer.shards for optimizer in optimizers],
+                [transport.shards for transport in transports],
                 process_group=group.group,
                 broadcast_buffers=False,
                 sync_models_at_startup=False,

@@ -17,8 +17,8 @@ from typing_extensions import override
 from lightning_multigpu.engine.data_parallel.agreement import LoaderWrapper
 from lightning_multigpu.engine.data_parallel.batch_distribution import OnDemandBatchSampler, distribute_batches
 from lightning_multigpu.engine.parameter_server.coordination import Coordination
-from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.server_statistics import summary
+from lightning_multigpu.engine.parameter_server.server_transport import ServerTransport
 from lightning_multigpu.engine.parameter_server.servers import Servers
 from lightning_multigpu.runtime.batch_feed import add_to_all
 from lightning_multigpu.runtime.run_signals import RunSignals
@@ -39,7 +39,7 @@ class AsynchronousTraining(Callback):
 
     Args:
         connections: to the servers.
-        served: the optimizers; filled by the strategy.
+        transports: of the optimizers; filled by the strategy.
         signals: on which this worker acts between two batches.
         leave_groups: called when training begins: with a process group, Lightning and torchmetrics would have workers
             wait for each other in every batch.
@@ -54,7 +54,7 @@ class AsynchronousTraining(Callback):
         leave_groups: Callable[[], object],
         can_be_lost: Callable[[], object],
     ) -> None:
-        self.served: Sequence[RemoteOptimizer] = ()
+        self.transports: Sequence[ServerTransport] = ()
         self._connections = connections
         self._coordination = Coordination(connections)
         self._signals = signals
@@ -78,7 +78,7 @@ class AsynchronousTraining(Callback):
     @property
     def version(self) -> int:
         """The updates in this worker's weights, by all workers, of all optimizers, since the run began."""
-        return self._resumed_version + sum(served.version for served in self.served)
+        return self._resumed_version + sum(transport.version for transport in self.transports)
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Goes before the other callbacks, and removes those that act on worker 0 alone.
@@ -167,8 +167,8 @@ class AsynchronousTraining(Callback):
             self._resume_epoch(trainer)
             self._take_schedules(trainer)
         if self._is_first:  # a checkpoint, or a callback that tries learning rates, has changed weights
-            for served in self.served:
-                served.send_changed_weights()
+            for transport in self.transports:
+                transport.send_changed_weights()
             self._pull()  # the answer shows that all servers have the new weights
         self._coordination.start()
         if not self._is_first:
@@ -303,8 +303,8 @@ class AsynchronousTraining(Callback):
             self._pull()
 
     def _pull(self) -> None:
-        for served in self.served:
-            served.pull()
+        for transport in self.transports:
+            transport.pull()
 
     def _step_schedulers(self, trainer: pl.Trainer) -> None:
         """Steps schedulers for the updates of all workers; for this worker's own where its batches are its own."""
@@ -362,9 +362,9 @@ class AsynchronousTraining(Callback):
             message["callbacks"] = [callback.state_dict() for callback in deciding]
             message["metrics"] = {k: v.cpu() for k, v in trainer.callback_metrics.items()}
             message["beside servers"] = {name: value.cpu() for name, value in beside.items()}
-            for served in self.served:
-                if served.send_changed_weights():  # a callback has put averages in place
-                    served.pull()  # the answer shows that all servers have the new weights
+            for transport in self.transports:
+                if transport.send_changed_weights():  # a callback has put averages in place
+                    transport.pull()  # the answer shows that all servers have the new weights
             self._report()
         message = self._coordination.end(message)
         if not self._is_first:

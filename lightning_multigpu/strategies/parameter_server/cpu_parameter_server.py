@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
-from lightning_multigpu.engine.parameter_server.host_optimizer import HostMemory, HostOptimizer
-from lightning_multigpu.strategies.parameter_server.optimizer_servers import OptimizerServerStrategy, Served
+from lightning_multigpu.engine.parameter_server.host_transport import HostMemory, HostTransport
+from lightning_multigpu.placement.optimizer_split import Split
+from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.base import MultiGPUStrategy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
-class CPUParameterServerStrategy(OptimizerServerStrategy):
+class CPUParameterServerStrategy(MultiGPUStrategy):
     """Data parallel training with the optimizer on the host: devices compute gradients, the CPU updates the weights.
 
     Gradients go to memory that the ranks of the host share, and not through sockets. Each rank's process averages and
@@ -26,18 +34,30 @@ class CPUParameterServerStrategy(OptimizerServerStrategy):
     batch.
 
     Args:
-        options: options of :class:`OptimizerServerStrategy` and
-            :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
+        optimizer_split: what the ranks may divide of the optimizer's work: "elements" of tensors, whole "tensors", or
+            "nothing", where one rank makes the whole update. By default "elements" for torch's optimizers that work
+            element by element, "tensors" for its others, and "nothing" for other classes.
+        options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
         ValueError: an option is out of its range, the run has several hosts, or the optimizer is LBFGS.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, optimizer_split: Split | None = None, **options: Any) -> None:
+        option_checks.check_options(type(self).__name__, options, type(self).option_names())
+        if optimizer_split is not None:
+            option_checks.check_choice("optimizer_split", optimizer_split, get_args(Split))
         super().__init__(**options)
+        self._split = optimizer_split
+        self.common.averages_buffers = True
         self._memory: HostMemory | None = None
         self._num_reserved = 0
         self._pinned: list[Tensor] = []
+
+    @property
+    @override
+    def options(self) -> dict[str, Any]:
+        return {**super().options, "optimizer_split": self._split}
 
     @override
     def _configure_launcher(self) -> None:
@@ -49,19 +69,36 @@ class CPUParameterServerStrategy(OptimizerServerStrategy):
         super()._configure_launcher()
 
     @override
-    def _connect(self) -> None:
+    def _setup_model(self, model: Module) -> Module:
+        return self._begin_alike(model, self.collectives.data)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        if self._memory is None:  # else the other optimizers are refused
+            self._share_memory()
+        super().setup_optimizers(trainer)
+        self.common.watch_given_gradients()
+        self.owned.begin(self._transport)
+        self.owned.clip_in_steps()
+
+    def _share_memory(self) -> None:
         assert self.groups is not None
         ranks = SharedMemoryAllReduce(self.new_group("data", backend="gloo"))
         self.groups.also_cut.append(ranks.abort)
         self._memory = HostMemory(ranks, self.meter, self._reserve, self.gather_objects)
 
-    @override
-    def _serve(self, optimizer: Optimizer) -> Served:
+    def _transport(self, optimizer: Optimizer) -> HostTransport:
         assert self._memory is not None
-        return HostOptimizer(optimizer, self._memory, split=self._split)
+        return HostTransport(optimizer, self._memory, split=self._split)
 
     @override
-    def _disconnect(self) -> None:
+    def teardown(self) -> None:
+        with self._keeping_states(self._owned):
+            self.owned.end()
+            self._free_memory()
+            super().teardown()
+
+    def _free_memory(self) -> None:
         for flat in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())  # type: ignore[no-untyped-call]
         self._pinned.clear()
@@ -99,3 +136,19 @@ class CPUParameterServerStrategy(OptimizerServerStrategy):
                 f"{flat.nbytes / 2**20:.0f} MiB of the host's memory cannot be locked (ulimit -l), so that copies to "
                 "and from the GPU do not overlap its work"
             )
+
+    # Training
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within the block gradients are accumulated, and stay on their ranks."""
+        with self.owned.accumulating():
+            yield
+
+    # Checkpoints
+
+    @property
+    @override
+    def _needs_others(self) -> bool:
+        return self.world_size > 1

@@ -7,13 +7,15 @@ import dataclasses
 import os
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -21,16 +23,17 @@ from lightning_multigpu._torch_compat import job_store
 from lightning_multigpu.communication.compression.compressors import Bf16, ElementwiseCompressor, Fp16, Int8
 from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
-from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.server import EXTERNAL, RUNS, Job
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
+from lightning_multigpu.engine.parameter_server.server_transport import ServerTransport
 from lightning_multigpu.engine.parameter_server.servers import ServerError, Servers
+from lightning_multigpu.placement.optimizer_split import Split
 from lightning_multigpu.runtime.process_groups import leave_world
 from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.runtime.server_process import ServerProcess
 from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.parameter_server.asynchronous_training import AsynchronousTraining
-from lightning_multigpu.strategies.parameter_server.optimizer_servers import OptimizerServerStrategy, Served
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -40,7 +43,7 @@ _LATE_S = 5.0  # after which rank 0 names a server that is not there
 _POLL_S = 0.05
 
 
-class ParameterServerStrategy(OptimizerServerStrategy):
+class ParameterServerStrategy(MultiGPUStrategy):
     """Data parallel training with parameter servers, which average gradients, update the weights and send them.
 
     Ranks are workers: they push gradients to the servers while backward still runs, and pull new weights. The servers
@@ -70,14 +73,14 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             ring_ddp; pulled weights are not compressed.
         bucket_cap_mb: size of a bucket of gradients, in MiB; a bucket is pushed, updated and pulled at once. None for 4
             on one host with ``servers="auto"``, else 1: on a network, the first pull begins when a bucket is pushed.
-        options: options of :class:`OptimizerServerStrategy` and
-            :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
+        optimizer_split: what the servers may divide of the optimizer's work: "elements" of tensors, whole "tensors", or
+            "nothing", where one server makes the whole update. By default "elements" for torch's optimizers that work
+            element by element, "tensors" for its others, and "nothing" for other classes.
+        options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
         ValueError: an option is out of its range, or the optimizer cannot run on a server.
     """
-
-    _state_is_elsewhere = True
 
     def __init__(
         self,
@@ -90,6 +93,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         servers: Literal["auto", "external"] = "auto",
         compression: str | Mapping[str, Any] | None = None,
         bucket_cap_mb: float | None = None,
+        optimizer_split: Split | None = None,
         **options: Any,
     ) -> None:
         option_checks.check_choice("mode", mode, ("sync", "async"))
@@ -107,7 +111,12 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             option_checks.check_positive("num_servers", num_servers, whole=True)
         if bucket_cap_mb is not None:
             option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
+        option_checks.check_options(type(self).__name__, options, type(self).option_names())
+        if optimizer_split is not None:
+            option_checks.check_choice("optimizer_split", optimizer_split, get_args(Split))
         super().__init__(**options)
+        self._split = optimizer_split
+        self.common.averages_buffers = True
         self._mode, self._max_staleness = mode, max_staleness
         self._is_asynchronous = mode == "async" and max_staleness != 0
         self._consistency = Consistency()
@@ -135,6 +144,7 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     def options(self) -> dict[str, Any]:
         return {
             **super().options,
+            "optimizer_split": self._split,
             "mode": self._mode,
             "max_staleness": self._max_staleness,
             "scale_lr_by_staleness": self._consistency.scales_learning_rate,
@@ -173,8 +183,29 @@ class ParameterServerStrategy(OptimizerServerStrategy):
     def run_context(self) -> RunContext:
         return dataclasses.replace(super().run_context, admits_others=self._are_external)
 
+    @property
     @override
+    def _ranks_may_differ(self) -> bool:
+        return self._is_asynchronous
+
+    @override
+    def _setup_model(self, model: Module) -> Module:
+        return self._begin_alike(model, self.collectives.data)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        if self._connections is None:  # else the other optimizers are refused
+            self._connect()  # not for evaluation; before schedules ask for the loader, which is one for their mode
+        super().setup_optimizers(trainer)
+        if not self._is_asynchronous:  # else a worker's gradients are its own
+            self.common.watch_given_gradients()
+        self.owned.begin(self._transport)
+        self.owned.clip_in_steps(is_asynchronous=self._is_asynchronous)
+        if self._asynchronous is not None:
+            self._asynchronous.transports = self.owned.transports
+
     def _connect(self) -> None:
+        """Starts the servers, unless they are external, and connects to them; a collective."""
         assert self.groups is not None
         store = self._store = job_store()
         number = max(2, self.num_nodes) if self._num_servers == "nodes" else self._num_servers
@@ -243,10 +274,9 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         is_on_one_host = not self._are_external and self.num_nodes == 1
         return round((self._bucket_cap_mb or _BUCKET_CAP_MB[is_on_one_host]) * 2**20)
 
-    @override
-    def _serve(self, optimizer: Optimizer) -> Served:
+    def _transport(self, optimizer: Optimizer) -> ServerTransport:
         assert self._connections is not None
-        return RemoteOptimizer(
+        return ServerTransport(
             optimizer,
             self._connections,
             split=self._split,
@@ -254,8 +284,8 @@ class ParameterServerStrategy(OptimizerServerStrategy):
             compressor=self._compressor,
         )
 
-    @override
     def _disconnect(self) -> None:
+        """Disconnects from the servers and ends them, also after a failure."""
         if self._connections is not None:
             connections, self._connections = self._connections, None
             connections.close()
@@ -282,13 +312,6 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         return None if self._asynchronous is None else self._asynchronous.gather_at_end(value)
 
     @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        super().setup(trainer)
-        if self._asynchronous is None:
-            return
-        self._asynchronous.served = [served for served in self._served.values() if isinstance(served, RemoteOptimizer)]
-
-    @override
     def barrier(self, name: str | None = None) -> None:
         super().barrier(name)
         if name == "run-stage" and self._asynchronous is not None:  # the last barrier before rank 0 validates alone
@@ -309,7 +332,17 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         training, self._asynchronous = self._asynchronous, None
         if training is not None and self.lightning_module is not None:
             training.end(self.lightning_module.trainer)
-        super().teardown()
+        with self._keeping_states(self._owned):
+            self.owned.end()
+            self._disconnect()
+            super().teardown()
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within the block gradients are accumulated, and not pushed."""
+        with self.owned.accumulating():
+            yield
 
     @property
     @override
@@ -350,6 +383,13 @@ class ParameterServerStrategy(OptimizerServerStrategy):
         super().on_train_end()
         if self._asynchronous is not None and self.lightning_module is not None and not self.failure_watch.failed:
             self._asynchronous.training_ends(self.lightning_module.trainer)
+
+    # Checkpoints
+
+    @property
+    @override
+    def _needs_others(self) -> bool:
+        return True
 
     @override
     def _further_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:

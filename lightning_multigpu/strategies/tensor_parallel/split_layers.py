@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP, is_compiled, plain_optimizer
-from lightning_multigpu.engine.optimizer_split import split_of as shards_of
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.blocks import (
@@ -40,6 +39,7 @@ from lightning_multigpu.engine.tensor_split.sequence_region import SequenceRegio
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import Left, Sent, Trials, split_blocks
 from lightning_multigpu.engine.training_memory import held_bytes
+from lightning_multigpu.placement.optimizer_split import split_of as shards_of
 from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan, WholeBlocks
 from lightning_multigpu.strategies import option_checks

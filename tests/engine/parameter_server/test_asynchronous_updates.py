@@ -16,9 +16,8 @@ from torch import Tensor, optim
 from lightning_multigpu.engine.parameter_server.batch_queue import BatchQueue
 from lightning_multigpu.engine.parameter_server.consistency import Clocks, Consistency
 from lightning_multigpu.engine.parameter_server.coordination import Coordination
-from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.servers import ServerError
-from tests.engine.parameter_server.test_host_optimizer import (
+from tests.engine.parameter_server.test_host_transport import (
     OPTIMIZERS,
     NormedSGD,
     OrderedSGD,
@@ -27,7 +26,7 @@ from tests.engine.parameter_server.test_host_optimizer import (
     groups_of,
     weights,
 )
-from tests.engine.parameter_server.test_servers import ALL, SMALL, WAYS, Job, job, vanish
+from tests.engine.parameter_server.test_servers import ALL, SMALL, WAYS, Job, job, server_step, vanish
 
 
 class Worker:
@@ -42,7 +41,7 @@ class Worker:
         make = self.make
         self.parameters = weights()
         self.optimizer = make(groups_of(self.parameters))
-        self.remote = RemoteOptimizer(self.optimizer, self.connections, bucket_bytes=int(SMALL))
+        self.remote = server_step(self.optimizer, self.connections, bucket_bytes=int(SMALL))
         self.coordination = Coordination(self.connections)
         assert self.remote.imbalance >= 1.0  # the servers know its parameters from now on
 
@@ -109,12 +108,12 @@ def test_updates_follow_each_other_in_the_order_in_which_they_come(
     with workers(make, num_servers=num_servers, in_memory=in_memory) as both:
         for worker, update in zip(order, updates, strict=True):
             both[worker].step(update)
-            assert both[worker].remote.version == both[0].remote.version or worker == 1
+            assert both[worker].remote.transport.version == both[0].remote.transport.version or worker == 1
         expected = alone(make, updates)
         assert_equal(both[0].now, expected)
-        both[1].remote.pull()
+        both[1].remote.transport.pull()
         assert_equal(both[1].now, expected)
-        assert both[0].remote.version == both[1].remote.version == len(order)
+        assert both[0].remote.transport.version == both[1].remote.transport.version == len(order)
 
 
 def test_staleness_is_the_number_of_updates_by_others_since_the_weights_came() -> None:
@@ -235,10 +234,10 @@ def test_clocks() -> None:
 
 def test_an_unfinished_push_of_a_lost_worker_is_forgotten() -> None:
     with workers(num_servers=2) as (first, second):
-        bucket = second.remote._buckets[0]
+        bucket = second.remote.transport._buckets[0]
         for parameter, gradient in zip(second.parameters, gradients(7, 1), strict=True):
             parameter.grad = gradient
-        second.remote._push(bucket)
+        second.remote.transport._push(bucket)
         second.vanish()
         for step in range(3):
             first.step(gradients(step, 0))
@@ -338,9 +337,9 @@ def test_a_hook_that_changes_weights_is_refused_and_a_checkpoint_is_sent() -> No
             first.parameters[1].mul_(0.5)
         with pytest.raises(ValueError, match="a hook has changed weights"):
             first.step(gradients(0, 0))
-        first.remote.send_changed_weights()
-        first.remote.pull()
-        second.remote.pull()
+        first.remote.transport.send_changed_weights()
+        first.remote.transport.pull()
+        second.remote.transport.pull()
         halved = [p.detach() * (0.5 if i == 1 else 1.0) for i, p in enumerate(weights())]
         assert_equal(first.now, halved)
         assert_equal(second.now, halved)
@@ -357,10 +356,10 @@ def test_the_state_goes_on() -> None:
         with torch.no_grad():
             for parameter, value in zip(first.parameters, alone(make, [gradients(0, 0), gradients(1, 0)]), strict=True):
                 parameter.copy_(value)
-        first.remote.send_changed_weights()
+        first.remote.transport.send_changed_weights()
         for worker in (first, second):
             worker.remote.load_state_dict(saved)
-        second.remote.pull()
+        second.remote.transport.pull()
         second.step(gradients(2, 0))
         assert_equal(second.now, alone(make, [gradients(step, 0) for step in range(3)]))
 

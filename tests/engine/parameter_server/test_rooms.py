@@ -18,11 +18,10 @@ from lightning_multigpu.communication.shared_memory.segment import OfferedSegmen
 from lightning_multigpu.engine.parameter_server import servers as servers_module
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.pair import Pair
-from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.servers import Servers
 from tests.engine.parameter_server.test_asynchronous_updates import wait_until, workers
-from tests.engine.parameter_server.test_host_optimizer import assert_equal, gradients, groups_of, on_one_device, weights
-from tests.engine.parameter_server.test_servers import Job, job, train
+from tests.engine.parameter_server.test_host_transport import assert_equal, gradients, groups_of, on_one_device, weights
+from tests.engine.parameter_server.test_servers import Job, job, server_step, train
 
 NOBODY = 65534
 
@@ -162,7 +161,7 @@ def test_what_is_longer_than_the_memory_travels() -> None:
     with job(num_workers=1) as found, found.connections(0) as connections:
         weight = nn.Parameter(torch.zeros(1))
         optimizer = optim.SGD([weight], lr=1.0)
-        RemoteOptimizer(optimizer, connections, compressor=int8)
+        server_step(optimizer, connections, compressor=int8)
         for _ in range(2):
             weight.grad = torch.ones(1)
             optimizer.step()

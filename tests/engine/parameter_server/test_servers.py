@@ -27,18 +27,19 @@ from lightning_multigpu.communication.checksums import checksums, device_checksu
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.optimizer_split import Split
 from lightning_multigpu.engine.parameter_server import server as server_module
 from lightning_multigpu.engine.parameter_server import servers as servers_module
 from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.pair import Pair
-from lightning_multigpu.engine.parameter_server.remote_optimizer import RemoteOptimizer
 from lightning_multigpu.engine.parameter_server.rooms import Room
 from lightning_multigpu.engine.parameter_server.server import Job as ServedJob
 from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
+from lightning_multigpu.engine.parameter_server.server_transport import ServerTransport
 from lightning_multigpu.engine.parameter_server.servers import ServerError, Servers
-from tests.engine.parameter_server.test_host_optimizer import (
+from lightning_multigpu.placement.optimizer_split import Split
+from lightning_multigpu.placement.owned_step import OwnedStep
+from tests.engine.parameter_server.test_host_transport import (
     OPTIMIZERS,
     STEPS,
     VALUES,
@@ -169,6 +170,13 @@ def job(
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
+ServerStep = OwnedStep[ServerTransport]
+
+
+def server_step(optimizer: Optimizer, connections: Servers, **options: Any) -> ServerStep:
+    return OwnedStep(optimizer, ServerTransport(optimizer, connections, **options))
+
+
 def train(
     connections: Servers,
     parameters: list[nn.Parameter],
@@ -176,8 +184,8 @@ def train(
     steps: range,
     *,
     split: Split | None = None,
-) -> RemoteOptimizer:
-    remote = RemoteOptimizer(optimizer, connections, bucket_bytes=int(SMALL), split=split)
+) -> ServerStep:
+    remote = server_step(optimizer, connections, bucket_bytes=int(SMALL), split=split)
     for step in steps:
         for parameter, gradient in zip(parameters, gradients(step, connections.worker), strict=False):
             parameter.grad = gradient
@@ -249,7 +257,7 @@ def test_a_loaded_state_goes_on(name: str) -> None:
             with found.connections(worker) as connections:
                 parameters = [nn.Parameter(p.detach().clone()) for p in halfway]
                 optimizer = OPTIMIZERS[name](groups_of(parameters))
-                remote = RemoteOptimizer(optimizer, connections)
+                remote = server_step(optimizer, connections)
                 remote.load_state_dict(state)
                 remote.close()
                 train(connections, parameters, optimizer, range(0)).load_state_dict(state)
@@ -271,13 +279,13 @@ def test_tensors_of_several_dtypes_are_divided_evenly() -> None:
                 parameters = [nn.Parameter(torch.ones(size, dtype=dtype)) for size, dtype in
                               ((40, torch.float64), (80, torch.float32), (120, torch.bfloat16))]  # fmt: skip
                 optimizer = optim.SGD(parameters, lr=1.0)
-                remote = RemoteOptimizer(optimizer, connections, bucket_bytes=100_000)
+                remote = server_step(optimizer, connections, bucket_bytes=100_000)
                 for parameter in parameters:
                     parameter.grad = torch.full_like(parameter, 0.5 * worker)
                 optimizer.step()
                 assert all(torch.equal(p.detach(), torch.full_like(p, 0.75)) for p in parameters)
                 assert remote.imbalance == 1.0
-                return [[part.nbytes for part in bucket.parts] for bucket in remote._buckets]
+                return [[part.nbytes for part in bucket.parts] for bucket in remote.transport._buckets]
 
         sizes = found.workers.run(work)[0]
     assert sizes == [[160, 160], [160, 160], [120, 120]]
@@ -331,19 +339,19 @@ def test_unusual_steps(in_memory: Collection[int]) -> None:
                 optimizer.step()
                 torch.testing.assert_close(late.detach(), torch.full((3,), -1.55))
                 remote.close()
-                served = sparse_steps_of(worker, lambda optimizer: RemoteOptimizer(optimizer, connections))
+                served = sparse_steps_of(worker, lambda optimizer: server_step(optimizer, connections))
                 assert_equal(served, sparse_on_one_device())
                 steps = hooked_steps(
                     lambda step: gradients(step, worker),
                     calls,
-                    lambda optimizer: RemoteOptimizer(optimizer, connections),
+                    lambda optimizer: server_step(optimizer, connections),
                 )
                 assert_equal(steps, hooked)
                 for name in VALUES:
                     steps = scheduled_steps(
                         name,
                         lambda step: gradients(step, worker),
-                        lambda optimizer: RemoteOptimizer(optimizer, connections),
+                        lambda optimizer: server_step(optimizer, connections),
                     )
                     assert_equal(steps, scheduled_steps(name, averaged))
 
@@ -352,16 +360,16 @@ def test_unusual_steps(in_memory: Collection[int]) -> None:
             found.workers.run(work)
 
 
-def changes_of(remote: RemoteOptimizer) -> list[int]:
+def changes_of(remote: ServerStep) -> list[int]:
     """How many weights of parts are sent to servers with each step from now on."""
-    found, changed = [], remote._changed
+    found, changed = [], remote.transport._changed
 
     def counted() -> Any:
         parts = changed()
         found.append(len(parts))
         return parts
 
-    remote._changed = counted  # type: ignore[method-assign]
+    remote.transport._changed = counted  # type: ignore[method-assign]
     return found
 
 
@@ -384,7 +392,7 @@ def test_averages_come_back_and_the_step_takes_what_hooks_have_made_of_them(
             with found.connections(worker) as connections:
                 parameters = weights()
                 optimizer = optim.SGD(parameters, lr=1.0)
-                remote = RemoteOptimizer(optimizer, connections, bucket_bytes=int(SMALL))
+                remote = server_step(optimizer, connections, bucket_bytes=int(SMALL))
                 changes = changes_of(remote)
                 for parameter, gradient in zip(parameters, gradients(0, worker), strict=True):
                     parameter.grad = gradient
@@ -401,7 +409,7 @@ def test_averages_come_back_and_the_step_takes_what_hooks_have_made_of_them(
                     assert_equal(parameter.detach(), before.detach() - gradient / 2)
                 parameters[2].data.zero_()  # as a hook may, on every worker
                 optimizer.step()
-                assert changes == [0, len(remote._pieces[parameters[2]]) if worker == 0 else 0]
+                assert changes == [0, len(remote.transport._pieces[parameters[2]]) if worker == 0 else 0]
 
         found.workers.run(work)
 
@@ -418,7 +426,7 @@ def test_weights_and_gradients_of_other_layouts() -> None:
                 mean = (given[0] + given[1]) / 2
                 weight = nn.Parameter(start.to(memory_format=torch.channels_last))
                 optimizer = optim.SGD([weight], lr=1.0)
-                remote = RemoteOptimizer(optimizer, connections, bucket_bytes=int(SMALL))
+                remote = server_step(optimizer, connections, bucket_bytes=int(SMALL))
                 changes = changes_of(remote)
                 for number in (1, 2):
                     weight.grad = given[worker].to(memory_format=torch.channels_last)
@@ -452,8 +460,8 @@ def test_buckets_are_pushed_while_backward_goes_on(in_memory: Collection[int], m
                 for parameter in model.parameters():
                     parameter.data.copy_(torch.randn(8, 8, dtype=torch.float64, generator=generator))
                 optimizer = optim.SGD(model.parameters(), lr=0.1)
-                remote = RemoteOptimizer(optimizer, connections, bucket_bytes=1024)
-                remote.pushes_early = True
+                remote = server_step(optimizer, connections, bucket_bytes=1024)
+                remote.transport.pushes_early = True
                 assert remote.imbalance == 1.0
                 x = torch.randn(5, 8, dtype=torch.float64, generator=generator)
                 for halved in (True, False):
@@ -461,7 +469,7 @@ def test_buckets_are_pushed_while_backward_goes_on(in_memory: Collection[int], m
                     for parameter in model.parameters():
                         parameter.grad = None
                     model(x * (worker + 1)).square().sum().backward()
-                    pushed = [bucket.pushed is not None for bucket in remote._buckets]
+                    pushed = [bucket.pushed is not None for bucket in remote.transport._buckets]
                     assert pushed == [True] * 2, "each bucket is two layers, and backward has all gradients"
                     own = [p.grad.clone() for p in model.parameters() if p.grad is not None]
                     if halved:  # after it was pushed: it has to be pushed again
@@ -497,12 +505,12 @@ def test_compressed_gradients(name: str, in_memory: Collection[int]) -> None:
         meter, weight = Meter(), nn.Parameter(torch.zeros(4, 3))
         with found.connections(worker, meter) as connections:
             optimizer = optim.SGD([weight], lr=1.0)
-            remote = RemoteOptimizer(optimizer, connections, compressor=compressor)
+            remote = server_step(optimizer, connections, compressor=compressor)
             for step in range(STEPS):
                 weight.grad = given[2 * step + worker].view(4, 3).clone()
                 if step == 1:  # a push that a second one replaces
-                    remote._place_new()
-                    remote._push(remote._buckets[0])
+                    remote.place_new()
+                    remote.transport._push(remote.transport._buckets[0])
                     weight.grad = weight.grad.clone()
                 optimizer.step()
             meter.end_step()
@@ -546,9 +554,9 @@ def test_an_optimizer_that_no_server_can_make_is_refused() -> None:
 
     with job(num_workers=1) as found, found.connections(0) as connections:
         with pytest.raises(ValueError, match=r"cannot import .*Local, which is defined in a function"):
-            RemoteOptimizer(Local(weights(), lr=0.1), connections)
+            server_step(Local(weights(), lr=0.1), connections)
         with pytest.raises(ValueError, match="LBFGS evaluates the loss several times within a step"):
-            RemoteOptimizer(optim.LBFGS(weights()), connections)
+            server_step(optim.LBFGS(weights()), connections)
 
 
 def test_options_of_any_kind_travel() -> None:
@@ -564,7 +572,7 @@ def test_options_that_cannot_be_pickled_are_refused() -> None:
     with job(num_workers=1) as found, found.connections(0) as connections:
         optimizer = optim.SGD(weights(), lr=0.1)
         optimizer.param_groups[0]["rule"] = lambda: None
-        remote = RemoteOptimizer(optimizer, connections)
+        remote = server_step(optimizer, connections)
         with pytest.raises(ValueError, match=r"a value for parameter server 0 of 1 .* cannot be pickled: .*no lambda"):
             _ = remote.imbalance
 
@@ -624,13 +632,13 @@ def test_gradients_that_change_after_they_were_pushed_are_pushed_again(in_memory
             with found.connections(worker) as connections:
                 weight = nn.Parameter(torch.ones(3))
                 optimizer = optim.SGD([weight], lr=1.0)
-                remote = RemoteOptimizer(optimizer, connections)
+                remote = server_step(optimizer, connections)
                 weight.grad = torch.ones(3)
                 optimizer.step()
                 weight.data.fill_(5.0)  # as a hook may
                 optimizer.step()
                 assert weight.tolist() == [4.0] * 3
-                remote.pushes_early, weight.grad = True, None
+                remote.transport.pushes_early, weight.grad = True, None
                 weight.sum().backward()
                 assert weight.grad is not None
                 weight.grad.mul_(2)
@@ -645,7 +653,7 @@ def test_frozen_parameters_do_not_travel() -> None:
     with job(num_workers=1) as found, found.connections(0) as connections:
         frozen, trained = nn.Parameter(torch.ones(50), requires_grad=False), nn.Parameter(torch.ones(3))
         optimizer = optim.SGD([trained, frozen], lr=1.0)
-        RemoteOptimizer(optimizer, connections, bucket_bytes=40, split="tensors")
+        server_step(optimizer, connections, bucket_bytes=40, split="tensors")
         for _ in range(2):
             trained.grad = torch.ones(3)
             optimizer.step()

@@ -24,12 +24,12 @@ from lightning_multigpu.communication.compression import GradientPiece
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.tensors import alike, apply_flat, size_bytes
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
-from lightning_multigpu.engine.gradient_kinds import ABSENT, DENSE, SPARSE, kind_of
 from lightning_multigpu.engine.pipeline.splitting.ownership import Holding, Ownership
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.placeholder import Placeholder, exchange
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.placement.gradient_kinds import ABSENT, DENSE, SPARSE, kind_of
 
 _BUCKET_BYTES = 25 << 20
 _LARGEST = float("inf")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_multigpu.engine.optimizer_split import Split, split_of
-from lightning_multigpu.engine.parameter_server.sharding import Layout, bucket_parts, imbalance_of
+from lightning_multigpu.placement.optimizer_split import Split, split_of
+from lightning_multigpu.placement.table import Layout, bucket_parts, imbalance_of
 
 NUMELS = [5, 40, 1, 0, 17, 8]
 

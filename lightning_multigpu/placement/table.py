@@ -1,21 +1,27 @@
-"""Shards of a model's tensors: which server updates which elements.
+"""The table of a model's tensors: which owner updates which elements, and where these lie in flat memory.
 
-The tensors of one dtype lie one after the other in a flat tensor, and each server has one part of it. With three
-servers, and tensors a to d::
+An owner is a rank or a server. The tensors of one dtype lie one after the other in a flat tensor, and each owner has
+one part of it. With three owners, and tensors a to d::
 
     "elements"   | a a a a b b | b b b b b c | c c d d d d |      even parts: tensors are cut where a part ends
     "tensors"    | b b b b b b b | a a a a c c c | d d d d |      whole tensors, the largest first to the emptiest part
-    "nothing"    | a a a a b b b b b b b c c c d d d d |  |  |    one server has all
+    "nothing"    | a a a a b b b b b b b c c c d d d d |  |  |    one owner has all
+
+The rows are :class:`Piece`; functions cut tensors, and states of optimizers, by rows, fill them, and join them again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lightning_multigpu.engine.optimizer_split import Split
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_multigpu.placement.optimizer_split import Split
 
 
 class Piece(NamedTuple):
@@ -27,9 +33,53 @@ class Piece(NamedTuple):
     offset: int
 
     @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
     def end(self) -> int:
         """One past the last element in the flat tensor."""
-        return self.offset + self.stop - self.start
+        return self.offset + self.numel
+
+
+def elements(tensor: Tensor, piece: Piece) -> Tensor:
+    """The elements of a piece: the tensor itself if they are all of it, else flat."""
+    return tensor if piece.numel == tensor.numel() else tensor.reshape(-1)[piece.start : piece.stop]
+
+
+def placed(flat: Tensor, piece: Piece, like: Tensor) -> Tensor:
+    """The elements of a piece in flat memory: in the shape of the tensor ``like`` if they are all of it, else flat."""
+    found = flat[piece.offset : piece.end]
+    return found.view(like.shape) if piece.numel == like.numel() else found
+
+
+def fill(tensor: Tensor, piece: Piece, values: Tensor) -> None:
+    """Changes the elements of a piece to flat values."""
+    whole = tensor.detach().contiguous()  # itself, but for layouts such as channels_last
+    whole.view(-1)[piece.start : piece.stop].copy_(values)
+    if whole.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(whole)
+
+
+def part_of_state(state: Any, tensor: Tensor, piece: Piece) -> Any:
+    """The part of a tensor's optimizer state that belongs to a piece; its tensors are copies."""
+
+    def part_of(value: Tensor) -> Tensor:
+        return (elements(value, piece) if value.shape == tensor.shape else value).detach().clone()
+
+    return tree_map_only(Tensor, part_of, state)
+
+
+def joined_state(states: Sequence[Mapping[str, Any]], tensor: Tensor) -> dict[str, Any]:
+    """A tensor's optimizer state out of those of all its pieces, in their order."""
+
+    def joined(values: Sequence[Any]) -> Any:
+        first = values[0]
+        if len(values) == 1 or not isinstance(first, Tensor) or first.dim() == 0:
+            return first
+        return torch.cat([value.reshape(-1) for value in values]).view(tensor.shape)
+
+    return {name: joined([state[name] for state in states]) for name in states[0]}
 
 
 class Layout:
@@ -37,12 +87,12 @@ class Layout:
 
     Args:
         numels: elements of each tensor.
-        num_parts: one for each server; parts may be empty.
+        num_parts: one for each owner; parts may be empty.
         split: what may be cut.
 
     Attributes:
         offsets: where each tensor begins in the flat tensor.
-        bounds: first and one-past-last element of each server's part; the parts follow one another.
+        bounds: first and one-past-last element of each owner's part; the parts follow one another.
     """
 
     def __init__(self, numels: Sequence[int], num_parts: int, split: Split) -> None:
@@ -61,9 +111,13 @@ class Layout:
             ends = [-(-self.total * part // num_parts) for part in range(1, num_parts + 1)]
         self.bounds = list(pairwise([0, *ends]))
 
-    def pieces(self, server: int) -> list[Piece]:
-        """What is in a server's part, in its order."""
-        first, last = self.bounds[server]
+    def whole(self, number: int) -> Piece:
+        """All of a tensor."""
+        return Piece(number, 0, self.numels[number], self.offsets[number])
+
+    def pieces(self, owner: int) -> list[Piece]:
+        """What is in an owner's part, in its order."""
+        first, last = self.bounds[owner]
         found = []
         for number, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
             start, stop = max(first, offset), min(last, offset + numel)
@@ -96,19 +150,19 @@ def bucket_parts(
     buckets: list[list[Piece]] = [[]]
     for number in reversed(range(len(numels))):
         for piece in _cut(number, numels[number], full_numel if split == "elements" else math.inf):
-            if split != "nothing" and sum(p.stop - p.start for p in buckets[-1]) >= full_numel:
+            if split != "nothing" and sum(p.numel for p in buckets[-1]) >= full_numel:
                 buckets.append([])
             buckets[-1].append(piece)
     owners = _whole_tensors(numels, num_servers if split == "tensors" else 1)
     found = []
     for bucket in buckets:
         if split == "elements":
-            layout = Layout([piece.stop - piece.start for piece in bucket], num_servers, split)
+            layout = Layout([piece.numel for piece in bucket], num_servers, split)
             parts = [[_within(bucket[p.number], p) for p in layout.pieces(server)] for server in range(num_servers)]
         else:
             parts = [[piece for piece in bucket if piece.number in owned] for owned in owners]
             parts += [[] for _ in range(num_servers - len(owners))]
-        found.append([_from_0(part) for part in parts])
+        found.append([from_0(part) for part in parts])
     return found
 
 
@@ -124,12 +178,12 @@ def _within(outer: Piece, inner: Piece) -> Piece:
     return Piece(outer.number, outer.start + inner.start, outer.start + inner.stop, inner.offset)
 
 
-def _from_0(pieces: Sequence[Piece]) -> list[Piece]:
+def from_0(pieces: Iterable[Piece]) -> list[Piece]:
     """The pieces one after the other; those of no elements stay, since an optimizer counts them too."""
     placed, offset = [], 0
     for piece in pieces:
         placed.append(piece._replace(offset=offset))
-        offset += piece.stop - piece.start
+        offset += piece.numel
     return placed
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from lightning_multigpu.placement.table import Piece, fill
+
 ABSENT, DENSE, SPARSE = 0, 1, 2
 
 
@@ -37,3 +39,22 @@ def sparse(dense: Tensor, rows: Tensor | None) -> Tensor:
     return torch.sparse_coo_tensor(
         present.nonzero().T, dense[present], dense.shape, is_coalesced=True, check_invariants=False
     )
+
+
+def take_average(parameter: Tensor, piece: Piece, average: Tensor, kind: int, rows: Tensor | None) -> None:
+    """Changes the elements of a piece of ``parameter.grad`` to an average over the ranks.
+
+    Args:
+        parameter: has a gradient after that unless ``kind`` is ABSENT.
+        piece: of the parameter.
+        average: flat, in any memory.
+        kind: of the average.
+        rows: those of a sparse average, which is in one piece.
+    """
+    if kind == ABSENT:
+        return
+    if parameter.grad is None or parameter.grad.is_sparse:
+        parameter.grad = torch.empty_like(parameter)
+    fill(parameter.grad, piece, average)
+    if kind == SPARSE and piece.numel == parameter.numel():
+        parameter.grad = sparse(parameter.grad, rows)

@@ -1,4 +1,4 @@
-"""Sharded optimizer: FairScale's OSS spreads its states over the ranks.
+"""FairScale's OSS as the transport of an optimizer's step: whole parameters belong to ranks.
 
 Every parameter belongs to one rank as a whole. That rank has the averaged gradient and the optimizer's state, updates
 the parameter, and sends the new value to all ranks::
@@ -6,9 +6,8 @@ the parameter, and sends the new value to all ranks::
     rank 0   gradients of p0, p2 --> your optimizer, holding p0 and p2 --> p0, p2 --broadcast--> p0 p1 p2
     rank 1   gradient of p1 -------> your optimizer, holding p1 ---------> p1 ------broadcast--> p0 p1 p2
 
-Lightning, schedulers and callbacks keep the user's optimizer object, with all parameters in its groups. That object
-makes the update: within a step its groups hold only this rank's parameters, so that any class works with all its
-options, also one whose constructor does not take its own ``defaults`` (AdamW).
+The user's optimizer object makes the update, with this rank's parameters in its groups, so that any class works with
+all its options, also one whose constructor does not take its own ``defaults`` (AdamW).
 
 FairScale 0.4.13 fails on torch 2.13 in these cases, which :class:`_Shards` handles:
 
@@ -25,9 +24,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,7 +42,9 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.optimizer_state import PartialState
-from lightning_multigpu.engine.redirected_optimizer import RedirectedOptimizer
+from lightning_multigpu.placement.owned_part import OwnedPart
+from lightning_multigpu.placement.owned_step import Update
+from lightning_multigpu.placement.table import Piece, imbalance_of
 
 
 @contextmanager
@@ -59,24 +60,24 @@ def quiet() -> Iterator[None]:
         logging.getLogger().removeHandler(handler)
 
 
-class ShardedOptimizer(RedirectedOptimizer):
-    """A user's optimizer; one rank updates each of its parameters.
+class ShardTransport:
+    """The :class:`~lightning_multigpu.placement.owned_step.Transport` of sharded optimizers.
 
-    Construction, steps and loading are collectives of the group.
+    Backward brings the averaged gradients to the owners, see :mod:`.sharded_gradients`. Making one is a collective.
 
     Args:
-        optimizer: the optimizer of a module that is the same on all ranks.
+        optimizer: of a module that is the same on all ranks.
         group: the ranks.
         meter: records every broadcast.
         broadcast_dtype: the dtype in which new values travel; None for the parameters' own.
         offload: keep states in the host's memory, and update a copy of this rank's parameters there.
 
     Attributes:
+        part: this rank's parameters.
         shards: FairScale's OSS.
-
-    Raises:
-        ValueError: the optimizer evaluates the loss itself, several times a step.
     """
+
+    pushes_early = False
 
     def __init__(
         self,
@@ -87,34 +88,41 @@ class ShardedOptimizer(RedirectedOptimizer):
         broadcast_dtype: torch.dtype | None = None,
         offload: bool = False,
     ) -> None:
-        super().__init__(optimizer, "tensors")
-        self._offload = offload
-        self._copies: dict[Tensor, Parameter] = {}
-        self._states = self._new_states()
-        self._is_watched = False
-        self._group = group
-        self._rank = group.rank
-        self.shards = _Shards(optimizer, self._update_own, group, meter, broadcast_dtype)
-        self._place_new()
-        self._states.adopt(optimizer.state)
-        if offload:
-            optimizer.state = defaultdict(dict)
+        self.part = OwnedPart(optimizer)
+        self.load, self.change = self.part.load_whole, self.part.take_states
+        self.shards = _Shards(optimizer, group, meter)
+        self._optimizer, self._group = optimizer, group
+        self._broadcast_dtype, self._offload = broadcast_dtype, offload
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank updates the parameter."""
-        return self.shards.owners.get(parameter) == self._rank
+        return self.shards.owners.get(parameter) == self._group.rank
 
     def has(self, parameter: Tensor) -> bool:
         """Whether the parameter belongs to the optimizer."""
         return parameter in self.shards.owners
 
-    def refresh(self) -> None:
-        """Finds owners for parameters that were added to the optimizer; a collective."""
-        self._place_new()
+    @property
+    def imbalance(self) -> float:
+        sizes = [0] * self._group.size
+        for parameter, rank in self.shards.owners.items():
+            sizes[rank] += parameter.nbytes
+        return imbalance_of(sizes)
 
-    def share_values(self) -> None:
-        """Gives every rank the exact values of the owners; a collective."""
-        self.shards.broadcast(None)
+    def view(self) -> PartialState:
+        return PartialState(self._optimizer, self._key, take=self._taken, own=self.part.states)
+
+    def _key(self, parameter: Any) -> Any:
+        """Under which key this rank has a parameter's state; None if another rank has it."""
+        if parameter in self.part.pieces:
+            return self.part.pieces[parameter][0]
+        return None if self.has(parameter) else parameter
+
+    def _taken(self, _: Any, state: Any) -> Any:
+        return tree_map_only(Tensor, Tensor.cpu, state) if self._offload else state
+
+    def close(self) -> None:
+        """Does nothing: OSS has no hooks."""
 
     def share_values_of(self, parameters: Iterable[Tensor]) -> None:
         """Gives every rank the owners' values of these parameters, which may be frozen; a collective."""
@@ -122,93 +130,36 @@ class ShardedOptimizer(RedirectedOptimizer):
             source = self._group.ranks[self.shards.owners[parameter]]
             self._group.broadcast_tensors([parameter.detach()], src=source)
 
-    def average_gradients(self) -> None:
+    def place(self, new: list[Parameter], given: Mapping[Any, Any]) -> None:
+        self.shards.follow(self._optimizer)
+        for parameter in filter(self.owns, new):
+            value = parameter
+            if self._offload:
+                memory = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
+                value = Parameter(memory, requires_grad=False)
+            self.part.pieces[parameter] = value, Piece(0, 0, parameter.numel(), 0)
+            self.part.take_state(parameter, given.get(parameter, {}))  # some optimizers begin with one
+        self.part.take_states({key: state for key, state in given.items() if not isinstance(key, Tensor)})
+
+    def average(self, num_changed: int) -> bool:
         """Does nothing: backward has averaged the gradients of this rank's parameters."""
+        return True
 
-    def _step(self, **options: Any) -> None:
+    def step(self, update: Update) -> None:
+        """Updates this rank's parameters, and broadcasts their values."""
+        part = self.part
         self.shards.take_assigned()
-        self.shards.step(**options)
+        part.read(part.pieces)
+        pieces = {value: parameter.grad for parameter, (value, _) in part.pieces.items() if value is not parameter}
+        gradients = {value: gradient.to("cpu") for value, gradient in pieces.items() if gradient is not None}
+        part.update(part.held(), gradients, **update.options)
+        part.write()
+        self.shards.broadcast(self._broadcast_dtype)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state dictionary, with the states of this rank's parameters."""
-        self._take_state()
-        with self._holding(lambda parameter: self._copies.get(parameter, parameter)):
-            return self.optimizer.state_dict()
-
-    def watch_state(self) -> None:
-        self._is_watched = True
-        self.optimizer.state = self._states  # type: ignore[assignment]
-
-    def _new_states(self) -> PartialState:
-        def take(_: Any, state: Any) -> Any:
-            return tree_map_only(Tensor, Tensor.cpu, state) if self._offload else state
-
-        return PartialState(self.optimizer, self._key, take=take)
-
-    def _key(self, parameter: Any) -> Any:
-        """Under which key this rank has a parameter's state; None if another rank has it."""
-        return self._copies.get(parameter, parameter) if self.owns(parameter) or not self.has(parameter) else None
-
-    def _take_state(self) -> None:
-        """Takes a mapping that user code has put in place; it changes states themselves at once."""
-        given = self.optimizer.state
-        if self._is_watched and given is not self._states:
-            self._states = self._new_states()
-            self._states.adopt(given)
-            self.watch_state()
-
-    def _change_state(self, changes: Mapping[Parameter, Mapping[str, Any]]) -> None:
-        """Does nothing: :meth:`_take_state` has done it."""
-
-    def _update_own(self, **options: Any) -> None:
-        for parameter, copy in self._copies.items():
-            copy.copy_(parameter)  # a hook may have changed it
-            copy.grad = None if parameter.grad is None else parameter.grad.to("cpu")
-        with self._holding(lambda p: self._copies.get(p, p) if self.owns(p) else None):
-            self._update(**options)
-        for parameter, copy in self._copies.items():
-            parameter.copy_(copy)
-            copy.grad = None
-
-    @contextmanager
-    def _holding(self, held: Callable[[Parameter], Parameter | None]) -> Iterator[None]:
-        """Within the block the optimizer's groups hold ``held(parameter)`` for each parameter; None leaves it out."""
-        optimizer = self.optimizer
-        before = [group["params"] for group in optimizer.param_groups]
-        outside, optimizer.state = optimizer.state, self._states.own  # type: ignore[assignment]
-        for group in optimizer.param_groups:
-            group["params"] = [found for parameter in group["params"] if (found := held(parameter)) is not None]
-        try:
-            yield
-        finally:
-            self._states.own, optimizer.state = optimizer.state, outside
-            for group, parameters in zip(optimizer.param_groups, before, strict=True):  # loading makes new groups
-                group["params"] = parameters
-
-    def _place_new(self) -> None:
-        self.shards.follow(self.optimizer)
-        for parameter in self._parameters() if self._offload else ():
-            if self.owns(parameter) and parameter not in self._copies:
-                copy = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
-                self._copies[parameter] = Parameter(copy, requires_grad=False)
-
-    def _load(self, saved_groups: list[dict[str, Any]], saved_state: Mapping[int, Any]) -> None:
-        saved = [number for group in saved_groups for number in group["params"]]
-        owned = {number for number, parameter in zip(saved, self._parameters(), strict=True) if self.owns(parameter)}
-        own = {number: values for number, values in saved_state.items() if number in owned}
-        # An optimizer keeps the given tensors, and so the file that they may be mapped from.
-        own = tree_map_only(Tensor, torch.clone, own)
-        with self._holding(lambda parameter: self._copies.get(parameter, parameter)):
-            self.optimizer.load_state_dict({"state": own, "param_groups": saved_groups})
-        self._place_new()
-
-
-class _Share:
-    """This rank's optimizer as OSS steps it."""
-
-    def __init__(self, groups: list[dict[str, Any]], step: Callable[..., None]) -> None:
-        self.param_groups = groups
-        self.step = step
+    def states(self) -> dict[int, Any]:
+        """The states of this rank's parameters."""
+        of_all = {key: state for key, state in self.part.states.items() if not isinstance(key, Tensor)}
+        return {**self.part.numbered_states(), **of_all}
 
 
 class _Shards(OSS):  # type: ignore[misc]  # without annotations
@@ -222,21 +173,15 @@ class _Shards(OSS):  # type: ignore[misc]  # without annotations
     _partition_parameters: list[list[dict[str, Any]]]
     buckets: dict[Any, dict[int, Any]]
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        step: Callable[..., None],
-        group: MeteredGroup,
-        meter: Meter,
-        broadcast_dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, group: MeteredGroup, meter: Meter) -> None:
         self.owners: dict[Tensor, int] = {}
         self._flat: list[tuple[Any, ...]] = []
         self._metered_group = group
         self._meter = meter
-        self._broadcast_dtype = broadcast_dtype
         with quiet():
-            super().__init__(_filled(optimizer), optim=lambda groups: _Share(groups, step), group=group.group)
+            super().__init__(
+                _filled(optimizer), optim=lambda groups: SimpleNamespace(param_groups=groups), group=group.group
+            )
 
     def follow(self, optimizer: Optimizer) -> None:
         """Takes the optimizer's present groups, since loading replaces them, and finds owners for new parameters."""
@@ -299,9 +244,6 @@ class _Shards(OSS):  # type: ignore[misc]  # without annotations
                     if parameter.data_ptr() != view.data_ptr():
                         view.copy_(parameter.detach())
                         parameter.data = view
-
-    def _broadcast_params(self) -> None:
-        self.broadcast(self._broadcast_dtype)
 
     @torch.no_grad()
     def broadcast(self, dtype: torch.dtype | None) -> None:

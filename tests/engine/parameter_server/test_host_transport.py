@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
-from lightning_multigpu.engine.parameter_server.host_optimizer import EarlyCopies, HostMemory, HostOptimizer
-from lightning_multigpu.engine.redirected_optimizer import RedirectedOptimizer
+from lightning_multigpu.engine.parameter_server.host_transport import EarlyCopies, HostMemory, HostTransport
+from lightning_multigpu.placement.owned_step import OwnedStep
 from tests.world import World, init_group, rank
 
 # Each with the options under which most of its arithmetic is used.
@@ -199,7 +199,7 @@ def hooks_of_all_optimizers() -> Iterator[list[tuple[Optimizer, str]]]:
 def hooked_steps(
     gradients_of: Callable[[int], list[Tensor]],
     calls: list[tuple[Optimizer, str]],
-    serve: Callable[[Optimizer], RedirectedOptimizer] | None = None,
+    serve: Callable[[Optimizer], OwnedStep[Any]] | None = None,
 ) -> list[Tensor]:
     """Steps with hooks that change the gradients and the weights, element by element; every other has a closure."""
     parameters = weights()
@@ -261,12 +261,21 @@ def host_memory(meter: Meter | None = None) -> Iterator[HostMemory]:
         dist.destroy_process_group(group)
 
 
+HostStep = OwnedStep[HostTransport]
+
+
+def host_step(optimizer: Optimizer, memory: HostMemory) -> HostStep:
+    return OwnedStep(optimizer, HostTransport(optimizer, memory))
+
+
 def assert_equal(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
 
 
-def trained(memory: HostMemory, optimizer: Optimizer, parameters: list[nn.Parameter], steps: range) -> HostOptimizer:
-    server = HostOptimizer(optimizer, memory)
+def trained(
+    memory: HostMemory, optimizer: Optimizer, parameters: list[nn.Parameter], steps: range
+) -> OwnedStep[HostTransport]:
+    server = host_step(optimizer, memory)
     for step in steps:
         for parameter, gradient in zip(parameters, gradients(step, rank()), strict=False):
             parameter.grad = gradient
@@ -283,7 +292,9 @@ def every_optimizer() -> dict[str, tuple[list[Tensor], dict[str, Any], int]]:
             optimizer = make(groups_of(parameters))
             server = trained(memory, optimizer, parameters, range(STEPS))
             assert not optimizer.state, "a device holds no state"
-            held = [v.numel() for s in server._shard_state.values() for v in s.values() if isinstance(v, Tensor)]
+            held = [
+                v.numel() for s in server.transport.part.states.values() for v in s.values() if isinstance(v, Tensor)
+            ]
             found[name] = ([p.detach() for p in parameters], server.state_dict(), sum(held))
             server.close()
     return found
@@ -317,7 +328,7 @@ def loaded(name: str) -> list[Tensor]:
     parameters, state = on_one_device(OPTIMIZERS[name], steps=2)
     with host_memory() as memory:
         optimizer = OPTIMIZERS[name](groups_of(parameters))
-        server = HostOptimizer(optimizer, memory)
+        server = host_step(optimizer, memory)
         server.load_state_dict(state)
         for step in range(2, STEPS):
             for parameter, gradient in zip(parameters, gradients(step, rank()), strict=True):
@@ -382,20 +393,20 @@ def unusual() -> dict[str, Any]:
         server.close()
         with hooks_of_all_optimizers() as calls:
             found["hooks"] = hooked_steps(
-                lambda step: gradients(step, rank()), calls, lambda optimizer: HostOptimizer(optimizer, memory)
+                lambda step: gradients(step, rank()), calls, lambda optimizer: host_step(optimizer, memory)
             )
         optimizer = optim.SGD(parameters := weights(), lr=0.1)
         if rank() == 0:
             optimizer.register_step_pre_hook(lambda *_: None)
-        with contextlib.closing(HostOptimizer(optimizer, memory)):
+        with contextlib.closing(host_step(optimizer, memory)):
             parameters[0].grad = torch.ones_like(parameters[0])
             with pytest.raises(ValueError, match="1 of 2 ranks have hooks that read gradients before a step of SGD"):
                 optimizer.step()
         for name in VALUES:
             found[name] = scheduled_steps(
-                name, lambda step: gradients(step, rank()), lambda optimizer: HostOptimizer(optimizer, memory)
+                name, lambda step: gradients(step, rank()), lambda optimizer: host_step(optimizer, memory)
             )
-        found["sparse"] = sparse_steps_of(rank(), lambda optimizer: HostOptimizer(optimizer, memory))
+        found["sparse"] = sparse_steps_of(rank(), lambda optimizer: host_step(optimizer, memory))
     return found
 
 
@@ -425,7 +436,7 @@ def test_unusual_steps(world2: World) -> None:
 
 def test_an_optimizer_that_evaluates_the_loss_is_refused() -> None:
     with pytest.raises(ValueError, match="LBFGS evaluates the loss several times within a step"):
-        HostOptimizer(optim.LBFGS(weights()), None)  # type: ignore[arg-type]
+        host_step(optim.LBFGS(weights()), None)  # type: ignore[arg-type]
 
 
 class Stream:

@@ -1,0 +1,327 @@
+"""The host's memory as the transport of an optimizer's step: one part for each rank's process, so that all cores work.
+
+A rank's gradients go to host memory that the ranks share, and each rank has one part of the update::
+
+    rank 0   .grad --push--> [ g0 | g0' ]         [ w | - ] --+--pull--> weights
+                                \\   /    optimizer   ^         |
+    host     memory         sum of the part  ------ '         |
+                                /   \\                          |
+    rank 1   .grad --push--> [ g1 | g1' ]         [ - | w'] --+--pull--> weights
+
+Sources: M. Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014, for push and pull;
+J. Ren et al., "ZeRO-Offload", USENIX ATC 2021, for the update on the host in one shard a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
+from lightning_multigpu.communication.tensors import alike
+from lightning_multigpu.engine.optimizer_state import StateElsewhere
+from lightning_multigpu.placement.gradient_kinds import ABSENT, DENSE, SPARSE, kind_of, rows_of, sparse, take_average
+from lightning_multigpu.placement.optimizer_split import Split, split_of
+from lightning_multigpu.placement.owned_part import OwnedPart, clip
+from lightning_multigpu.placement.owned_step import Update, call_on_gradient
+from lightning_multigpu.placement.table import Layout, Piece, elements, imbalance_of, placed
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The memory that the ranks of a host share, and what they need to use it.
+
+    Attributes:
+        ranks: exchanges what is in it.
+        meter: told of every push and pull.
+        reserve: makes a flat tensor of the host's memory, equally long on every rank; a collective.
+        gather: collects an object of every rank, in the order of ranks; a collective.
+    """
+
+    ranks: SharedMemoryAllReduce
+    meter: Meter
+    reserve: Callable[[int, torch.dtype], Tensor]
+    gather: Callable[[Any], list[Any]]
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.ranks.world_size
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """Parameters of one dtype, with room on the host for their gradients and for new weights."""
+
+    parameters: list[Parameter]
+    layout: Layout
+    gradients: Tensor
+    weights: Tensor
+    pieces: list[Piece]
+    present: list[int] = field(default_factory=list)
+    rows: dict[int, Tensor] = field(default_factory=dict)
+
+    def whole(self, flat: Tensor, number: int) -> Tensor:
+        """The place of a parameter's gradient, or of its weight, in the parameter's shape."""
+        return placed(flat, self.layout.whole(number), self.parameters[number])
+
+    def own_gradient(self, piece: Piece) -> Tensor:
+        return placed(self.gradients, piece, self.parameters[piece.number])
+
+
+class HostTransport:
+    """The :class:`~lightning_multigpu.placement.owned_step.Transport` of ranks that share the host's memory.
+
+    Args:
+        optimizer: of a module that is the same on all ranks.
+        memory: that the ranks share.
+        split: what may be divided; by default, what the class of the optimizer allows.
+
+    Attributes:
+        part: this rank's pieces.
+    """
+
+    def __init__(self, optimizer: Optimizer, memory: HostMemory, *, split: Split | None = None) -> None:
+        self.part = OwnedPart(optimizer)
+        self.load, self.change = self.part.load_whole, self.part.take_states
+        self.pushes_early = False
+        self._optimizer, self._memory, self._split = optimizer, memory, split or split_of(optimizer)
+        self._flats: list[_Flat] = []
+        self._copies = EarlyCopies()
+
+    @property
+    def imbalance(self) -> float:
+        sizes = [0] * self._memory.num_ranks
+        for flat in self._flats:
+            for rank, (first, last) in enumerate(flat.layout.bounds):
+                sizes[rank] += (last - first) * flat.weights.element_size()
+        return imbalance_of(sizes)
+
+    def view(self) -> StateElsewhere:
+        return StateElsewhere(type(self._optimizer).__name__)
+
+    def close(self) -> None:
+        """Copies nothing from now on, and gives this rank's part up."""
+        self._flats = []
+        self.part.clear()
+        self._copies.close()
+
+    def place(self, new: list[Parameter], given: Mapping[Any, Any]) -> None:
+        """Reserves memory on the host for new parameters."""
+        for parameters in alike(new):
+            layout = Layout([parameter.numel() for parameter in parameters], self._memory.num_ranks, self._split)
+            dtype = parameters[0].dtype
+            gradients, weights = (self._memory.reserve(layout.total, dtype) for _ in range(2))
+            flat = _Flat(parameters, layout, gradients, weights, layout.pieces(self._memory.rank))  # type: ignore[arg-type]
+            self._flats.append(flat)
+            for piece in flat.pieces:
+                parameter = flat.parameters[piece.number]
+                self.part.pieces[parameter] = Parameter(placed(weights, piece, parameter), requires_grad=False), piece
+                self.part.take_state(parameter, given.get(parameter, {}))  # some optimizers begin with one
+            for number, parameter in enumerate(flat.parameters):
+                if parameter.is_cuda:
+                    self._copies.follow(parameter, flat.whole(gradients, number), lambda: self.pushes_early)
+
+    def average(self, num_changed: int) -> bool:
+        for flat in self._present(num_changed, averages=True):
+            with self._metered("push", flat):
+                self._push(flat)
+                self._memory.ranks(flat.gradients, average=True)
+            with self._metered("pull", flat):
+                for number, parameter in enumerate(flat.parameters):
+                    piece = flat.layout.whole(number)
+                    average, rows = flat.gradients[piece.offset : piece.end], flat.rows.get(number)
+                    take_average(parameter, piece, average, flat.present[number], rows)
+        return True
+
+    def step(self, update: Update) -> None:
+        """Push gradients, update this rank's part, pull all weights."""
+        flats = self._present(update.num_changed, averages=False)
+        for flat in flats:
+            if update.is_whole:
+                self._take_own(flat)
+            else:
+                with self._metered("push", flat):
+                    self._push(flat)
+                    self._memory.ranks.reduce_scatter(flat.gradients, average=True, bounds=flat.layout.bounds)
+        gradients: dict[Parameter, Tensor] = {}
+        own = [(flat, piece, flat.own_gradient(piece)) for flat in flats for piece in flat.pieces]
+        own = [found for found in own if found[0].present[found[1].number]]
+        clip((gradient for _, _, gradient in own), update.clip_value, update.clip_norm, self._memory.ranks)
+        for flat, piece, gradient in own:
+            if flat.present[piece.number] == SPARSE and self._split != "elements":
+                gradient = sparse(gradient, flat.rows[piece.number])
+            gradients[self.part.pieces[flat.parameters[piece.number]][0]] = gradient
+        self.part.read(parameter for flat in flats for parameter in flat.parameters)
+        self.part.update(self.part.held(), gradients, **update.options)
+        for flat in flats:
+            with self._metered("pull", flat):
+                self._memory.ranks.all_gather(flat.weights, bounds=flat.layout.bounds)
+                for number, parameter in enumerate(flat.parameters):
+                    parameter.copy_(flat.whole(flat.weights, number), non_blocking=True)
+
+    def _present(self, num_changed: int, *, averages: bool) -> list[_Flat]:
+        """The flats that have a gradient on some rank; notes which of their parameters have one, and sparse rows."""
+        kinds = torch.tensor([kind_of(parameter.grad) for flat in self._flats for parameter in flat.parameters])
+        own = torch.tensor([averages, num_changed])
+        counts = torch.cat([kinds == DENSE, kinds == SPARSE, own]).to(torch.int32)
+        *counted, num_averaging, all_changed = self._summed(counts).tolist()
+        name = type(self._optimizer).__name__
+        if num_averaging not in (0, self._memory.num_ranks):
+            raise ValueError(
+                f"{num_averaging} of {self._memory.num_ranks} ranks have hooks that read gradients before a step of "
+                f"{name}: register such hooks on all ranks"
+            )
+        if all_changed != num_changed * self._memory.num_ranks:
+            raise ValueError(
+                f"this rank has changed {num_changed} states in optimizer.state of {name}, and all ranks together "
+                f"{all_changed}: make the change on all ranks"
+            )
+        found = iter(zip(counted[: len(kinds)], counted[len(kinds) :], strict=True))
+        for flat in self._flats:
+            flat.present[:] = [DENSE if dense else SPARSE if is_sparse else ABSENT
+                               for dense, is_sparse in (next(found) for _ in flat.parameters)]  # fmt: skip
+            flat.rows.clear()
+            for number in [number for number, kind in enumerate(flat.present) if kind == SPARSE]:
+                parameter = flat.parameters[number]
+                rows = torch.zeros(len(parameter), dtype=torch.int32)
+                if parameter.grad is not None:
+                    rows += rows_of(parameter.grad)
+                flat.rows[number] = self._summed(rows) > 0
+        return [flat for flat in self._flats if any(flat.present)]
+
+    def _summed(self, numbers: Tensor) -> Tensor:
+        return self._memory.ranks(numbers) if self._memory.num_ranks > 1 else numbers
+
+    # Push
+
+    def _push(self, flat: _Flat) -> None:
+        """Copies this rank's gradients to the host; zeros where it has none and another rank has one."""
+        for number, parameter in enumerate(flat.parameters):
+            place, gradient = flat.whole(flat.gradients, number), parameter.grad
+            if gradient is None:
+                place.zero_()
+            elif not self._copies.has(parameter):
+                place.copy_(gradient.to_dense() if gradient.is_sparse else gradient, non_blocking=True)
+        self._await_device(flat)
+
+    def _take_own(self, flat: _Flat) -> None:
+        """Copies this rank's part of gradients that are the same on all ranks."""
+        for piece in flat.pieces:
+            gradient = flat.parameters[piece.number].grad
+            if gradient is not None:
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                flat.own_gradient(piece).copy_(elements(gradient, piece), non_blocking=True)
+        self._await_device(flat)
+
+    def _await_device(self, flat: _Flat) -> None:
+        device = flat.parameters[0].device
+        if device.type == "cuda":
+            self._copies.wait()
+            torch.cuda.current_stream(device).synchronize()
+
+    def _metered(self, operation: str, flat: _Flat) -> Any:
+        size_bytes = flat.gradients.nbytes
+        return self._memory.meter.blocking(
+            operation,
+            group="host",
+            group_size=self._memory.num_ranks,
+            size_bytes=size_bytes,
+            memory_bytes=size_bytes if operation == "push" else 0,
+        )
+
+    # States
+
+    def states(self) -> dict[int, Any]:
+        """On rank 0 the states, in host memory; elsewhere none."""
+        own = self.part.numbered_states()
+        told = self._memory.gather({n: {name: _told(v) for name, v in state.items()} for n, state in own.items()})
+        found = {}
+        parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
+        for number, parameter in enumerate(parameters):
+            of_ranks = [states.get(number) for states in told]
+            if (first := next((state for state in of_ranks if state is not None), None)) is None:
+                continue
+            whole = {}
+            for name, value in first.items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    parts = [None if state is None else state[name] for state in of_ranks]
+                    value = self._gathered(own.get(number, {}).get(name), parts, parameter)
+                whole[name] = value
+            if self._memory.rank == 0:
+                found[number] = whole
+        return found
+
+    def _gathered(self, own: Tensor | None, parts: Sequence[Tensor | None], parameter: Parameter) -> Tensor:
+        """A tensor of the state, from the ranks' parts of it, which follow one another; their shapes are known."""
+        present = [part for part in parts if part is not None]
+        ends = [0, *accumulate(0 if part is None else part.numel() for part in parts)]
+        whole, bounds = torch.empty(ends[-1], dtype=present[0].dtype), [*pairwise(ends)]
+        if own is not None:
+            first, last = bounds[self._memory.rank]
+            whole[first:last] = own.reshape(-1)
+        if self._memory.num_ranks > 1:
+            self._memory.ranks.all_gather(whole, bounds=bounds)
+        return whole.view(present[0].shape if len(present) == 1 else parameter.shape)
+
+
+class EarlyCopies:
+    """Copies of gradients from a GPU to the host, on a stream of their own, while backward goes on::
+
+    compute stream    backward ... [g2] ....... [g1] ....... [g0]
+    copy stream                        [- g2 -]     [- g1 -]     [- g0 -]
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._done: dict[Parameter, tuple[Tensor, int]] = {}
+        self._hooks: list[Any] = []
+
+    def follow(self, parameter: Parameter, place: Tensor, is_wanted: Callable[[], bool]) -> None:
+        """Copies each gradient of the parameter to ``place``, which has its shape, when backward has it."""
+
+        def copy(of: Tensor) -> None:
+            gradient = of.grad
+            if not is_wanted() or gradient is None or gradient.is_sparse:
+                return
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(parameter.device)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(parameter.device))
+            with torch.cuda.stream(self._stream):
+                place.copy_(gradient, non_blocking=True)
+            gradient.record_stream(self._stream)
+            self._done[parameter] = gradient, gradient._version
+
+        self._hooks.append(call_on_gradient(parameter, copy))
+
+    def has(self, parameter: Parameter) -> bool:
+        """Whether the parameter's present gradient was copied; the first call alone says so."""
+        gradient, version = self._done.pop(parameter, (None, 0))
+        return gradient is not None and gradient is parameter.grad and gradient._version == version
+
+    def wait(self) -> None:
+        """Returns when all copies have ended."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def close(self) -> None:
+        """Copies nothing from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._done, self._stream = [], {}, None
+
+
+def _told(value: Any) -> Any:
+    """A tensor without memory in the place of one with dimensions."""
+    return value.to("meta") if isinstance(value, Tensor) and value.dim() > 0 else value

@@ -1,0 +1,554 @@
+"""A worker's side of parameter servers, as the transport of a step: gradients are pushed, and new weights are pulled.
+
+The values of the optimizer's groups travel with every step, and its state lives on the servers::
+
+    worker     backward [b2]  [b1]  [b0]   step()                               forward
+                          \\     \\     \\      \\                            /
+    push                  [b2] [b1]  [b0] <- the step itself is sent first
+                                             \\                           /
+    server                                    [average, step: b2] [b1] [b0]
+                                                       \\      \\    \\
+    pull                                                [b2]  [b1]  [b0]
+
+Source: M. Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from lightning_multigpu.communication.checksums import checksums
+from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
+from lightning_multigpu.communication.shared_memory.segment import mapped
+from lightning_multigpu.communication.tensors import alike
+from lightning_multigpu.engine.optimizer_state import StateElsewhere
+from lightning_multigpu.engine.parameter_server.rooms import Room, cut, room_bytes, wire_bytes
+from lightning_multigpu.engine.parameter_server.served_shard import Contents, Plan, Pushed, Request
+from lightning_multigpu.engine.parameter_server.servers import Answer, Servers
+from lightning_multigpu.placement.gradient_kinds import kind_of, rows_of, take_average
+from lightning_multigpu.placement.optimizer_split import Split, split_of
+from lightning_multigpu.placement.owned_step import Update, call_on_gradient
+from lightning_multigpu.placement.table import (
+    Piece,
+    bucket_parts,
+    elements,
+    fill,
+    imbalance_of,
+    joined_state,
+    part_of_state,
+)
+
+_States = dict[tuple[int, int], dict[str, Any]]
+
+
+@dataclass(eq=False)
+class _Part:
+    """One server's part of a bucket."""
+
+    bucket: int
+    server: int
+    pieces: list[tuple[Parameter, Piece]]
+    dtype: torch.dtype
+    room: Room = field(init=False)  # which the server offers
+    errors: Tensor | None = None
+    next_errors: Tensor | None = None
+
+    def encode(self, gradients: Tensor, compressor: ElementwiseCompressor) -> None:
+        """Encodes gradients, changed in place; the error is added to those of the next round.
+
+        A second push of a round takes the place of the first, and begins with the same errors.
+        """
+        if self.errors is not None:
+            gradients += self.errors
+        compressor.encode(gradients, self.room.wire)
+        if compressor.has_error_feedback:
+            self.next_errors = gradients
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.numel for _, piece in self.pieces)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights of each piece, flat."""
+        return [elements(parameter.detach(), piece).reshape(-1) for parameter, piece in self.pieces]
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Parameters of one dtype and device whose gradients travel together; only the parts that have pieces."""
+
+    parameters: list[Parameter]
+    parts: list[_Part]
+    ready: set[Parameter] = field(default_factory=set)
+    pushed: list[tuple[Tensor | None, int]] | None = None
+    num_pushes: int = 0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it is pushed and pulled: buckets of frozen parameters are not."""
+        return any(p.requires_grad or p.grad is not None for p in self.parameters)
+
+    def gradients(self) -> list[tuple[Tensor | None, int]]:
+        """The gradients of now, and how often each was changed."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        return [(gradient, -1 if gradient is None else gradient._version) for gradient in gradients]
+
+    def is_stale(self) -> bool:
+        """True if the gradients are no longer what was pushed."""
+        now, pushed = self.gradients(), self.pushed or []
+        return any(a is not b or x != y for (a, x), (b, y) in zip(now, pushed, strict=True))
+
+
+class ServerTransport:
+    """The :class:`~lightning_multigpu.placement.owned_step.Transport` of one optimizer to parameter servers.
+
+    Args:
+        optimizer: of a module that is the same on all workers.
+        servers: the servers.
+        split: what the servers may divide; by default, what the class of the optimizer allows.
+        bucket_bytes: of gradients that travel together.
+        compressor: of the float32 gradients that are pushed; None to push them as they are.
+
+    Attributes:
+        version: of the weights that this asynchronous worker has: the updates that all workers have made.
+
+    Raises:
+        ValueError: the optimizer cannot run on a server.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        servers: Servers,
+        *,
+        split: Split | None = None,
+        bucket_bytes: int = 4 * 2**20,
+        compressor: ElementwiseCompressor | None = None,
+    ) -> None:
+        _check_importable(optimizer)
+        self.version = 0
+        self.pushes_early = False
+        self._optimizer, self._servers, self._split = optimizer, servers, split or split_of(optimizer)
+        self._bucket_bytes = bucket_bytes
+        self._compressor = compressor
+        self._buckets: list[_Bucket] = []
+        self._pieces: dict[Parameter, list[tuple[_Part, int]]] = {}
+        self._groups: list[list[int]] | None = None
+        self._pushing: list[tuple[int, Future[None]]] = []
+        self._sums: dict[_Part, list[int]] = {}
+        self._hooks: list[Any] = []
+        self._copying: torch.cuda.Stream | None = None
+        self._number = servers.new_number()
+
+    @property
+    def imbalance(self) -> float:
+        sizes = [0] * self._servers.job.num_servers
+        for part in self._parts():
+            sizes[part.server] += part.nbytes
+        return imbalance_of(sizes)
+
+    def view(self) -> StateElsewhere:
+        return StateElsewhere(type(self._optimizer).__name__)
+
+    def close(self) -> None:
+        """Pushes nothing from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._buckets, self._pieces = [], [], {}
+
+    def _parts(self) -> Iterator[_Part]:
+        return (part for bucket in self._buckets for part in bucket.parts)
+
+    @property
+    def _asked(self) -> list[int]:
+        """The servers that have a part."""
+        return sorted({part.server for part in self._parts()})
+
+    def average(self, num_changed: int) -> bool:
+        if not self._servers.is_synchronous:  # a worker's gradients are its own
+            return False
+        self._ask(Update(num_changed=num_changed), is_step=False)
+        return True
+
+    def step(self, update: Update) -> None:
+        """Push gradients, have the servers step, pull all weights."""
+        if update.options:
+            raise TypeError(f"a step on servers takes a closure only, not {', '.join(update.options)}")
+        changed = self._changed()
+        if changed and not self._servers.is_synchronous:
+            raise ValueError(
+                "a hook has changed weights in place, and other workers have made updates to them meanwhile, which "
+                "would be lost: use strategy='sync_ps' with that hook"
+            )
+        answers = self._ask(update, is_step=True, changed=changed)
+        self._sums.update(_sums_of(changed))
+        if not self._servers.is_synchronous:
+            self.version = max([self.version, *[version for version, _ in answers]])
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as its own step would tell LR schedulers
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Gets the newest weights."""
+        answers = {server: self._servers.ask(server, "pull", self._number) for server in self._asked}
+        self._take_weights(self._parts(), answers)
+        self.version = max([self.version, *[answer.get() for answer in answers.values()]])
+
+    def send_changed_weights(self) -> bool:
+        """On worker 0 of asynchronous workers: sends the weights that have changed since they came.
+
+        Returns:
+            Whether there were any: a hook or a checkpoint has changed them.
+        """
+        changed = self._changed()
+        for server in {part.server for part in changed}:
+            self._servers.tell(server, "replace", self._number, _weights_for(server, changed))
+        self._sums.update(_sums_of(changed))
+        return bool(changed)
+
+    # States
+
+    def states(self) -> dict[int, Any]:
+        """On worker 0 the states of the servers; elsewhere none."""
+        if self._servers.worker != 0:
+            return {}
+        asked = {server: self._servers.ask(server, "state", self._number) for server in self._asked}
+        told = {server: answer.get() for server, answer in asked.items()}
+        found: dict[int, Any] = {}
+        for number, parameter in enumerate(self._parameters()):
+            pieces = self._pieces.get(parameter, [])
+            states = [told[part.server].get((part.bucket, index)) for part, index in pieces]
+            if present := [state for state in states if state is not None]:
+                found[number] = joined_state(present, parameter)
+        return found
+
+    def load(self, groups: list[dict[str, Any]], states: Mapping[Parameter, Any]) -> None:
+        self._optimizer.load_state_dict({"state": {}, "param_groups": groups})
+        self._send_states(states)
+
+    def change(self, states: Mapping[Any, Any]) -> None:
+        if not states or self._servers.worker != 0:
+            return
+        parameters, before = self._parameters(), {}
+        if len(states) < len(parameters):
+            if not self._servers.is_synchronous:
+                raise ValueError(
+                    f"the states of {len(states)} of {len(parameters)} parameters were changed in optimizer.state, "
+                    "and other workers update the others meanwhile: change all of them (optimizer.state.clear()), or "
+                    "use strategy='sync_ps'"
+                )
+            before = {parameters[number]: state for number, state in self.states().items()}
+        self._send_states({**before, **states})
+
+    def _send_states(self, state_of: Mapping[Any, Any]) -> None:
+        """On worker 0: gives the servers these states instead of all that they have."""
+        if self._servers.worker != 0:
+            return
+        values = [_values(group) for group in self._optimizer.param_groups]
+        states = self._states_by_server(state_of)
+        asked = [self._servers.ask(server, "load", self._number, values, states[server]) for server in self._asked]
+        for answer in asked:
+            answer.get()
+
+    def _states_by_server(self, state_of: Mapping[Any, Any]) -> list[_States]:
+        """States of parameters as the servers have them: by bucket and place."""
+        found: list[_States] = [{} for _ in range(self._servers.job.num_servers)]
+        for parameter, state in state_of.items():
+            for part, index in self._pieces.get(parameter, []) if state else ():
+                # Copies: pickle would keep one counter of steps for all pieces of a tensor.
+                of_piece = part_of_state(state, parameter, part.pieces[index][1])
+                found[part.server][part.bucket, index] = tree_map_only(Tensor, Tensor.cpu, of_piece)
+        return found
+
+    # Where things are
+
+    def _parameters(self) -> list[Parameter]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def place(self, new: list[Parameter], given: Mapping[Any, Any]) -> None:
+        """Sends the servers new parameters, and groups that have changed."""
+        groups = [[id(parameter) for parameter in group["params"]] for group in self._optimizer.param_groups]
+        if not new and groups == self._groups:
+            return
+        self._groups = groups
+        first = len(self._buckets)
+        for parameters in alike(p for p in new if p.is_floating_point() or p.is_complex()):
+            self._make_buckets(parameters)  # type: ignore[arg-type]
+        self._tell_plans(self._buckets[first:], {p: state for p in new if (state := given.get(p))})
+        if not self._servers.is_synchronous:
+            self.pull()
+        if self._servers.worker == 0:  # it takes checksums of the new parts
+            self._sums.update(_sums_of(part for part in self._parts() if part not in self._sums))
+
+    def _make_buckets(self, parameters: list[Parameter]) -> None:
+        """Cuts parameters of one dtype and device into buckets, and these into the servers' parts."""
+        dtype = parameters[0].dtype
+        placed = bucket_parts(
+            [parameter.numel() for parameter in parameters],
+            self._servers.job.num_servers,
+            self._split,
+            full_numel=self._bucket_bytes / dtype.itemsize,
+        )
+        for by_server in placed:
+            number = self._servers.new_bucket()
+            parts = [
+                _Part(number, server, [(parameters[piece.number], piece) for piece in pieces], dtype)
+                for server, pieces in enumerate(by_server)
+                if pieces
+            ]
+            for part in parts:
+                for index, (parameter, _) in enumerate(part.pieces):
+                    self._pieces.setdefault(parameter, []).append((part, index))
+            bucket = _Bucket([*dict.fromkeys(parameter for part in parts for parameter, _ in part.pieces)], parts)
+            self._buckets.append(bucket)
+            for parameter in bucket.parameters:
+                self._hooks.append(call_on_gradient(parameter, functools.partial(self._gradient_is_ready, bucket)))
+        for parameter in parameters:
+            self._pieces.setdefault(parameter, []).sort(key=lambda found: found[0].pieces[found[1]][1].start)
+
+    def _tell_plans(self, buckets: Sequence[_Bucket], given: Mapping[Any, Any]) -> None:
+        """Tells the servers of new parameters with their states, and gets the memory for them."""
+        states = self._states_by_server(given)
+        answers = {}
+        for server in self._asked:
+            parts = [part for bucket in buckets for part in bucket.parts if part.server == server]
+            contents = None
+            if self._servers.worker == 0:
+                values = [_values(group) for group in self._optimizer.param_groups]
+                contents = Contents(
+                    [_joined(part) for part in parts], dict(self._optimizer.defaults), values, states[server]
+                )
+            answers[server] = (
+                parts,
+                self._servers.ask(server, "place", self._number, self._plan(server, parts), contents),
+            )
+        for server, (parts, answer) in answers.items():
+            flats = [torch.empty(part.numel, dtype=part.dtype) for part in parts]
+            to_push = [room_bytes(flat, self._compressor) for flat in flats]
+            if (offers := answer.get()) is not None:
+                pushed, pulled = offers
+                memories = [*cut(mapped(pushed), to_push)]
+                copies = cut(mapped(pulled), [flat.nbytes for flat in flats])
+                flats = [copy.view(flat.dtype) for copy, flat in zip(copies, flats, strict=True)]
+            else:
+                memories = [torch.empty(size, dtype=torch.uint8) for size in to_push]
+            for part, memory, flat in zip(parts, memories, flats, strict=True):
+                pair, on_wire = self._servers.pairs[server], wire_bytes(flat, self._compressor)
+                part.room = Room(pair, part.bucket, memory, flat, on_wire, offers is not None)
+                part.room.expect_pull()
+
+    def _plan(self, server: int, parts: Sequence[_Part]) -> Plan:
+        shapes = [(part.bucket, part.dtype, [elements(*of).shape for of in part.pieces]) for part in parts]
+        groups = [
+            [
+                (part.bucket, index)
+                for parameter in group["params"]
+                for part, index in self._pieces.get(parameter, [])
+                if part.server == server
+            ]
+            for group in self._optimizer.param_groups
+        ]
+        return Plan(type(self._optimizer), self._split, self._compressor, shapes, groups)
+
+    def _changed(self) -> list[_Part]:
+        """On worker 0 the parts whose weights have changed since they came; elsewhere none."""
+        if self._servers.worker != 0:
+            return []
+        now = _sums_of(self._parts())
+        return [part for part in now if now[part] != self._sums.get(part)]
+
+    # Push
+
+    def _gradient_is_ready(self, bucket: _Bucket, parameter: Parameter) -> None:
+        """Pushes a bucket when backward has the last of its gradients."""
+        if not self.pushes_early or parameter.grad is None:
+            return
+        bucket.ready.add(parameter)
+        awaited = (each for each in bucket.parameters if each.requires_grad and each not in bucket.ready)
+        if bucket.pushed is None and next(awaited, None) is None:
+            self._push(bucket)
+
+    def _push_rest(self, buckets: Iterable[_Bucket], *, is_whole: bool) -> None:
+        """Pushes what backward has not pushed, and again what has changed since."""
+        if is_whole and self._servers.worker != 0:
+            return
+        for bucket in buckets:
+            if bucket.pushed is None or bucket.is_stale():
+                self._push(bucket, is_whole=is_whole)
+
+    def _push(self, bucket: _Bucket, *, is_whole: bool = False) -> None:
+        bucket.pushed = bucket.gradients()
+        bucket.num_pushes += 1
+        for part in bucket.parts:
+            self._post_push(part, is_whole)
+
+    def _post_push(self, part: _Part, is_whole: bool) -> None:
+        (gradients, event), room = self._on_host(part), part.room
+        # What is the average already is taken as it is.
+        compressor = None if is_whole or part.dtype != torch.float32 else self._compressor
+        size_bytes = part.nbytes if compressor is None else room.wire_bytes
+        transfer = self._servers.meter.begin(
+            "push",
+            group="servers",
+            group_size=self._servers.job.num_workers,
+            size_bytes=size_bytes,
+            memory_bytes=size_bytes if room.is_shared else 0,
+            awaited=False,
+        )
+
+        def push() -> None:
+            try:
+                if event is not None:
+                    event.synchronize()
+                if compressor is None:
+                    torch.cat(gradients, out=room.pushed)
+                else:
+                    part.encode(torch.cat(gradients), compressor)
+                room.push(is_whole=is_whole)
+            finally:
+                transfer.finish()
+
+        self._pushing.append((part.server, self._servers.in_background(part.server, push)))
+
+    def _on_host(self, part: _Part) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        """The gradients of a part, dense and in host memory, and the event after which they are there.
+
+        Zeros where this worker has none. On a CPU they are the gradients themselves.
+        """
+        found = []
+        for parameter, piece in part.pieces:
+            if (gradient := parameter.grad) is None:
+                found.append(torch.zeros(piece.numel, dtype=part.dtype))
+                continue
+            gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+            found.append(elements(gradient.to(part.dtype).contiguous(), piece).view(-1))
+        device = part.pieces[0][0].device
+        if device.type != "cuda":
+            return [gradient.cpu() for gradient in found], None
+        if self._copying is None:
+            self._copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copying.wait_stream(torch.cuda.current_stream(device))
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        rooms = [torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True) for gradient in found]
+        with torch.cuda.stream(self._copying):
+            for room, gradient in zip(rooms, found, strict=True):
+                room.copy_(gradient, non_blocking=True)
+                if gradient.is_cuda:
+                    gradient.record_stream(self._copying)
+            event.record(self._copying)
+        return rooms, event
+
+    # Ask, and pull
+
+    def _ask(self, update: Update, *, is_step: bool, changed: Sequence[_Part] = ()) -> list[Any]:
+        """Pushes gradients, asks all servers for the same, and takes what they send; their answers."""
+        active = [bucket for bucket in self._buckets if bucket.is_active]
+        servers, parts = self._servers, [part for bucket in active for part in bucket.parts]
+        self._push_rest(active, is_whole=update.is_whole)
+        start_s = servers.meter.now()
+        size_bytes = sum(part.nbytes for part in parts)
+        described = {"group": "servers", "group_size": servers.job.num_workers, "size_bytes": size_bytes}
+        with servers.meter.metered("pull", **described), servers.reported():
+            answers: dict[int, Answer] = {}
+            norms = update.clip_norm is not None and servers.job.num_servers > 1
+            squares: dict[int, Answer] = {}
+            for server in self._asked:
+                if norms and (servers.worker == 0 or not servers.is_synchronous):
+                    squares[server] = servers.expect(server)
+                values = [_values(g) for g in self._optimizer.param_groups] if is_step and servers.worker == 0 else []
+                pushed = {part.bucket: _pushed(bucket, part)
+                          for bucket in active for part in bucket.parts if part.server == server}  # fmt: skip
+                request = Request(update, is_step, pushed, values, _weights_for(server, changed))
+                answers[server] = servers.ask(server, "ask", self._number, request)
+            for server, future in self._pushing:
+                with answers[server].arriving():
+                    future.result()
+            total = sum(answer.get() for answer in squares.values())
+            for server in squares:
+                servers.pairs[server].send(total)
+            if is_step:
+                self._take_weights(parts, answers)
+            averages = [] if is_step else [self._arrived(part, answers, averages=True) for part in parts]
+            found = {server: answer.get() for server, answer in answers.items()}
+            for part, average in zip(parts, averages, strict=False):
+                for (parameter, piece), (kind, rows) in zip(part.pieces, found[part.server][part.bucket], strict=True):
+                    take_average(parameter, piece, average[piece.offset : piece.end], kind, rows)
+                part.room.expect_pull()
+        servers.meter.waited(start_s, servers.meter.now())
+        self._pushing.clear()
+        for bucket in active:
+            bucket.pushed, bucket.num_pushes = None, 0
+            bucket.ready.clear()
+            for part in bucket.parts:
+                part.errors = part.next_errors
+        return [*found.values()]
+
+    def _arrived(self, part: _Part, answers: Mapping[int, Answer], *, averages: bool) -> Tensor:
+        """Waits for the weights, or averages, of a part."""
+        with answers[part.server].arriving():
+            return part.room.await_pull(averages=averages)
+
+    def _take_weights(self, parts: Iterable[_Part], answers: Mapping[int, Answer]) -> None:
+        """Waits for weights, and takes them as they come."""
+        for part in parts:
+            weights = self._arrived(part, answers, averages=False)
+            for parameter, piece in part.pieces:
+                fill(parameter, piece, weights[piece.offset : piece.end])
+            part.room.expect_pull()
+            if self._servers.worker == 0:  # while others are on their way
+                self._sums.update(_sums_of([part]))
+
+
+def _check_importable(optimizer: Optimizer) -> None:
+    """Raises ValueError if a server cannot import the class of an optimizer."""
+    kind = type(optimizer)
+    if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+        raise ValueError(
+            f"a parameter server cannot import {kind.__qualname__}, which is defined in "
+            f"{'the script' if kind.__module__ == '__main__' else 'a function'}: move it to a module beside the script"
+        )
+
+
+def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _pushed(bucket: _Bucket, part: _Part) -> Pushed:
+    gradients = [(parameter.grad, piece.numel == parameter.numel()) for parameter, piece in part.pieces]
+    rows = {
+        index: rows_of(gradient)
+        for index, (gradient, is_whole) in enumerate(gradients)
+        if gradient is not None and gradient.is_sparse and is_whole
+    }
+    return Pushed(bucket.num_pushes, [kind_of(gradient) for gradient, _ in gradients], rows)
+
+
+def _joined(part: _Part) -> Tensor:
+    """The weights of a part, flat, on the host."""
+    return torch.cat([weights.cpu() for weights in part.weights])
+
+
+def _weights_for(server: int, parts: Iterable[_Part]) -> dict[int, Tensor]:
+    """The weights of a server's parts, by bucket."""
+    return {part.bucket: _joined(part) for part in parts if part.server == server}
+
+
+def _sums_of(parts: Iterable[_Part]) -> dict[_Part, list[int]]:
+    """Numbers for the weights of parts, by which a hook's change of them is seen."""
+    parts = list(parts)
+    numbers = iter(checksums([weights for part in parts for weights in part.weights]))
+    return {part: [next(numbers) for _ in part.pieces] for part in parts}

@@ -1,0 +1,127 @@
+"""The optimizers of a fit whose steps their parameters' owners make: other ranks, the host, or servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_multigpu._lightning_internals import plain_optimizer
+from lightning_multigpu.placement.owned_step import OwnedStep, Transport
+from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
+from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
+
+if TYPE_CHECKING:
+    from lightning_multigpu.strategies.base import MultiGPUStrategy
+
+_NOTICED_IMBALANCE = 1.05
+
+
+class OwnedOptimizers:
+    """The optimizers of a fit with owners; none in families whose ranks all step the same.
+
+    Args:
+        strategy: whose module is trained.
+
+    Attributes:
+        steps: the step of each optimizer.
+        methods: of the precision plugin that are replaced until :meth:`end`; None for none.
+    """
+
+    def __init__(self, strategy: MultiGPUStrategy) -> None:
+        self._strategy = strategy
+        self.steps: dict[Optimizer, OwnedStep[Any]] = {}
+        self.methods: PluginMethods | None = None
+        self._accumulates = False
+
+    @property
+    def transports(self) -> list[Any]:
+        """Those of the steps."""
+        return [step.transport for step in self.steps.values()]
+
+    # Beginning and ending
+
+    def begin(self, transport: Callable[[Optimizer], Transport]) -> None:
+        """Replaces the steps of the strategy's optimizers; a collective.
+
+        Args:
+            transport: makes that of an optimizer.
+        """
+        given = self._strategy.common.given
+        for number, optimizer in enumerate(self._strategy.optimizers):
+            step = self.steps[optimizer] = OwnedStep(optimizer, transport(optimizer))
+            step.average_given = None if given is None else given.average
+            if step.imbalance > _NOTICED_IMBALANCE:
+                rank_zero_info(
+                    f"optimizer {number} ({type(optimizer).__name__}): one owner has {step.imbalance:.2f} times its "
+                    "share of the bytes"
+                )
+
+    def clip_in_steps(self, *, is_asynchronous: bool = False) -> None:
+        """Has owners clip, and gradients pushed early, unless code reads gradients: that code gets averages.
+
+        Args:
+            is_asynchronous: a worker's gradients are its own, and complete.
+        """
+        strategy, module = self._strategy, self._strategy._module
+        is_read = reads_gradients(module) or not module.automatic_optimization
+        is_changed = is_read or getattr(strategy.precision_plugin, "scaler", None) is not None
+        if is_asynchronous:
+            self._push_early(not is_changed and not module.trainer.gradient_clip_val)
+        elif is_changed:
+            # The hooks of the step need averages on every device, which costs a transfer.
+            self.methods = PluginMethods(strategy.precision_plugin, {"post_backward": self._averaged})
+        else:
+            self.methods = PluginMethods(
+                strategy.precision_plugin, clip_grad_by_norm=self._clip_by_norm, clip_grad_by_value=self._clip_by_value
+            )
+            self._push_early(True)
+
+    def watch(self) -> None:
+        """Follows from now on what user code does to the states; Lightning has moved what constructors have made."""
+        for step in self.steps.values():
+            step.watch_state()
+
+    def end(self) -> None:
+        """Gives the optimizers and the precision plugin their own methods back."""
+        if self.methods is not None:
+            self.methods.end()
+        for step in self.steps.values():
+            step.close()
+        self.steps, self.methods = {}, None
+
+    # Training
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Within the block gradients are accumulated, and not pushed."""
+        self._accumulates = True
+        pushes_early = any(transport.pushes_early for transport in self.transports)
+        self._push_early(False)
+        try:
+            yield
+        finally:
+            self._accumulates = False
+            self._push_early(pushes_early)
+
+    def _push_early(self, pushes_early: bool) -> None:
+        for transport in self.transports:
+            transport.pushes_early = pushes_early
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Within the block, in which hooks read gradients, they are averages."""
+        if not self._accumulates:
+            for step in self.steps.values():
+                step.average_gradients()
+            self._strategy.common.note_averages()
+        yield
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        self.steps[plain_optimizer(optimizer)].clip_norm = float(clip_val)
+
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        self.steps[plain_optimizer(optimizer)].clip_value = float(clip_val)
