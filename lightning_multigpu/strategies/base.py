@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins import DoublePrecision, Precision
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -31,15 +31,13 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice, recomputing
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong, check_embeddings, check_has_shapes
-from lightning_multigpu.engine.optimizer_state import groups_alone, plain_state
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.step_state import OwnDraws
 from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageRecord
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.runtime.batch_feed import BatchFeed, check_loaders, complete_resumed_epoch
-from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import await_file
-from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import map_files, whole_io
+from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import whole_io
 from lightning_multigpu.runtime.common_stop import share_stops
 from lightning_multigpu.runtime.failure_watch import FailureWatch, advise_resuming
 from lightning_multigpu.runtime.joining import Joining, check_model, table_of
@@ -51,11 +49,11 @@ from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.runtime.run_signals import RunSignals
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
+from lightning_multigpu.strategies.checkpoints import RunCheckpoints
 from lightning_multigpu.strategies.collectives import Collectives
 from lightning_multigpu.strategies.common_parameters import CommonParameters
 from lightning_multigpu.strategies.steps.global_batch import global_batch_text
 from lightning_multigpu.strategies.steps.step_logs import uncounted_logs, uncounted_metrics
-from lightning_multigpu.strategies.streamed_saves import StreamedSaves
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -180,7 +178,7 @@ class MultiGPUStrategy(ParallelStrategy):
         self.averaging: AveragedGradients = getattr(self, "averaging", None) or AveragedGradients(self)
         self._activation_checkpointing: Choice = activation_checkpointing
         self._recomputation: Recomputation | None = None
-        self.saves = StreamedSaves()
+        self.saves = RunCheckpoints(self)
         self._undo = ExitStack()  # of a run
         self._weighs = False
         self._draws = OwnDraws()
@@ -618,22 +616,12 @@ class MultiGPUStrategy(ParallelStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
 
-    # Lightning's hooks. What the ranks of a family hold decides the functions that begin with _own and _whole.
-
-    @property
-    def state_is_lost(self) -> bool:
-        """True if state that a checkpoint needs is lost; callbacks that save at exceptions do not know."""
-        return self.failure_watch.ranks_have_ended or (self.failure_watch.failed and self._needs_others)
+    # What the ranks of a family hold decides these functions; Lightning's hooks follow.
 
     @property
     def _needs_others(self) -> bool:
         """Whether other processes have a part of what a checkpoint contains."""
         return False
-
-    @property
-    def _gathers(self) -> bool:
-        """Whether this rank takes part in gathering a checkpoint: the first copy of a model that is split does."""
-        return not self.state_is_lost and (self._model_parallel_size == 1 or self.data_parallel_rank == 0)
 
     def _settle_values(self) -> None:
         """Gives all ranks the values of a checkpoint, where ranks may hold different ones; a collective."""
@@ -649,8 +637,7 @@ class MultiGPUStrategy(ParallelStrategy):
 
     def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state of one device on rank 0; a collective of those that gather."""
-        with plain_state(optimizer):
-            return super().optimizer_state(optimizer)
+        return self.saves.held_state(optimizer)
 
     def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         """What the optimizer of this rank loads of its state of one device; None if something else has loaded it."""
@@ -668,73 +655,37 @@ class MultiGPUStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._settle_values()
         state = super().lightning_module_state_dict()
-        return self._whole_weights(state) if self._gathers else state
+        return self._whole_weights(state) if self.saves.gathers else state
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        # Lightning restores weights before it converts the module: float64 weights would be rounded to float32.
-        if isinstance(self.precision_plugin, DoublePrecision):
-            with self._showing_parts():
-                self._module.double()
-        self._module.load_state_dict(self._own_weights(checkpoint["state_dict"]), strict=strict)
+        self.saves.load_weights(checkpoint, strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state of one device, on rank 0; elsewhere this rank's part. A collective."""
-        plain = plain_optimizer(optimizer)
-        if self.state_is_lost:
-            return groups_alone(plain)
-        return self._whole_state(plain) if self._gathers else MultiGPUStrategy._whole_state(self, plain)
+        return self.saves.optimizer_state(optimizer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
-        states = [own for optimizer, state in pairs if (own := self._own_state(optimizer, state)) is not None]
-        super().load_optimizer_state_dict({"optimizer_states": states})
-        self._watch_states()
-        self._load_further_state(checkpoint)
+        self.saves.load_states(checkpoint, super().load_optimizer_state_dict)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.state_is_lost:
-            rank_zero_warn(f"{filepath} is not written: ranks have ended, and their state is lost")
-            return
-        checkpoint = {**checkpoint, **self._further_state(checkpoint)}
-        with self.saves.writing() if self._gathers else nullcontext():
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+        self.saves.save(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        if not self.state_is_lost:  # else no newer file was written
+        if not self.saves.are_lost:  # else no newer file was written
             super().remove_checkpoint(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Loads the file that rank 0 has chosen: each rank might find another file to be the newest. A collective.
+        return super().load_checkpoint(self.saves.agree_on(checkpoint_path), *args, **kwargs)
 
-        Raises:
-            FileNotFoundError: this host does not see that file.
-        """
-        path, exists = self.broadcast((checkpoint_path, os.path.exists(str(checkpoint_path))))
-        if exists:
-            await_file(path, self.failure_watch.check)
-        if self._maps_checkpoints:
-            map_files(self.checkpoint_io)
-        return super().load_checkpoint(path, *args, **kwargs)
-
-    @contextmanager
-    def _keeping_states(self, optimizers: Collection[Optimizer]) -> Iterator[bool]:
-        """Keeps whole states of the optimizers on rank 0 over a teardown within the block, if the fit has ended well.
-
-        A checkpoint may be saved after the fit. Yields whether any states are kept.
-        """
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        state = None if trainer is None or self.failure_watch.failed else trainer.state
-        ends_well = state is not None and (state.fn, state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING)
-        states = [(optimizer, self.optimizer_state(optimizer)) for optimizer in optimizers if ends_well]
-        yield bool(states)
-        for optimizer, whole in states if self.is_global_zero else ():
-            optimizer.load_state_dict(whole)
+    def _keeping_states(self, optimizers: Collection[Optimizer]) -> AbstractContextManager[bool]:
+        """Keeps whole states of the optimizers on rank 0 over a teardown within the block; yields if any are."""
+        return self.saves.keeping_states(optimizers)
 
     # Training
 

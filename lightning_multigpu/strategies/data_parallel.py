@@ -45,6 +45,7 @@ from lightning_multigpu.runtime.failure_watch import SIGTERM_STATUS, advise_resu
 from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy, check_callbacks_before_launch
+from lightning_multigpu.strategies.checkpoints import RunCheckpoints
 from lightning_multigpu.strategies.steps.global_batch import global_batch_text
 from lightning_multigpu.strategies.steps.replica_metrics import ReplicaMetrics
 from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined
@@ -115,6 +116,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         silence_tips()
         self.meter = Meter()
+        self.saves = RunCheckpoints(self)  # type: ignore[arg-type]  # what it calls is named above
         # The Trainer sets these attributes if a strategy has them.
         self.parallel_devices = parallel_devices
         self.cluster_environment: ClusterEnvironment | None = None

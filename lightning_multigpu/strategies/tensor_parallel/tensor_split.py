@@ -263,7 +263,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         self._split_plan = plan
         for copy in filter(None, map(averaged_copy, module.trainer.callbacks)):  # type: ignore[attr-defined]
             self.collectives.world.broadcast_tensors([*copy.parameters(), *copy.buffers()], src=0)
-            self._layers.cut_copy(copy, lambda: self._is_split and self._gathers)
+            self._layers.cut_copy(copy, lambda: self._is_split and self.saves.gathers)
         rank_zero_info(summary(plan))
         if self.on_split is not None:
             self.on_split(plan)
