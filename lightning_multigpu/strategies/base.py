@@ -2,58 +2,46 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import IS_INTERACTIVE, is_compiled, plain_optimizer
+from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice, recomputing
-from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
-from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong, check_embeddings, check_has_shapes
-from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.engine.step_state import OwnDraws
-from lightning_multigpu.engine.training_memory import measured_bytes
-from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageRecord
-from lightning_multigpu.planning.split_plan import SplitPlan
-from lightning_multigpu.runtime.batch_feed import BatchFeed, check_loaders, complete_resumed_epoch
+from lightning_multigpu.engine.activation_checkpointing import Choice
+from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs
+from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong, check_owned
+from lightning_multigpu.runtime.batch_feed import BatchFeed, complete_resumed_epoch
 from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import whole_io
 from lightning_multigpu.runtime.common_stop import share_stops
 from lightning_multigpu.runtime.failure_watch import FailureWatch, advise_resuming
-from lightning_multigpu.runtime.joining import Joining, check_model, table_of
-from lightning_multigpu.runtime.launchers.script_launcher import ScriptLauncher, is_notebook_fork_needed
-from lightning_multigpu.runtime.launchers.spawn_launcher import SpawnLauncher
+from lightning_multigpu.runtime.joining import Joining
 from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.runtime.process_groups import ProcessGroups, metered_group
 from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.runtime.run_signals import RunSignals
-from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies import callback_answers, option_checks
 from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
 from lightning_multigpu.strategies.checkpoints import RunCheckpoints
 from lightning_multigpu.strategies.collectives import Collectives
 from lightning_multigpu.strategies.common_parameters import CommonParameters
-from lightning_multigpu.strategies.steps.global_batch import global_batch_text
-from lightning_multigpu.strategies.steps.step_logs import uncounted_logs, uncounted_metrics
+from lightning_multigpu.strategies.rank_run import RankRun
+from lightning_multigpu.strategies.steps.global_batch import tell_global_batch
+from lightning_multigpu.strategies.steps.user_steps import UserSteps
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -62,8 +50,6 @@ T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-
-_SEED = "PL_GLOBAL_SEED"  # which seed_everything sets
 
 
 class MultiGPUStrategy(ParallelStrategy):
@@ -139,18 +125,7 @@ class MultiGPUStrategy(ParallelStrategy):
         activation_checkpointing: Choice = False,
         **options: Any,
     ) -> None:
-        option_checks.check_start_method(start_method)
-        option_checks.check_choice("uneven_inputs", uneven_inputs, ("stop", "join"))
-        if not callable(loss_reduction):
-            option_checks.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
-        option_checks.check_at_least("failure_timeout_s", failure_timeout_s, 1.0)
-        if hang_report_s:
-            option_checks.check_at_least("hang_report_s", hang_report_s, 1.0)
-        option_checks.check_at_least("join_timeout_s", join_timeout_s, 1.0)
-        option_checks.check_timeout(timeout)
-        if check_replicas_every_n_steps not in (None, 0):
-            option_checks.check_positive("check_replicas_every_n_steps", check_replicas_every_n_steps, whole=True)
-        check_choice(activation_checkpointing)
+        option_checks.check_options_of_all(locals())
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -176,12 +151,10 @@ class MultiGPUStrategy(ParallelStrategy):
         self._start_method: StartMethod = start_method
         self.common = CommonParameters(self, check_replicas_every_n_steps)
         self.averaging: AveragedGradients = getattr(self, "averaging", None) or AveragedGradients(self)
-        self._activation_checkpointing: Choice = activation_checkpointing
-        self._recomputation: Recomputation | None = None
+        self.steps = UserSteps(self, activation_checkpointing)
         self.saves = RunCheckpoints(self)
+        self._run = RankRun(self)
         self._undo = ExitStack()  # of a run
-        self._weighs = False
-        self._draws = OwnDraws()
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -205,7 +178,7 @@ class MultiGPUStrategy(ParallelStrategy):
             "uneven_inputs": self.feed.uneven_inputs,
             "loss_reduction": self.feed.loss_reduction,
             "check_replicas_every_n_steps": self.common.check_every,
-            "activation_checkpointing": self._activation_checkpointing,
+            "activation_checkpointing": self.steps.recomputed,
             **self.averaging.options,
         }
 
@@ -219,83 +192,20 @@ class MultiGPUStrategy(ParallelStrategy):
         """The factor of this rank's loss that makes the mean over ranks the loss of one device."""
         return 1.0 if self.averaging.steps_alone and self.feed.counts else self.feed.loss_scale
 
-    def holds(self, parameter: Tensor) -> bool:
-        """True if this rank has the values of a parameter of the module, and of its gradient."""
-        return not isinstance(parameter, Placeholder)
-
-    def values_of_other_ranks(self) -> dict[int, Tensor]:
-        """On rank 0, values of parameters and buffers that only other ranks hold, in host memory; elsewhere none.
-
-        The key is the ``id`` of the placeholder. A collective.
-        """
-        return {}
-
-    def newest_of_ranks(self, name: str, value: Any) -> list[Any] | None:
-        """The values of ranks that train without collectives, each at its own pace; None if there are collectives.
-
-        Rank 0 gets the newest value of each rank that has passed one, in the order of ranks; another rank gets its own
-        alone.
-
-        Args:
-            name: the same for all values that belong together.
-            value: of types that JSON has.
-        """
-        return None
-
-    def gather_at_end(self, value: Callable[[], Any]) -> list[Any] | None:
-        """A list that gets the values of all ranks when training ends; None if collectives still work then.
-
-        Rank 0 gets the values of all ranks, in their order; another rank only its own. All ranks make the same calls.
-
-        Args:
-            value: returns this rank's value, of types that JSON has; called after all callbacks' ``on_train_end``.
-        """
-        return None
+    holds, held_bytes = callback_answers.holds, callback_answers.held_bytes
+    values_of_other_ranks = callback_answers.values_of_other_ranks
+    newest_of_ranks, gather_at_end = callback_answers.newest_of_ranks, callback_answers.gather_at_end
+    server_statistics, split_plan = callback_answers.server_statistics, callback_answers.split_plan
+    record_stages, stage_record = callback_answers.record_stages, callback_answers.stage_record
 
     def is_common(self, error: BaseException) -> bool:
         """True if all ranks have raised ``error`` at the same batch, so that collectives still work."""
         return self.signals.agreed_on(error)
 
-    def server_statistics(self) -> Any:
-        """The counts of the parameter servers on rank 0, which asks the servers; None elsewhere and without servers.
-
-        They are :class:`~lightning_multigpu.engine.parameter_server.server_statistics.ServerStatistics`.
-        """
-        return None
-
-    def held_bytes(self) -> HeldBytes | None:
-        """Bytes of the parameters, gradients and optimizer states that this rank holds at present, as measured.
-
-        Buffers in which gradients travel count as gradients. Optimizer states in the host's memory, or on servers, do
-        not count. Of several devices that one rank drives only the first holds bytes between two steps.
-        """
-        held = measured_bytes(self._module.parameters(), self.optimizers)
-        return held if held is None else replace(held, gradients_bytes=held.gradients_bytes + self._spare_bytes)
-
     @property
     def _spare_bytes(self) -> int:
         """Bytes of buffers in which gradients travel."""
         return self.averaging.bucket_bytes
-
-    def split_plan(self) -> SplitPlan | None:
-        """The blocks of layers that are split over ranks, and what each sends; None without a tensor split."""
-        return None
-
-    def record_stages(self, *, count_activations: bool | None = True) -> None:
-        """Records the passes and the memory of this rank's stages of a pipeline in every following fit.
-
-        Args:
-            count_activations: in one step, count also the tensors that autograd keeps for backward. This takes
-                saved-tensor hooks, under which ``torch.func.grad`` and related functions raise an error. None keeps
-                the present setting.
-        """
-
-    def stage_record(self) -> StageRecord | None:
-        """The newest steps and the memory of this rank's stages of a pipeline; None without a pipeline.
-
-        The record belongs to the running fit: callbacks can read it up to their ``on_train_end``.
-        """
-        return None
 
     # The mesh
 
@@ -384,10 +294,7 @@ class MultiGPUStrategy(ParallelStrategy):
         Other objects than tensors are returned. The input is not changed. The mean of integers is a floating-point
         number.
         """
-        weighs = self._weighs and group is None and reduce_op in ("mean", "avg", ReduceOp.AVG)
-        if weighs and isinstance(tensor, Tensor) and tensor.is_floating_point() and self.loss_scale != 1.0:
-            tensor = tensor * self.loss_scale
-        return self.collectives.reduce(tensor, group, reduce_op)
+        return self.collectives.reduce(self.steps.weighted(tensor, reduce_op, group), group, reduce_op)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -436,26 +343,8 @@ class MultiGPUStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        run = self.run_context
-        option_checks.check_run(
-            run,
-            precision=str(self.precision_plugin.precision),
-            sync_batchnorm=self._layer_sync is not None,
-            # Asking a GPU initialises CUDA, after which no process can be forked.
-            may_ask_gpu=self._start_method == "popen",
-        )
-        start_method = "fork" if is_notebook_fork_needed(self._start_method, IS_INTERACTIVE) else self._start_method
-        if start_method == "popen" and IS_INTERACTIVE and not run.environment.creates_processes_externally:
-            name = self.name_with_spawn
-            spawning = f"{type(self).__name__}(start_method='spawn')" if name is None else repr(name)
-            raise ValueError(
-                f"in a notebook or a REPL there is no script that further ranks could run: use strategy={spawning}"
-            )
-        if start_method == "popen":
-            self._launcher = ScriptLauncher(run, self.joining, self.check_before_launch)
-        else:
-            self._launcher = SpawnLauncher(self, run, self.joining, self.check_before_launch, start_method)
-        self.averaging.check_run(run)
+        self._launcher = self._run.launcher()
+        self.averaging.check_run(self.run_context)
 
     def check_before_launch(self, trainer: pl.Trainer) -> None:
         """Checks the run before any process is started, and calls this method of the callbacks that have it.
@@ -463,27 +352,10 @@ class MultiGPUStrategy(ParallelStrategy):
         Raises:
             ValueError: the strategy cannot run the module, or a callback refuses the run.
         """
-        check_callbacks_before_launch(trainer)
-        if self.data_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
-            check_embeddings(trainer.lightning_module)
+        self._run.check_before_launch(trainer)
         if not is_overridden("configure_model", trainer.lightning_module):  # it makes the layers later
-            self._check_shapes(trainer)
-            self._set_recomputation(trainer)
-
-    def _check_shapes(self, trainer: pl.Trainer) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
-            check_has_shapes(trainer.lightning_module)
-
-    def _set_recomputation(self, trainer: pl.Trainer) -> None:
-        self._recomputation = None
-        if self._activation_checkpointing and trainer.state.fn == TrainerFn.FITTING:
-            module = trainer.lightning_module
-            if is_compiled(module):
-                raise ValueError(
-                    f"{type(module).__name__} is compiled as a whole, and activation_checkpointing runs layers by "
-                    "themselves: compile each layer with layer.compile(), or leave one of the two out"
-                )
-            self._recomputation = Recomputation(module, self._activation_checkpointing)
+            self._run.check_shapes(trainer)
+            self.steps.choose_layers(trainer)
 
     def _showing_parts(self) -> AbstractContextManager[None]:
         """Within the block the module's parameters are this rank's parts, as the ranks average and compare them."""
@@ -493,52 +365,16 @@ class MultiGPUStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
-        reset_seed()
         self.set_world_ranks()
         self.feed.silence_warning()
-        run, watch = self.run_context, self.failure_watch
-        alike = table_of(
-            run, strategy=type(self).__qualname__, options=self.options, precision=self.precision_plugin.precision
-        )
-        with self.joining.limited(run):
-            groups = ProcessGroups(
-                run.environment,
-                self.root_device,
-                (self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size),
-                backend=self._process_group_backend,
-                timeout=self._timeout,
-                variables=self.environment_variables(),
-                store=self.joining.meet(run, alike),
-            )
-            self._process_group_backend = groups.backend
-            self.collectives.join(groups)
-            self.joining.watch_again(run, self.collectives.world)
-        watch.joined(groups.cut, run.world_size)
-        self.meter.notes = watch.flight_recorder
-        counts = self.signals.begin(
-            run.environment,
-            patience_s=run.failure_timeout_s,
-            on_signal=None if watch.client is None else watch.client.signalled,
-            on_stuck=watch.cut_loose,
-        )
-        if watch.client is not None and counts:
-            watch.client.counts_interrupts()
+        self._run.join()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self._check_shapes(trainer)
-        check_loaders(trainer, self.data_parallel_size)
-        if self.groups is not None:
-            check_model(self._module, self.collectives.world)
-        directory = str(trainer.log_dir or trainer.default_root_dir)  # a collective
-        client = self.failure_watch.client
-        if client is not None and "://" not in directory:  # the guardian writes a failure's file to a local disk only
-            client.report_to(directory, node_rank=self.node_rank if self.num_nodes > 1 else None)
-        if self.data_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
-            check_embeddings(self._module)  # those of configure_model too
+        self._run.check(trainer)
         super().setup(trainer)
         self._watch_states()  # Lightning has moved what the optimizers' constructors have made
-        self._set_recomputation(trainer)
+        self.steps.choose_layers(trainer)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -548,9 +384,7 @@ class MultiGPUStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         self.averaging.close()
-        self.failure_watch.leave()
-        self.meter.notes = None
-        self.signals.end(None if self.lightning_module is None else self.lightning_module._trainer)
+        self._run.leave()
         self.feed.restore_warning()
         self.common.reset()
         self.saves.remote = None
@@ -564,11 +398,8 @@ class MultiGPUStrategy(ParallelStrategy):
 
     def _begin_alike(self, model: Module, ranks: MeteredGroup) -> Module:
         """Applies SyncBatchNorm, and gives all ranks the values of the first one; for families without torch's DDP."""
-        if self._layer_sync is not None:
-            model = self._layer_sync.apply(model)
-        values = [*self._module.parameters(), *self._module.buffers()]
-        ranks.broadcast_tensors([value.detach() for value in values], src=ranks.first_rank)
-        return model
+        self.common.share_values(ranks)
+        return model if self._layer_sync is None else self._layer_sync.apply(model)
 
     def _register_ddp_hooks(self) -> None:
         """Does nothing: where Lightning's ``DDPStrategy`` calls it, what averages is attached to the wrapper."""
@@ -664,7 +495,7 @@ class MultiGPUStrategy(ParallelStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state of one device, on rank 0; elsewhere this rank's part. A collective."""
-        return self.saves.optimizer_state(optimizer)
+        return self.saves.whole_state(optimizer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -707,13 +538,7 @@ class MultiGPUStrategy(ParallelStrategy):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         plain = [*map(plain_optimizer, optimizers)]
-        for number, optimizer in enumerate(plain):
-            if self._owned and optimizer not in self._owned:
-                raise ValueError(
-                    f"optimizer {number} ({type(optimizer).__name__}) was put in place during a fit, and the strategy "
-                    "deals out the states of optimizers when a fit starts: change its param_groups, or "
-                    "start another fit with it, or use strategy='ring_ddp'"
-                )
+        check_owned(plain, self._owned)
         known = {id(optimizer) for optimizer in self._optimizers}
         if new := [optimizer for optimizer in plain if id(optimizer) not in known]:
             self._check_new(new)
@@ -753,9 +578,7 @@ class MultiGPUStrategy(ParallelStrategy):
         self._stage_starts()
 
     def _tell_global_batch(self) -> None:
-        trainer, ranks_a_batch = self._module.trainer, self._model_parallel_size
-        sizes = self.gather_objects(full_batch_size(trainer.train_dataloader))
-        rank_zero_info(global_batch_text(sizes[::ranks_a_batch], ranks_a_batch, trainer))
+        tell_global_batch(self._module.trainer, self.gather_objects, self._model_parallel_size)
 
     def _stage_starts(self, *, training: bool = False) -> None:
         self.signals.stage_starts(self._module.trainer, training=training)
@@ -796,44 +619,19 @@ class MultiGPUStrategy(ParallelStrategy):
         """Whether ranks may hold different values of the same parameters at some time."""
         return self.averaging.ranks_may_differ
 
-    def recomputing(self) -> AbstractContextManager[None]:
-        """Within the block backward computes the layers under ``activation_checkpointing`` again."""
-        return recomputing(self._recomputation, [self._module], rank_zero_warn)
-
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.averaging.begin_step(*args, *kwargs.values())
         with self._user_step():
             return super().training_step(*args, **kwargs)
 
-    @contextmanager
-    def _user_step(self) -> Iterator[None]:
+    def _user_step(self) -> AbstractContextManager[None]:
         """The block in which the module's ``training_step`` runs on this rank's whole batch."""
-        # After seed_everything all ranks draw the same, so that a layer that a draw leaves out is left out on all of
-        # them, as on one device. Samplers draw outside of the block, since ranks need the same order.
-        is_alike = self._model_parallel_size > 1 or self.data_parallel_rank == 0 or _SEED in os.environ
-        draws = nullcontext() if is_alike else self._draws.drawn(self.root_device, self.data_parallel_rank)
-        with self.recomputing(), self._weighing(), self._uncounted(), draws:
-            yield
-        self.common.values.look()
+        return self.steps.running()
 
-    @contextmanager
-    def _weighing(self) -> Iterator[None]:
+    def _weighing(self) -> AbstractContextManager[None]:
         """Within the block means over the ranks are weighted as losses are: those of logged values of a step."""
-        self._weighs = self.feed.loss_reduction != "sum"
-        try:
-            yield
-        finally:
-            self._weighs = False
-
-    @contextmanager
-    def _uncounted(self) -> Iterator[None]:
-        """Within the block logs and metrics do not count if the present batch is a repeated one."""
-        if self.feed.counts:
-            yield
-            return
-        with uncounted_metrics(self._module), uncounted_logs(self._module):
-            yield
+        return self.steps.weighing()
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -851,14 +649,5 @@ class MultiGPUStrategy(ParallelStrategy):
         self.on_optimizer_step_end()
         self.common.stepped()
         self.meter.end_step()
-        recorder = self.failure_watch.flight_recorder
-        if recorder is not None and self.lightning_module is not None:
-            recorder.completed(self.lightning_module.trainer.global_step + 1)  # Lightning counts the step later
+        self._run.completed_step()
         return output
-
-
-def check_callbacks_before_launch(trainer: pl.Trainer) -> None:
-    """Calls ``check_before_launch`` of the callbacks that have it."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if (check := getattr(callback, "check_before_launch", None)) is not None:
-            check(trainer)

@@ -80,7 +80,7 @@ class RunCheckpoints:
         trainer.save_checkpoint = streamed  # type: ignore[method-assign]
         undo.callback(delattr, trainer, "save_checkpoint")
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state of one device, on rank 0; elsewhere this rank's part. A collective."""
         optimizer = plain_optimizer(optimizer)
         if self.are_lost:
@@ -112,7 +112,7 @@ class RunCheckpoints:
         trainer = None if module is None else module._trainer
         state = None if trainer is None or strategy.failure_watch.failed else trainer.state
         ends_well = state is not None and (state.fn, state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING)
-        states = [(optimizer, self.optimizer_state(optimizer)) for optimizer in optimizers if ends_well]
+        states = [(optimizer, self.whole_state(optimizer)) for optimizer in optimizers if ends_well]
         yield bool(states)
         for optimizer, whole in states if strategy.is_global_zero else ():
             optimizer.load_state_dict(whole)

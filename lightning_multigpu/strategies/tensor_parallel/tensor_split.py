@@ -253,7 +253,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         def step() -> Any:
             return unlogged_loss(self.precision_plugin, module, lambda: module.training_step(cloned(batch), *others))
 
-        with self.meter.unrecorded(), self.recomputing():
+        with self.meter.unrecorded(), self.steps.recomputing():
             plan = self._layers.decide(
                 step,
                 self.optimizers,
