@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 AXES = ("data", "pipeline", "tensor")
 
 _ABORT_S = 5.0
-_COLLECTIVES = tuple(
-    f"lightning_multigpu/{name}.py"
-    for name in ("communication/metered_group", "runtime/process_groups", "strategies/base", "strategies/collectives")
+_COLLECTIVES = (
+    *(f"lightning_multigpu/{name}.py" for name in ("communication/metered_group", "runtime/process_groups")),
+    *(f"lightning_multigpu/strategies/{name}.py" for name in ("base", "checkpoints", "collectives", "rank_run")),
 )
 
 KEPT: list[dist.ProcessGroup] = []

@@ -342,7 +342,7 @@ class AveragedGradients:
             loss_reduction=strategy.feed.loss_reduction,
             rtol=gradient_rtol(module, strategy.root_device),
         )
-        with strategy.meter.unrecorded(), strategy.recomputing():
+        with strategy.meter.unrecorded(), strategy.steps.recomputing():
             finding = check.find(batch, 2)
         if finding is None or finding.verdict == Verdict.UNCLEAR:
             reason = "gradients are not finite" if finding else "a rank's first batch cannot be cut into two halves"

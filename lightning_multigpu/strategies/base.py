@@ -2,62 +2,47 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.plugins import DoublePrecision, Precision
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import IS_INTERACTIVE, is_compiled, plain_optimizer
+from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice, recomputing
-from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
-from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong, check_embeddings, check_has_shapes
-from lightning_multigpu.engine.optimizer_state import plain_state
-from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.engine.step_state import OwnDraws
-from lightning_multigpu.engine.training_memory import measured_bytes
-from lightning_multigpu.placement.owned_step import groups_alone
-from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageRecord
-from lightning_multigpu.planning.split_plan import SplitPlan
-from lightning_multigpu.runtime.batch_feed import BatchFeed, check_loaders, complete_resumed_epoch
-from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import await_file
-from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import map_files, whole_io
+from lightning_multigpu.engine.activation_checkpointing import Choice
+from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs
+from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong, check_owned
+from lightning_multigpu.runtime.batch_feed import BatchFeed, complete_resumed_epoch
+from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import whole_io
 from lightning_multigpu.runtime.common_stop import share_stops
 from lightning_multigpu.runtime.failure_watch import FailureWatch, advise_resuming
-from lightning_multigpu.runtime.joining import Joining, check_model, table_of
-from lightning_multigpu.runtime.launchers.script_launcher import ScriptLauncher, is_notebook_fork_needed
-from lightning_multigpu.runtime.launchers.spawn_launcher import SpawnLauncher
+from lightning_multigpu.runtime.joining import Joining
 from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.runtime.process_groups import ProcessGroups, metered_group
 from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.runtime.run_signals import RunSignals
-from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies import callback_answers, option_checks
 from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
+from lightning_multigpu.strategies.checkpoints import RunCheckpoints
 from lightning_multigpu.strategies.collectives import Collectives
 from lightning_multigpu.strategies.common_parameters import CommonParameters
 from lightning_multigpu.strategies.owned_optimizers import OwnedOptimizers
-from lightning_multigpu.strategies.steps.global_batch import global_batch_text
-from lightning_multigpu.strategies.steps.step_logs import uncounted_logs, uncounted_metrics
-from lightning_multigpu.strategies.streamed_saves import StreamedSaves
+from lightning_multigpu.strategies.rank_run import RankRun
+from lightning_multigpu.strategies.steps.global_batch import tell_global_batch
+from lightning_multigpu.strategies.steps.user_steps import UserSteps
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -66,8 +51,6 @@ T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-
-_SEED = "PL_GLOBAL_SEED"  # which seed_everything sets
 
 
 class MultiGPUStrategy(ParallelStrategy):
@@ -143,18 +126,7 @@ class MultiGPUStrategy(ParallelStrategy):
         activation_checkpointing: Choice = False,
         **options: Any,
     ) -> None:
-        option_checks.check_start_method(start_method)
-        option_checks.check_choice("uneven_inputs", uneven_inputs, ("stop", "join"))
-        if not callable(loss_reduction):
-            option_checks.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
-        option_checks.check_at_least("failure_timeout_s", failure_timeout_s, 1.0)
-        if hang_report_s:
-            option_checks.check_at_least("hang_report_s", hang_report_s, 1.0)
-        option_checks.check_at_least("join_timeout_s", join_timeout_s, 1.0)
-        option_checks.check_timeout(timeout)
-        if check_replicas_every_n_steps not in (None, 0):
-            option_checks.check_positive("check_replicas_every_n_steps", check_replicas_every_n_steps, whole=True)
-        check_choice(activation_checkpointing)
+        option_checks.check_options_of_all(locals())
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -180,13 +152,11 @@ class MultiGPUStrategy(ParallelStrategy):
         self._start_method: StartMethod = start_method
         self.common = CommonParameters(self, check_replicas_every_n_steps)
         self.averaging: AveragedGradients = getattr(self, "averaging", None) or AveragedGradients(self)
-        self._activation_checkpointing: Choice = activation_checkpointing
-        self._recomputation: Recomputation | None = None
-        self.saves = StreamedSaves()
+        self.steps = UserSteps(self, activation_checkpointing)
+        self.saves = RunCheckpoints(self)
+        self._run = RankRun(self)
         self.owned = OwnedOptimizers(self)
         self._undo = ExitStack()  # of a run
-        self._weighs = False
-        self._draws = OwnDraws()
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -210,7 +180,7 @@ class MultiGPUStrategy(ParallelStrategy):
             "uneven_inputs": self.feed.uneven_inputs,
             "loss_reduction": self.feed.loss_reduction,
             "check_replicas_every_n_steps": self.common.check_every,
-            "activation_checkpointing": self._activation_checkpointing,
+            "activation_checkpointing": self.steps.recomputed,
             **self.averaging.options,
         }
 
@@ -224,83 +194,20 @@ class MultiGPUStrategy(ParallelStrategy):
         """The factor of this rank's loss that makes the mean over ranks the loss of one device."""
         return 1.0 if self.averaging.steps_alone and self.feed.counts else self.feed.loss_scale
 
-    def holds(self, parameter: Tensor) -> bool:
-        """True if this rank has the values of a parameter of the module, and of its gradient."""
-        return not isinstance(parameter, Placeholder)
-
-    def values_of_other_ranks(self) -> dict[int, Tensor]:
-        """On rank 0, values of parameters and buffers that only other ranks hold, in host memory; elsewhere none.
-
-        The key is the ``id`` of the placeholder. A collective.
-        """
-        return {}
-
-    def newest_of_ranks(self, name: str, value: Any) -> list[Any] | None:
-        """The values of ranks that train without collectives, each at its own pace; None if there are collectives.
-
-        Rank 0 gets the newest value of each rank that has passed one, in the order of ranks; another rank gets its own
-        alone.
-
-        Args:
-            name: the same for all values that belong together.
-            value: of types that JSON has.
-        """
-        return None
-
-    def gather_at_end(self, value: Callable[[], Any]) -> list[Any] | None:
-        """A list that gets the values of all ranks when training ends; None if collectives still work then.
-
-        Rank 0 gets the values of all ranks, in their order; another rank only its own. All ranks make the same calls.
-
-        Args:
-            value: returns this rank's value, of types that JSON has; called after all callbacks' ``on_train_end``.
-        """
-        return None
+    holds, held_bytes = callback_answers.holds, callback_answers.held_bytes
+    values_of_other_ranks = callback_answers.values_of_other_ranks
+    newest_of_ranks, gather_at_end = callback_answers.newest_of_ranks, callback_answers.gather_at_end
+    server_statistics, split_plan = callback_answers.server_statistics, callback_answers.split_plan
+    record_stages, stage_record = callback_answers.record_stages, callback_answers.stage_record
 
     def is_common(self, error: BaseException) -> bool:
         """True if all ranks have raised ``error`` at the same batch, so that collectives still work."""
         return self.signals.agreed_on(error)
 
-    def server_statistics(self) -> Any:
-        """The counts of the parameter servers on rank 0, which asks the servers; None elsewhere and without servers.
-
-        They are :class:`~lightning_multigpu.engine.parameter_server.server_statistics.ServerStatistics`.
-        """
-        return None
-
-    def held_bytes(self) -> HeldBytes | None:
-        """Bytes of the parameters, gradients and optimizer states that this rank holds at present, as measured.
-
-        Buffers in which gradients travel count as gradients. Optimizer states in the host's memory, or on servers, do
-        not count. Of several devices that one rank drives only the first holds bytes between two steps.
-        """
-        held = measured_bytes(self._module.parameters(), self.optimizers)
-        return held if held is None else replace(held, gradients_bytes=held.gradients_bytes + self._spare_bytes)
-
     @property
     def _spare_bytes(self) -> int:
         """Bytes of buffers in which gradients travel."""
         return self.averaging.bucket_bytes
-
-    def split_plan(self) -> SplitPlan | None:
-        """The blocks of layers that are split over ranks, and what each sends; None without a tensor split."""
-        return None
-
-    def record_stages(self, *, count_activations: bool | None = True) -> None:
-        """Records the passes and the memory of this rank's stages of a pipeline in every following fit.
-
-        Args:
-            count_activations: in one step, count also the tensors that autograd keeps for backward. This takes
-                saved-tensor hooks, under which ``torch.func.grad`` and related functions raise an error. None keeps
-                the present setting.
-        """
-
-    def stage_record(self) -> StageRecord | None:
-        """The newest steps and the memory of this rank's stages of a pipeline; None without a pipeline.
-
-        The record belongs to the running fit: callbacks can read it up to their ``on_train_end``.
-        """
-        return None
 
     # The mesh
 
@@ -389,10 +296,7 @@ class MultiGPUStrategy(ParallelStrategy):
         Other objects than tensors are returned. The input is not changed. The mean of integers is a floating-point
         number.
         """
-        weighs = self._weighs and group is None and reduce_op in ("mean", "avg", ReduceOp.AVG)
-        if weighs and isinstance(tensor, Tensor) and tensor.is_floating_point() and self.loss_scale != 1.0:
-            tensor = tensor * self.loss_scale
-        return self.collectives.reduce(tensor, group, reduce_op)
+        return self.collectives.reduce(self.steps.weighted(tensor, reduce_op, group), group, reduce_op)
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -441,26 +345,8 @@ class MultiGPUStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        run = self.run_context
-        option_checks.check_run(
-            run,
-            precision=str(self.precision_plugin.precision),
-            sync_batchnorm=self._layer_sync is not None,
-            # Asking a GPU initialises CUDA, after which no process can be forked.
-            may_ask_gpu=self._start_method == "popen",
-        )
-        start_method = "fork" if is_notebook_fork_needed(self._start_method, IS_INTERACTIVE) else self._start_method
-        if start_method == "popen" and IS_INTERACTIVE and not run.environment.creates_processes_externally:
-            name = self.name_with_spawn
-            spawning = f"{type(self).__name__}(start_method='spawn')" if name is None else repr(name)
-            raise ValueError(
-                f"in a notebook or a REPL there is no script that further ranks could run: use strategy={spawning}"
-            )
-        if start_method == "popen":
-            self._launcher = ScriptLauncher(run, self.joining, self.check_before_launch)
-        else:
-            self._launcher = SpawnLauncher(self, run, self.joining, self.check_before_launch, start_method)
-        self.averaging.check_run(run)
+        self._launcher = self._run.launcher()
+        self.averaging.check_run(self.run_context)
 
     def check_before_launch(self, trainer: pl.Trainer) -> None:
         """Checks the run before any process is started, and calls this method of the callbacks that have it.
@@ -468,27 +354,10 @@ class MultiGPUStrategy(ParallelStrategy):
         Raises:
             ValueError: the strategy cannot run the module, or a callback refuses the run.
         """
-        check_callbacks_before_launch(trainer)
-        if self.data_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
-            check_embeddings(trainer.lightning_module)
+        self._run.check_before_launch(trainer)
         if not is_overridden("configure_model", trainer.lightning_module):  # it makes the layers later
-            self._check_shapes(trainer)
-            self._set_recomputation(trainer)
-
-    def _check_shapes(self, trainer: pl.Trainer) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
-            check_has_shapes(trainer.lightning_module)
-
-    def _set_recomputation(self, trainer: pl.Trainer) -> None:
-        self._recomputation = None
-        if self._activation_checkpointing and trainer.state.fn == TrainerFn.FITTING:
-            module = trainer.lightning_module
-            if is_compiled(module):
-                raise ValueError(
-                    f"{type(module).__name__} is compiled as a whole, and activation_checkpointing runs layers by "
-                    "themselves: compile each layer with layer.compile(), or leave one of the two out"
-                )
-            self._recomputation = Recomputation(module, self._activation_checkpointing)
+            self._run.check_shapes(trainer)
+            self.steps.choose_layers(trainer)
 
     def _showing_parts(self) -> AbstractContextManager[None]:
         """Within the block the module's parameters are this rank's parts, as the ranks average and compare them."""
@@ -498,52 +367,16 @@ class MultiGPUStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
-        reset_seed()
         self.set_world_ranks()
         self.feed.silence_warning()
-        run, watch = self.run_context, self.failure_watch
-        alike = table_of(
-            run, strategy=type(self).__qualname__, options=self.options, precision=self.precision_plugin.precision
-        )
-        with self.joining.limited(run):
-            groups = ProcessGroups(
-                run.environment,
-                self.root_device,
-                (self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size),
-                backend=self._process_group_backend,
-                timeout=self._timeout,
-                variables=self.environment_variables(),
-                store=self.joining.meet(run, alike),
-            )
-            self._process_group_backend = groups.backend
-            self.collectives.join(groups)
-            self.joining.watch_again(run, self.collectives.world)
-        watch.joined(groups.cut, run.world_size)
-        self.meter.notes = watch.flight_recorder
-        counts = self.signals.begin(
-            run.environment,
-            patience_s=run.failure_timeout_s,
-            on_signal=None if watch.client is None else watch.client.signalled,
-            on_stuck=watch.cut_loose,
-        )
-        if watch.client is not None and counts:
-            watch.client.counts_interrupts()
+        self._run.join()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self._check_shapes(trainer)
-        check_loaders(trainer, self.data_parallel_size)
-        if self.groups is not None:
-            check_model(self._module, self.collectives.world)
-        directory = str(trainer.log_dir or trainer.default_root_dir)  # a collective
-        client = self.failure_watch.client
-        if client is not None and "://" not in directory:  # the guardian writes a failure's file to a local disk only
-            client.report_to(directory, node_rank=self.node_rank if self.num_nodes > 1 else None)
-        if self.data_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
-            check_embeddings(self._module)  # those of configure_model too
+        self._run.check(trainer)
         super().setup(trainer)
         self._watch_states()  # Lightning has moved what the optimizers' constructors have made
-        self._set_recomputation(trainer)
+        self.steps.choose_layers(trainer)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -553,9 +386,7 @@ class MultiGPUStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         self.averaging.close()
-        self.failure_watch.leave()
-        self.meter.notes = None
-        self.signals.end(None if self.lightning_module is None else self.lightning_module._trainer)
+        self._run.leave()
         self.feed.restore_warning()
         self.common.reset()
         self.saves.remote = None
@@ -569,11 +400,8 @@ class MultiGPUStrategy(ParallelStrategy):
 
     def _begin_alike(self, model: Module, ranks: MeteredGroup) -> Module:
         """Applies SyncBatchNorm, and gives all ranks the values of the first one; for families without torch's DDP."""
-        if self._layer_sync is not None:
-            model = self._layer_sync.apply(model)
-        values = [*self._module.parameters(), *self._module.buffers()]
-        ranks.broadcast_tensors([value.detach() for value in values], src=ranks.first_rank)
-        return model
+        self.common.share_values(ranks)
+        return model if self._layer_sync is None else self._layer_sync.apply(model)
 
     def _register_ddp_hooks(self) -> None:
         """Does nothing: where Lightning's ``DDPStrategy`` calls it, what averages is attached to the wrapper."""
@@ -621,22 +449,12 @@ class MultiGPUStrategy(ParallelStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
 
-    # Lightning's hooks. What the ranks of a family hold decides the functions that begin with _own and _whole.
-
-    @property
-    def state_is_lost(self) -> bool:
-        """True if state that a checkpoint needs is lost; callbacks that save at exceptions do not know."""
-        return self.failure_watch.ranks_have_ended or (self.failure_watch.failed and self._needs_others)
+    # What the ranks of a family hold decides these functions; Lightning's hooks follow.
 
     @property
     def _needs_others(self) -> bool:
         """Whether other processes have a part of what a checkpoint contains."""
         return False
-
-    @property
-    def _gathers(self) -> bool:
-        """Whether this rank takes part in gathering a checkpoint: the first copy of a model that is split does."""
-        return not self.state_is_lost and (self._model_parallel_size == 1 or self.data_parallel_rank == 0)
 
     def _settle_values(self) -> None:
         """Gives all ranks the values of a checkpoint, where ranks may hold different ones; a collective."""
@@ -652,10 +470,8 @@ class MultiGPUStrategy(ParallelStrategy):
 
     def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state of one device on rank 0; a collective of those that gather."""
-        if optimizer in self.owned.steps:
-            return self.owned.steps[optimizer].state_dict()
-        with plain_state(optimizer):
-            return super().optimizer_state(optimizer)
+        step = self.owned.steps.get(optimizer)
+        return self.saves.held_state(optimizer) if step is None else step.state_dict()
 
     def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         """What the optimizer of this rank loads of its state of one device; None if something else has loaded it."""
@@ -676,73 +492,37 @@ class MultiGPUStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._settle_values()
         state = super().lightning_module_state_dict()
-        return self._whole_weights(state) if self._gathers else state
+        return self._whole_weights(state) if self.saves.gathers else state
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        # Lightning restores weights before it converts the module: float64 weights would be rounded to float32.
-        if isinstance(self.precision_plugin, DoublePrecision):
-            with self._showing_parts():
-                self._module.double()
-        self._module.load_state_dict(self._own_weights(checkpoint["state_dict"]), strict=strict)
+        self.saves.load_weights(checkpoint, strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state of one device, on rank 0; elsewhere this rank's part. A collective."""
-        plain = plain_optimizer(optimizer)
-        if self.state_is_lost:
-            return groups_alone(plain)
-        return self._whole_state(plain) if self._gathers else MultiGPUStrategy._whole_state(self, plain)
+        return self.saves.whole_state(optimizer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
-        states = [own for optimizer, state in pairs if (own := self._own_state(optimizer, state)) is not None]
-        super().load_optimizer_state_dict({"optimizer_states": states})
-        self._watch_states()
-        self._load_further_state(checkpoint)
+        self.saves.load_states(checkpoint, super().load_optimizer_state_dict)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.state_is_lost:
-            rank_zero_warn(f"{filepath} is not written: ranks have ended, and their state is lost")
-            return
-        checkpoint = {**checkpoint, **self._further_state(checkpoint)}
-        with self.saves.writing() if self._gathers else nullcontext():
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+        self.saves.save(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        if not self.state_is_lost:  # else no newer file was written
+        if not self.saves.are_lost:  # else no newer file was written
             super().remove_checkpoint(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Loads the file that rank 0 has chosen: each rank might find another file to be the newest. A collective.
+        return super().load_checkpoint(self.saves.agree_on(checkpoint_path), *args, **kwargs)
 
-        Raises:
-            FileNotFoundError: this host does not see that file.
-        """
-        path, exists = self.broadcast((checkpoint_path, os.path.exists(str(checkpoint_path))))
-        if exists:
-            await_file(path, self.failure_watch.check)
-        if self._maps_checkpoints:
-            map_files(self.checkpoint_io)
-        return super().load_checkpoint(path, *args, **kwargs)
-
-    @contextmanager
-    def _keeping_states(self, optimizers: Collection[Optimizer]) -> Iterator[bool]:
-        """Keeps whole states of the optimizers on rank 0 over a teardown within the block, if the fit has ended well.
-
-        A checkpoint may be saved after the fit. Yields whether any states are kept.
-        """
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        state = None if trainer is None or self.failure_watch.failed else trainer.state
-        ends_well = state is not None and (state.fn, state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING)
-        states = [(optimizer, self.optimizer_state(optimizer)) for optimizer in optimizers if ends_well]
-        yield bool(states)
-        for optimizer, whole in states if self.is_global_zero else ():
-            optimizer.load_state_dict(whole)
+    def _keeping_states(self, optimizers: Collection[Optimizer]) -> AbstractContextManager[bool]:
+        """Keeps whole states of the optimizers on rank 0 over a teardown within the block; yields if any are."""
+        return self.saves.keeping_states(optimizers)
 
     # Training
 
@@ -764,13 +544,7 @@ class MultiGPUStrategy(ParallelStrategy):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         plain = [*map(plain_optimizer, optimizers)]
-        for number, optimizer in enumerate(plain):
-            if self._owned and optimizer not in self._owned:
-                raise ValueError(
-                    f"optimizer {number} ({type(optimizer).__name__}) was put in place during a fit, and the strategy "
-                    "deals out the states of optimizers when a fit starts: change its param_groups, or "
-                    "start another fit with it, or use strategy='ring_ddp'"
-                )
+        check_owned(plain, self._owned)
         known = {id(optimizer) for optimizer in self._optimizers}
         if new := [optimizer for optimizer in plain if id(optimizer) not in known]:
             self._check_new(new)
@@ -811,9 +585,7 @@ class MultiGPUStrategy(ParallelStrategy):
         self._stage_starts()
 
     def _tell_global_batch(self) -> None:
-        trainer, ranks_a_batch = self._module.trainer, self._model_parallel_size
-        sizes = self.gather_objects(full_batch_size(trainer.train_dataloader))
-        rank_zero_info(global_batch_text(sizes[::ranks_a_batch], ranks_a_batch, trainer))
+        tell_global_batch(self._module.trainer, self.gather_objects, self._model_parallel_size)
 
     def _stage_starts(self, *, training: bool = False) -> None:
         self.signals.stage_starts(self._module.trainer, training=training)
@@ -856,44 +628,19 @@ class MultiGPUStrategy(ParallelStrategy):
         """Whether ranks may hold different values of the same parameters at some time."""
         return self.averaging.ranks_may_differ
 
-    def recomputing(self) -> AbstractContextManager[None]:
-        """Within the block backward computes the layers under ``activation_checkpointing`` again."""
-        return recomputing(self._recomputation, [self._module], rank_zero_warn)
-
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.averaging.begin_step(*args, *kwargs.values())
         with self._user_step():
             return super().training_step(*args, **kwargs)
 
-    @contextmanager
-    def _user_step(self) -> Iterator[None]:
+    def _user_step(self) -> AbstractContextManager[None]:
         """The block in which the module's ``training_step`` runs on this rank's whole batch."""
-        # After seed_everything all ranks draw the same, so that a layer that a draw leaves out is left out on all of
-        # them, as on one device. Samplers draw outside of the block, since ranks need the same order.
-        is_alike = self._model_parallel_size > 1 or self.data_parallel_rank == 0 or _SEED in os.environ
-        draws = nullcontext() if is_alike else self._draws.drawn(self.root_device, self.data_parallel_rank)
-        with self.recomputing(), self._weighing(), self._uncounted(), draws:
-            yield
-        self.common.values.look()
+        return self.steps.running()
 
-    @contextmanager
-    def _weighing(self) -> Iterator[None]:
+    def _weighing(self) -> AbstractContextManager[None]:
         """Within the block means over the ranks are weighted as losses are: those of logged values of a step."""
-        self._weighs = self.feed.loss_reduction != "sum"
-        try:
-            yield
-        finally:
-            self._weighs = False
-
-    @contextmanager
-    def _uncounted(self) -> Iterator[None]:
-        """Within the block logs and metrics do not count if the present batch is a repeated one."""
-        if self.feed.counts:
-            yield
-            return
-        with uncounted_metrics(self._module), uncounted_logs(self._module):
-            yield
+        return self.steps.weighing()
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -911,14 +658,5 @@ class MultiGPUStrategy(ParallelStrategy):
         self.on_optimizer_step_end()
         self.common.stepped()
         self.meter.end_step()
-        recorder = self.failure_watch.flight_recorder
-        if recorder is not None and self.lightning_module is not None:
-            recorder.completed(self.lightning_module.trainer.global_step + 1)  # Lightning counts the step later
+        self._run.completed_step()
         return output
-
-
-def check_callbacks_before_launch(trainer: pl.Trainer) -> None:
-    """Calls ``check_before_launch`` of the callbacks that have it."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if (check := getattr(callback, "check_before_launch", None)) is not None:
-            check(trainer)

@@ -75,6 +75,12 @@ class CommonParameters:
             buffers = [buffer for _, buffer in self.not_ignored(self._strategy._module.named_buffers())]
             self.buffers.broadcast_tensors(buffers, src=self.buffers.first_rank)
 
+    def share_values(self, ranks: MeteredGroup) -> None:
+        """Gives all ranks the first one's values of parameters and buffers."""
+        module = self._strategy._module
+        values = [value.detach() for value in (*module.parameters(), *module.buffers())]
+        ranks.broadcast_tensors(values, src=ranks.first_rank)
+
     def average_buffers(self) -> None:
         """Averages floating-point buffers (BatchNorm's statistics), where ``averages_buffers`` says so.
 

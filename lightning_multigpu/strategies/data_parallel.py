@@ -43,8 +43,10 @@ from lightning_multigpu.planning.numbers import ms
 from lightning_multigpu.runtime.batch_feed import batches_to_skip, complete_resumed_epoch
 from lightning_multigpu.runtime.failure_watch import SIGTERM_STATUS, advise_resuming
 from lightning_multigpu.runtime.library_messages import silence_tips
-from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.base import MultiGPUStrategy, check_callbacks_before_launch
+from lightning_multigpu.strategies import callback_answers, option_checks
+from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.strategies.checkpoints import RunCheckpoints
+from lightning_multigpu.strategies.rank_run import check_callbacks_before_launch
 from lightning_multigpu.strategies.steps.global_batch import global_batch_text
 from lightning_multigpu.strategies.steps.replica_metrics import ReplicaMetrics
 from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined
@@ -91,11 +93,12 @@ class DataParallelStrategy(SingleDeviceStrategy):
     checkpoint_io = MultiGPUStrategy.checkpoint_io
     _own_weights, load_model_state_dict = MultiGPUStrategy._own_weights, MultiGPUStrategy.load_model_state_dict
     _showing_parts = MultiGPUStrategy._showing_parts
-    on_validation_end, held_bytes = MultiGPUStrategy.on_validation_end, MultiGPUStrategy.held_bytes
-    holds, values_of_other_ranks = MultiGPUStrategy.holds, MultiGPUStrategy.values_of_other_ranks
-    newest_of_ranks, gather_at_end = MultiGPUStrategy.newest_of_ranks, MultiGPUStrategy.gather_at_end
-    server_statistics, split_plan = MultiGPUStrategy.server_statistics, MultiGPUStrategy.split_plan
-    record_stages, stage_record = MultiGPUStrategy.record_stages, MultiGPUStrategy.stage_record
+    on_validation_end = MultiGPUStrategy.on_validation_end
+    holds, held_bytes, _spare_bytes = callback_answers.holds, callback_answers.held_bytes, 0
+    values_of_other_ranks = callback_answers.values_of_other_ranks
+    newest_of_ranks, gather_at_end = callback_answers.newest_of_ranks, callback_answers.gather_at_end
+    server_statistics, split_plan = callback_answers.server_statistics, callback_answers.split_plan
+    record_stages, stage_record = callback_answers.record_stages, callback_answers.stage_record
 
     def __init__(
         self,
@@ -115,6 +118,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         silence_tips()
         self.meter = Meter()
+        self.saves = RunCheckpoints(self)  # type: ignore[arg-type]  # what it calls is named above
         # The Trainer sets these attributes if a strategy has them.
         self.parallel_devices = parallel_devices
         self.cluster_environment: ClusterEnvironment | None = None

@@ -114,6 +114,20 @@ def own_options(strategy: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: given.get(name, option.default) for name, option in options_of(strategy).items()}
 
 
+def check_options_of_all(options: Mapping[str, Any]) -> None:
+    """Checks the options that every strategy that starts ranks has, by name."""
+    check_start_method(options["start_method"])
+    check_choice("uneven_inputs", options["uneven_inputs"], ("stop", "join"))
+    if not callable(options["loss_reduction"]):
+        check_choice("loss_reduction", options["loss_reduction"], ("mean", "sum"))
+    for name in ("failure_timeout_s", "hang_report_s", "join_timeout_s"):
+        if options[name] or name != "hang_report_s":
+            check_at_least(name, options[name], 1.0)
+    check_timeout(options["timeout"])
+    if (every := options["check_replicas_every_n_steps"]) not in (None, 0):
+        check_positive("check_replicas_every_n_steps", every, whole=True)
+
+
 def check_devices(devices: Sequence[torch.device], *, cpu_count: int, gpu_count: int) -> None:
     """Checks that ``devices``, one for each rank of this host, exist; warns of ranks that share a GPU or a CPU core."""
     if not devices:

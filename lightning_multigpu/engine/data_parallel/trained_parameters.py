@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from operator import attrgetter
 
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
@@ -100,6 +100,17 @@ def check_belong(module: Module, optimizers: Iterable[Optimizer]) -> None:
                     "would differ from rank to rank. Make it a part of the module: self.name = nn.Parameter(...), and "
                     "nn.ModuleList in place of a list of layers"
                 )
+
+
+def check_owned(optimizers: Iterable[Optimizer], owned: Collection[Optimizer]) -> None:
+    """Raises ValueError for an optimizer that is not among those whose states have owners, if there are any."""
+    for number, optimizer in enumerate(optimizers):
+        if owned and optimizer not in owned:
+            raise ValueError(
+                f"optimizer {number} ({type(optimizer).__name__}) was put in place during a fit, and the strategy "
+                "deals out the states of optimizers when a fit starts: change its param_groups, or "
+                "start another fit with it, or use strategy='ring_ddp'"
+            )
 
 
 def check_embeddings(module: Module) -> None:

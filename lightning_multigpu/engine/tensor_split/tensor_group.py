@@ -93,7 +93,8 @@ class TensorGroup:
         size: the number of ranks.
         on_gather: called with the layer's name and the operation that needs the whole of a :class:`.SplitTensor`.
         shows_parts: parameters of split layers read as this rank's part, and not as whole ones; see :meth:`showing`.
-        observer: called with the operation, the layer's name and the bytes of each collective that begins.
+        observer: called with the operation, the layer's name and the bytes of each collective that begins, in the
+            thread that asks for it.
     """
 
     def __init__(
@@ -218,6 +219,7 @@ class TensorGroup:
             return _OnStream(tensor, dist.all_reduce(tensor, group=self.group, async_op=True), transfer)
         if tensor.nbytes < _BESIDE_FROM_BYTES:
             return Done(self.all_reduce(tensor, name))
+        self._observe("all_reduce", tensor, name)
         pending = _Beside(tensor, self._meter)
         if self._thread is None:
             self._thread = threading.Thread(target=self._reduce_beside, name="tensor-split", daemon=True)
@@ -325,16 +327,22 @@ class TensorGroup:
         while (item := self._work.get()) is not None:
             pending, name = item
             try:
-                with self._begin("all_reduce", pending.tensor, name):
+                with self._begin("all_reduce", pending.tensor, name, is_observed=True):
                     self._sum(pending.tensor)
             except BaseException as error:
                 pending.error = error
             pending.over.set()
 
-    def _begin(self, operation: str, tensor: Tensor, name: str, *, blocking: bool = False) -> Transfer:
-        size_bytes, uses_memory = tensor.nbytes, self._shared_for(tensor) is not None
+    def _observe(self, operation: str, tensor: Tensor, name: str) -> None:
         if self.observer is not None:
-            self.observer(operation, name, size_bytes)
+            self.observer(operation, name, tensor.nbytes)
+
+    def _begin(
+        self, operation: str, tensor: Tensor, name: str, *, blocking: bool = False, is_observed: bool = False
+    ) -> Transfer:
+        size_bytes, uses_memory = tensor.nbytes, self._shared_for(tensor) is not None
+        if not is_observed:
+            self._observe(operation, tensor, name)
         return self._meter.begin(
             operation,
             group=f"tensor {name}".rstrip(),

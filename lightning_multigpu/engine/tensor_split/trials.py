@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -63,6 +64,7 @@ class Trials:
         sequence_split: split activations between blocks along the sequence: "keep" or "gather_again" says what column
             layers do about their gathered inputs in backward. None for whole activations.
         keeps_whole: why activations stay whole in a list of layers, by its name; None if they may be split.
+        optimizes_manually: the step runs backward itself.
 
     Attributes:
         regions: layers between whose blocks activations are split along the sequence.
@@ -80,6 +82,7 @@ class Trials:
         gather: Callable[[Any], list[Any]],
         sequence_split: Literal["keep", "gather_again"] | None = None,
         keeps_whole: Callable[[str], str | None] = lambda name: None,
+        optimizes_manually: bool = False,
     ) -> None:
         self._module = module
         self._group = group
@@ -88,6 +91,7 @@ class Trials:
         self._gather = gather
         self._sequence_split = sequence_split
         self._keeps_whole = keeps_whole
+        self._is_manual = optimizes_manually
         self.regions: list[SequenceRegion] = []
         self.notes: list[str] = []
         self.traffic: list[Sent] = []
@@ -233,30 +237,38 @@ class Trials:
             gathered.setdefault(layer, f"{operation} needs the outputs of all ranks: {user_line()}")
 
         on_gather, self._group.on_gather = self._group.on_gather, note
+        parameters = [(parameter, parameter.requires_grad) for parameter in self._module.parameters()]
         try:
             with self._traceless(), self._group.showing(parts=False):
-                with self._observed("forward", traffic):
+                with self._observed(traffic):
                     loss = self._loss()
-                if loss.requires_grad and trains:
-                    with self._observed("backward", traffic):
+                    if loss is not None and loss.requires_grad and trains:
                         loss.backward()  # type: ignore[no-untyped-call]
                 self._module.eval()
                 self._loss()
         finally:
             self._group.on_gather = on_gather
-            for parameter in self._module.parameters():
+            for parameter, is_trained in parameters:
                 parameter.grad = None
+                parameter.requires_grad_(is_trained)  # a manual step that fails leaves other optimizers' frozen
 
     @contextmanager
-    def _observed(self, direction: Direction, traffic: list[Sent]) -> Iterator[None]:
-        self._group.observer = lambda *sent: traffic.append(Sent(direction, *sent))
+    def _observed(self, traffic: list[Sent]) -> Iterator[None]:
+        def note(*sent: Any) -> None:
+            is_backward = torch._C._current_graph_task_id() != -1
+            traffic.append(Sent("backward" if is_backward else "forward", *sent))
+
+        self._group.observer = note
         try:
             yield
         finally:
             self._group.observer = None
 
-    def _loss(self) -> Tensor:
+    def _loss(self) -> Tensor | None:
+        """The loss of a step; None if the step has run backward itself."""
         loss = whole(self._step())
+        if self._is_manual:
+            return None
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(f"training_step returns {type(loss).__name__}, and no loss that could be differentiated")
         return loss.as_subclass(Tensor)

@@ -53,6 +53,31 @@ def without_trace(module: pl.LightningModule) -> Iterator[None]:
             trainer.should_stop, trainer.loggers = stops, loggers
 
 
+@contextmanager
+def without_updates(module: pl.LightningModule) -> Iterator[None]:
+    """Within the block a step that optimizes manually runs backward, and updates neither weights nor schedulers.
+
+    Optimizers run the closures that they get. Values of parameters that the step's own code changes are restored.
+    """
+    known = (module.optimizers(), module.optimizers(use_pl_optimizer=False), module.lr_schedulers())
+    stepping = [each for some in known if some is not None for each in (some if isinstance(some, list) else [some])]
+    own = [(each, {name: step for name, step in vars(each).items() if name == "step"}) for each in stepping]
+    parameters = [*module.parameters()]
+    values = [parameter.data.clone() for parameter in parameters]
+    object.__setattr__(module, "manual_backward", lambda loss, *args, **options: loss.backward(*args, **options))
+    for each in stepping:
+        vars(each)["step"] = lambda closure=None, *_, **__: closure() if callable(closure) else None
+    try:
+        yield
+    finally:
+        object.__delattr__(module, "manual_backward")
+        for each, step in reversed(own):
+            del vars(each)["step"]
+            vars(each).update(step)
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.data.copy_(value)
+
+
 def unlogged_loss(plugin: Precision, module: pl.LightningModule, call: Callable[[], Any]) -> Any:
     """The loss of a training step that ``call`` runs, under the Trainer's precision; logs are dropped."""
     object.__setattr__(module, "log", lambda *args, **options: None)

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_multigpu.engine.data_parallel.agreement import full_batch_size
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+
+def tell_global_batch(trainer: pl.Trainer, gather: Callable[[Any], list[Any]], ranks_a_batch: int) -> None:
+    """Prints :func:`global_batch_text` on rank 0; a collective.
+
+    Args:
+        trainer: the Trainer of the fit that starts.
+        gather: gathers an object of every rank, in rank order.
+        ranks_a_batch: as for the text.
+    """
+    sizes = gather(full_batch_size(trainer.train_dataloader))
+    rank_zero_info(global_batch_text(sizes[::ranks_a_batch], ranks_a_batch, trainer))
 
 
 def global_batch_text(sizes: Sequence[int | None], ranks_a_batch: int, trainer: pl.Trainer) -> str:

@@ -180,15 +180,16 @@ class SplitLayers:
         *,
         traceless: Callable[[], AbstractContextManager[None]],
         gather: Callable[[Any], list[Any]],
+        optimizes_manually: bool = False,
     ) -> SplitPlan:
         """Splits the module by its first training batch; a collective of all ranks.
 
         Returns the plan, with the memory of the first ranks that ``gather`` returns.
 
         Args:
-            step: runs the training step and returns its loss.
+            step: runs the training step and returns its loss, but for a step that optimizes manually.
             optimizers: the module's optimizers; their states are split too.
-            traceless, gather: as for :class:`.Trials`.
+            traceless, gather, optimizes_manually: as for :class:`.Trials`.
 
         Raises:
             ValueError: no layer can be split, the plan does not fit, or an optimizer needs whole tensors.
@@ -203,6 +204,7 @@ class SplitLayers:
             gather=gather,
             sequence_split=None if not asked else "keep" if asked is True else asked,
             keeps_whole=self._keeps_whole,
+            optimizes_manually=optimizes_manually,
         )
         searches: list[Any] = [self._blocks]
         if self._plan == "auto":

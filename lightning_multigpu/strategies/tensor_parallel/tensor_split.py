@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -35,7 +35,7 @@ from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
-from lightning_multigpu.strategies.steps.dry_run import unlogged_loss, without_trace
+from lightning_multigpu.strategies.steps.dry_run import unlogged_loss, without_trace, without_updates
 from lightning_multigpu.strategies.steps.same_batches import (
     are_equal,
     builds_layers_later,
@@ -169,11 +169,6 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         module = trainer.lightning_module
-        if not module.automatic_optimization:
-            raise ValueError(
-                f"{type(module).__name__} optimizes manually: the strategy tries the split on "
-                "training_step, which has to return its loss; use strategy='ring_ddp'"
-            )
         if not builds_layers_later(module):
             check_patterns(self._plan, module)
             check_uncompiled(module)
@@ -253,17 +248,24 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         def step() -> Any:
             return unlogged_loss(self.precision_plugin, module, lambda: module.training_step(cloned(batch), *others))
 
-        with self.meter.unrecorded(), self.recomputing():
+        @contextmanager
+        def traceless() -> Iterator[None]:
+            updates = nullcontext() if module.automatic_optimization else without_updates(module)
+            with without_trace(module), updates:
+                yield
+
+        with self.meter.unrecorded(), self.steps.recomputing():
             plan = self._layers.decide(
                 step,
                 self.optimizers,
-                traceless=lambda: without_trace(module),
+                traceless=traceless,
                 gather=self.gather_objects,
+                optimizes_manually=not module.automatic_optimization,
             )
         self._split_plan = plan
         for copy in filter(None, map(averaged_copy, module.trainer.callbacks)):  # type: ignore[attr-defined]
             self.collectives.world.broadcast_tensors([*copy.parameters(), *copy.buffers()], src=0)
-            self._layers.cut_copy(copy, lambda: self._is_split and self._gathers)
+            self._layers.cut_copy(copy, lambda: self._is_split and self.saves.gathers)
         rank_zero_info(summary(plan))
         if self.on_split is not None:
             self.on_split(plan)

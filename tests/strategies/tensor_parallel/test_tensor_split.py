@@ -839,8 +839,6 @@ def refused(problem: str) -> None:
     task, trainer_options = Task("fused"), {"use_distributed_sampler": False}
     if problem == "optimizer":
         task.configure_optimizers = lambda: torch.optim.Adafactor(task.parameters())  # type: ignore[method-assign]
-    elif problem == "manual":
-        task.automatic_optimization = False
     elif problem == "pattern":  # of layers that setup() builds
         options["plan"] = {"*.quv": "column"}
         task.setup = lambda stage: None  # type: ignore[method-assign]
@@ -855,7 +853,6 @@ def refused(problem: str) -> None:
     ("problem", "words"),
     [
         ("optimizer", "Adafactor may need whole tensors"),
-        ("manual", "Task optimizes manually"),
         ("pattern", r"'\*\.quv': 'column'} matches no module"),
         ("nothing", "has found no layer to split"),
     ],

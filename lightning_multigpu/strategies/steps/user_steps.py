@@ -1,0 +1,104 @@
+"""The surroundings of the module's training steps on a rank: random numbers, layers that run again, and what counts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from lightning_multigpu._lightning_internals import is_compiled
+from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice, recomputing
+from lightning_multigpu.engine.step_state import OwnDraws
+from lightning_multigpu.strategies.steps.step_logs import uncounted_logs, uncounted_metrics
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_multigpu.strategies.base import MultiGPUStrategy
+
+_SEED = "PL_GLOBAL_SEED"  # which seed_everything sets
+
+
+class UserSteps:
+    """The surroundings of the module's ``training_step`` on this rank.
+
+    Args:
+        strategy: whose module is trained.
+        recomputed: the strategy's ``activation_checkpointing``.
+
+    Attributes:
+        weighs: whether means over the ranks are weighted as losses are: those of logged values of a step.
+
+    Raises:
+        ValueError: ``recomputed`` is no choice of layers.
+    """
+
+    def __init__(self, strategy: MultiGPUStrategy, recomputed: Choice) -> None:
+        check_choice(recomputed)
+        self._strategy, self.recomputed = strategy, recomputed
+        self._recomputation: Recomputation | None = None
+        self._draws = OwnDraws()
+        self.weighs = False
+
+    def choose_layers(self, trainer: pl.Trainer) -> None:
+        """Finds the layers of the module that backward computes again.
+
+        Raises:
+            ValueError: there is no such layer, or the module is compiled as a whole.
+        """
+        self._recomputation = None
+        if self.recomputed and trainer.state.fn == TrainerFn.FITTING:
+            module = trainer.lightning_module
+            if is_compiled(module):
+                raise ValueError(
+                    f"{type(module).__name__} is compiled as a whole, and activation_checkpointing runs layers by "
+                    "themselves: compile each layer with layer.compile(), or leave one of the two out"
+                )
+            self._recomputation = Recomputation(module, self.recomputed)
+
+    def recomputing(self) -> AbstractContextManager[None]:
+        """Within the block backward computes the layers under ``activation_checkpointing`` again."""
+        return recomputing(self._recomputation, [self._strategy._module], rank_zero_warn)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The block in which the module's ``training_step`` runs on this rank's whole batch."""
+        strategy = self._strategy
+        # After seed_everything all ranks draw the same, so that a layer that a draw leaves out is left out on all of
+        # them, as on one device. Samplers draw outside of the block, since ranks need the same order.
+        is_alike = strategy._model_parallel_size > 1 or strategy.data_parallel_rank == 0 or _SEED in os.environ
+        draws = nullcontext() if is_alike else self._draws.drawn(strategy.root_device, strategy.data_parallel_rank)
+        with self.recomputing(), self.weighing(), self._uncounted(), draws:
+            yield
+        strategy.common.values.look()
+
+    @contextmanager
+    def weighing(self) -> Iterator[None]:
+        """Within the block :attr:`weighs` is true, unless losses are sums."""
+        self.weighs = self._strategy.feed.loss_reduction != "sum"
+        try:
+            yield
+        finally:
+            self.weighs = False
+
+    def weighted(self, value: Any, reduce_op: Any, group: Any) -> Any:
+        """A value that the ranks of the data axis are about to reduce; for a mean, times the weight of this batch."""
+        is_mean = self.weighs and group is None and reduce_op in ("mean", "avg", ReduceOp.AVG)
+        is_weighed = is_mean and isinstance(value, Tensor) and value.is_floating_point()
+        return value * self._strategy.loss_scale if is_weighed else value
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """Within the block logs and metrics do not count if the present batch is a repeated one."""
+        if self._strategy.feed.counts:
+            yield
+            return
+        module = self._strategy._module
+        with uncounted_metrics(module), uncounted_logs(module):
+            yield
