@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,8 @@ class StageAgreement:
         self._methods = PluginMethods(plugin, {HOOKS_BEFORE_STEP: hooks}, owned=self._owned, reduce_sum=self._sums.sum)
         warnings.filterwarnings("ignore", "It is recommended to use `self.log")
         self._filter: Any = warnings.filters[0]
+        self._shown = ExitStack()
+        self._is_stepping = False
 
     def end(self) -> None:
         """Gives the plugin and its scaler their own methods back."""
@@ -61,6 +63,25 @@ class StageAgreement:
             return
         with self._gradients.shown(), nullcontext() if self._tensor is None else self._tensor.showing(parts=False):
             yield
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """The block in which an optimizer steps."""
+        self.hide_gradients()
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
+    def show_gradients_until_step(self) -> None:
+        """Shows all gradients to an ``optimizer_step`` of the module that has called the closure itself, and may clip."""
+        if not self._is_stepping:
+            self._shown.enter_context(self.gradients_for("optimizer_step"))
+
+    def hide_gradients(self) -> None:
+        """Ends :meth:`show_gradients_until_step`, if the step or the batch has ended without :meth:`stepping`."""
+        self._shown.close()
 
     def _owned(self, held: Sequence[Tensor]) -> list[Tensor]:
         counted = {id(parameter) for parameter in self._ownership.counted()}

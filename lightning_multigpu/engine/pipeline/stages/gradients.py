@@ -211,6 +211,16 @@ class DataAxis:
         if buffers:
             self._bookkeeping.broadcast_tensors(buffers, src=self._bookkeeping.first_rank)
 
+    def end_step(self, scale: float) -> None:
+        """Keeps the errors of compression after an optimizer step, whose losses had this factor."""
+        if self._reducer.compresses:
+            self._reducer.all_reduce.end_step(scale)
+
+    def compression_summary(self) -> str:
+        """What compression has saved, as text; empty without compression."""
+        compressed = self._reducer.all_reduce.compressed if self._reducer.compresses else None
+        return "" if compressed is None else compressed.summary()
+
     def close(self) -> None:
         """Ends the thread that sends gradients."""
         self._reducer.close()
