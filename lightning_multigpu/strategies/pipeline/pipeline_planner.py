@@ -423,21 +423,9 @@ class Measurement:
         self._module, self._plugin = one.lightning_module, one.precision_plugin
         self._args = (micro_batch, *others)
         self._chain = chain
-        bounds = [(0, len(chain))]
-        ownership = Ownership(self._module, chain, bounds, 0, 1)
-        self._use_probe = UseProbe(chain, bounds, ownership, None, one.root_device, 0)
-        self._probe = CostProbe(
-            chain,
-            bounds,
-            ownership,
-            None,
-            one.root_device,
-            0,
-            recompute,
-            fewest_runs=1,
-            enough_s=_ROUND_S,
-            agreed=agreed,
-        )
+        ownership = Ownership(self._module, chain, [(0, len(chain))], 0, 1, device=one.root_device)
+        self._use_probe = UseProbe(ownership, 0)
+        self._probe = CostProbe(ownership, 0, recompute, fewest_runs=1, enough_s=_ROUND_S, agreed=agreed)
         self.rounds: list[list[PartCost]] = []
 
     def watch(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
+from torchmetrics import Metric
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.batch_size import leading_size
@@ -35,6 +36,7 @@ from lightning_multigpu.engine.micro_batches import (
 from lightning_multigpu.engine.one_process.gathering import gathered
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
+from lightning_multigpu.engine.pipeline.splitting.ownership import Bounds
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis, StageSums
 from lightning_multigpu.engine.step_state import seed_of, without_differentiation
 from lightning_multigpu.engine.training_memory import held_bytes
@@ -42,12 +44,12 @@ from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.strategies.pipeline.first_batch.preparation import Preparation
 from lightning_multigpu.strategies.pipeline.kept_state import KeptState
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
-from lightning_multigpu.strategies.pipeline.split_model import Bounds, SplitModel
+from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.stage_agreement import StageAgreement
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
-from lightning_multigpu.strategies.pipeline.user_steps import UserSteps
+from lightning_multigpu.strategies.steps.dry_run import unlogged_loss
 from lightning_multigpu.strategies.steps.same_batches import same_batch
-from lightning_multigpu.strategies.steps.step_logs import Record, combined, uncounted_logs
+from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined, uncounted_logs
 
 if TYPE_CHECKING:
     from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
@@ -65,11 +67,19 @@ class RunningPipeline:
         chain, bounds: the layers, and those ``[start, stop)`` of each stage.
 
     Attributes:
+        options: the options of the pipeline.
         model: the split model.
         data_axis: the ranks that hold the same stages in other pipelines; None for one pipeline.
         tensor_axis: the ranks that split the layers of this rank's stages; None without a tensor split.
         agreement: has all stages clip by one norm, and agree on overflow.
         outputs: copies values of the last stage to all stages.
+        kept: the kept state of this rank.
+        recorder: records what this rank does in training.
+        logs: records what the user's steps log.
+        loss_reduction: combines the losses of micro-batches to the loss of their batch.
+        num_micro_batches: of a batch with enough samples.
+        seed: the seed of this pipeline's random numbers.
+        in_step: a step of the user is running, so other stages are elsewhere in the program.
         step_args: the arguments of the ``training_step`` under way.
 
     Raises:
@@ -78,8 +88,7 @@ class RunningPipeline:
 
     def __init__(self, strategy: PipelineStrategy, chain: Chain, bounds: Bounds) -> None:
         module, undo, plugin = strategy._module, strategy._undo, strategy.precision_plugin
-        self._strategy = strategy
-        self._options = options = strategy.pipeline_options
+        self.strategy, self.options = strategy, strategy.pipeline_options
         group = strategy.new_group("pipeline", descending=True)
         self.model = model = SplitModel(module, chain, bounds, group, strategy.meter, strategy.root_device)
         model.share(strategy.collectives.world, strategy.collectives.data)
@@ -97,32 +106,24 @@ class RunningPipeline:
             strategy.saves.begin(module.trainer, undo)
         else:
             undo.callback(axis.layers.follow_updates(plugin, strategy._watch_states).end)
-        self._steps = UserSteps(module, plugin, self.outputs, options.batch_dim, axis)
-        self._loss_reduction = _of_micro_batches(strategy.feed.loss_reduction, options.batch_dim)
-        self._num_micro_batches = options.num_parts(model.group.num_ranks)
-        self._recorder = Recorder(model.meter, model.device, model.ownership.parameters, model.ownership.buffers)
-        self._kept = KeptState(module, chain)
+        self.kept = KeptState(module, chain)
+        self.recorder = Recorder(model.meter, model.device, model.ownership.parameters, model.ownership.buffers)
+        self.logs = StepLogs(module)
+        self.loss_reduction = _of_micro_batches(strategy.feed.loss_reduction, self.options.batch_dim)
+        self.num_micro_batches = self.options.num_parts(model.group.num_ranks)
         seed = strategy.collectives.world.broadcast_object(torch.initial_seed() & _SEED_BITS, 0)
-        self._seed = seed_of(seed, strategy.data_parallel_rank)
-        self._preparation = Preparation(
-            model,
-            options,
-            self._steps,
-            self._kept,
-            self._recorder,
-            loss_reduction=self._loss_reduction,
-            seed=self._seed,
-            world=strategy.collectives.world,
-            tensor_axis=axis,
-        )
+        self.seed = seed_of(seed, strategy.data_parallel_rank)
+        self.in_step = False
+        self.step_args: tuple[Any, ...] = ()
+        self._preparation = Preparation(self)
         self._sums = StageSums(model.group)
+        self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self._num_evaluated = 0
         self._buffers_due = True
-        self.step_args: tuple[Any, ...] = ()
 
     def _data_axis(self) -> DataAxis | None:
         """The ranks that hold the same stages in other pipelines; a collective of the world."""
-        strategy, transport = self._strategy, self._strategy._transport
+        strategy, transport = self.strategy, self.strategy._transport
         module, data = strategy._module, strategy.collectives.data
         if strategy.data_parallel_size == 1:
             return None
@@ -144,10 +145,30 @@ class RunningPipeline:
         strategy._undo.callback(data_axis.close)
         return data_axis
 
-    @property
-    def in_step(self) -> bool:
-        """A step of the user is running, so other stages are elsewhere in the program."""
-        return self._steps.are_running
+    # The user's steps; no collectives
+
+    def call(self, hook: str, *args: Any, **kwargs: Any) -> Any:
+        """The output of a step of the module; a ``training_step`` gets a micro-batch, cut along dimension 0."""
+        self.in_step = True
+        try:
+            if hook == "training_step":
+                args = (moved(args[0], 0, self.options.batch_dim), *args[1:])
+            with self.outputs.noting(), self._showing_whole():
+                output = getattr(self.model.module, hook)(*args, **kwargs)
+                return output if self.tensor_axis is None else self.tensor_axis.whole_outputs(output)
+        finally:
+            self.in_step = False
+            # A metric that this stage computed alone within the step has to be computed by all stages.
+            for metric in self._metrics:
+                metric._computed = None
+
+    def loss_of(self, micro_batch: Any, others: Sequence[Any]) -> Any:
+        """The loss of a dry run of ``training_step``, whose logs are dropped."""
+        plugin, module = self.strategy.precision_plugin, self.model.module
+        return unlogged_loss(plugin, module, lambda: self.call("training_step", micro_batch, *others))
+
+    def _showing_whole(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.tensor_axis is None else self.tensor_axis.group.showing(parts=False)
 
     # Training
 
@@ -157,7 +178,7 @@ class RunningPipeline:
         if not model.group.same_everywhere(checksum_of(batch)):
             # Without the module's hooks: the last stage has called them for this batch.
             batch = move_data_to_device(model.stages.broadcast_object(batch, model.group.ranks[-1]), device)
-        if self.tensor_axis is None or self._strategy.failure_watch.failed:
+        if self.tensor_axis is None or self.strategy.failure_watch.failed:
             return batch
         return same_batch(batch, self.tensor_axis.peers, device)
 
@@ -177,12 +198,12 @@ class RunningPipeline:
             PipelineError: a stage reads an old value, which another stage has changed in an earlier step.
         """
         (batch, *others), self.step_args = self.step_args, ()
-        batch = moved(batch, self._options.batch_dim, 0)
+        batch = moved(batch, self.options.batch_dim, 0)
         if self._buffers_due:
             self.share_buffers()
         self._buffers_due = not accumulating
-        parts = split_batch(batch, num_micro_batches_of(batch, self._num_micro_batches))
-        weights = weights_of(parts, self._loss_reduction)
+        parts = split_batch(batch, num_micro_batches_of(batch, self.num_micro_batches))
+        weights = weights_of(parts, self.loss_reduction)
         self._preparation.prepare(batch, others, weights, multiplier)
         passes = self._run_schedule(parts, others, [weight * multiplier for weight in weights])
         outputs = self._share_outputs(parts, weights, passes, counts=multiplier != 0)
@@ -196,16 +217,16 @@ class RunningPipeline:
         held = self.model.ownership.held()
         passes = _Passes([[] for _ in parts], [{} for _ in parts], [p for p in held if p.grad is None])
         # A step may change its batch in place, and each stage of this rank runs it.
-        own = cloned if self._options.num_stages_of_rank > 1 else lambda part: part
+        own = cloned if self.options.num_stages_of_rank > 1 else lambda part: part
 
         def step(micro_batch: int) -> Any:
             with (
-                self._steps.plugin.train_step_context(),
-                self._steps.logs.recording(pass_on=False) as passes.records[micro_batch],
-                self._kept.step(scan=self._preparation.is_first),
+                self.strategy.precision_plugin.train_step_context(),
+                self.logs.recording(pass_on=False) as passes.records[micro_batch],
+                self.kept.step(scan=self._preparation.is_first),
                 without_differentiation(),
             ):
-                loss = self._steps.call("training_step", own(parts[micro_batch]), *others)
+                loss = self.call("training_step", own(parts[micro_batch]), *others)
             if isinstance(loss, Mapping):
                 passes.outputs[micro_batch] = {key: value for key, value in loss.items() if key != "loss"}
                 loss = loss.get("loss")
@@ -217,8 +238,8 @@ class RunningPipeline:
         trainable = tuple(parameter.requires_grad for parameter in self.model.ownership.parameters())
         kinds = [(signature_of(part), trainable) for part in parts]
         trainer = self.model.module.trainer
-        seed = (self._seed, 0, trainer.current_epoch, trainer.fit_loop.batch_idx)
-        with self._kept.batch(), self._kept.watching():
+        seed = (self.seed, 0, trainer.current_epoch, trainer.fit_loop.batch_idx)
+        with self.kept.batch(), self.kept.watching():
             passes.losses = self._preparation.runner.train(step, kinds, scales, seed)
         return passes
 
@@ -226,12 +247,12 @@ class RunningPipeline:
         self, parts: Sequence[Any], weights: Sequence[float], passes: _Passes, *, counts: bool
     ) -> dict[str, Any]:
         """Logs what the last stage's steps have logged as the logs of one batch; returns the outputs of the batch."""
-        model, kept, preparation, trainer = self.model, self._kept, self._preparation, self.model.module.trainer
+        model, kept, preparation, trainer = self.model, self.kept, self._preparation, self.model.module.trainer
         message: Any = None
         further: dict[str, Any] = {}
         if model.is_last:
             samples = [leading_size(part) or 1 for part in parts]
-            sizes = weights if callable(self._loss_reduction) else [float(size) for size in samples]
+            sizes = weights if callable(self.loss_reduction) else [float(size) for size in samples]
             loss = combined_loss(passes.losses, weights)
             logged = combined(passes.records, sizes, passes.losses, weights)
             old_value = kept.old_value(kept.changes, kept.reads, model.modules_of(model.group.num_ranks - 1))
@@ -242,7 +263,7 @@ class RunningPipeline:
         logged, loss, stops, preparation.is_new_form, old_value, uses_layers = received
         if old_value is not None:
             raise PipelineError(old_value)
-        if not (uses_layers or (model.is_last and self._options.num_stages_of_rank == 1)):
+        if not (uses_layers or (model.is_last and self.options.num_stages_of_rank == 1)):
             # Stages before the last one have got zeros for parameters on which no loss depends, and one device has no
             # gradient: an optimizer with momentum or weight decay would change them.
             for parameter in passes.without_gradient:
@@ -250,7 +271,7 @@ class RunningPipeline:
                     parameter.grad = None
         trainer.should_stop = trainer.should_stop or stops  # a step may ask for the end of training
         with nullcontext() if counts else uncounted_logs(model.module):  # not those of a batch that is repeated
-            self._steps.logs.replay(logged, "training_step")
+            self.logs.replay(logged, "training_step")
         return {"loss": loss, **further}
 
     def _reduce_gradients(self) -> None:
@@ -295,14 +316,14 @@ class RunningPipeline:
         self._preparation.prepare_evaluation(hook, *args, **kwargs)
         is_last = self.model.is_last
         self._num_evaluated += 1
-        seed = (self._seed, 1, self.model.module.trainer.global_step, self._num_evaluated)
-        with self._steps.logs.recording(pass_on=is_last) as records:
-            _, output = self._preparation.runner.evaluate(lambda: self._steps.call(hook, *args, **kwargs), seed)
+        seed = (self.seed, 1, self.model.module.trainer.global_step, self._num_evaluated)
+        with self.logs.recording(pass_on=is_last) as records:
+            _, output = self._preparation.runner.evaluate(lambda: self.call(hook, *args, **kwargs), seed)
         if hook != "predict_step":
             batch_end = f"on_{hook.removesuffix('_step')}_batch_end"
             replayed, output = self.outputs.from_last(records, output, batch_end)
             if not is_last:
-                self._steps.logs.replay(replayed, hook)
+                self.logs.replay(replayed, hook)
         else:
             output = self.outputs.prediction(output)
         self.model.group.finish()
@@ -330,8 +351,8 @@ class RunningPipeline:
         """Gives the ranks the whole module, with ``gather_at_end``, at the end of a run without failures."""
         if self.tensor_axis is not None:
             self.tensor_axis.make_whole()
-        if self._options.gather_at_end:
-            self.model.make_whole(is_first=self._strategy.data_parallel_rank == 0)
+        if self.options.gather_at_end:
+            self.model.make_whole(is_first=self.strategy.data_parallel_rank == 0)
         else:
             self.model.leave_in_parts()
 
@@ -339,20 +360,20 @@ class RunningPipeline:
 
     def record(self, steps: bool, activations: bool) -> None:
         """Sets whether steps are recorded from now on and, in one step, the tensors that autograd keeps."""
-        self._recorder.notes_steps, self._recorder.counts_activations = steps, activations
+        self.recorder.notes_steps, self.recorder.counts_activations = steps, activations
 
     def stage_record(self) -> StageRecord:
         """The newest steps of this rank's stages, and their memory, with the optimizers' states."""
-        strategy, optimizers = self._strategy, self.model.module.trainer.optimizers
+        strategy, optimizers = self.strategy, self.model.module.trainer.optimizers
         return StageRecord(
             # Reports show the ranks with the same part of every layer as one pipeline.
             pipeline=strategy.data_parallel_rank * strategy.tensor_parallel_size + strategy.tensor_parallel_rank,
             position=self.model.ownership.position,
             num_ranks=self.model.group.num_ranks,
-            stages_per_rank=self._options.num_stages_of_rank,
-            schedule=self._options.schedule,
-            steps=self._recorder.steps(),
-            memory=self._recorder.memory(optimizers),
+            stages_per_rank=self.options.num_stages_of_rank,
+            schedule=self.options.schedule,
+            steps=self.recorder.steps(),
+            memory=self.recorder.memory(optimizers),
             predicted=held_bytes(self.model.ownership.held(), optimizers),
         )
 

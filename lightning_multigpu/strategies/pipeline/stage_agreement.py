@@ -75,7 +75,7 @@ class StageAgreement:
             self._is_stepping = False
 
     def show_gradients_until_step(self) -> None:
-        """Shows all gradients to an ``optimizer_step`` of the module that has called the closure itself, and may clip."""
+        """Shows all gradients to an ``optimizer_step`` of the module that calls the closure itself, and may clip."""
         if not self._is_stepping:
             self._shown.enter_context(self.gradients_for("optimizer_step"))
 

@@ -21,6 +21,7 @@ from lightning_multigpu.engine.data_parallel.gradient_transport import GradientT
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
+from lightning_multigpu.engine.pipeline.splitting.ownership import Bounds
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
 from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName
@@ -31,7 +32,7 @@ from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.pipeline import pipeline_checks
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline
-from lightning_multigpu.strategies.pipeline.split_model import Bounds, built_by_stages
+from lightning_multigpu.strategies.pipeline.split_model import built_by_stages
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
 from lightning_multigpu.strategies.steps.same_batches import (
     builds_layers_later,

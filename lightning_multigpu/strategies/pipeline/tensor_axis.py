@@ -87,7 +87,7 @@ class TensorAxis:
         model, module = self._model, self._model.module
         with model.meter.unrecorded(), torch.inference_mode(False):
             if model.group.num_ranks > 1:
-                model.ownership.restore(model.stages, model.group.ranks)
+                model.ownership.restore(model.stages)
                 for holding in model.ownership.holdings:
                     holding.tensor.data = holding.tensor.data.to(model.device)
             plan = self.layers.decide(

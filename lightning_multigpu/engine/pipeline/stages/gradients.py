@@ -213,12 +213,13 @@ class DataAxis:
 
     def end_step(self, scale: float) -> None:
         """Keeps the errors of compression after an optimizer step, whose losses had this factor."""
-        if self._reducer.compresses:
+        if self._reducer.compresses and self._reducer.all_reduce is not None:
             self._reducer.all_reduce.end_step(scale)
 
     def compression_summary(self) -> str:
         """What compression has saved, as text; empty without compression."""
-        compressed = self._reducer.all_reduce.compressed if self._reducer.compresses else None
+        all_reduce = self._reducer.all_reduce if self._reducer.compresses else None
+        compressed = None if all_reduce is None else all_reduce.compressed
         return "" if compressed is None else compressed.summary()
 
     def close(self) -> None:

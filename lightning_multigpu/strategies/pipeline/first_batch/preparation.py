@@ -12,47 +12,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.activation_checkpointing import layers_of
-from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.micro_batches import cloned, first_part, num_micro_batches_of
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.measuring.stage_bytes import end_bytes, layer_bytes
+from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
+from lightning_multigpu.engine.pipeline.splitting.ownership import Bounds
+from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
 from lightning_multigpu.engine.pipeline.stages.loss_forms import LossForms
 from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.step_state import seed_of, without_differentiation
 from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipelines.stage_costs import MeasuredBalance, PartCost, StageCosts
 from lightning_multigpu.strategies.pipeline.first_batch.step_checks import StepChecks
-from lightning_multigpu.strategies.pipeline.kept_state import KeptState
-from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
-from lightning_multigpu.strategies.pipeline.split_model import Bounds, SplitModel
-from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
-from lightning_multigpu.strategies.pipeline.user_steps import UserSteps
 from lightning_multigpu.strategies.steps.dry_run import without_trace
 from lightning_multigpu.strategies.steps.step_logs import Record
+
+if TYPE_CHECKING:
+    from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline
 
 
 class Preparation:
     """Splits a model by its first batch, and checks its steps. Methods are collectives unless they say otherwise.
 
     Args:
-        model: the split model; it may be split again.
-        options: the options of the pipeline.
-        steps: runs the user's steps.
-        kept: the kept state of this rank.
-        recorder: records what this rank does in training.
-        loss_reduction: combines the losses of micro-batches to the loss of their batch.
-        seed: the seed of the pipeline's random numbers.
-        world: all ranks of all pipelines.
-        tensor_axis: the ranks that split the layers of this rank's stages; None without a tensor split.
+        pipeline: whose model is split.
 
     Attributes:
         runner: runs the stages of the present split.
@@ -63,51 +54,28 @@ class Preparation:
         ValueError: no layer has a name or class that is listed in ``activation_checkpointing``.
     """
 
-    def __init__(
-        self,
-        model: SplitModel,
-        options: PipelineOptions,
-        steps: UserSteps,
-        kept: KeptState,
-        recorder: Recorder,
-        *,
-        loss_reduction: LossReduction,
-        seed: int,
-        world: MeteredGroup,
-        tensor_axis: TensorAxis | None,
-    ) -> None:
-        self._model = model
-        self._options = options
-        self._steps = steps
-        self._kept = kept
-        self._recorder = recorder
-        self._loss_reduction = loss_reduction
-        self._seed = seed
-        self._world = world
-        self._tensor_axis = tensor_axis
-        self._num_micro_batches = options.num_parts(model.group.num_ranks)
-        self._recompute = layers_of(model.chain.name, model.chain.named_layers(), options.activation_checkpointing)
-        self._will_train = model.module.trainer.state.fn == TrainerFn.FITTING
-        self._balance_due = options.measured_balance if self._will_train and model.group.num_ranks > 1 else None
+    def __init__(self, pipeline: RunningPipeline) -> None:
+        self._pipeline, self._model, self._options = pipeline, pipeline.model, pipeline.options
+        self._world, self._tensor_axis = pipeline.strategy.collectives.world, pipeline.tensor_axis
+        chain, choice = self._model.chain, self._options.activation_checkpointing
+        self._recompute = layers_of(chain.name, chain.named_layers(), choice)
+        self._will_train = self._model.module.trainer.state.fn == TrainerFn.FITTING
+        measures = self._will_train and self._model.group.num_ranks > 1
+        self._balance_due = self._options.measured_balance if measures else None
         self._watched: set[Any] = set()
         self._loss_forms = LossForms()
         self._is_checked = self._checks_forms = False
         self.is_first = True
         self.is_new_form = False
-        self.runner = self._new_runner(recorder)
+        self.runner = self._new_runner(pipeline.recorder)
 
     def _new_runner(self, recorder: Recorder) -> PipelineRunner:
-        model = self._model
         return PipelineRunner(
-            model.chain,
-            model.bounds,
-            model.group,
-            model.device,
+            self._model.ownership,
             schedule=self._options.schedule,
-            parameters=model.ownership.held,
             recompute=self._recompute,
             recorder=recorder,
-            enter=self._kept.enter,
+            enter=self._pipeline.kept.enter,
         )
 
     def prepare(self, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float) -> None:
@@ -125,7 +93,7 @@ class Preparation:
         """
         if self.is_first:
             self._split(batch, others)
-            self._checks().check_kept_state(batch, others, self._recompute)
+            StepChecks(self._pipeline, self.runner).check_kept_state(batch, others, self._recompute)
         may_check = self._options.check_loss and len(weights) > 1 and multiplier != 0
         self._checks_forms = may_check and self._is_checked
         if may_check and not self._is_checked:
@@ -138,8 +106,8 @@ class Preparation:
             self._check_sums(batch, others, weights, multiplier)
         if self.is_first:
             self.is_first = False
-            for places in self._model.stages.gather_objects(list(self._kept.changes)):
-                self._kept.learn(places)
+            for places in self._model.stages.gather_objects(list(self._pipeline.kept.changes)):
+                self._pipeline.kept.learn(places)
 
     def note_form(self, loss: Any) -> None:
         """Notes whether the loss of a micro-batch has a new term; no collective."""
@@ -148,7 +116,7 @@ class Preparation:
 
     def prepare_evaluation(self, hook: str, *args: Any, **kwargs: Any) -> None:
         """Traces the model by a step of evaluation, if nothing has, and finds the uses of parameters of each loader."""
-        if self._model.is_untraced:
+        if not self._model.chain.is_arranged:
             self._trace(hook, *args, will_train=self._will_train, **kwargs)
         key = (hook, *args[2:])  # of each loader
         if key not in self._watched:
@@ -157,11 +125,11 @@ class Preparation:
     # The split
 
     def _split(self, batch: Any, others: Sequence[Any]) -> None:
-        part = first_part(batch, self._num_micro_batches)
+        part = first_part(batch, self._pipeline.num_micro_batches)
         if self._tensor_axis is not None:
-            self._tensor_axis.split(lambda: self._steps.loss(cloned(part), others), self._world)
-        with self._steps.plugin.train_step_context():
-            if self._model.is_untraced:
+            self._tensor_axis.split(lambda: self._pipeline.loss_of(cloned(part), others), self._world)
+        with self._pipeline.strategy.precision_plugin.train_step_context():
+            if not self._model.chain.is_arranged:
                 self._trace("training_step", part, *others, will_train=True)
             with without_differentiation():
                 self._find_uses("training_step", "training_step", part, *others)
@@ -171,17 +139,19 @@ class Preparation:
 
     def _split_again(self, bounds: Bounds) -> None:
         self._model.split_again(bounds)
-        self.runner = self._new_runner(self._recorder)
+        self.runner = self._new_runner(self._pipeline.recorder)
 
     def _trace(self, hook: str, *args: Any, will_train: bool, **kwargs: Any) -> None:
         """Traces a step of the module, and gives each rank the parameters that its stages use."""
 
         def step() -> Any:
-            with self._steps.logs.recording(pass_on=False):
-                return self._steps.call(hook, *args, **kwargs)
+            with self._pipeline.logs.recording(pass_on=False):
+                return self._pipeline.call(hook, *args, **kwargs)
 
+        chain = self._model.chain
+        assert isinstance(chain, TracedChain)
         with without_trace(self._model.module):
-            self._model.arrange(step, will_train=will_train)
+            chain.arrange(step, will_train=will_train)
         self._model.split_again(self._model.bounds)
 
     def _find_uses(self, key: Any, hook: str, batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -191,8 +161,8 @@ class Preparation:
         records: list[Record] = []
 
         def step() -> Any:
-            with self._steps.logs.recording(pass_on=False) as found:
-                output = self._steps.call(hook, cloned(batch), *args, **kwargs)
+            with self._pipeline.logs.recording(pass_on=False) as found:
+                output = self._pipeline.call(hook, cloned(batch), *args, **kwargs)
             records[:] = found
             return output
 
@@ -201,7 +171,14 @@ class Preparation:
 
         everyone = self._world if self._will_train else model.stages
         with nullcontext() if self._tensor_axis is None else self._tensor_axis.group.alone():
-            has_moved = model.find_uses(step, left, seed_of(self._seed, 4), everyone)
+            has_moved = False
+            while model.group.num_ranks > 1 and any(holding.is_outside for holding in model.ownership.holdings):
+                with without_trace(model.module):
+                    uses = UseProbe(model.ownership, seed_of(self._pipeline.seed, 4)).watch(step, left)
+                model.chain.learn(everyone.gather_objects(uses))
+                if not model.split_again(model.bounds):
+                    break
+                has_moved = True
         if has_moved and hook == "training_step":  # the old split counted moved parameters elsewhere
             bounds = options.bounds(model.chain, model.group.num_ranks)
             if options.measured_balance is None and bounds != model.bounds:
@@ -231,19 +208,19 @@ class Preparation:
 
     def _measured_costs(self, batch: Any, others: Sequence[Any]) -> StageCosts:
         """The costs of the layers, the same on all stages."""
-        model, part = self._model, first_part(batch, self._num_micro_batches)
+        model, part = self._model, first_part(batch, self._pipeline.num_micro_batches)
         probe = CostProbe(
-            model.chain,
-            model.bounds,
             model.ownership,
-            model.group,
-            model.device,
-            self._seed,
+            self._pipeline.seed,
             self._recompute,
             agreed=bool if self._tensor_axis is None else partial(self._tensor_axis.group.any, device=model.device),
         )
         with without_trace(model.module):
-            found = probe.measure(lambda: self._steps.loss(part, others)), slowest_link(model.group), probe.elsewhere_s
+            found = (
+                probe.measure(lambda: self._pipeline.loss_of(part, others)),
+                slowest_link(model.group),
+                probe.elsewhere_s,
+            )
             of_ranks, links, elsewhere = zip(*model.stages.gather_objects(found), strict=True)
         parts: dict[int, PartCost] = {part: cost for costs in of_ranks for part, cost in costs.items()}
         return StageCosts(
@@ -253,21 +230,15 @@ class Preparation:
             schedule=self._options.schedule,
             num_ranks=model.group.num_ranks,
             stages_per_rank=self._options.num_stages_of_rank,
-            num_micro_batches=num_micro_batches_of(batch, self._num_micro_batches),
+            num_micro_batches=num_micro_batches_of(batch, self._pipeline.num_micro_batches),
             end_bytes=end_bytes(model.ownership, model.module.trainer.optimizers),
             elsewhere_s=max((seconds for seconds in elsewhere if seconds is not None), default=None),
         )
 
-    # The checks
-
-    def _checks(self) -> StepChecks:
-        return StepChecks(self._model, self._options, self._steps, self._kept, self.runner, self._seed)
-
     def _check_sums(self, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float) -> None:
         """Checks that losses, and then gradients, of micro-batches add up to those of their batch."""
-        model, checks = self._model, self._checks()
+        model, checks = self._model, StepChecks(self._pipeline, self.runner)
         runner = self._new_runner(Recorder(model.meter, model.device, model.ownership.held))
-        gather = model.stages.gather_objects if self._tensor_axis is None else self._tensor_axis.gather
         with model.meter.unrecorded():
-            checks.check_losses(batch, others, weights, self._loss_reduction)
-            checks.check_gradients(batch, others, len(weights), self._loss_reduction, runner, multiplier, gather)
+            checks.check_losses(batch, others, weights)
+            checks.check_gradients(batch, others, len(weights), runner, multiplier)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,14 +25,12 @@ from lightning_multigpu.engine.micro_batches import (
 )
 from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.step_state import without_differentiation
-from lightning_multigpu.strategies.pipeline.kept_state import KeptState
-from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
-from lightning_multigpu.strategies.pipeline.split_model import SplitModel
-from lightning_multigpu.strategies.pipeline.user_steps import UserSteps
 from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, precision_dtypes, unlogged_loss, without_trace
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline
 
 
 class StepChecks:
@@ -42,48 +40,29 @@ class StepChecks:
     other objects stay. Its messages have arrived when it ends, since the run may end there.
 
     Args:
-        model: the split model.
-        options: the options of the pipeline.
-        steps: runs the user's steps.
-        kept: the kept state of this rank.
+        pipeline: whose steps are checked.
         runner: runs the stages.
-        seed: the seed of the run.
     """
 
-    def __init__(
-        self,
-        model: SplitModel,
-        options: PipelineOptions,
-        steps: UserSteps,
-        kept: KeptState,
-        runner: PipelineRunner,
-        seed: int,
-    ) -> None:
-        self._model = model
-        self._options = options
-        self._steps = steps
-        self._kept = kept
-        self._runner = runner
-        self._seed = seed
+    def __init__(self, pipeline: RunningPipeline, runner: PipelineRunner) -> None:
+        self._pipeline, self._model, self._runner = pipeline, pipeline.model, runner
 
     def _loss_of(self, part: Any, others: Sequence[Any], seed: tuple[int, ...], *, scan: bool = False) -> Any:
         """The loss of the step, forward only, on the last stage; or the exception that it raised after the layers."""
 
         def step() -> Any:
             try:
-                with self._kept.step(scan=scan):
-                    return self._steps.call("training_step", part, *others)
+                with self._pipeline.kept.step(scan=scan):
+                    return self._pipeline.call("training_step", part, *others)
             except Exception as error:
                 if not self._runner.is_past_chain:
                     raise
                 return error
 
-        plugin, module = self._steps.plugin, self._model.module
-        return unlogged_loss(plugin, module, lambda: self._runner.evaluate(step, (self._seed, 2, *seed))[1])
+        plugin, module = self._pipeline.strategy.precision_plugin, self._model.module
+        return unlogged_loss(plugin, module, lambda: self._runner.evaluate(step, (self._pipeline.seed, 2, *seed))[1])
 
-    def check_losses(
-        self, batch: Any, others: Sequence[Any], weights: Sequence[float], loss_reduction: LossReduction
-    ) -> None:
+    def check_losses(self, batch: Any, others: Sequence[Any], weights: Sequence[float]) -> None:
         """Checks that the losses of micro-batches add up to the loss of their batch.
 
         Both are computed forward only and in evaluation mode: dropout draws other numbers for a whole batch than for
@@ -94,7 +73,6 @@ class StepChecks:
             batch: the same on every stage.
             others: further arguments of ``training_step``.
             weights: the weights of the micro-batches' losses.
-            loss_reduction: the option behind the weights, for the message.
 
         Raises:
             ValueError: on every stage, if the losses do not add up.
@@ -114,7 +92,7 @@ class StepChecks:
             found = None
             if model.is_last:
                 samples = [leading_size(part) or 1 for part in split_batch(batch, len(weights))]
-                found = _disagreement(model.module, losses, weights, samples, loss_reduction)
+                found = _disagreement(model.module, losses, weights, samples, self._pipeline.loss_reduction)
             found = model.group.from_last(found)
             if found is None:
                 return
@@ -144,10 +122,10 @@ class StepChecks:
             PipelineError: on every stage, if a stage reads an old value, or if a step that runs several times a batch,
                 or a layer that runs again in backward, depends on a value that it has kept.
         """
-        model, kept, repeats = self._model, self._kept, self._why_steps_repeat()
+        model, kept, repeats = self._model, self._pipeline.kept, self._why_steps_repeat()
         if repeats is None and not recompute:
             return
-        part = first_part(batch, self._options.num_parts(model.group.num_ranks))
+        part = first_part(batch, self._pipeline.num_micro_batches)
         with model.meter.unrecorded():
             with without_trace(model.module), torch.no_grad():
                 first = self._loss_of(copy.deepcopy(part), others, (2,), scan=True)
@@ -179,7 +157,7 @@ class StepChecks:
 
     def _why_steps_repeat(self) -> str | None:
         """Why stages run the step several times a batch, and the fix; None if they run it once."""
-        count, stages = self._options.num_parts(self._model.group.num_ranks), self._options.num_stages_of_rank
+        count, stages = self._pipeline.num_micro_batches, self._pipeline.options.num_stages_of_rank
         if count > 1:
             return (
                 f"with num_micro_batches={count} every stage runs the step as often for a batch. Change it in "
@@ -194,14 +172,7 @@ class StepChecks:
         return None
 
     def check_gradients(
-        self,
-        batch: Any,
-        others: Sequence[Any],
-        num_parts: int,
-        loss_reduction: LossReduction,
-        runner: PipelineRunner,
-        multiplier: float,
-        gather: Callable[[Any], list[Any]],
+        self, batch: Any, others: Sequence[Any], num_parts: int, runner: PipelineRunner, multiplier: float
     ) -> None:
         """Checks that the gradients of two micro-batches add up to those of both together.
 
@@ -211,22 +182,20 @@ class StepChecks:
             batch: the same on every stage.
             others: further arguments of ``training_step``.
             num_parts: the micro-batches of the batch.
-            loss_reduction: combines the losses of micro-batches to the loss of their batch.
             runner: runs the stages, and records nothing.
             multiplier: the factor of the loss before its backward.
-            gather: returns the objects of all ranks of the pipeline and of its tensor groups, on every rank.
 
         Raises:
             ValueError: on every stage, if the gradients do not add up.
         """
-        model, trainer = self._model, self._model.module.trainer
+        pipeline, model, trainer = self._pipeline, self._model, self._model.module.trainer
 
         def run(parts: Sequence[Any], weights: Sequence[float], seed: int) -> None:
             def step(number: int) -> Any:
                 with without_differentiation():
-                    return self._steps.loss(cloned(parts[number]), others)
+                    return pipeline.loss_of(cloned(parts[number]), others)
 
-            seeds = (self._seed, 3, seed, trainer.current_epoch, trainer.fit_loop.batch_idx)
+            seeds = (pipeline.seed, 3, seed, trainer.current_epoch, trainer.fit_loop.batch_idx)
             runner.train(step, [signature_of(part) for part in parts], [w * multiplier for w in weights], seeds)
             model.group.finish()
 
@@ -239,8 +208,8 @@ class StepChecks:
             },
             run,
             traceless=lambda: without_trace(model.module),
-            gather=gather,
-            loss_reduction=loss_reduction,
+            gather=model.stages.gather_objects if pipeline.tensor_axis is None else pipeline.tensor_axis.gather,
+            loss_reduction=pipeline.loss_reduction,
             rtol=gradient_rtol(model.module, model.device),
         )
         finding = check.find(batch, num_parts)
