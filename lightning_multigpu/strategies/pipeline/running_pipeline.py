@@ -37,7 +37,8 @@ from lightning_multigpu.engine.one_process.gathering import gathered
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Bounds
-from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis, StageSums
+from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
+from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.step_state import seed_of, without_differentiation
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
@@ -89,9 +90,7 @@ class RunningPipeline:
     def __init__(self, strategy: PipelineStrategy, chain: Chain, bounds: Bounds) -> None:
         module, undo, plugin = strategy._module, strategy._undo, strategy.precision_plugin
         self.strategy, self.options = strategy, strategy.pipeline_options
-        group = strategy.new_group("pipeline", descending=True)
-        self.model = model = SplitModel(module, chain, bounds, group, strategy.meter, strategy.root_device)
-        model.share(strategy.collectives.world, strategy.collectives.data)
+        self.model = model = SplitModel(strategy, chain, bounds)
         self.data_axis = self._data_axis()
         self.tensor_axis = axis = None if strategy.tensor_parallel_size == 1 else TensorAxis(model, strategy)
         self.agreement = StageAgreement(plugin, model, None if axis is None else axis.group)
@@ -116,7 +115,6 @@ class RunningPipeline:
         self.in_step = False
         self.step_args: tuple[Any, ...] = ()
         self._preparation = Preparation(self)
-        self._sums = StageSums(model.group)
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self._num_evaluated = 0
         self._buffers_due = True
@@ -204,15 +202,17 @@ class RunningPipeline:
         self._buffers_due = not accumulating
         parts = split_batch(batch, num_micro_batches_of(batch, self.num_micro_batches))
         weights = weights_of(parts, self.loss_reduction)
-        self._preparation.prepare(batch, others, weights, multiplier)
-        passes = self._run_schedule(parts, others, [weight * multiplier for weight in weights])
+        runner = self._preparation.prepare(batch, others, weights, multiplier)
+        passes = self._run_schedule(runner, parts, others, [weight * multiplier for weight in weights])
         outputs = self._share_outputs(parts, weights, passes, counts=multiplier != 0)
         self._preparation.follow(batch, others, weights, multiplier)
         if not accumulating:
             self._reduce_gradients()
         return outputs
 
-    def _run_schedule(self, parts: Sequence[Any], others: Sequence[Any], scales: Sequence[float]) -> _Passes:
+    def _run_schedule(
+        self, runner: PipelineRunner, parts: Sequence[Any], others: Sequence[Any], scales: Sequence[float]
+    ) -> _Passes:
         """Forward and backward of the micro-batches."""
         held = self.model.ownership.held()
         passes = _Passes([[] for _ in parts], [{} for _ in parts], [p for p in held if p.grad is None])
@@ -240,7 +240,8 @@ class RunningPipeline:
         trainer = self.model.module.trainer
         seed = (self.seed, 0, trainer.current_epoch, trainer.fit_loop.batch_idx)
         with self.kept.batch(), self.kept.watching():
-            passes.losses = self._preparation.runner.train(step, kinds, scales, seed)
+            passes.losses = runner.train(step, kinds, scales, seed)
+        passes.use_layers = runner.uses_layers
         return passes
 
     def _share_outputs(
@@ -256,8 +257,7 @@ class RunningPipeline:
             loss = combined_loss(passes.losses, weights)
             logged = combined(passes.records, sizes, passes.losses, weights)
             old_value = kept.old_value(kept.changes, kept.reads, model.modules_of(model.group.num_ranks - 1))
-            uses_layers = preparation.runner.uses_layers
-            message = logged, loss, trainer.should_stop, preparation.is_new_form, old_value, uses_layers
+            message = logged, loss, trainer.should_stop, preparation.is_new_form, old_value, passes.use_layers
             further = tree_map_only(Tensor, Tensor.detach, gathered(passes.outputs, samples, model.device))
         received, further = self.outputs.from_last(message, further, "on_train_batch_end")
         logged, loss, stops, preparation.is_new_form, old_value, uses_layers = received
@@ -281,7 +281,7 @@ class RunningPipeline:
         shared = {id(holding.tensor) for holding in common}
         if self.data_axis is not None:
             self.data_axis.average_gradients([p for p in ownership.held() if id(p) not in shared])
-        self._sums.sum_gradients(common)
+        self.agreement.sums.sum_gradients(common)
         if self.data_axis is not None:
             self.data_axis.average_gradients([p for p in ownership.held() if id(p) in shared])
 
@@ -313,12 +313,12 @@ class RunningPipeline:
             The output of the step: on every stage for ``predict_step`` and if a hook reads it, else on the last stage;
             None elsewhere.
         """
-        self._preparation.prepare_evaluation(hook, *args, **kwargs)
+        runner = self._preparation.prepare_evaluation(hook, *args, **kwargs)
         is_last = self.model.is_last
         self._num_evaluated += 1
         seed = (self.seed, 1, self.model.module.trainer.global_step, self._num_evaluated)
         with self.logs.recording(pass_on=is_last) as records:
-            _, output = self._preparation.runner.evaluate(lambda: self.call(hook, *args, **kwargs), seed)
+            _, output = runner.evaluate(lambda: self.call(hook, *args, **kwargs), seed)
         if hook != "predict_step":
             batch_end = f"on_{hook.removesuffix('_step')}_batch_end"
             replayed, output = self.outputs.from_last(records, output, batch_end)
@@ -386,12 +386,14 @@ class _Passes:
         records, outputs: for each micro-batch, what its step has logged, and returned beside the loss.
         without_gradient: parameters of this rank that had no gradient before.
         losses: the losses of the micro-batches, on the last stage.
+        use_layers: the losses depend on what the last stage has received.
     """
 
     records: list[list[Record]]
     outputs: list[dict[str, Any]]
     without_gradient: list[Parameter]
     losses: list[Tensor] = field(default_factory=list)
+    use_layers: bool = False
 
 
 def _of_micro_batches(loss_reduction: LossReduction, batch_dim: int) -> LossReduction:

@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu._lightning_internals import plain_optimizer
-from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.optimizer_state import held_states, plain_state
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
@@ -30,11 +28,12 @@ from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.engine.step_state import preserved_random_state, preserved_state
 from lightning_multigpu.engine.tensor_split.parts import local
 from lightning_multigpu.planning.numbers import size
-from lightning_multigpu.runtime.process_groups import metered_group
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import packed, unpacked
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 
 _CPU = torch.device("cpu")
 
@@ -46,52 +45,33 @@ class SplitModel:
     and the descriptions are not. The last stage's rank gathers and writes a checkpoint: keys keep their order, and
     parameters are numbered as on one device.
 
+    To make one is a collective of the world: it makes the values of all ranks equal, and leaves each rank only those of
+    its own stages, on its device.
+
     Args:
-        module: the whole module.
+        strategy: whose module is split.
         chain: its layers.
         bounds: the layers ``[start, stop)`` of each stage.
-        group: the ranks of the pipeline, in the order of their positions.
-        meter: records all messages.
-        device: the device of this rank.
 
     Attributes:
         group: point-to-point messages between the ranks of the pipeline.
         stages: collectives of the same ranks.
         ownership: the ranks that hold each parameter and buffer.
         is_last: this rank has the last stage.
+
+    Raises:
+        ValueError: on all ranks, if no rank has values that one of them needs.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        chain: Chain,
-        bounds: Bounds,
-        group: dist.ProcessGroup,
-        meter: Meter,
-        device: torch.device,
-    ) -> None:
-        self.module = module
-        self.chain = chain
-        self.meter = meter
-        self.device = device
-        self.stages = stages = metered_group(group, meter, "pipeline", device)
-        self.group = PipelineGroup(group, meter, device if dist.get_backend(group) == "nccl" else _CPU)
-        self.ownership = Ownership(module, chain, bounds, stages.rank, stages.size, self.group, device)
+    def __init__(self, strategy: PipelineStrategy, chain: Chain, bounds: Bounds) -> None:
+        ranks = strategy.new_group("pipeline", descending=True)
+        self.module, self.chain, self.meter, self.device = strategy._module, chain, strategy.meter, strategy.root_device
+        self.stages = stages = strategy.metered(ranks, "pipeline")
+        self.group = PipelineGroup(ranks, self.meter, self.device if dist.get_backend(ranks) == "nccl" else _CPU)
+        self.ownership = Ownership(self.module, chain, bounds, stages.rank, stages.size, self.group, self.device)
         self.is_last = self.ownership.position == self.group.num_ranks - 1
         self.remote = RemoteValues(self.group, self.ownership.position)
-        self._was_whole = True
-
-    def share(self, world: MeteredGroup, peers: MeteredGroup) -> None:
-        """Makes the values of all ranks equal, and leaves each rank only the values of its own stages, on its device.
-
-        Args:
-            world: all ranks, of all pipelines.
-            peers: the ranks that hold the same layers, one of each pipeline.
-
-        Raises:
-            ValueError: on all ranks, if no rank has values that one of them needs.
-        """
-        self._was_whole = self.ownership.share(world, peers)
+        self._was_whole = self.ownership.share(strategy.collectives.world, strategy.collectives.data)
         self.ownership.drop()
         self.ownership.move()
 

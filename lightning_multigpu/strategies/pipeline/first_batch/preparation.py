@@ -46,7 +46,6 @@ class Preparation:
         pipeline: whose model is split.
 
     Attributes:
-        runner: runs the stages of the present split.
         is_first: the batch under way is the first one.
         is_new_form: the loss of the batch under way has a term that earlier ones had not.
 
@@ -67,7 +66,7 @@ class Preparation:
         self._is_checked = self._checks_forms = False
         self.is_first = True
         self.is_new_form = False
-        self.runner = self._new_runner(pipeline.recorder)
+        self._runner = self._new_runner(pipeline.recorder)
 
     def _new_runner(self, recorder: Recorder) -> PipelineRunner:
         return PipelineRunner(
@@ -78,7 +77,7 @@ class Preparation:
             enter=self._pipeline.kept.enter,
         )
 
-    def prepare(self, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float) -> None:
+    def prepare(self, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float) -> PipelineRunner:
         """Does the work of the first batch before its step; a collective of the world.
 
         Args:
@@ -87,18 +86,22 @@ class Preparation:
             weights: the weights of its micro-batches' losses.
             multiplier: the factor of the loss before its backward; 0 for a batch that does not count.
 
+        Returns:
+            The runner of this rank's stages.
+
         Raises:
             ValueError: the losses or the gradients of the micro-batches do not add up to those of the batch.
             PipelineError: the step cannot be split, or depends on values that an earlier step has kept elsewhere.
         """
         if self.is_first:
             self._split(batch, others)
-            StepChecks(self._pipeline, self.runner).check_kept_state(batch, others, self._recompute)
+            StepChecks(self._pipeline, self._runner).check_kept_state(batch, others, self._recompute)
         may_check = self._options.check_loss and len(weights) > 1 and multiplier != 0
         self._checks_forms = may_check and self._is_checked
         if may_check and not self._is_checked:
             self._check_sums(batch, others, weights, multiplier)
             self._is_checked = True
+        return self._runner
 
     def follow(self, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float) -> None:
         """Does the work that the step of a batch has made necessary; arguments and errors as for :meth:`prepare`."""
@@ -114,13 +117,14 @@ class Preparation:
         if self._options.check_loss and isinstance(loss, Tensor):
             self.is_new_form = self._loss_forms.is_new(loss)
 
-    def prepare_evaluation(self, hook: str, *args: Any, **kwargs: Any) -> None:
-        """Traces the model by a step of evaluation, if nothing has, and finds the uses of parameters of each loader."""
+    def prepare_evaluation(self, hook: str, *args: Any, **kwargs: Any) -> PipelineRunner:
+        """Traces the model, unless that is done, and finds the uses of parameters by the first step of each loader."""
         if not self._model.chain.is_arranged:
             self._trace(hook, *args, will_train=self._will_train, **kwargs)
         key = (hook, *args[2:])  # of each loader
         if key not in self._watched:
             self._find_uses(key, hook, *args, **kwargs)
+        return self._runner
 
     # The split
 
@@ -139,7 +143,7 @@ class Preparation:
 
     def _split_again(self, bounds: Bounds) -> None:
         self._model.split_again(bounds)
-        self.runner = self._new_runner(self._pipeline.recorder)
+        self._runner = self._new_runner(self._pipeline.recorder)
 
     def _trace(self, hook: str, *args: Any, will_train: bool, **kwargs: Any) -> None:
         """Traces a step of the module, and gives each rank the parameters that its stages use."""
@@ -237,7 +241,7 @@ class Preparation:
 
     def _check_sums(self, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float) -> None:
         """Checks that losses, and then gradients, of micro-batches add up to those of their batch."""
-        model, checks = self._model, StepChecks(self._pipeline, self.runner)
+        model, checks = self._model, StepChecks(self._pipeline, self._runner)
         runner = self._new_runner(Recorder(model.meter, model.device, model.ownership.held))
         with model.meter.unrecorded():
             checks.check_losses(batch, others, weights)

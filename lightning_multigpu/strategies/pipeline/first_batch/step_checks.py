@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,7 +106,7 @@ class StepChecks:
             "random numbers in evaluation mode too, or does not return a loss there."
         )
 
-    def check_kept_state(self, batch: Any, others: Sequence[Any], recompute: Sequence[int]) -> None:
+    def check_kept_state(self, batch: Any, others: Sequence[Any], recompute: Collection[int]) -> None:
         """Checks that no step depends on values that an earlier step has kept elsewhere.
 
         Nothing is to be checked if stages run steps and layers once a batch. Else a step runs twice on the same
