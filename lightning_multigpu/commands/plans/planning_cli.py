@@ -21,7 +21,7 @@ from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePl
 from lightning_multigpu.planning.pipelines.stage_costs import LinkCost
 from lightning_multigpu.report.prediction_table import as_json, picture, print_plans
 from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner, PlanError
-from lightning_multigpu.strategies.pipeline.strategy import StagedStrategy
+from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 
 SCHEMA_VERSION = 2
 
@@ -65,7 +65,7 @@ class PlanningCLI(TrainingCLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         given, names = self._get(self.config_init, "trainer", default={}).get("strategy"), self._wanted.strategies
-        if names and not (isinstance(given, StagedStrategy) or str(given).lower() in (*SCHEDULES, "hybrid")):
+        if names and not (isinstance(given, PipelineStrategy) or str(given).lower() in (*SCHEDULES, "hybrid")):
             kwargs["strategy"] = names[0]
         return super().instantiate_trainer(**kwargs)
 

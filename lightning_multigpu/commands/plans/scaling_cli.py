@@ -24,7 +24,7 @@ from lightning_multigpu.planning.scaling.ranking import Ranking, ranked
 from lightning_multigpu.planning.scaling.step_model import Candidate
 from lightning_multigpu.registry import REGIMES
 from lightning_multigpu.report import scaling_table
-from lightning_multigpu.strategies.pipeline.strategy import StagedStrategy
+from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from lightning_multigpu.strategies.steps.lone_steps import LoneStepsError
 
 
@@ -89,7 +89,7 @@ class ScalingCLI(TrainingCLI):
             trainer_settings=self.config_init["fit"]["trainer"],
             callbacks=trainer.callbacks,  # type: ignore[attr-defined]
             device=device,
-            pipeline_options=strategy.pipeline_options if isinstance(strategy, StagedStrategy) else None,
+            pipeline_options=strategy.pipeline_options if isinstance(strategy, PipelineStrategy) else None,
         )
         print(f"Measures {type(model).__name__} on {device}; nothing is trained", file=sys.stderr, flush=True)
         numbers = {int(c.options["num_micro_batches"]) for c in candidates if "num_micro_batches" in c.options}

@@ -95,25 +95,11 @@ class LastStageOutputs(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._at_end()
 
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _share(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.share()
 
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.share()  # values that training steps have kept: their epoch has not ended
-
-    @override
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.share()
-
-    @override
-    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.share()
-
-    @override
-    def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.share()
+    on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _share
+    on_validation_start = _share  # values that training steps have kept: their epoch has not ended
 
     # Outputs of a step
 

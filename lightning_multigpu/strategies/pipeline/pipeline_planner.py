@@ -38,10 +38,9 @@ from lightning_multigpu.planning.pipelines.stage_costs import LinkCost, PartCost
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies.pipeline.pipeline_checks import check_callbacks, check_module, check_optimizers
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
-from lightning_multigpu.strategies.pipeline.strategy import StagedStrategy
+from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from lightning_multigpu.strategies.pipeline.tensor_axis import layers_within
 from lightning_multigpu.strategies.steps.dry_run import QUIET_SETTINGS, unlogged_loss, without_trace
-from lightning_multigpu.strategies.tensor_parallel.hybrid import HybridStrategy
 from lightning_multigpu.strategies.tensor_parallel.tensor_split import TensorSplitStrategy
 
 if TYPE_CHECKING:
@@ -178,7 +177,7 @@ class PipelinePlanner:
             PlanError: the strategy is no pipeline, or a schedule or a callback cannot be used with it.
         """
         strategy = trainer.strategy
-        if not isinstance(strategy, StagedStrategy):
+        if not isinstance(strategy, PipelineStrategy):
             raise PlanError(
                 f"strategy={type(strategy).__name__} is no pipeline; pass strategy='pipeline_1f1b', or another that "
                 "'lightning-multigpu strategies' lists as a PipelineStrategy"
@@ -204,7 +203,7 @@ class PipelinePlanner:
             link=link,
             callbacks=trainer.callbacks,  # type: ignore[attr-defined]
             tensor_parallel_size=tensor,
-            split_options=strategy.tensor_options if isinstance(strategy, HybridStrategy) else {},
+            split_options=strategy.tensor_options,
         )
 
     def run(
@@ -424,21 +423,9 @@ class Measurement:
         self._module, self._plugin = one.lightning_module, one.precision_plugin
         self._args = (micro_batch, *others)
         self._chain = chain
-        bounds = [(0, len(chain))]
-        ownership = Ownership(self._module, chain, bounds, 0, 1)
-        self._use_probe = UseProbe(chain, bounds, ownership, None, one.root_device, 0)
-        self._probe = CostProbe(
-            chain,
-            bounds,
-            ownership,
-            None,
-            one.root_device,
-            0,
-            recompute,
-            fewest_runs=1,
-            enough_s=_ROUND_S,
-            agreed=agreed,
-        )
+        ownership = Ownership(self._module, chain, [(0, len(chain))], 0, 1, device=one.root_device)
+        self._use_probe = UseProbe(ownership, 0)
+        self._probe = CostProbe(ownership, 0, recompute, fewest_runs=1, enough_s=_ROUND_S, agreed=agreed)
         self.rounds: list[list[PartCost]] = []
 
     def watch(self) -> None:

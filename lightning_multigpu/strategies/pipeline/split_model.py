@@ -17,29 +17,24 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu._lightning_internals import plain_optimizer
-from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.optimizer_state import held_states, plain_state
-from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.construction import Construction
-from lightning_multigpu.engine.pipeline.splitting.ownership import Holding, Ownership
-from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
+from lightning_multigpu.engine.pipeline.splitting.ownership import Bounds, Holding, Ownership
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.engine.step_state import preserved_random_state, preserved_state
 from lightning_multigpu.engine.tensor_split.parts import local
 from lightning_multigpu.planning.numbers import size
-from lightning_multigpu.runtime.process_groups import metered_group
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import packed, unpacked
-from lightning_multigpu.strategies.steps.dry_run import without_trace
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-Bounds = list[tuple[int, int]]
+    from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
+
 _CPU = torch.device("cpu")
 
 
@@ -50,103 +45,45 @@ class SplitModel:
     and the descriptions are not. The last stage's rank gathers and writes a checkpoint: keys keep their order, and
     parameters are numbered as on one device.
 
+    To make one is a collective of the world: it makes the values of all ranks equal, and leaves each rank only those of
+    its own stages, on its device.
+
     Args:
-        module: the whole module.
+        strategy: whose module is split.
         chain: its layers.
         bounds: the layers ``[start, stop)`` of each stage.
-        group: the ranks of the pipeline, in the order of their positions.
-        meter: records all messages.
-        device: the device of this rank.
 
     Attributes:
         group: point-to-point messages between the ranks of the pipeline.
         stages: collectives of the same ranks.
         ownership: the ranks that hold each parameter and buffer.
         is_last: this rank has the last stage.
+
+    Raises:
+        ValueError: on all ranks, if no rank has values that one of them needs.
     """
 
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        chain: Chain,
-        bounds: Bounds,
-        group: dist.ProcessGroup,
-        meter: Meter,
-        device: torch.device,
-    ) -> None:
-        self.module = module
-        self.chain = chain
-        self.bounds = bounds
-        self.meter = meter
-        self.device = device
-        self.stages = metered_group(group, meter, "pipeline", device)
-        self.group = PipelineGroup(group, meter, device if dist.get_backend(group) == "nccl" else _CPU)
-        self.ownership = Ownership(module, chain, bounds, self.stages.rank, self.group.num_ranks)
+    def __init__(self, strategy: PipelineStrategy, chain: Chain, bounds: Bounds) -> None:
+        ranks = strategy.new_group("pipeline", descending=True)
+        self.module, self.chain, self.meter, self.device = strategy._module, chain, strategy.meter, strategy.root_device
+        self.stages = stages = strategy.metered(ranks, "pipeline")
+        self.group = PipelineGroup(ranks, self.meter, self.device if dist.get_backend(ranks) == "nccl" else _CPU)
+        self.ownership = Ownership(self.module, chain, bounds, stages.rank, stages.size, self.group, self.device)
         self.is_last = self.ownership.position == self.group.num_ranks - 1
         self.remote = RemoteValues(self.group, self.ownership.position)
-        self._was_whole = True
-
-    def share(self, world: MeteredGroup, peers: MeteredGroup) -> None:
-        """Makes the values of all ranks equal, and leaves each rank only the values of its own stages, on its device.
-
-        Args:
-            world: all ranks, of all pipelines.
-            peers: the ranks that hold the same layers, one of each pipeline.
-
-        Raises:
-            ValueError: on all ranks, if no rank has values that one of them needs.
-        """
-        self._was_whole = share_values(self.ownership, world, peers, self.group)
+        self._was_whole = self.ownership.share(strategy.collectives.world, strategy.collectives.data)
         self.ownership.drop()
-        self.ownership.move(self.device)
+        self.ownership.move()
 
     @property
-    def is_untraced(self) -> bool:
-        """Whether a traced chain has yet to find the parameters that each stage uses."""
-        return isinstance(self.chain, TracedChain) and not self.chain.is_arranged
-
-    def arrange(self, step: Callable[[], Any], *, will_train: bool) -> None:
-        """Traces a step to find the parameters that each stage uses; :meth:`split_again` then moves them.
-
-        Args:
-            step: runs the user's step up to the split part.
-            will_train: also traces the module in training, if the step is one of evaluation.
-
-        Raises:
-            PipelineError: the split part cannot be traced.
-        """
-        assert isinstance(self.chain, TracedChain)
-        self.chain.arrange(step, will_train=will_train)
-
-    def find_uses(self, step: Callable[[], Any], left: Callable[[], Any], seed: int, everyone: MeteredGroup) -> bool:
-        """Watches a step to find the stages that use tensors outside of the layers, and moves these tensors there.
-
-        Args:
-            step, left: as in :meth:`.UseProbe.watch`.
-            seed: the seed of the random numbers.
-            everyone: the ranks that have to agree, in training those of all pipelines; a collective of these ranks.
-
-        Returns:
-            Whether a tensor has moved.
-        """
-        has_moved = False
-        if self.group.num_ranks == 1 or not any(holding.is_outside for holding in self.ownership.holdings):
-            return has_moved
-        while True:
-            probe = UseProbe(self.chain, self.bounds, self.ownership, self.group, self.device, seed)
-            with without_trace(self.module):
-                uses = probe.watch(step, left)
-            self.chain.learn(everyone.gather_objects(uses))
-            if not self.split_again(self.bounds):
-                return has_moved
-            has_moved = True
+    def bounds(self) -> Bounds:
+        """The layers ``[start, stop)`` of each stage."""
+        return self.ownership.bounds
 
     def split_again(self, bounds: Bounds) -> bool:
         """Gives each rank the parameters, buffers and optimizer states of its stages; returns whether any moved."""
         with torch.inference_mode(False), torch.no_grad():
-            has_moved = self.ownership.split_again(bounds, self.group, self.device, self._move_states)
-        self.bounds = bounds
-        return has_moved
+            return self.ownership.split_again(bounds, self._move_states)
 
     def _move_states(self, holding: Holding, sender: int, receivers: Sequence[int]) -> None:
         """Sends the optimizers' states of a parameter to its new holders."""
@@ -178,9 +115,9 @@ class SplitModel:
         optimizers = self.module.trainer.optimizers
         states = [self.whole_optimizer_state(optimizer) for optimizer in optimizers] if is_first else []
         if self._was_whole:
-            self.ownership.restore(self.stages, self.group.ranks)
+            self.ownership.restore(self.stages)
         elif is_first:
-            self.ownership.gather(self.group)
+            self.ownership.gather()
         if is_first and self.is_last:
             for optimizer, state in zip(optimizers, states, strict=True):
                 optimizer.load_state_dict(state)
@@ -197,7 +134,7 @@ class SplitModel:
         """On the last stage, the values that it does not hold, by the ``id`` of the placeholder; elsewhere none."""
         return {
             id(holding.tensor): Parameter(value, holding.tensor.requires_grad) if holding.is_parameter else value
-            for holding, value in self.ownership.values_of_others(self.group)
+            for holding, value in self.ownership.values_of_others()
         }
 
     def whole_state_dict(self, state: dict[str, Any], *, streams: bool = False) -> dict[str, Any]:
@@ -314,43 +251,6 @@ class SplitModel:
         holders_of = {id(holding.tensor): holding.holders for holding in self.ownership.holdings}
         everywhere = tuple(range(self.group.num_ranks))
         return [holders_of.get(id(p), everywhere) for group in optimizer.param_groups for p in group["params"]]
-
-
-def share_values(ownership: Ownership, world: MeteredGroup, peers: MeteredGroup, group: PipelineGroup) -> bool:
-    """Gives each rank the values that it holds, the same on all ranks; a collective of the world.
-
-    Args:
-        ownership: the ranks that hold each tensor; ranks of the pipeline send values that rank 0 lacks.
-        world: all ranks, in order.
-        peers: the ranks that hold the same layers, one of each pipeline; their first rank sends those values to them.
-        group: the ranks of this pipeline.
-
-    Returns:
-        Whether every rank had all values.
-
-    Raises:
-        ValueError: on all ranks, if neither rank 0 nor a rank of the pipeline has values that a rank must hold.
-    """
-    found = world.gather_objects((ownership.is_whole(), ownership.missing()))
-    if found[0][0]:
-        ownership.share_values(world, 0)
-        return all(is_whole for is_whole, _ in found)
-    size = group.num_ranks
-    step = abs(group.ranks[-1] - group.ranks[-2]) if size > 1 else 1  # between ranks of a tensor group's pipelines
-    firsts = (first for first in range(len(found)) if first // step % size == 0)
-    pipelines = [[found[first + step * number][1] for number in range(size)] for first in firsts]
-    nowhere = set[str]().union(*(set.intersection(*positions) for positions in pipelines))
-    if nowhere:
-        lacking = [holding.name for holding in ownership.holdings if holding.name in nowhere]
-        names = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
-        raise ValueError(
-            f"no rank of a pipeline has values of {names}: configure_model() makes them from values of layers on other "
-            "ranks; make them independently of each other"
-        )
-    missing = [found[rank][1] for rank in group.ranks]
-    ownership.complete(missing, group)
-    ownership.share_held(world, peers, group)
-    return False
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
-from lightning_multigpu.engine.pipeline.stages.gradients import RemoteGradients, StageSums
+from lightning_multigpu.engine.pipeline.stages.gradients import StageSums, remote_gradients
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
@@ -30,18 +30,22 @@ class StageAgreement:
         plugin: the Trainer's precision plugin.
         model: the split model.
         tensor: the ranks that split the layers of this stage; None without a tensor split.
+
+    Attributes:
+        sums: sums over the stages.
     """
 
     def __init__(self, plugin: Precision, model: SplitModel, tensor: TensorGroup | None = None) -> None:
         self._module = model.module
         self._ownership = model.ownership
         self._tensor = tensor
-        self._sums = StageSums(model.group, tensor)
-        self._gradients = RemoteGradients(model.ownership, self._sums)
+        self.sums = StageSums(model.group, tensor)
         hooks = partial(self.gradients_for, "on_before_optimizer_step", "configure_gradient_clipping")
-        self._methods = PluginMethods(plugin, {HOOKS_BEFORE_STEP: hooks}, owned=self._owned, reduce_sum=self._sums.sum)
+        self._methods = PluginMethods(plugin, {HOOKS_BEFORE_STEP: hooks}, owned=self._owned, reduce_sum=self.sums.sum)
         warnings.filterwarnings("ignore", "It is recommended to use `self.log")
         self._filter: Any = warnings.filters[0]
+        self._shown = ExitStack()
+        self._is_stepping = False
 
     def end(self) -> None:
         """Gives the plugin and its scaler their own methods back."""
@@ -59,8 +63,28 @@ class StageAgreement:
         if not any(has_hook(hook, self._module) for hook in hooks):
             yield
             return
-        with self._gradients.shown(), nullcontext() if self._tensor is None else self._tensor.showing(parts=False):
+        remote = remote_gradients(self._ownership, self.sums)
+        with remote, nullcontext() if self._tensor is None else self._tensor.showing(parts=False):
             yield
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """The block in which an optimizer steps."""
+        self.hide_gradients()
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
+    def show_gradients_until_step(self) -> None:
+        """Shows all gradients to an ``optimizer_step`` of the module that calls the closure itself, and may clip."""
+        if not self._is_stepping:
+            self._shown.enter_context(self.gradients_for("optimizer_step"))
+
+    def hide_gradients(self) -> None:
+        """Ends :meth:`show_gradients_until_step`, if the step or the batch has ended without :meth:`stepping`."""
+        self._shown.close()
 
     def _owned(self, held: Sequence[Tensor]) -> list[Tensor]:
         counted = {id(parameter) for parameter in self._ownership.counted()}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,22 +17,22 @@ from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
+from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
 from lightning_multigpu.engine.errors import PipelineError
-from lightning_multigpu.engine.hugging_face import ModelsInStages
 from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
+from lightning_multigpu.engine.pipeline.splitting.ownership import Bounds
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
+from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
 from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
+from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.pipeline import pipeline_checks
-from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline
-from lightning_multigpu.strategies.pipeline.split_model import Bounds, SplitModel, built_by_stages
+from lightning_multigpu.strategies.pipeline.split_model import built_by_stages
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
 from lightning_multigpu.strategies.steps.same_batches import (
     builds_layers_later,
@@ -40,376 +41,13 @@ from lightning_multigpu.strategies.steps.same_batches import (
     write_no_predictions,
 )
 from lightning_multigpu.strategies.steps.step_logs import uncounted_metrics
+from lightning_multigpu.strategies.tensor_parallel.split_layers import check_patterns, check_uncompiled
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class StagedStrategy(MultiGPUStrategy):
-    """Base class of strategies whose ranks hold stages of a model, see :class:`PipelineStrategy`.
-
-    Args:
-        pipeline_options: the options of the pipeline.
-        options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
-    """
-
-    _maps_checkpoints = True
-
-    def __init__(self, pipeline_options: PipelineOptions, **options: Any) -> None:
-        super().__init__(**options)
-        self.pipeline_options = pipeline_options
-        self._recording = {"steps": False, "activations": False}
-        self._built_bounds: Bounds = []
-        self._step_args: tuple[Any, ...] | None = None
-        self._accumulating = False
-        # During a run:
-        self._running: RunningPipeline | None = None
-        self._gradients_shown = ExitStack()
-        self._in_optimizer_step = False
-
-    @property
-    @override
-    def options(self) -> dict[str, Any]:
-        return {**super().options, **vars(self.pipeline_options)}
-
-    @property
-    def pipeline_parallel_size(self) -> int:  # type: ignore[override]
-        """Ranks of a pipeline."""
-        return self.pipeline_options.num_ranks_of_pipeline(self.num_nodes * self.num_processes)
-
-    @property
-    def _pipeline(self) -> RunningPipeline:
-        assert self._running is not None
-        return self._running
-
-    # Setting up
-
-    @override
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        self._check_num_ranks()
-
-    def _check_num_ranks(self) -> None:
-        """Checks that the ranks of the run can form pipelines."""
-        option_checks.check_pipeline(
-            self.run_context, self.pipeline_parallel_size, sync_batchnorm=self._layer_sync is not None
-        )
-        self.pipeline_options.check_num_ranks(self.num_nodes * self.num_processes)
-        if not self.pipeline_options.gather_at_end and self._start_method != "popen":
-            raise ValueError(
-                f"gather_at_end=False with start_method={self._start_method!r}: the parts of the model would be lost "
-                "with the processes that hold them; use start_method='popen'"
-            )
-
-    @override
-    @contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
-        """Within the block ``configure_model`` builds only the layers of this rank, from rank 0's random states."""
-        module = self.lightning_module
-        with super().model_sharded_context():
-            if module is None or not is_overridden("configure_model", module):
-                yield
-                return
-            share_random_states(self.root_device, self.broadcast)
-            size = self.pipeline_parallel_size
-            position = size - 1 - self.global_rank // self.tensor_parallel_size % size
-            precision, device = self.precision_plugin, self.root_device
-            with built_by_stages(module, precision, self._split, position, size, device) as bounds:
-                yield
-            self._built_bounds = bounds
-
-    @override
-    def check_before_launch(self, trainer: pl.Trainer) -> None:
-        super().check_before_launch(trainer)
-        module = trainer.lightning_module
-        if trainer.state.fn == TrainerFn.FITTING:
-            pipeline_checks.check_module(module)
-            pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
-        if not builds_layers_later(module):
-            self._split(module)
-
-    def _split(self, module: pl.LightningModule) -> tuple[Chain, Bounds]:
-        size = self.pipeline_parallel_size
-        chain = self.pipeline_options.chain(module, size, self.root_device)
-        return chain, self._built_bounds or self.pipeline_options.bounds(chain, size)
-
-    @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
-            pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]  # and the module's own
-            pipeline_checks.check_loggers(trainer.loggers, self._module)
-        super().setup(trainer)
-
-    @override
-    def _check_new(self, optimizers: Sequence[Optimizer]) -> None:
-        super()._check_new(optimizers)
-        pipeline_checks.check_optimizers(optimizers)
-
-    @override
-    def _watch_states(self) -> None:
-        for optimizer in map(plain_optimizer, self.optimizers):
-            watch(
-                optimizer,
-                lambda each: None if isinstance(each, Placeholder) else each,
-                self._shown_state,
-                self._taken_state,
-            )
-
-    def _shown_state(self, parameter: Tensor, state: Any) -> Any:
-        """What user code gets for the state of a parameter of this rank's stages."""
-        return state
-
-    def _taken_state(self, parameter: Tensor, state: Any) -> Any:
-        """What this rank keeps of a state that user code puts in place."""
-        return state
-
-    @override
-    def model_to_device(self) -> None:
-        """Splits the module, whose dtype is final now, and moves this rank's stages to its device."""
-        world, data, module = self.collectives.world, self.collectives.data, self._module
-        chain, bounds = self._split(module)
-        group = self.new_group("pipeline", descending=True)
-        model = SplitModel(module, chain, bounds, group, self.meter, self.root_device)
-        model.share(world, data)
-        data_axis = None
-        if self.data_parallel_size > 1:
-            bookkeeping = self.metered(data.group, "control")
-            data_axis = DataAxis(self._data_reducer(), bookkeeping, module)
-            self._undo.callback(data_axis.close)
-        tensor_axis = self._tensor_axis(model)
-        outputs = LastStageOutputs(module, model.group, is_last=model.is_last, at_end=self._gradients_shown.close)
-        self._running = running = RunningPipeline(
-            model,
-            self.pipeline_options,
-            outputs,
-            loss_reduction=self.feed.loss_reduction,
-            plugin=self.precision_plugin,
-            number=self.data_parallel_rank,
-            data_axis=data_axis,
-            tensor_axis=tensor_axis,
-            world=world,
-        )
-        self.collectives.in_step = lambda: self._in_step
-        running.record(**self._recording)
-        self._undo.callback(running.agreement.end)
-        self.saves.remote = model.remote
-        if self.tensor_parallel_size == 1:  # else all ranks of a tensor group gather
-            self.saves.begin(module.trainer, self._undo)
-        self._undo.callback(ModelsInStages(module).end)
-        outputs.add_first()
-        self._undo.callback(outputs.leave)
-        gather_metrics_by(self._gather_metric, module, self._undo)
-
-    def _data_reducer(self) -> GradientReducer:
-        """The reducer of gradients over the same stages of all pipelines; a collective of the world."""
-        return GradientReducer(self.new_group("data"), self.meter, axis="data")
-
-    def _tensor_axis(self, model: SplitModel) -> TensorAxis | None:
-        """The ranks that split the layers of a stage; a collective of the world."""
-        return None
-
-    def _make_whole(self) -> None:
-        """Gives the ranks the whole module, with ``gather_at_end``, at the end of a run without failures."""
-        if self.pipeline_options.gather_at_end:
-            self._pipeline.model.make_whole(is_first=self.data_parallel_rank == 0)
-        else:
-            self._pipeline.model.leave_in_parts()
-
-    @override
-    def teardown(self) -> None:
-        self._gradients_shown.close()
-        release(map(plain_optimizer, self.optimizers))
-        try:
-            gathers = self._running is not None and not self.failure_watch.failed
-            if gathers and self._module.trainer.state.status == TrainerStatus.RUNNING:
-                self._make_whole()
-        finally:
-            self._undo.close()
-        self._running = None
-        self._built_bounds = []
-        self._step_args = None
-        super().teardown()
-
-    # What callbacks ask
-
-    @override
-    def values_of_other_ranks(self) -> dict[int, Tensor]:
-        return self._pipeline.model.values_of_other_ranks() if self.data_parallel_rank == 0 else {}
-
-    @override
-    def record_stages(self, *, count_activations: bool | None = True) -> None:
-        self._recording["steps"] = True
-        if count_activations is not None:
-            self._recording["activations"] = count_activations
-        if self._running is not None:
-            self._running.record(**self._recording)
-
-    @override
-    def stage_record(self) -> StageRecord | None:
-        return None if self._running is None else self._running.stage_record()
-
-    # Training
-
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves the batch to the device; if stages have loaded different batches, all get the last stage's."""
-        batch = super().batch_to_device(batch, device, dataloader_idx)
-        is_own, batch = self._pipeline.same_batch(batch)
-        # Without the module's hooks: the last stage has called them for this batch.
-        return batch if is_own else move_data_to_device(batch, device or self.root_device)
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        module, ownership = self._module, self._pipeline.model.ownership
-        self._pipeline.outputs.add_first()
-        pipeline_checks.check_changes(module, self.optimizers, ownership.parameters())
-        if batch_idx < 2:  # hooks before or after the first batch may have copied weights
-            callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
-            pipeline_checks.check_copies(module, callbacks, [holding.tensor for holding in ownership.holdings])
-        super().on_train_batch_start(batch, batch_idx)
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Keeps the batch for :meth:`backward`, which Lightning calls after it has set gradients to zero.
-
-        Returns:
-            The number 1. Lightning divides it by the number of accumulated batches and multiplies it by the scale of
-            the gradients; the result is the factor of each micro-batch's loss.
-        """
-        self._step_args = (*args, *kwargs.values())
-        return torch.ones((), dtype=torch.float64, device=self.root_device)
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        assert self._step_args is not None
-        agreement = self._pipeline.agreement
-        self._gradients_shown.close()
-        multiplier = closure_loss * self.feed.loss_scale
-        self.pre_backward(multiplier)
-        multiplier = self.precision_plugin.pre_backward(multiplier, self._module)
-        (batch, *others), self._step_args = self._step_args, None
-        accumulating = self._accumulating
-        with self._weighing(), nullcontext() if self.feed.counts else uncounted_metrics(self._module):
-            outputs = self._pipeline.train(batch, others, multiplier=float(multiplier), accumulating=accumulating)
-        self._pipeline.outputs.of_batch = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
-        with agreement.gradients_for("on_after_backward"):
-            multiplier = self.precision_plugin.post_backward(multiplier, self._module)
-        self.post_backward(multiplier)
-        if not (accumulating or self._in_optimizer_step):
-            # The module's optimizer_step has called the closure itself, and may clip before the step.
-            self._gradients_shown.enter_context(agreement.gradients_for("optimizer_step"))
-        return multiplier
-
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._gradients_shown.close()
-        self._in_optimizer_step = True
-        try:
-            return super().optimizer_step(*args, **kwargs)
-        finally:
-            self._in_optimizer_step = False
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Within the block gradients are only accumulated."""
-        self._accumulating = True
-        try:
-            yield
-        finally:
-            self._accumulating = False
-
-    @override
-    def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
-        model = self._pipeline.model
-        position, holdings = model.ownership.position, model.ownership.holdings
-        shared = [h for h in holdings if len(h.holders) > 1 and h.is_parameter and position in h.holders]
-        return [*super()._held_in_common(), (model.stages, [(h.name, h.tensor) for h in shared])]
-
-    @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self._pipeline.outputs.leave()  # a Tuner expects its own callback to be the first
-
-    # Evaluation
-
-    @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._pipeline.share_buffers()
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._pipeline.evaluate("validation_step", *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._pipeline.evaluate("test_step", *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the module's ``predict_step``, on every stage of the pipeline."""
-        with self.precision_plugin.predict_step_context():
-            return self._pipeline.evaluate("predict_step", *args, **kwargs)
-
-    @override
-    def on_predict_start(self) -> None:
-        super().on_predict_start()
-        if not self._pipeline.model.is_last or self.tensor_parallel_rank > 0:  # each prediction is written once
-            write_no_predictions(self._module.trainer, self._undo)
-
-    # Collectives
-
-    @property
-    def _in_step(self) -> bool:
-        return self._running is not None and self._running.in_step
-
-    def _gather_metric(self, tensor: Tensor, group: Any) -> list[Tensor]:
-        """The states of a metric on the last stages, which have its samples; within a step only these call it."""
-        # Ranks of a tensor group have the same samples; within a step all callers have one tensor rank.
-        counts = self._pipeline.model.is_last and (self._in_step or self.tensor_parallel_rank == 0)
-        states = self.gather_objects((counts, tensor.cpu()))
-        return [state.to(tensor.device) for counts, state in states if counts] or [tensor]
-
-    # Checkpoints
-
-    @property
-    @override
-    def _needs_others(self) -> bool:
-        return self._running is not None
-
-    @override
-    def _settle_values(self) -> None:
-        if self._in_step:
-            raise PipelineError(
-                "a checkpoint is saved within a step, at a place that only the last stage reaches; save it in "
-                "on_train_batch_end, or by ModelCheckpoint(every_n_train_steps=...)"
-            )
-
-    @override
-    def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
-        if self._running is not None:
-            return self._running.model.whole_state_dict(state, streams=self.saves.stream)
-        if not self.pipeline_options.gather_at_end and first_placeholder(state) is not None:
-            raise PipelineError(
-                "a checkpoint is saved after the run, and gather_at_end=False has left each rank its part of the "
-                "model; save it during the run, by ModelCheckpoint or in on_train_end, or leave gather_at_end=False out"
-            )
-        return state
-
-    @override
-    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._running is None:
-            return super()._whole_state(optimizer)
-        return self._running.model.whole_optimizer_state(optimizer, streams=self.saves.stream)
-
-    @override
-    def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        return self._pipeline.model.own_optimizer_state(state, optimizer)
-
-
-class PipelineStrategy(StagedStrategy):
+class PipelineStrategy(MultiGPUStrategy):
     """Pipeline training: each rank holds some consecutive layers, the stages, and micro-batches flow through them.
 
     The layers are those of an ``nn.Sequential``, or of an ``nn.ModuleList`` that ``forward`` iterates over. Modules
@@ -464,6 +102,18 @@ class PipelineStrategy(StagedStrategy):
             before the first step, the losses or gradients of the micro-batches do not add up to those of their batch.
     """
 
+    _maps_checkpoints = True
+    tensor_options: Mapping[str, Any] = MappingProxyType({"plan": "auto", "sequence_split": False})
+    """The options of :class:`TensorSplitStrategy` for the split of the stages' layers, with tensor ranks."""
+    on_split: Callable[[SplitPlan], object] | None = None
+    """Called on every rank after the layers were split, before anything is trained."""
+    _transport: GradientTransport | None = None
+    """What moves gradients between pipelines; None for c10d's all-reduce."""
+    _recording = (False, False)
+    _built_bounds: Bounds | None = None
+    _running: RunningPipeline | None = None
+    _accumulating = False
+
     def __init__(
         self,
         *,
@@ -483,5 +133,308 @@ class PipelineStrategy(StagedStrategy):
         **options: Any,
     ) -> None:
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
-        pipeline_options = PipelineOptions(**option_checks.own_options(PipelineStrategy, locals()))
-        super().__init__(pipeline_options, **options)
+        self.pipeline_options = PipelineOptions(**option_checks.own_options(PipelineStrategy, locals()))
+        super().__init__(**options)
+
+    @property
+    @override
+    def options(self) -> dict[str, Any]:
+        return {**super().options, **vars(self.pipeline_options)}
+
+    @property
+    def pipeline_parallel_size(self) -> int:  # type: ignore[override]
+        """Ranks of a pipeline, which have different layers."""
+        return self.pipeline_options.num_ranks_of_pipeline(self.num_nodes * self.num_processes)
+
+    @property
+    def _pipeline(self) -> RunningPipeline:
+        assert self._running is not None
+        return self._running
+
+    @property
+    def _axis(self) -> TensorAxis | None:
+        """The ranks that split the layers of this rank's stages; None without a tensor split, and outside of a run."""
+        return None if self._running is None else self._running.tensor_axis
+
+    # Setting up
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        self._check_sizes()
+        if not self.pipeline_options.gather_at_end and self._start_method != "popen":
+            raise ValueError(
+                f"gather_at_end=False with start_method={self._start_method!r}: the parts of the model would be lost "
+                "with the processes that hold them; use start_method='popen'"
+            )
+
+    def _check_sizes(self) -> None:
+        """Checks that the ranks of the run can form pipelines."""
+        self._check_pipeline()
+        self.pipeline_options.check_num_ranks(self.num_nodes * self.num_processes)
+
+    def _check_pipeline(self, fewest_stages: int = 2) -> None:
+        option_checks.check_pipeline(
+            self.run_context,
+            self.pipeline_parallel_size,
+            sync_batchnorm=self._layer_sync is not None,
+            fewest_stages=fewest_stages,
+        )
+
+    @override
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Within the block ``configure_model`` builds only the layers of this rank, from rank 0's random states."""
+        module = self.lightning_module
+        with super().model_sharded_context():
+            if module is None or not is_overridden("configure_model", module):
+                yield
+                return
+            share_random_states(self.root_device, self.broadcast)
+            size = self.pipeline_parallel_size
+            position = size - 1 - self.global_rank // self.tensor_parallel_size % size
+            precision, device = self.precision_plugin, self.root_device
+            with built_by_stages(module, precision, self._split, position, size, device) as bounds:
+                yield
+            self._built_bounds = bounds
+
+    @override
+    def check_before_launch(self, trainer: pl.Trainer) -> None:
+        module = trainer.lightning_module
+        if self.tensor_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
+            check_uncompiled(module)  # a pipeline gives other advice
+        super().check_before_launch(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            pipeline_checks.check_module(module)
+            pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
+        if not builds_layers_later(module):
+            self._split(module)
+            check_patterns(self.tensor_options["plan"], module)
+
+    def _split(self, module: pl.LightningModule) -> tuple[Chain, Bounds]:
+        size = self.pipeline_parallel_size
+        chain = self.pipeline_options.chain(module, size, self.root_device)
+        return chain, self._built_bounds or self.pipeline_options.bounds(chain, size)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]  # and the module's own
+            pipeline_checks.check_loggers(trainer.loggers, self._module)
+        super().setup(trainer)
+
+    @override
+    def _check_new(self, optimizers: Sequence[Optimizer]) -> None:
+        super()._check_new(optimizers)
+        pipeline_checks.check_optimizers(optimizers)
+        if self._axis is not None and self._axis.is_split:
+            self._axis.layers.check_optimizers(optimizers)
+
+    @override
+    def _watch_states(self) -> None:
+        of_parts = () if self._axis is None else (self._axis.layers.shown_state, own_state)
+        for optimizer in map(plain_optimizer, self.optimizers):
+            watch(optimizer, lambda each: None if isinstance(each, Placeholder) else each, *of_parts)
+
+    @override
+    def model_to_device(self) -> None:
+        """Splits the module, whose dtype is final now, and moves this rank's stages to its device."""
+        self._running = RunningPipeline(self, *self._split(self._module))
+        self._running.record(*self._recording)
+        self.collectives.in_step = lambda: self._in_step
+        gather_metrics_by(self._gather_metric, self._module, self._undo)
+
+    @override
+    def teardown(self) -> None:
+        if self._running is not None:
+            self._running.agreement.hide_gradients()
+        release(map(plain_optimizer, self.optimizers))
+        try:
+            gathers = self._running is not None and not self.failure_watch.failed
+            if gathers and self._module.trainer.state.status == TrainerStatus.RUNNING:
+                self._pipeline.make_whole()
+        finally:
+            self._undo.close()
+        self._running = None
+        self._built_bounds = None
+        super().teardown()
+
+    # What callbacks ask
+
+    @override
+    def values_of_other_ranks(self) -> dict[int, Tensor]:
+        return self._pipeline.model.values_of_other_ranks() if self.data_parallel_rank == 0 else {}
+
+    @override
+    def split_plan(self) -> SplitPlan | None:
+        return None if self._axis is None else self._axis.plan
+
+    @override
+    def record_stages(self, *, count_activations: bool | None = True) -> None:
+        self._recording = (True, self._recording[1] if count_activations is None else count_activations)
+        if self._running is not None:
+            self._running.record(*self._recording)
+
+    @override
+    def stage_record(self) -> StageRecord | None:
+        return None if self._running is None else self._running.stage_record()
+
+    # Training
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves the batch to the device; if ranks that train on it have loaded others, all get the last stage's."""
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        return self._pipeline.same_batch(batch, device or self.root_device)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        module, ownership = self._module, self._pipeline.model.ownership
+        self._pipeline.outputs.add_first()
+        pipeline_checks.check_changes(module, self.optimizers, ownership.parameters())
+        if batch_idx < 2:  # hooks before or after the first batch may have copied weights
+            callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+            pipeline_checks.check_copies(module, callbacks, [holding.tensor for holding in ownership.holdings])
+        super().on_train_batch_start(batch, batch_idx)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Keeps the batch for :meth:`backward`, which Lightning calls after it has set gradients to zero.
+
+        Returns:
+            The number 1. Lightning divides it by the number of accumulated batches and multiplies it by the scale of
+            the gradients; the result is the factor of each micro-batch's loss.
+        """
+        self._pipeline.step_args = (*args, *kwargs.values())
+        return torch.ones((), dtype=torch.float64, device=self.root_device)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        pipeline, accumulating = self._pipeline, self._accumulating
+        pipeline.agreement.hide_gradients()
+        multiplier = closure_loss * self.feed.loss_scale
+        self.pre_backward(multiplier)
+        multiplier = self.precision_plugin.pre_backward(multiplier, self._module)
+        counting = nullcontext() if self.feed.counts else uncounted_metrics(self._module)
+        with self._weighing(), self._showing_parts(), counting:
+            outputs = pipeline.train(multiplier=float(multiplier), accumulating=accumulating)
+        pipeline.outputs.of_batch = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
+        with pipeline.agreement.gradients_for("on_after_backward"):
+            multiplier = self.precision_plugin.post_backward(multiplier, self._module)
+        self.post_backward(multiplier)
+        if not accumulating:
+            pipeline.agreement.show_gradients_until_step()
+        return multiplier
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._pipeline.stepping():
+            return super().optimizer_step(*args, **kwargs)
+
+    @override
+    def on_optimizer_step_end(self) -> None:
+        super().on_optimizer_step_end()
+        if (data_axis := self._pipeline.data_axis) is not None:
+            data_axis.end_step(self._loss_scaler_scale())
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within the block gradients are only accumulated."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    @override
+    def _showing_parts(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._axis is None else self._axis.group.showing(parts=True)
+
+    @override
+    def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
+        return [*super()._held_in_common(), *self._pipeline.held_in_common()]
+
+    @override
+    def on_train_end(self) -> None:
+        if (data_axis := self._pipeline.data_axis) is not None and (saved := data_axis.compression_summary()):
+            rank_zero_info(saved)
+        super().on_train_end()
+        self._pipeline.outputs.leave()  # a Tuner expects its own callback to be the first
+
+    # Evaluation
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._pipeline.share_buffers()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context(), self._showing_parts():
+            return self._pipeline.evaluate("validation_step", *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context(), self._showing_parts():
+            return self._pipeline.evaluate("test_step", *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the module's ``predict_step``, on every stage of the pipeline."""
+        with self.precision_plugin.predict_step_context(), self._showing_parts():
+            return self._pipeline.evaluate("predict_step", *args, **kwargs)
+
+    @override
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        if not self._pipeline.model.is_last or self.tensor_parallel_rank > 0:  # each prediction is written once
+            write_no_predictions(self._module.trainer, self._undo)
+
+    # Collectives
+
+    @property
+    def _in_step(self) -> bool:
+        return self._running is not None and self._running.in_step
+
+    def _gather_metric(self, tensor: Tensor, group: Any) -> list[Tensor]:
+        """The states of a metric on the last stages, which have its samples; within a step only these call it."""
+        # Ranks of a tensor group have the same samples; within a step all callers have one tensor rank.
+        counts = self._pipeline.model.is_last and (self._in_step or self.tensor_parallel_rank == 0)
+        states = self.gather_objects((counts, tensor.cpu()))
+        return [state.to(tensor.device) for counts, state in states if counts] or [tensor]
+
+    # Checkpoints
+
+    @property
+    @override
+    def _needs_others(self) -> bool:
+        return self._running is not None
+
+    @override
+    def _settle_values(self) -> None:
+        if self._in_step:
+            raise PipelineError(
+                "a checkpoint is saved within a step, at a place that only the last stage reaches; save it in "
+                "on_train_batch_end, or by ModelCheckpoint(every_n_train_steps=...)"
+            )
+
+    @override
+    def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self._running is not None:
+            return self._running.whole_weights(state, streams=self.saves.stream)
+        if not self.pipeline_options.gather_at_end and first_placeholder(state) is not None:
+            raise PipelineError(
+                "a checkpoint is saved after the run, and gather_at_end=False has left each rank its part of the "
+                "model; save it during the run, by ModelCheckpoint or in on_train_end, or leave gather_at_end=False out"
+            )
+        return state
+
+    @override
+    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._running is None:
+            return super()._whole_state(optimizer)
+        return self._running.whole_state(optimizer, streams=self.saves.stream)
+
+    @override
+    def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        return self._pipeline.model.own_optimizer_state(state, optimizer)

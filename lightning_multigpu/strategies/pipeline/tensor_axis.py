@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -33,38 +33,38 @@ from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.steps.dry_run import without_trace
 from lightning_multigpu.strategies.tensor_parallel.split_layers import Plan, SequenceSplit, SplitLayers
 
+if TYPE_CHECKING:
+    from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
+
 
 class TensorAxis:
-    """The ranks that split the layers of this rank's stages.
+    """The ranks that split the layers of this rank's stages; to make one is a collective of the world.
 
     Args:
         model: the stages of this rank.
-        group: the ranks, for communication within layers.
-        peers: the same ranks, for everything else.
-        plan, sequence_split: as in :class:`.TensorSplitStrategy`.
-        on_split: called with the plan of the split, when it is made.
+        strategy: has the options of the split.
 
     Attributes:
+        group: the ranks, for communication within layers.
+        peers: the same ranks, for everything else.
         layers: the split layers, which also translate checkpoints.
         plan: the plan of the split; None before the first batch.
     """
 
-    def __init__(
-        self,
-        model: SplitModel,
-        group: TensorGroup,
-        peers: MeteredGroup,
-        plan: Plan,
-        sequence_split: SequenceSplit = False,
-        on_split: Callable[[SplitPlan], None] | None = None,
-    ) -> None:
-        self.group = group
-        self.peers = peers
+    def __init__(self, model: SplitModel, strategy: PipelineStrategy) -> None:
+        assert strategy.groups is not None
+        options, ranks = strategy.tensor_options, strategy.new_group("tensor")
+        readers = strategy.new_group("tensor", backend="gloo")
+        memory = options["shared_memory"]
+        self.group = group = TensorGroup(ranks, meter=strategy.meter, shared_memory=memory, readers=readers)
+        strategy.groups.also_cut.append(group.abort)
+        strategy._undo.callback(group.close)
+        self.peers = peers = strategy.metered(ranks, "tensor")
         self._model = model
         model.chain.tensor_group = group
         group.shows_parts = model.group.num_ranks > 1  # stages move parameters outside of steps, too
-        self._on_split = on_split
-        self.layers = layers_within(model.chain, model.module, group, plan, sequence_split)
+        self._on_split = strategy.on_split
+        self.layers = layers_within(model.chain, model.module, group, options["plan"], options["sequence_split"])
         self.plan: SplitPlan | None = None
         held = [*model.ownership.held(), *model.ownership.buffers()]
         peers.broadcast_tensors([tensor.detach() for tensor in held], src=peers.first_rank)
@@ -74,11 +74,7 @@ class TensorAxis:
         """Whether the layers are split: after the first batch."""
         return self.layers.split is not None
 
-    def split(
-        self,
-        step: Callable[[], Any],
-        world: MeteredGroup,
-    ) -> None:
+    def split(self, step: Callable[[], Any], world: MeteredGroup) -> None:
         """Splits the module by its first training batch, and prints the split; a collective of all ranks.
 
         Args:
@@ -91,7 +87,7 @@ class TensorAxis:
         model, module = self._model, self._model.module
         with model.meter.unrecorded(), torch.inference_mode(False):
             if model.group.num_ranks > 1:
-                model.ownership.restore(model.stages, model.group.ranks)
+                model.ownership.restore(model.stages)
                 for holding in model.ownership.holdings:
                     holding.tensor.data = holding.tensor.data.to(model.device)
             plan = self.layers.decide(
@@ -135,10 +131,6 @@ class TensorAxis:
                 whole = holding.tensor.resized(split.whole_shape(holding.tensor))
                 exchange(holding.tensor, Parameter(whole, requires_grad=holding.tensor.requires_grad))
                 forget_split(holding.tensor)
-
-    def close(self) -> None:
-        """Ends the group's thread and releases shared memory."""
-        self.group.close()
 
 
 def layers_within(

@@ -3,50 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-import torch
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_multigpu.communication.compression import Compressor
-from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
-from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport, compressor_of
-from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
-from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
-from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from lightning_multigpu.planning.pipelines.timeline import StageRecord
-from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
-from lightning_multigpu.strategies.pipeline.split_model import SplitModel
-from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy, StagedStrategy
-from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
-from lightning_multigpu.strategies.steps.same_batches import builds_layers_later, same_batch
-from lightning_multigpu.strategies.tensor_parallel.split_layers import (
-    Plan,
-    SequenceSplit,
-    check_patterns,
-    check_plan,
-    check_sequence_split,
-    check_uncompiled,
-    plan_text,
-)
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
+from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
+from lightning_multigpu.strategies.tensor_parallel.split_layers import check_plan, check_sequence_split, plan_text
 
 _SIZES = ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size")
 
 
-class HybridStrategy(StagedStrategy):
+class HybridStrategy(PipelineStrategy):
     """Hybrid parallel training: pipelines side by side, with the layers of each stage split over a tensor group.
 
     Neighbouring ranks are a tensor group, which splits layers as ``tensor_split`` does. Consecutive tensor groups are
@@ -80,6 +52,8 @@ class HybridStrategy(StagedStrategy):
             several hosts; before the first step, no layer can be split, or an optimizer needs whole tensors.
     """
 
+    _transport: GradientTransport
+
     def __init__(
         self,
         *,
@@ -111,26 +85,24 @@ class HybridStrategy(StagedStrategy):
         of_pipeline = option_checks.own_options(PipelineStrategy, {})
         option_checks.check_options("pipeline=", pipeline, of_pipeline.keys() - set(_SIZES))
         option_checks.check_options("tensor=", tensor, ["plan", "sequence_split"])
-        super().__init__(PipelineOptions(**{**of_pipeline, **pipeline}), **options)
         self._pipeline_given, self._tensor_given = pipeline, tensor
-        self._plan: Plan = tensor.get("plan", "auto")
-        self._sequence_split: SequenceSplit = tensor.get("sequence_split", False)
-        check_plan(self._plan)
-        check_sequence_split(self._sequence_split)
+        self.pipeline_options = PipelineOptions(**{**of_pipeline, **pipeline})
+        self.tensor_options = {"plan": "auto", "sequence_split": False, **tensor, "shared_memory": shared_memory}
+        check_plan(self.tensor_options["plan"])
+        check_sequence_split(self.tensor_options["sequence_split"])
         self._transport = GradientTransport(
             compressor=compressor_of(compression),
             compress_inside_hosts=compress_inside_hosts,
             shared_memory=shared_memory,
         )
-        self.on_split: Callable[[SplitPlan], None] | None = None
-        # During a run:
-        self._axis: TensorAxis | None = None
-        self._compressed: HierarchicalAllReduce | None = None
+        # The command line follows this call to find the options: past PipelineStrategy, whose options are in pipeline=.
+        super(PipelineStrategy, self).__init__(**options)
 
     @classmethod
     @override
     def option_names(cls) -> list[str]:
-        return [name for name in super().option_names() if name != "activation_checkpointing"]
+        of_pipeline = option_checks.options_of(PipelineStrategy, eval_str=False).keys() - set(_SIZES)
+        return [name for name in super().option_names() if name not in of_pipeline]
 
     @property
     @override
@@ -143,15 +115,6 @@ class HybridStrategy(StagedStrategy):
             "pipeline": self._pipeline_given or None,
             "tensor": of_tensor or None,
             **self._transport.options,
-        }
-
-    @property
-    def tensor_options(self) -> dict[str, Any]:
-        """The options of :class:`TensorSplitStrategy` for the split."""
-        return {
-            "plan": self._plan,
-            "sequence_split": self._sequence_split,
-            "shared_memory": self._transport.shared_memory,
         }
 
     # The mesh
@@ -179,7 +142,7 @@ class HybridStrategy(StagedStrategy):
         return self._sizes[1]
 
     @override
-    def _check_num_ranks(self) -> None:
+    def _check_sizes(self) -> None:
         world, (pipeline, tensor) = self.num_nodes * self.num_processes, self._sizes
         data = self._asked[0] or max(1, world // (pipeline * tensor))
         if data * pipeline * tensor != world:
@@ -192,7 +155,7 @@ class HybridStrategy(StagedStrategy):
                 f"tensor_parallel_size={tensor}: a host has {self.num_processes} ranks, and every split layer would "
                 f"wait for the network between hosts; pass a divisor of {self.num_processes}"
             )
-        if tensor == 1 and (self._plan != "auto" or self._sequence_split):
+        if tensor == 1 and (self.tensor_options["plan"] != "auto" or self.tensor_options["sequence_split"]):
             raise ValueError(
                 f"tensor={self.options['tensor']!r} with tensor_parallel_size=1: no layer is split; leave it out, or "
                 "pass tensor_parallel_size=2"
@@ -215,144 +178,4 @@ class HybridStrategy(StagedStrategy):
                 f"{option} with pipeline_parallel_size=1: one rank runs the whole module, and has no stages; leave it "
                 "out, or pass pipeline_parallel_size=2"
             )
-        option_checks.check_pipeline(
-            self.run_context, pipeline, sync_batchnorm=self._layer_sync is not None, fewest_stages=1
-        )
-
-    # Setting up
-
-    @override
-    def check_before_launch(self, trainer: pl.Trainer) -> None:
-        module = trainer.lightning_module
-        if self.tensor_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
-            check_uncompiled(module)  # a pipeline gives other advice
-        super().check_before_launch(trainer)
-        if not builds_layers_later(module):
-            check_patterns(self._plan, module)
-
-    @override
-    def _data_reducer(self) -> GradientReducer:
-        assert self.groups is not None
-        reducer, _ = self._transport.open(
-            self._module,
-            self.groups,
-            self.meter,
-            self.collectives.data,
-            ranks_per_host=self.num_processes,
-            hook=None,
-            info=rank_zero_info,
-            warn=rank_zero_warn,
-        )
-        self._compressed = reducer.all_reduce if reducer.compresses else None
-        return reducer
-
-    @override
-    def _tensor_axis(self, model: SplitModel) -> TensorAxis | None:
-        if self.tensor_parallel_size == 1:
-            return None
-        assert self.groups is not None
-        group = self.new_group("tensor")
-        shared_memory, readers = self._transport.shared_memory, self.new_group("tensor", backend="gloo")
-        layers = TensorGroup(group, meter=self.meter, shared_memory=shared_memory, readers=readers)
-        self.groups.also_cut.append(layers.abort)
-        self._axis = TensorAxis(
-            model, layers, self.metered(group, "tensor"), self._plan, self._sequence_split, self.on_split
-        )
-        self._undo.callback(self._axis.close)
-        return self._axis
-
-    @override
-    def _make_whole(self) -> None:
-        if self._axis is not None:
-            self._axis.make_whole()
-        super()._make_whole()
-
-    @override
-    def teardown(self) -> None:
-        super().teardown()
-        self._axis = self._compressed = None
-
-    # Training
-
-    @override
-    def model_to_device(self) -> None:
-        super().model_to_device()
-        if self._axis is not None:
-            self._undo.callback(self._axis.layers.follow_updates(self.precision_plugin, self._watch_states).end)
-
-    @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self._axis is None else self._axis.layers.stepping():
-            return super().optimizer_step(*args, **kwargs)
-
-    @override
-    def _check_new(self, optimizers: Sequence[Optimizer]) -> None:
-        super()._check_new(optimizers)
-        if self._axis is not None and self._axis.is_split:
-            self._axis.layers.check_optimizers(optimizers)
-
-    @override
-    def _shown_state(self, parameter: Tensor, state: Any) -> Any:
-        return state if self._axis is None else self._axis.layers.shown_state(parameter, state)
-
-    @override
-    def _taken_state(self, parameter: Tensor, state: Any) -> Any:
-        return state if self._axis is None else own_state(parameter, state)
-
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves the batch to the device; if it differs in a tensor group, all ranks get the first one's."""
-        batch = super().batch_to_device(batch, device, dataloader_idx)
-        if self._axis is None or self.failure_watch.failed:
-            return batch
-        return same_batch(batch, self._axis.peers, device or self.root_device)
-
-    @override
-    def on_optimizer_step_end(self) -> None:
-        super().on_optimizer_step_end()
-        if self._compressed is not None:
-            self._compressed.end_step(self._loss_scaler_scale())
-
-    @override
-    def on_train_end(self) -> None:
-        if self._compressed is not None and self._compressed.compressed is not None:
-            rank_zero_info(self._compressed.compressed.summary())
-        super().on_train_end()
-
-    @override
-    def _showing_parts(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._axis is None else self._axis.group.showing(parts=True)
-
-    @override
-    def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
-        groups = super()._held_in_common()
-        return groups if self._axis is None else [*groups, (self._axis.peers, self._axis.replicated())]
-
-    @override
-    def split_plan(self) -> SplitPlan | None:
-        return None if self._axis is None else self._axis.plan
-
-    @override
-    def stage_record(self) -> StageRecord | None:
-        record = super().stage_record()
-        if record is None:  # reports show the ranks with the same part of every layer as one pipeline
-            return None
-        return replace(record, pipeline=record.pipeline * self.tensor_parallel_size + self.tensor_parallel_rank)
-
-    # Checkpoints
-
-    @property
-    def _gathering_axis(self) -> TensorAxis | None:
-        """The tensor group that has all stages' parts of a checkpoint and gathers whole values; None on other ranks."""
-        is_last = self._running is not None and self._running.model.is_last
-        return self._axis if is_last and self._axis is not None and self._axis.is_split else None
-
-    @override
-    def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
-        state, axis = super()._whole_weights(state), self._gathering_axis
-        return state if axis is None else axis.layers.whole_state_dict(state)
-
-    @override
-    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state, axis = super()._whole_state(optimizer), self._gathering_axis
-        return state if axis is None else axis.layers.whole_optimizer_state(optimizer, state)
+        self._check_pipeline(fewest_stages=1)

@@ -71,12 +71,12 @@ def probed(bounds: list[tuple[int, int]], recompute: Sequence[int] = ()) -> dict
     pipeline = PipelineGroup(group, Meter(), CPU)
     position = 1 - rank()
     chain = find_chain(module, "layers", 2)
-    ownership = Ownership(module, chain, bounds, position, 2)
+    ownership = Ownership(module, chain, bounds, position, 2, pipeline)
     ownership.drop()
     for parameter in ownership.held():
         parameter.grad = torch.full_like(parameter, 7.0)
     before = torch.get_rng_state(), random.getstate()
-    probe = CostProbe(chain, bounds, ownership, pipeline, CPU, 3, recompute)
+    probe = CostProbe(ownership, 3, recompute)
     parts = probe.measure(lambda: module.step(torch.ones(SAMPLES, 3)))
     return {
         "parts": parts,
@@ -154,8 +154,8 @@ def leaving() -> None:
     module = Model()
     pipeline = PipelineGroup(new_group_in_order([1, 0]), Meter(), CPU)
     chain, bounds = find_chain(module, "layers", 2), [(0, 3), (3, 6)]
-    ownership = Ownership(module, chain, bounds, 1 - rank(), 2)
-    CostProbe(chain, bounds, ownership, pipeline, CPU, seed=3).measure(lambda: module.before.weight.sum())
+    ownership = Ownership(module, chain, bounds, 1 - rank(), 2, pipeline)
+    CostProbe(ownership, seed=3).measure(lambda: module.before.weight.sum())
 
 
 def test_a_step_without_the_chain_is_refused(world2: World) -> None:
@@ -167,7 +167,7 @@ def test_one_rank_with_all_layers_needs_no_others(world2: World) -> None:
     module = Model()
     chain = find_chain(module, "layers", 2)
     bounds = [(0, len(chain))]
-    probe = CostProbe(chain, bounds, Ownership(module, chain, bounds, 0, 1), None, CPU, seed=3)
+    probe = CostProbe(Ownership(module, chain, bounds, 0, 1), seed=3)
     alone = probe.measure(lambda: module.step(torch.ones(SAMPLES, 3)))
     last, first = world2.run(probed, [(0, 2), (2, 6)])
     together = first["parts"] | last["parts"]

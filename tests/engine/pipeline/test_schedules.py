@@ -20,6 +20,7 @@ from lightning_multigpu._torch_compat import new_group_in_order
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
+from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages import schedules
 from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.pipeline.stages.schedules import PassesInOrder, TorchSchedules
@@ -71,19 +72,16 @@ class Trial:
         num_stages = num_ranks * (2 if schedule in ("interleaved", "zero_bubble") else 1)
         size = LAYERS // num_stages
 
-        def parameters() -> list[nn.Parameter]:
-            return list(model.parameters())
-
+        chain = find_chain(model, "layers", num_stages)
+        bounds = [(s * size, (s + 1) * size) for s in range(num_stages)]
+        self.position = num_ranks - 1 - dist.get_rank()
+        ownership = Ownership(model, chain, bounds, self.position, num_ranks, group)
         self.runner = PipelineRunner(
-            find_chain(model, "layers", num_stages), [(s * size, (s + 1) * size) for s in range(num_stages)], group,
-            CPU, schedule=schedule, parameters=parameters,  # type: ignore[arg-type]
-            recorder=Recorder(Meter(), CPU, parameters),
-        )  # fmt: skip
+            ownership,
+            schedule=schedule,
+            recorder=Recorder(Meter(), CPU, ownership.held),  # type: ignore[arg-type]
+        )
         self.steps = 0
-
-    @property
-    def position(self) -> int:
-        return self.runner.position
 
     def train(self, num_micro_batches: int, before: Callable[[int], None] = lambda micro_batch: None) -> list[Tensor]:
         """A step; ``before`` is called before the model's own step, on every stage."""

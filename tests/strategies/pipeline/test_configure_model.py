@@ -21,7 +21,7 @@ from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain, find_chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.strategies.pipeline.split_model import built_by_stages, share_values
+from lightning_multigpu.strategies.pipeline.split_model import built_by_stages
 from tests.strategies.tasks import Case, dataset, eval_loader, make_trainer
 from tests.world import World, rank
 
@@ -397,7 +397,7 @@ def split(module: L.LightningModule) -> tuple[Chain, list[tuple[int, int]]]:
 def built(module: L.LightningModule, position: int) -> Ownership:
     with built_by_stages(module, Precision(), split, position, 2):
         module.configure_model()
-    return Ownership(module, *split(module), position, 2)
+    return Ownership(module, *split(module), position, 2, Alone(None))  # type: ignore[arg-type]
 
 
 def test_values_that_are_looked_at_are_refused() -> None:
@@ -433,15 +433,15 @@ class Alone:
 def test_what_no_rank_has_is_told_on_every_rank() -> None:
     mine = built(Deep(), 1)
     assert "blocks.0.scale" in mine.missing()
-    other = (False, {"blocks.0.scale", "blocks.1.scale", "blocks.2.scale", "blocks.3.scale", "head.weight"})
+    other = {"blocks.0.scale", "blocks.1.scale", "blocks.2.scale", "blocks.3.scale", "head.weight"}
     words = r"no rank of a pipeline has values of blocks\.0\.scale, blocks\.1\.scale, blocks\.2\.scale and 1 more: conf"
     with pytest.raises(ValueError, match=words):
-        share_values(mine, Alone(other), Alone(), Alone(other))  # type: ignore[arg-type]
+        mine.share(Alone(other), Alone())  # type: ignore[arg-type]
 
 
 def test_values_that_come_from_other_stages_are_refused() -> None:
     ranks = [built(Copying(), position) for position in (1, 0)]
-    other = Alone((False, ranks[1].missing()))
+    other = Alone(ranks[1].missing())
     words = "no rank of a pipeline has values of blocks.7.linear.bias: .*independently of each other"
     with pytest.raises(ValueError, match=words):
-        share_values(ranks[0], other, Alone(), other)  # type: ignore[arg-type]
+        ranks[0].share(other, Alone())  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_multigpu import PipelineStrategy, RingDDPStrategy
-from lightning_multigpu.strategies.pipeline import step_checks
+from lightning_multigpu.strategies.pipeline.first_batch import step_checks
 from tests.strategies.tasks import Case, make_trainer
 from tests.world import World
 

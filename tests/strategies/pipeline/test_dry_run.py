@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.strategies.pipeline import running_pipeline
+from lightning_multigpu.strategies.pipeline.first_batch.step_checks import StepChecks
 from lightning_multigpu.strategies.steps.dry_run import without_trace
 from tests.strategies.tasks import Case, Classifier, assert_same_weights, make_trainer, state, train_loader
 from tests.world import World
@@ -154,25 +154,26 @@ def leftovers(noise: float) -> tuple[list[int], list[int]]:
     """Messages of this rank that nobody has waited for, after each pass and after the whole check."""
     passes: list[int] = []
     checks: list[int] = []
-    check = running_pipeline.check_losses
+    check = StepChecks.check_losses
 
-    def noted(model: Any, *args: Any, **options: Any) -> None:
-        from_last = model.group.from_last
+    def noted(self: Any, *args: Any) -> None:
+        group = self._model.group
+        from_last = group.from_last
 
         def noted_from_last(obj: Any) -> Any:  # the first that follows a pass
-            passes.append(len(model.group._pending))
+            passes.append(len(group._pending))
             return from_last(obj)
 
-        model.group.from_last = noted_from_last
-        check(model, *args, **options)
-        del model.group.from_last
-        checks.append(len(model.group._pending))
+        group.from_last = noted_from_last
+        check(self, *args)
+        del group.from_last
+        checks.append(len(group._pending))
 
-    running_pipeline.check_losses = noted
+    StepChecks.check_losses = noted  # type: ignore[method-assign]
     try:
         count(2, noise)
     finally:
-        running_pipeline.check_losses = check
+        StepChecks.check_losses = check  # type: ignore[method-assign]
     return passes, checks
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+import traceback
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +23,14 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+import lightning_multigpu
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.micro_batches import split_batch
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain, suggested_split_points
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
+from lightning_multigpu.engine.pipeline.stages.stage import Stage
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.step_state import seed_of, set_random_state
 from lightning_multigpu.strategies import base
@@ -407,6 +410,28 @@ def test_a_stage_holds_its_own_layers_only(world2: World) -> None:
     messages, size = last["sent"][0]
     assert messages >= 8
     assert activations <= size
+
+
+def frames() -> int:
+    """The functions of the pack above a stage's forward pass in the last batch."""
+    found: list[int] = []
+    package, forward = str(Path(lightning_multigpu.__file__).parent), Stage.forward
+
+    def noted(self: Stage, micro_batch: int) -> Any:
+        found.append(sum(entry.filename.startswith(package) for entry in traceback.extract_stack()))
+        return forward(self, micro_batch)
+
+    Stage.forward = noted  # type: ignore[method-assign]
+    try:
+        fit(Case(max_epochs=1), "pipeline_1f1b", 2)
+    finally:
+        Stage.forward = forward  # type: ignore[method-assign]
+    return found[-1]
+
+
+def test_the_way_to_a_stage_is_short(world2: World) -> None:
+    """A first batch wandered through 23 modules; an ordinary batch no longer goes through what is done once."""
+    assert max(world2.run(frames)) <= 12
 
 
 class Normalised(L.LightningModule):

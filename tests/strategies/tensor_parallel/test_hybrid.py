@@ -411,6 +411,7 @@ def test_gradients_between_pipelines_are_compressed(world4: World) -> None:
         ({"pipeline": {"split_points": ["layers.2"]}}, "pass tensor_parallel_size=1"),
         ({**sizes(1, 1, 4), "pipeline": {"schedule": "interleaved"}}, "pass pipeline_parallel_size=2"),
         ({"num_nodes": 2, "tensor_parallel_size": 8}, "a host has 4 ranks"),
+        ({"pipeline": {"gather_at_end": False}, "start_method": "spawn"}, "the parts of the model would be lost"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], words: str) -> None:

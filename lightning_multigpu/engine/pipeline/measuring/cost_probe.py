@@ -10,7 +10,6 @@ detached inputs, and its output goes on to the next layer, or to the rank that h
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,7 +24,6 @@ from torch import Tensor
 from lightning_multigpu.communication.metering.clocks import CoreWait, synchronise, timed
 from lightning_multigpu.engine.activation_checkpointing import recomputed, safe_inputs
 from lightning_multigpu.engine.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages.layer_interception import (
     Activations,
@@ -49,11 +47,7 @@ class CostProbe:
     """Times the parts of a step, stage by stage. Parameters, their gradients and random states are left unchanged.
 
     Args:
-        chain: all layers.
-        bounds: the layers ``[start, stop)`` of each stage at present; the rank at position p of P has p, P + p...
-        ownership: the tensors that this rank holds.
-        group: the ranks of the pipeline; None if this rank has all layers.
-        device: where this rank computes.
+        ownership: the stages of this rank at present.
         seed: the seed of the random numbers, the same on all ranks.
         recompute: indices of the layers that run again in backward, also when they are measured.
         fewest_runs: the smallest number of measured runs of a step.
@@ -67,11 +61,7 @@ class CostProbe:
 
     def __init__(
         self,
-        chain: Chain,
-        bounds: Sequence[tuple[int, int]],
         ownership: Ownership,
-        group: PipelineGroup | None,
-        device: torch.device,
         seed: int,
         recompute: Collection[int] = (),
         *,
@@ -79,18 +69,15 @@ class CostProbe:
         enough_s: float = 1.0,
         agreed: Callable[[bool], bool] = lambda is_enough: is_enough,
     ) -> None:
-        self._chain = chain
-        self._bounds = bounds
+        self._chain = ownership.chain
         self._ownership = ownership
-        self._group = group
-        self._device = device
+        self._device = ownership.device
         self._seed = seed
         self._recompute = recompute
         self._fewest_runs = fewest_runs
         self._enough_s = enough_s
         self._agreed = agreed
-        bound = bounds[ownership.position]
-        self._layers = LayerInterception(chain, *bound, self._begin_part, self._measure_layer, self._enter)
+        self._layers = LayerInterception(self._chain, 0, 0, self._begin_part, self._measure_layer, self._enter)
         self.elsewhere_s: float | None = None
         self._parts: dict[int, list[PartCost]] = {}
         self._is_warm = False
@@ -111,7 +98,6 @@ class CostProbe:
         Raises:
             PipelineError: the step cannot be split; or whatever the step raises.
         """
-        position, num_ranks = self._ownership.position, self._ownership.num_ranks
         self._parts = {part: costs[:1] for part, costs in self._parts.items()}
         with (
             preserved_random_state(self._device),
@@ -119,26 +105,25 @@ class CostProbe:
             self._layers.installed(),
             self._core_wait,
         ):
-            for stage in range(position, len(self._bounds), num_ranks):
-                self._measure_stage(stage, step, (position - 1) % num_ranks, (position + 1) % num_ranks)
-        if self._group is not None:
-            self._group.finish()
-            gc.collect()  # reference cycles hold autograd graphs, and these hold parameters
+            for stage in self._ownership.stages:
+                self._measure_stage(stage, step)
+        self._ownership.finish()
         self._is_warm = True
         return {part: _fastest(costs) for part, costs in self._parts.items()}
 
-    def _measure_stage(self, stage: int, step: Callable[[], Any], previous: int, following: int) -> None:
-        start, stop = self._bounds[stage]
+    def _measure_stage(self, stage: int, step: Callable[[], Any]) -> None:
+        ownership = self._ownership
+        start, stop = ownership.bounds[stage]
         self._layers.select(start, stop)
         arrived: list[Activations] = []
 
         def receive() -> Activations:
             if not arrived:
-                assert self._group is not None
-                arrived.append(self._group.receive_activations(previous, self._device, gradients=True))
+                found = ownership.group.receive_activations(ownership.previous, self._device, gradients=True)
+                arrived.append(found)
             return arrived[0]
 
-        held = [*self._ownership.held(), *self._ownership.buffers()]
+        held = [*ownership.held(), *ownership.buffers()]
         for run in range(1 if self._is_warm else 0, 1 + _MOST_RUNS):
             if run == 1:
                 begin_s = time.perf_counter()
@@ -154,8 +139,7 @@ class CostProbe:
             self._end_part(1 + len(self._chain), [result] if isinstance(result, Tensor) else [], output_bytes=0)
         self._saved = SavedTensors(None)
         if ended:
-            assert self._group is not None
-            self._group.send_activations(Activations.of(result), following)
+            ownership.group.send_activations(Activations.of(result), ownership.following)
 
     def _measure_layer(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if index == 0:

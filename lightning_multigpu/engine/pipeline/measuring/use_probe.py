@@ -10,8 +10,8 @@ is a placeholder. A layer, or the part after the layers, uses such a tensor if i
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,10 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lightning_multigpu.engine.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations, LayerInterception
-from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.step_state import preserved_random_state, seed_of, set_random_state
 
@@ -37,31 +35,17 @@ class UseProbe:
     """Watches steps on the stages of one rank.
 
     Args:
-        chain: all layers.
-        bounds: the layers ``[start, stop)`` of each stage.
-        ownership: the tensors that this rank holds.
-        group: the ranks of the pipeline; None if this rank has all layers.
-        device: where this rank computes.
+        ownership: the stages of this rank.
         seed: the seed of the random numbers, the same on all ranks.
     """
 
-    def __init__(
-        self,
-        chain: Chain,
-        bounds: Sequence[tuple[int, int]],
-        ownership: Ownership,
-        group: PipelineGroup | None,
-        device: torch.device,
-        seed: int,
-    ) -> None:
-        self._chain = chain
-        self._bounds = bounds
+    def __init__(self, ownership: Ownership, seed: int) -> None:
         self._ownership = ownership
-        self._group = group
-        self._device = device
+        self._device = ownership.device
         self._seed = seed
-        self._watch = _Watch(ownership, len(chain) + 1)
-        self._layers = LayerInterception(chain, *bounds[ownership.position], self._begin_part, self._run_layer)
+        self._last_part = len(ownership.chain) + 1
+        self._watch = _Watch(ownership, self._last_part)
+        self._layers = LayerInterception(ownership.chain, 0, 0, self._begin_part, self._run_layer)
 
     def watch(self, step: Callable[[], Any], left: Callable[[], Any] = lambda: None) -> Uses:
         """The tensors that this rank's stages use; a collective of the pipeline. Random states are left unchanged.
@@ -76,34 +60,30 @@ class UseProbe:
         Raises:
             PipelineError: the step cannot be split; or whatever the step raises.
         """
-        position, num_ranks = self._ownership.position, self._ownership.num_ranks
         before = {h.name: h.tensor.clone() for h in self._ownership.holdings if h.is_outside and not h.is_parameter}
         with preserved_random_state(self._device), self._layers.installed():
-            for stage in range(position, len(self._bounds), num_ranks):
-                self._run_stage(stage, step, left, (position - 1) % num_ranks, (position + 1) % num_ranks)
-        if position == 0:
+            for stage in self._ownership.stages:
+                self._run_stage(stage, step, left)
+        if self._ownership.position == 0:
             tensors = {holding.name: holding.tensor for holding in self._ownership.holdings}
             for name in before:
                 if not torch.equal(before[name], tensors[name]):
                     self._watch.uses.setdefault(name, set()).add(0)
-        if self._group is not None:
-            self._group.finish()
-            gc.collect()  # reference cycles hold autograd graphs, and these hold parameters
+        self._ownership.finish()
         return self._watch.uses
 
-    def _run_stage(
-        self, stage: int, step: Callable[[], Any], left: Callable[[], Any], previous: int, following: int
-    ) -> None:
-        start, stop = self._bounds[stage]
+    def _run_stage(self, stage: int, step: Callable[[], Any], left: Callable[[], Any]) -> None:
+        ownership = self._ownership
+        start, stop = ownership.bounds[stage]
         self._layers.select(start, stop)
         arrived: list[Activations] = []
 
         def receive() -> Activations:
-            assert self._group is not None
             if not arrived:
-                if not self._group.receive_object(previous):
+                group, previous = ownership.group, ownership.previous
+                if not group.receive_object(previous):
                     raise _Abandoned
-                found = self._group.receive_activations(previous, self._device, gradients=True)
+                found = group.receive_activations(previous, self._device, gradients=True)
                 # Copies, so that a layer may work in place, which autograd forbids on leaves.
                 arrived.append(Activations(found.structure, tuple(tensor.clone() for tensor in found.tensors)))
             return arrived[0]
@@ -116,23 +96,19 @@ class UseProbe:
             if ended:
                 output = Activations.of(result)
             elif self._layers.is_last:
-                self._watch.take((result, self._watch.left_in(left())), len(self._chain) + 1)
+                self._watch.take((result, self._watch.left_in(left())), self._last_part)
         except _Abandoned:
             pass
         except PipelineError as error:
             if not self._watch.lacks(error.lacking):
                 raise
             if start and not arrived:
-                self._drop_arriving(previous)
-        if self._group is not None and stop < len(self._chain):
-            self._group.send_object(output is not None, following)
+                with suppress(_Abandoned):
+                    receive()
+        if stop < len(ownership.chain):
+            ownership.group.send_object(output is not None, ownership.following)
             if output is not None:
-                self._group.send_activations(output, following)
-
-    def _drop_arriving(self, previous: int) -> None:
-        assert self._group is not None
-        if self._group.receive_object(previous):
-            self._group.receive_activations(previous, self._device)
+                ownership.group.send_activations(output, ownership.following)
 
     def _begin_part(self, part: int) -> None:
         set_random_state(seed_of(self._seed, part), self._device)

@@ -13,8 +13,9 @@ unless steps write into them before the layers.
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,6 +28,9 @@ from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.placeholder import Placeholder, exchange
+
+Bounds = list[tuple[int, int]]
+"""The layers ``[start, stop)`` of each stage."""
 
 
 @dataclass
@@ -51,7 +55,7 @@ class Holding:
 
 
 class Ownership:
-    """The parameters and buffers of a module as one rank of a pipeline holds them.
+    """The stages of one rank of a pipeline, and the parameters and buffers that it holds.
 
     Args:
         module: the whole module.
@@ -59,17 +63,56 @@ class Ownership:
         bounds: the layers ``[start, stop)`` of each stage.
         position: this rank's position; it has every stage whose index modulo ``num_ranks`` is its position.
         num_ranks: the ranks of the pipeline.
+        group: these ranks, to which the rank sends its values; None if it has all layers, or only plans.
+        device: where this rank computes.
     """
 
     def __init__(
-        self, module: Module, chain: Chain, bounds: Sequence[tuple[int, int]], position: int, num_ranks: int
+        self,
+        module: Module,
+        chain: Chain,
+        bounds: Bounds,
+        position: int,
+        num_ranks: int,
+        group: PipelineGroup | None = None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
         self._module = module
-        self._chain = chain
+        self.chain = chain
+        self.bounds = bounds
         self.position = position
         self.num_ranks = num_ranks
+        self.device = device
+        self._group = group
         self.holdings = list(_holdings(module, chain, bounds, num_ranks))
         self._recurrent = [part for part in module.modules() if isinstance(part, RNNBase)]
+
+    @property
+    def group(self) -> PipelineGroup:
+        """The ranks of the pipeline."""
+        assert self._group is not None
+        return self._group
+
+    @property
+    def stages(self) -> range:
+        """The indices of this rank's stages."""
+        return range(self.position, len(self.bounds), self.num_ranks)
+
+    @property
+    def previous(self) -> int:
+        """The position of the rank that has the stages before this rank's."""
+        return (self.position - 1) % self.num_ranks
+
+    @property
+    def following(self) -> int:
+        """The position of the rank that has the stages after this rank's."""
+        return (self.position + 1) % self.num_ranks
+
+    def finish(self) -> None:
+        """Waits until everything has been sent, and frees what a dry run has left."""
+        if self._group is not None:
+            self._group.finish()
+            gc.collect()  # reference cycles hold autograd graphs, and these hold parameters
 
     def parameters(self) -> list[Parameter]:
         """All parameters, in the module's order."""
@@ -105,54 +148,63 @@ class Ownership:
         holders = {id(h.tensor): h.holders for h in self.holdings}
         return {name: holders[id(tensor)] for name, tensor in _named_tensors(self._module)}
 
-    def is_whole(self) -> bool:
-        """Whether this rank has all values."""
-        return not any(isinstance(holding.tensor, Placeholder) for holding in self.holdings)
-
     def missing(self) -> set[str]:
         """Names of tensors whose values this rank lacks."""
         return {holding.name for holding in self.holdings if isinstance(holding.tensor, Placeholder)}
 
-    def share_values(self, group: MeteredGroup, source: int) -> None:
-        """Copies values from the world's rank ``source``, which has all, to their holders; at the start of a run."""
-        self._share(self.holdings, group, source)
+    def share(self, world: MeteredGroup, peers: MeteredGroup) -> bool:
+        """Gives each rank the values that it holds, the same on all ranks; a collective of the world.
 
-    def complete(self, missing: Sequence[Collection[str]], group: PipelineGroup) -> None:
-        """Copies values to the ranks of the pipeline that should hold them and lack them; a collective of the pipeline.
+        Rank 0 sends its values, if it has all. Else a rank of each pipeline that has a tensor sends it to the holders
+        that lack it; then the first pipeline's values count, and those of rank 0 for tensors that all ranks hold.
 
         Args:
-            missing: for each position, the names of tensors that it lacks; some position has each tensor.
-            group: the ranks of the pipeline.
+            world: all ranks, in order.
+            peers: the ranks at this position in all pipelines.
+
+        Returns:
+            Whether every rank had all values.
+
+        Raises:
+            ValueError: on all ranks, if neither rank 0 nor a rank of the pipeline has values that a rank must hold.
         """
+        lacking = world.gather_objects(self.missing())
+        if not lacking[0]:
+            self._share(self.holdings, world, 0)
+            return not any(lacking)
+        ranks, size = self.group.ranks, self.num_ranks
+        step = abs(ranks[-1] - ranks[-2]) if size > 1 else 1  # between ranks of a tensor group's pipelines
+        firsts = (first for first in range(len(lacking)) if first // step % size == 0)
+        pipelines = [[lacking[first + step * number] for number in range(size)] for first in firsts]
+        nowhere = set[str]().union(*(set.intersection(*positions) for positions in pipelines))
+        if nowhere:
+            found = [holding.name for holding in self.holdings if holding.name in nowhere]
+            names = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+            raise ValueError(
+                f"no rank of a pipeline has values of {names}: configure_model() makes them from values of layers on "
+                "other ranks; make them independently of each other"
+            )
         for holding in self.holdings:
-            having = [position for position, names in enumerate(missing) if holding.name not in names]
-            self._send(holding, having[-1], [p for p in holding.holders if p not in having], group)
-        group.finish()
-
-    def share_held(self, everyone: MeteredGroup, peers: MeteredGroup, group: PipelineGroup) -> None:
-        """Makes the values of all ranks equal where no rank has all values, and each rank has the values that it holds.
-
-        Args:
-            everyone: all ranks; its first rank sends the tensors that all ranks hold.
-            peers: the ranks at this position in all pipelines; their first rank sends all other tensors.
-            group: the ranks of this pipeline; the last holder of a tensor sends it to its other holders.
-        """
-        self._share([h for h in self.holdings if len(h.holders) == self.num_ranks], everyone, everyone.first_rank)
-        others = [h for h in self.holdings if len(h.holders) < self.num_ranks]
+            having = [position for position, rank in enumerate(ranks) if holding.name not in lacking[rank]]
+            self._send(holding, having[-1], [p for p in holding.holders if p not in having])
+        self.group.finish()
+        self._share([h for h in self.holdings if len(h.holders) == size], world, world.first_rank)
+        others = [h for h in self.holdings if len(h.holders) < size]
         for holding in others:
             *receivers, sender = holding.holders
-            self._send(holding, sender, receivers, group)
-        group.finish()
+            self._send(holding, sender, receivers)
+        self.group.finish()
         if peers.size > 1:
             self._share([h for h in others if self.position in h.holders], peers, peers.first_rank)
+        return False
 
-    def _send(self, holding: Holding, sender: int, receivers: Sequence[int], group: PipelineGroup) -> None:
+    def _send(self, holding: Holding, sender: int, receivers: Sequence[int]) -> None:
         """Sends the values of a tensor from one position to others; a collective of these positions."""
         if self.position == sender:
             for receiver in receivers:
-                group.send(holding.tensor, receiver)
+                self.group.send(holding.tensor, receiver)
         elif self.position in receivers:
-            value = group.receive(torch.empty(holding.tensor.shape, dtype=holding.tensor.dtype), sender)
+            value = self.group.receive(torch.empty(holding.tensor.shape, dtype=holding.tensor.dtype), sender)
             if isinstance(holding.tensor, Placeholder):
                 self._exchange(holding, value)
             else:
@@ -176,42 +228,37 @@ class Ownership:
             else:
                 self._exchange(holding, Placeholder(holding.tensor.data, holding.source))
 
-    def move(self, device: torch.device) -> None:
+    def move(self) -> None:
         """Moves the tensors that this rank holds to its device, except tensors that another rank may hold later."""
-        unassigned = {id(tensor) for tensor in self._chain.unassigned()}
+        unassigned = {id(tensor) for tensor in self.chain.unassigned()}
         for holding in self.holdings:
             is_held = self.position in holding.holders and id(holding.tensor) not in unassigned
-            if is_held and holding.tensor.device != device:
-                holding.tensor.data = holding.tensor.data.to(device)
+            if is_held and holding.tensor.device != self.device:
+                holding.tensor.data = holding.tensor.data.to(self.device)
 
-    def gather(self, group: PipelineGroup) -> None:
+    def gather(self) -> None:
         """Copies all values to the host's memory at the last position; a collective of the pipeline."""
-        for holding, value in self.values_of_others(group):
+        for holding, value in self.values_of_others():
             self._exchange(holding, value)
 
-    def values_of_others(self, group: PipelineGroup) -> Iterator[tuple[Holding, Tensor]]:
+    def values_of_others(self) -> Iterator[tuple[Holding, Tensor]]:
         """At the last position, the values that it does not hold, in host memory; a collective of the pipeline."""
         last = self.num_ranks - 1
         for holding in self.holdings:
             if self.position == holding.holders[0] and last not in holding.holders:
-                group.send(holding.tensor, last)
+                self.group.send(holding.tensor, last)
             elif self.position == last and last not in holding.holders:
                 value = torch.empty(holding.tensor.shape, dtype=holding.tensor.dtype)
-                yield holding, group.receive(value, holding.holders[0])
-        group.finish()
+                yield holding, self.group.receive(value, holding.holders[0])
+        self.group.finish()
 
-    def restore(self, group: MeteredGroup, ranks: Sequence[int]) -> None:
-        """Copies all values to the host's memory of every rank of ``group``.
-
-        Args:
-            group: the ranks of the pipeline.
-            ranks: the world's rank at each position.
-        """
+    def restore(self, peers: MeteredGroup) -> None:
+        """Copies all values to the host's memory of every rank of the pipeline, whose collectives ``peers`` has."""
         for part in _in_parts(self.holdings):
             for position in range(self.num_ranks):
                 mine = [holding for holding in part if holding.holders[-1] == position]
                 values = [self._host_copy(holding) for holding in mine]
-                group.broadcast_tensors(values, src=ranks[position])
+                peers.broadcast_tensors(values, src=self.group.ranks[position])
                 for holding, value in zip(mine, values, strict=True):
                     if isinstance(holding.tensor, Placeholder):
                         self._exchange(holding, value)
@@ -220,38 +267,35 @@ class Ownership:
 
     def split_again(
         self,
-        bounds: Sequence[tuple[int, int]],
-        group: PipelineGroup,
-        device: torch.device,
+        bounds: Bounds,
         moved: Callable[[Holding, int, list[int]], None] = lambda holding, sender, receivers: None,
     ) -> bool:
-        """Moves tensors to the ranks that hold them from now on; returns whether any moved. A collective of ``group``.
+        """Moves tensors to their holders from now on, and returns whether any moved; a collective of the pipeline.
 
         Parameters stay the same Python objects. A tensor that moves passes through the host's memory of its sender and
         of its receivers.
 
         Args:
             bounds: the layers ``[start, stop)`` of each stage.
-            group: the ranks of the pipeline.
-            device: where this rank computes.
             moved: called on every rank with a parameter, the position of its sender, and the positions of its new
                 holders.
 
         Raises:
             PipelineError: a parameter cannot be exchanged, because something refers to it.
         """
-        new = {h.name: h for h in _holdings(self._module, self._chain, bounds, self.num_ranks)}
+        new = {h.name: h for h in _holdings(self._module, self.chain, bounds, self.num_ranks)}
         moving = [holding for holding in self.holdings if holding.holders != new[holding.name].holders]
         before = [holding.tensor for holding in moving]
+        self.bounds = bounds
         for holding in moving:
             old, holding.holders = holding.holders, new[holding.name].holders
             receivers = [position for position in holding.holders if position not in old]
-            self._send(holding, old[-1], receivers, group)
+            self._send(holding, old[-1], receivers)
             if holding.is_parameter:
                 moved(holding, old[-1], receivers)
-        group.finish()
+        self.group.finish()
         self.drop()
-        self.move(device)
+        self.move()
         for holding, tensor in zip(moving, before, strict=True):
             if holding.is_parameter and holding.tensor is not tensor:
                 raise PipelineError(
@@ -297,7 +341,7 @@ class Ownership:
             part._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
 
 
-def _holdings(module: Module, chain: Chain, bounds: Sequence[tuple[int, int]], num_ranks: int) -> Iterator[Holding]:
+def _holdings(module: Module, chain: Chain, bounds: Bounds, num_ranks: int) -> Iterator[Holding]:
     everywhere = set(range(num_ranks))
     positions = [0, *(s % num_ranks for s, bound in enumerate(bounds) for _ in range(*bound)), num_ranks - 1]
     holders: dict[int, set[int]] = {}

@@ -211,6 +211,17 @@ class DataAxis:
         if buffers:
             self._bookkeeping.broadcast_tensors(buffers, src=self._bookkeeping.first_rank)
 
+    def end_step(self, scale: float) -> None:
+        """Keeps the errors of compression after an optimizer step, whose losses had this factor."""
+        if self._reducer.compresses and self._reducer.all_reduce is not None:
+            self._reducer.all_reduce.end_step(scale)
+
+    def compression_summary(self) -> str:
+        """What compression has saved, as text; empty without compression."""
+        all_reduce = self._reducer.all_reduce if self._reducer.compresses else None
+        compressed = None if all_reduce is None else all_reduce.compressed
+        return "" if compressed is None else compressed.summary()
+
     def close(self) -> None:
         """Ends the thread that sends gradients."""
         self._reducer.close()
@@ -286,45 +297,37 @@ class RemoteGradient(Placeholder):
         return {order: norm / size if divides else norm * size for order, norm in self.norms.items()}
 
 
-class RemoteGradients:
-    """Gives parameters of other stages a :class:`RemoteGradient` for the time of a block.
+@contextmanager
+def remote_gradients(ownership: Ownership, sums: StageSums) -> Iterator[None]:
+    """Within the block parameters of other stages have a :class:`RemoteGradient`, if those stages have a gradient.
+
+    Entering is a collective of the pipeline, and of the ranks that split its layers: 4 numbers for each parameter.
 
     Args:
         ownership: the stages that hold each parameter.
         sums: sums over the stages.
     """
-
-    def __init__(self, ownership: Ownership, sums: StageSums) -> None:
-        self._ownership = ownership
-        self._sums = sums
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Within the block parameters of other stages have a gradient, if they have one on their own stage.
-
-        Entering is a collective of the pipeline, and of the ranks that split its layers: 4 numbers for each parameter.
-        """
-        shown: list[Parameter] = []
-        holdings = [holding for holding in self._ownership.holdings if holding.is_parameter]
-        parameters, counted = self._ownership.parameters(), {id(each) for each in self._ownership.counted()}
-        norms = self._sums.norms(parameters, [id(parameter) in counted for parameter in parameters])
-        of_parts = [(parameter, parameter.shape) for parameter in parameters if isinstance(parameter, Placeholder)]
-        for held, _ in of_parts:
-            if (split := split_of(held)) is not None:
-                _resize(held, split.whole_shape(held))
-        for row, holding, parameter in zip(norms, holdings, parameters, strict=True):
-            if row[0] and isinstance(parameter, Placeholder):
-                norms_of = dict(zip(_ORDERS, row[1:], strict=True))
-                parameter.grad = RemoteGradient(parameter, _SOURCE.format(holding.name), norms_of)
-                shown.append(parameter)
-        try:
-            yield
-        finally:
-            for parameter in shown:
-                parameter.grad = None
-            for held, shape in of_parts:
-                if split_of(held) is not None:
-                    _resize(held, shape)
+    shown: list[Parameter] = []
+    holdings = [holding for holding in ownership.holdings if holding.is_parameter]
+    parameters, counted = ownership.parameters(), {id(each) for each in ownership.counted()}
+    norms = sums.norms(parameters, [id(parameter) in counted for parameter in parameters])
+    of_parts = [(parameter, parameter.shape) for parameter in parameters if isinstance(parameter, Placeholder)]
+    for held, _ in of_parts:
+        if (split := split_of(held)) is not None:
+            _resize(held, split.whole_shape(held))
+    for row, holding, parameter in zip(norms, holdings, parameters, strict=True):
+        if row[0] and isinstance(parameter, Placeholder):
+            norms_of = dict(zip(_ORDERS, row[1:], strict=True))
+            parameter.grad = RemoteGradient(parameter, _SOURCE.format(holding.name), norms_of)
+            shown.append(parameter)
+    try:
+        yield
+    finally:
+        for parameter in shown:
+            parameter.grad = None
+        for held, shape in of_parts:
+            if split_of(held) is not None:
+                _resize(held, shape)
 
 
 def _resize(parameter: Any, shape: Sequence[int]) -> None:

@@ -9,18 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
 from lightning_multigpu.engine.activation_checkpointing import recomputed
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
-from lightning_multigpu.engine.pipeline.splitting.chain import Chain
+from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations, LayerInterception, Region
 from lightning_multigpu.engine.pipeline.stages.schedules import PassesInOrder, TorchSchedules
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
-from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.step_state import preserved_random_state, seed_of, set_random_state
 from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName, executed_schedule
 
@@ -35,13 +32,9 @@ class PipelineRunner:
         rank 1   .. F0 F1 F2 B0 B1 B2 ..  .. F0 B0 F1 B1 F2 B2 ..
 
     Args:
-        chain: all layers.
-        bounds: the layers ``[start, stop)`` of each stage; the rank at position p of P has the stages p, P + p...
-        group: the ranks of the pipeline.
-        device: where this rank computes.
+        ownership: the stages of this rank; a runner is for their bounds of now.
         schedule: the order of the micro-batches' forward and backward passes. If it needs more micro-batches, or a
             multiple of another number, all run forward first and then backward, with equal results.
-        parameters: returns the parameters that this rank holds.
         recorder: records what this rank does.
         recompute: indices of the layers that run again in backward; none under "zero_bubble", whose backward pass has
             two parts.
@@ -50,52 +43,39 @@ class PipelineRunner:
 
     def __init__(
         self,
-        chain: Chain,
-        bounds: Sequence[tuple[int, int]],
-        group: PipelineGroup,
-        device: torch.device,
+        ownership: Ownership,
         *,
         schedule: ScheduleName,
-        parameters: Callable[[], list[Parameter]],
         recorder: Recorder,
         recompute: Collection[int] = (),
         enter: Callable[[Region], None] = lambda region: None,
     ) -> None:
-        self.group = group
-        self.position = dist.get_rank(group.process_group)
-        self.recorder = recorder
-        self._device = device
+        chain, bounds, group = ownership.chain, ownership.bounds, ownership.group
+        self._ownership = ownership
+        self._recorder = recorder
+        self._device = ownership.device
         self._schedule = schedule
         self._bounds = bounds
         self._seed: tuple[int, ...] = ()
         self._known_seeds: dict[tuple[int, ...], int] = {}
-        self._chain = chain
         self._recompute = recompute
-        self._layers = LayerInterception(chain, *bounds[self.position], self._begin_part, self._run_layer, enter)
+        self._layers = LayerInterception(chain, 0, 0, self._begin_part, self._run_layer, enter)
         self.stages = [
-            Stage(
-                functools.partial(self._compute, index // group.num_ranks),
-                parameters,
-                index,
-                len(bounds),
-                group,
-                device,
-                recorder,
-            )
-            for index in range(self.position, len(bounds), group.num_ranks)
+            Stage(functools.partial(self._compute, number), ownership, index, recorder)
+            for number, index in enumerate(ownership.stages)
         ]
-        own = [bounds[stage.index] for stage in self.stages]
+        own = [bounds[index] for index in ownership.stages]
         self._parts = [0, *(1 + index for start, stop in own for index in range(start, stop)), 1 + len(chain)]
         # An operation in place must not overwrite a received tensor: its gradient is needed.
         self._clones_input = {
-            stage.index: any(getattr(part, "inplace", False) for layer in own[:1] for part in layer.modules())
-            for stage in self.stages
-            for own in [chain.layers[slice(*bounds[stage.index])]]
+            index: any(getattr(part, "inplace", False) for layer in own[:1] for part in layer.modules())
+            for index in ownership.stages
+            for own in [chain.layers[slice(*bounds[index])]]
         }
         self._order = (
-            TorchSchedules(self.stages, group.process_group, device, schedule)
+            TorchSchedules(self.stages, group.process_group, ownership.device, schedule)
             if group.in_batches
-            else PassesInOrder(self.stages, self.position, group.num_ranks, schedule)
+            else PassesInOrder(self.stages, ownership.position, ownership.num_ranks, schedule)
         )
         self._kinds: set[Any] = set()
         self._step: Callable[[int], Any] = lambda micro_batch: None
@@ -103,11 +83,6 @@ class PipelineRunner:
         self._micro_batches: list[int] = []
         self._losses: dict[int, Tensor] = {}
         self.uses_layers = False  # whether the losses of the newest batch depend on what the last stage receives
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank has the last stage."""
-        return self.position == self.group.num_ranks - 1
 
     @property
     def is_past_chain(self) -> bool:
@@ -137,7 +112,7 @@ class PipelineRunner:
         with (
             preserved_random_state(self._device),
             self._layers.installed(),
-            self.recorder.step(len(kinds), together=len(groups) == 1),
+            self._recorder.step(len(kinds), together=len(groups) == 1),
         ):
             for group in groups:
                 self._run_group(group, [kinds[m] for m in group], seed)
@@ -151,15 +126,15 @@ class PipelineRunner:
             Whether the rest of the step runs on later stages; if not, what the step returned.
         """
         self._seed = seed
-        previous, following = ((self.position + offset) % self.group.num_ranks for offset in (-1, 1))
+        group, previous, following = self._ownership.group, self._ownership.previous, self._ownership.following
         with preserved_random_state(self._device), self._layers.installed():
             for stage in self.stages:
                 self._layers.select(*self._bounds[stage.index])
-                receive = functools.partial(self.group.receive_activations, previous, self._device)
+                receive = functools.partial(group.receive_activations, previous, self._device)
                 ended, output = self._layers.run(step, None if stage.is_first else receive)
                 if not ended:
                     return False, output
-                self.group.send_activations(Activations.of(output), following)
+                group.send_activations(Activations.of(output), following)
         return True, None
 
     def _groups(self, kinds: Sequence[Any]) -> list[list[int]]:
@@ -183,7 +158,7 @@ class PipelineRunner:
         # All seeds at once: between two layers, with cold caches, each takes several times as long.
         self._known_seeds = {(*seed, m, part): seed_of(*seed, m, part) for m in micro_batches for part in self._parts}
         count = len(micro_batches)
-        alternates = executed_schedule(self._schedule, self.group.num_ranks, count) == "1f1b"
+        alternates = executed_schedule(self._schedule, self._ownership.num_ranks, count) == "1f1b"
         for stage in self.stages:
             stage.begin(kinds, alternates=alternates)
         try:
@@ -241,7 +216,7 @@ class PipelineRunner:
         if index not in self._recompute or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         seed = self._seed_of_part(1 + index)  # the seed that _begin_part has set
-        layer = self._chain.layers[index]
+        layer = self._ownership.chain.layers[index]
 
         def begin() -> AbstractContextManager[None]:
             set_random_state(seed, self._device)

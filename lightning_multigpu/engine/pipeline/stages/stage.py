@@ -25,12 +25,12 @@ from torch.distributed.pipelining._backward import (
 from torch.nn import Parameter
 
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
+from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations
 from lightning_multigpu.engine.pipeline.stages.stage_messages import (
     Header,
     HostMessages,
     Message,
-    PipelineGroup,
     ScheduledMessages,
 )
 
@@ -49,11 +49,8 @@ class Stage:
 
     Args:
         run: computes the micro-batch of this number in the schedule; returns the output, on the last stage the loss.
-        parameters: returns the parameters that the stage's rank holds.
+        ownership: the stages of the rank.
         index: the index of the stage.
-        num_stages: the stages of the pipeline.
-        group: the ranks of the pipeline.
-        device: where the stage computes.
         recorder: records the stage's work.
 
     Attributes:
@@ -63,27 +60,23 @@ class Stage:
     def __init__(
         self,
         run: Callable[[int], Activations | Tensor],
-        parameters: Callable[[], list[Parameter]],
+        ownership: Ownership,
         index: int,
-        num_stages: int,
-        group: PipelineGroup,
-        device: torch.device,
         recorder: Recorder,
     ) -> None:
         self.index = index
-        self.num_stages = num_stages
-        self.device = device
+        self.num_stages = num_stages = len(ownership.bounds)
+        self.device = ownership.device
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
         self._run = run
-        self._parameters = parameters
-        self._group = group
+        self._parameters = ownership.held
+        self._group = group = ownership.group
         self._messages: ScheduledMessages | HostMessages = (
             ScheduledMessages(group) if group.in_batches else HostMessages(group, num_stages)
         )
         self._recorder = recorder
-        self._previous = (index - 1) % group.num_ranks
-        self._following = (index + 1) % group.num_ranks
+        self._previous, self._following = ownership.previous, ownership.following
         self.needs_input = False
         self._keys: list[Any] = []
         self._alternates = False

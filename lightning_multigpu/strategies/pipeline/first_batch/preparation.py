@@ -1,0 +1,248 @@
+"""Preparation of a split model for the batches of a run: tracing, uses of parameters, measured balance, and checks.
+
+::
+
+    first batch     split layers over a tensor group -> trace -> find the uses of parameters -> measure, split again
+                    -> check kept state -> check losses and gradients of micro-batches
+    other batches   the check again, when the loss has a new term
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from lightning_multigpu.engine.activation_checkpointing import layers_of
+from lightning_multigpu.engine.micro_batches import cloned, first_part, num_micro_batches_of
+from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
+from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
+from lightning_multigpu.engine.pipeline.measuring.stage_bytes import end_bytes, layer_bytes
+from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
+from lightning_multigpu.engine.pipeline.splitting.ownership import Bounds
+from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
+from lightning_multigpu.engine.pipeline.stages.loss_forms import LossForms
+from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
+from lightning_multigpu.engine.step_state import seed_of, without_differentiation
+from lightning_multigpu.planning.numbers import ms, size
+from lightning_multigpu.planning.pipelines.stage_costs import MeasuredBalance, PartCost, StageCosts
+from lightning_multigpu.strategies.pipeline.first_batch.step_checks import StepChecks
+from lightning_multigpu.strategies.steps.dry_run import without_trace
+from lightning_multigpu.strategies.steps.step_logs import Record
+
+if TYPE_CHECKING:
+    from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline
+
+
+class Preparation:
+    """Splits a model by its first batch, and checks its steps. Methods are collectives unless they say otherwise.
+
+    Args:
+        pipeline: whose model is split.
+
+    Attributes:
+        is_first: the batch under way is the first one.
+        is_new_form: the loss of the batch under way has a term that earlier ones had not.
+
+    Raises:
+        ValueError: no layer has a name or class that is listed in ``activation_checkpointing``.
+    """
+
+    def __init__(self, pipeline: RunningPipeline) -> None:
+        self._pipeline, self._model, self._options = pipeline, pipeline.model, pipeline.options
+        self._world, self._tensor_axis = pipeline.strategy.collectives.world, pipeline.tensor_axis
+        chain, choice = self._model.chain, self._options.activation_checkpointing
+        self._recompute = layers_of(chain.name, chain.named_layers(), choice)
+        self._will_train = self._model.module.trainer.state.fn == TrainerFn.FITTING
+        measures = self._will_train and self._model.group.num_ranks > 1
+        self._balance_due = self._options.measured_balance if measures else None
+        self._watched: set[Any] = set()
+        self._loss_forms = LossForms()
+        self._is_checked = self._checks_forms = False
+        self.is_first = True
+        self.is_new_form = False
+        self._runner = self._new_runner(pipeline.recorder)
+
+    def _new_runner(self, recorder: Recorder) -> PipelineRunner:
+        return PipelineRunner(
+            self._model.ownership,
+            schedule=self._options.schedule,
+            recompute=self._recompute,
+            recorder=recorder,
+            enter=self._pipeline.kept.enter,
+        )
+
+    def prepare(self, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float) -> PipelineRunner:
+        """Does the work of the first batch before its step; a collective of the world.
+
+        Args:
+            batch: the same on every stage, with its samples along dimension 0.
+            others: further arguments of ``training_step``.
+            weights: the weights of its micro-batches' losses.
+            multiplier: the factor of the loss before its backward; 0 for a batch that does not count.
+
+        Returns:
+            The runner of this rank's stages.
+
+        Raises:
+            ValueError: the losses or the gradients of the micro-batches do not add up to those of the batch.
+            PipelineError: the step cannot be split, or depends on values that an earlier step has kept elsewhere.
+        """
+        if self.is_first:
+            self._split(batch, others)
+            StepChecks(self._pipeline, self._runner).check_kept_state(batch, others, self._recompute)
+        may_check = self._options.check_loss and len(weights) > 1 and multiplier != 0
+        self._checks_forms = may_check and self._is_checked
+        if may_check and not self._is_checked:
+            self._check_sums(batch, others, weights, multiplier)
+            self._is_checked = True
+        return self._runner
+
+    def follow(self, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float) -> None:
+        """Does the work that the step of a batch has made necessary; arguments and errors as for :meth:`prepare`."""
+        if self._checks_forms and self.is_new_form:
+            self._check_sums(batch, others, weights, multiplier)
+        if self.is_first:
+            self.is_first = False
+            for places in self._model.stages.gather_objects(list(self._pipeline.kept.changes)):
+                self._pipeline.kept.learn(places)
+
+    def note_form(self, loss: Any) -> None:
+        """Notes whether the loss of a micro-batch has a new term; no collective."""
+        if self._options.check_loss and isinstance(loss, Tensor):
+            self.is_new_form = self._loss_forms.is_new(loss)
+
+    def prepare_evaluation(self, hook: str, *args: Any, **kwargs: Any) -> PipelineRunner:
+        """Traces the model, unless that is done, and finds the uses of parameters by the first step of each loader."""
+        if not self._model.chain.is_arranged:
+            self._trace(hook, *args, will_train=self._will_train, **kwargs)
+        key = (hook, *args[2:])  # of each loader
+        if key not in self._watched:
+            self._find_uses(key, hook, *args, **kwargs)
+        return self._runner
+
+    # The split
+
+    def _split(self, batch: Any, others: Sequence[Any]) -> None:
+        part = first_part(batch, self._pipeline.num_micro_batches)
+        if self._tensor_axis is not None:
+            self._tensor_axis.split(lambda: self._pipeline.loss_of(cloned(part), others), self._world)
+        with self._pipeline.strategy.precision_plugin.train_step_context():
+            if not self._model.chain.is_arranged:
+                self._trace("training_step", part, *others, will_train=True)
+            with without_differentiation():
+                self._find_uses("training_step", "training_step", part, *others)
+        if self._balance_due is not None:
+            balance, self._balance_due = self._balance_due, None
+            self._split_by_costs(balance, batch, others)
+
+    def _split_again(self, bounds: Bounds) -> None:
+        self._model.split_again(bounds)
+        self._runner = self._new_runner(self._pipeline.recorder)
+
+    def _trace(self, hook: str, *args: Any, will_train: bool, **kwargs: Any) -> None:
+        """Traces a step of the module, and gives each rank the parameters that its stages use."""
+
+        def step() -> Any:
+            with self._pipeline.logs.recording(pass_on=False):
+                return self._pipeline.call(hook, *args, **kwargs)
+
+        chain = self._model.chain
+        assert isinstance(chain, TracedChain)
+        with without_trace(self._model.module):
+            chain.arrange(step, will_train=will_train)
+        self._model.split_again(self._model.bounds)
+
+    def _find_uses(self, key: Any, hook: str, batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Watches the first step of the module with this ``key``, and prints the split if it changes."""
+        model, options, is_first = self._model, self._options, not self._watched
+        self._watched.add(key)
+        records: list[Record] = []
+
+        def step() -> Any:
+            with self._pipeline.logs.recording(pass_on=False) as found:
+                output = self._pipeline.call(hook, cloned(batch), *args, **kwargs)
+            records[:] = found
+            return output
+
+        def left() -> Any:
+            return [record.value for record in records], [vars(part) for part in model.module.modules()]
+
+        everyone = self._world if self._will_train else model.stages
+        with nullcontext() if self._tensor_axis is None else self._tensor_axis.group.alone():
+            has_moved = False
+            while model.group.num_ranks > 1 and any(holding.is_outside for holding in model.ownership.holdings):
+                with without_trace(model.module):
+                    uses = UseProbe(model.ownership, seed_of(self._pipeline.seed, 4)).watch(step, left)
+                model.chain.learn(everyone.gather_objects(uses))
+                if not model.split_again(model.bounds):
+                    break
+                has_moved = True
+        if has_moved and hook == "training_step":  # the old split counted moved parameters elsewhere
+            bounds = options.bounds(model.chain, model.group.num_ranks)
+            if options.measured_balance is None and bounds != model.bounds:
+                self._split_again(bounds)
+        if (is_first or has_moved) and self._balance_due is None and model.group.num_ranks > 1:
+            rank_zero_info(model.describe())
+
+    def _split_by_costs(self, balance: MeasuredBalance, batch: Any, others: Sequence[Any]) -> None:
+        """Measures the layers, splits them to minimise the largest cost of a rank, and prints the prediction."""
+        model, before = self._model, self._model.bounds
+        costs = self._measured_costs(batch, others)
+        self._split_again(self._world.broadcast_object(costs.bounds(balance), 0))
+        model.meter.discard()
+
+        def predicted(bounds: Bounds) -> str:
+            most = size(costs.largest_bytes(bounds))
+            return f"{ms(costs.step_s(bounds))}, at most {most} for the stages of a rank"
+
+        rank_zero_info(
+            f"Pipeline over {model.chain.name!r}, {costs.num_layers} layers in {len(model.bounds)} stages by "
+            f"balance={balance!r}; per micro-batch, as measured on the first batch:\n"
+            f"{costs.describe(model.bounds, model.group.ranks)}\n"
+            f"  predicted for a batch of {costs.num_micro_batches} micro-batches, without the optimizer: "
+            f"{predicted(model.bounds)}\n  by balance='parameters' it would be: {predicted(before)}\n"
+            f"{model.describe_ranks()}"
+        )
+
+    def _measured_costs(self, batch: Any, others: Sequence[Any]) -> StageCosts:
+        """The costs of the layers, the same on all stages."""
+        model, part = self._model, first_part(batch, self._pipeline.num_micro_batches)
+        probe = CostProbe(
+            model.ownership,
+            self._pipeline.seed,
+            self._recompute,
+            agreed=bool if self._tensor_axis is None else partial(self._tensor_axis.group.any, device=model.device),
+        )
+        with without_trace(model.module):
+            found = (
+                probe.measure(lambda: self._pipeline.loss_of(part, others)),
+                slowest_link(model.group),
+                probe.elsewhere_s,
+            )
+            of_ranks, links, elsewhere = zip(*model.stages.gather_objects(found), strict=True)
+        parts: dict[int, PartCost] = {part: cost for costs in of_ranks for part, cost in costs.items()}
+        return StageCosts(
+            [parts.get(part, PartCost()) for part in range(len(model.chain) + 2)],
+            layer_bytes(model.chain, model.module.trainer.optimizers),
+            max(links, key=lambda link: link.seconds(1 << 20)),
+            schedule=self._options.schedule,
+            num_ranks=model.group.num_ranks,
+            stages_per_rank=self._options.num_stages_of_rank,
+            num_micro_batches=num_micro_batches_of(batch, self._pipeline.num_micro_batches),
+            end_bytes=end_bytes(model.ownership, model.module.trainer.optimizers),
+            elsewhere_s=max((seconds for seconds in elsewhere if seconds is not None), default=None),
+        )
+
+    def _check_sums(self, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float) -> None:
+        """Checks that losses, and then gradients, of micro-batches add up to those of their batch."""
+        model, checks = self._model, StepChecks(self._pipeline, self._runner)
+        runner = self._new_runner(Recorder(model.meter, model.device, model.ownership.held))
+        with model.meter.unrecorded():
+            checks.check_losses(batch, others, weights)
+            checks.check_gradients(batch, others, len(weights), runner, multiplier)
