@@ -1,4 +1,4 @@
-"""Figures and tables of an HTML page, as text of SVG and HTML. Each figure has a text alternative."""
+"""Figures of an HTML page, as text of SVG. Each figure has a text alternative."""
 
 from __future__ import annotations
 
@@ -107,19 +107,6 @@ def plot(
         )
     shapes += _axis(end_s, _PLOT + 12, lambda seconds: f"{number(seconds)} s")
     return _svg(meaning, _PLOT + 12 + _AXIS, shapes)
-
-
-def legend(colours: Mapping[str, str]) -> str:
-    """The names of colours."""
-    entries = "".join(f'<li><span style="background: {c}"></span>{words(name)}</li>' for name, c in colours.items())
-    return f'<ul class="legend">{entries}</ul>'
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first column is text and whose others are numbers."""
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
-    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
 def words(name: str) -> str:
