@@ -16,7 +16,8 @@ import pytest
 from lightning_multigpu.cli import main
 from lightning_multigpu.report import document
 from lightning_multigpu.report.document import SCHEMA_VERSION
-from lightning_multigpu.report.profile import chrome_trace, page_figures, profile_document, profile_page, profile_text
+from lightning_multigpu.report.figures import SvgFigure
+from lightning_multigpu.report.profile import chrome_trace, profile_document, profile_page, profile_text
 from lightning_multigpu.report.schema import ReportError
 from tests.report.examples import record, report_of
 from tests.report.profiles import PHASES_S, built, loaded, profile, told, with_all
@@ -145,22 +146,22 @@ def test_text_of_all_that_can_be_measured() -> None:
 
 
 def test_long_names_of_folders_are_cut_where_they_are_alike() -> None:
-    figure = page_figures.Rows("meaning", 1.0, str)
+    figure = SvgFigure(1.0, str)
     for name in ("pipeline_interleaved", "pipeline_zero_bubble"):
         figure.row(f"/scratch/experiments/{name}")
-        assert f"…{name[1:]}<title>/scratch/experiments/{name}</title>" in figure.html()
+        assert f"…{name[1:]}<title>/scratch/experiments/{name}</title>" in figure.part_of_page("meaning")
 
 
 def test_a_timeline_has_no_more_boxes_than_can_be_seen() -> None:
     """10,000 transfers a step made pages of megabytes for each rank."""
-    figure = page_figures.Rows("meaning", 1.0, str)
+    figure = SvgFigure(1.0, str)
     for row in range(2):
         figure.row(str(row))
         for part in range(10_000):
             figure.box(part / 10_000, (part + 1) / 10_000, "#000", "thin")
         figure.box(0.5, 0.6, "#000", "long one", top=17)
         figure.box(0.52, 0.53, "#000", "within it", top=17)
-    shown = figure.html()
+    shown = figure.part_of_page("meaning")
     assert shown.count("long one") == shown.count("within it") == 2
     assert 2 * 1_000 < shown.count("thin") < 2 * 4_000
 

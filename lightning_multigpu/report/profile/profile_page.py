@@ -8,8 +8,9 @@ from typing import Any
 
 from lightning_multigpu.planning.numbers import ms, number
 from lightning_multigpu.planning.step_phases import PHASES
-from lightning_multigpu.report.profile import page_figures, profile_sections, run_curves
-from lightning_multigpu.report.profile.page_figures import bars, words
+from lightning_multigpu.report import figures
+from lightning_multigpu.report.figures import bars, words
+from lightning_multigpu.report.profile import profile_sections, run_curves
 from lightning_multigpu.report.profile.profile_document import ProfileDocument
 from lightning_multigpu.report.profile.profile_sections import PHASE_COLOURS, ReportSection
 
@@ -58,7 +59,7 @@ def comparison(profiles: Mapping[str, ProfileDocument]) -> str:
         )
     ]
     if rates:
-        figure = bars(fastest, rates, {"samples": page_figures.BLUE}, number)
+        figure = bars(fastest, rates, {"samples": figures.BLUE}, number)
         found.append(ReportSection(title="Samples a second", figure=figure))
     lead = (
         "A step of the slowest rank of each run. It has more samples under some strategies than under others: samples "

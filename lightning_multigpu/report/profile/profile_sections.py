@@ -10,32 +10,27 @@ from typing import NamedTuple
 from lightning_multigpu.planning.diagnosis import Finding
 from lightning_multigpu.planning.numbers import ms, number, size
 from lightning_multigpu.planning.step_phases import PHASES
-from lightning_multigpu.report.profile import page_figures, run_curves
-from lightning_multigpu.report.profile.page_figures import Rows, bars, plot, words
+from lightning_multigpu.report import figures
+from lightning_multigpu.report.figures import SvgFigure, bars, plot, words
+from lightning_multigpu.report.profile import run_curves
 from lightning_multigpu.report.profile.profile_document import ProfileDocument
 
-PHASE_COLOURS = dict(
-    zip(
-        PHASES,
-        (
-            page_figures.VERMILION,
-            page_figures.YELLOW,
-            page_figures.SKY,
-            page_figures.ORANGE,
-            page_figures.PURPLE,
-            page_figures.LIGHT,
-            page_figures.GREEN,
-            page_figures.BLUE,
-            page_figures.GREY,
-        ),
-        strict=True,
-    )
-)
+PHASE_COLOURS = {
+    "data_wait": figures.VERMILION,
+    "device_transfer": figures.YELLOW,
+    "forward": figures.SKY,
+    "backward": figures.ORANGE,
+    "communication": figures.PURPLE,
+    "stage_wait": figures.LIGHT,
+    "optimizer": figures.GREEN,
+    "callbacks": figures.BLUE,
+    "other": figures.GREY,
+}
 _MEMORY_COLOURS = {
-    "parameters": page_figures.BLUE,
-    "gradients": page_figures.ORANGE,
-    "optimizer": page_figures.GREEN,
-    "activations": page_figures.SKY,
+    "parameters": figures.BLUE,
+    "gradients": figures.ORANGE,
+    "optimizer": figures.GREEN,
+    "activations": figures.SKY,
 }
 _MOST_BARS = 16
 _OPERATORS = 5
@@ -179,7 +174,7 @@ def _timeline(profile: ProfileDocument) -> Iterator[ReportSection]:
     steps = [rank.steps[lengths[(len(lengths) - 1) // 2]] for rank in ranks]
     start_s = min(step.start_s for step in steps)
     span_s = max(step.end_s for step in steps) - start_s
-    figure = Rows("Timeline of one step, a row for each rank", span_s, ms)
+    figure = SvgFigure(span_s, ms)
     for rank, step in zip(ranks, steps, strict=True):
         who = f"rank {rank.rank}"
         figure.row(who)
@@ -189,12 +184,13 @@ def _timeline(profile: ProfileDocument) -> Iterator[ReportSection]:
         for t in sorted(step.transfers, key=lambda t: t.start_s):
             meaning = f"{who}: {t.operation} ({t.group}), {ms(t.end_s - t.start_s)}"
             figure.box(t.start_s - start_s, t.end_s - start_s, "#000", meaning, top=17, height=5)
+    figure.axis()
     error = f", to within {ms(profile.clock_error_s)}" if profile.clock_error_s else ""
     yield ReportSection(
         title=f"One step over all ranks: {ms(span_s)}",
         lead=f"On the clock of rank 0{error}, from the start of the first rank to the end of the last, which may be "
         "longer than a rank's step. Transfers between ranks below each rank's phases.",
-        figure=figure.html(),
+        figure=figure.part_of_page("Timeline of one step, a row for each rank"),
     )
 
 
@@ -289,11 +285,11 @@ def _over_time(profile: ProfileDocument) -> Iterator[ReportSection]:
                 is_detail=True,
             )
         )
-    few = len(ranks) <= len(page_figures.LINES)
+    few = len(ranks) <= len(figures.LINES)
     yield ReportSection(
         title="Over the whole run",
         lead="A line for each rank; seconds from the start of training.",
-        legend={f"rank {rank}": c for rank, c in zip(ranks, page_figures.LINES, strict=False)} if few else {},
+        legend={f"rank {rank}": c for rank, c in zip(ranks, figures.LINES, strict=False)} if few else {},
         lines=["Medians, of all ranks together or of the largest:", *lines],
     )
     yield from details
@@ -315,7 +311,7 @@ def _staleness(profile: ProfileDocument) -> Iterator[ReportSection]:
     yield ReportSection(
         title="Staleness of updates",
         lead="The number of updates that other ranks made between a rank's pull of the weights and its update.",
-        figure=bars("Updates by their staleness", rows, {"updates": page_figures.BLUE}, number),
+        figure=bars("Updates by their staleness", rows, {"updates": figures.BLUE}, number),
         table=[["rank", "updates", "median", "95 % at most", "largest"], *(list(map(str, row)) for row in found)],
         lines=[
             "Updates that other ranks made between a rank's pull and its update:",
