@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from lightning_multigpu.planning.numbers import number, size
 from lightning_multigpu.report.document import HeldMemory, PipelineSection, PipelineStep
 from lightning_multigpu.report.schema import as_json
+from lightning_multigpu.report.terminal import framed
 
 _SECONDS = ("forward", "backward", "weight", "send", "receive", "idle")
 _MEMORY = {
@@ -32,15 +32,10 @@ def show(section: PipelineSection, console: Console) -> None:
         console.print(memory(pipeline.ranks, name, terminal=console.is_terminal))
 
 
-def new(title: str, *, terminal: bool) -> Table:
-    """A table whose lines are plain characters unless for a terminal."""
-    return Table(title=title, box=box.SIMPLE_HEAD if terminal else box.ASCII)
-
-
 def _times(pipeline: PipelineStep, name: str, *, terminal: bool) -> Table:
     ranks = [as_json(rank) for rank in pipeline.ranks]
     shown = [kind for kind in _SECONDS if kind != "weight" or any(rank["weight_passes"] for rank in ranks)]
-    table = new(f"{name}, {pipeline.num_micro_batches} micro-batches: ms of the median step", terminal=terminal)
+    table = framed(f"{name}, {pipeline.num_micro_batches} micro-batches: ms of the median step", terminal=terminal)
     for column in ("rank", *shown, "bubble %", "theory %"):
         table.add_column(column, justify="right", no_wrap=True)
     for rank in ranks:
@@ -57,7 +52,7 @@ def _times(pipeline: PipelineStep, name: str, *, terminal: bool) -> Table:
 def memory(held: Sequence[HeldMemory], name: str, *, terminal: bool) -> Table:
     """The bytes that each rank holds."""
     ranks = [as_json(rank) for rank in held]
-    table = new(f"{name}: memory of the ranks", terminal=terminal)
+    table = framed(f"{name}: memory of the ranks", terminal=terminal)
     table.add_column("rank", justify="right")
     in_stages = "stages" in ranks[0]
     if in_stages:

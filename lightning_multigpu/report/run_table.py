@@ -13,6 +13,7 @@ from lightning_multigpu.planning.numbers import BYTES, number
 from lightning_multigpu.report import pipeline_table
 from lightning_multigpu.report.document import RunDocument
 from lightning_multigpu.report.schema import from_json
+from lightning_multigpu.report.terminal import framed, say
 
 SPLIT_LAYERS = "split layers: "
 """The beginning of the purposes of collectives inside layers that are split over ranks."""
@@ -53,17 +54,17 @@ def show(report: RunDocument | Mapping[str, Any], console: Console | None = None
     if not isinstance(report, RunDocument):
         report = from_json(RunDocument, report)
     if not report.steps:
-        console.print("No optimizer step was taken: there is nothing to report", highlight=False)
+        say(console, "No optimizer step was taken: there is nothing to report")
         return
     if (found := verdict(report)) is not None:
-        console.print(found, highlight=False, soft_wrap=True)
+        say(console, found)
     console.print(_figures(report, terminal=console.is_terminal))
     if report.memory is not None:
         console.print(pipeline_table.memory(report.memory, report.strategy.name, terminal=console.is_terminal))
     if report.pipeline is not None:
         pipeline_table.show(report.pipeline, console)
     if report.one_device is not None:
-        console.print(one_device_line(report), highlight=False, soft_wrap=True)
+        say(console, one_device_line(report))
 
 
 def verdict(report: RunDocument) -> str | None:
@@ -99,7 +100,7 @@ def one_device_line(report: RunDocument) -> str:
 def _figures(report: RunDocument, *, terminal: bool) -> Table:
     """The aggregate figures that the report has, one a row."""
     world = report.world
-    table = pipeline_table.new(
+    table = framed(
         f"{report.strategy.name}: {_many(world.size, 'rank')} on {_many(world.nodes, 'node')}, "
         f"{_many(report.steps, 'optimizer step')}",
         terminal=terminal,

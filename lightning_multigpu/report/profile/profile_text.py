@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from lightning_multigpu.planning.numbers import ms, number
 from lightning_multigpu.planning.step_phases import PHASES
-from lightning_multigpu.report.columns import columns
 from lightning_multigpu.report.figures import words
 from lightning_multigpu.report.profile import profile_sections, run_curves
 from lightning_multigpu.report.profile.profile_document import ProfileDocument
+from lightning_multigpu.report.terminal import columns
 
 _WIDTH = 100
 

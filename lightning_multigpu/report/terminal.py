@@ -1,4 +1,4 @@
-"""Columns of text without lines between them, as wide as they are."""
+"""Text of the terminal: lines, tables with and without a frame."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import Literal
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -13,8 +14,24 @@ from rich.text import Text
 _WIDEST = 10_000
 
 
+def say(console: Console, *lines: str) -> None:
+    """Prints lines as they are, however wide the terminal is."""
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def framed(title: str, *, terminal: bool) -> Table:
+    """A table without columns, whose lines are plain characters unless for a terminal."""
+    return Table(title=title, box=box.SIMPLE_HEAD if terminal else box.ASCII)
+
+
+def narrow() -> Table:
+    """A table without columns and frame, whose columns are close to each other."""
+    return Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+
+
 def columns(rows: Sequence[Sequence[str]], first: Literal["left", "right"] = "right", *others: str) -> list[str]:
-    """A line for each row, with the cells of a column below each other; plain characters, never wrapped.
+    """A line for each row, with the cells of a column below each other; never wrapped.
 
     Args:
         rows: of as many cells each.
