@@ -21,7 +21,7 @@ def page(profile: ProfileDocument) -> str:
     """The whole page: the verdict and the tree of the step, the diagnosis, and all that was measured."""
     return _html(
         f"Profile of {profile.strategy.name}",
-        f"{profile_sections.title(profile)}: of the slowest rank. "
+        f"{profile_sections.title(profile)}, of the slowest rank. "
         + ", ".join(f"{name} {version}" for name, version in profile.versions.items()),
         list(profile_sections.sections(profile)),
         profile=profile,

@@ -33,6 +33,8 @@ _MEMORY_COLOURS = {
     "activations": figures.SKY,
 }
 _MOST_BARS = 16
+_SMALLEST_SHARE = 0.01
+"""The share of a step from which on a part of a phase is in the tree."""
 _OPERATORS = 5
 """The operators that the terminal shows."""
 
@@ -128,7 +130,8 @@ def step_tree(profile: ProfileDocument) -> list[TreeRow]:
     found = [row(0, f"step of rank {rank.rank}", rank.step_s)]
     for phase, seconds in rank.phases_s.items():
         found.append(row(1, words(phase), seconds, is_cause=cause is not None and phase in cause.phases))
-        found += [row(2, words(part), part_s) for part, part_s in inside.get(phase, {}).items() if part_s]
+        parts = inside.get(phase, {}).items()
+        found += [row(2, part, part_s) for part, part_s in parts if part_s >= _SMALLEST_SHARE * rank.step_s]
     if cause is not None and not any(each.cause for each in found):
         found.append(row(1, f"{cause.kind}, within the phases", cause.saving_s, is_cause=True))
     return found
