@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -9,10 +10,13 @@ from typing import TypeVar
 from lightning_multigpu.commands.option_parser import OptionParser
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.report import document, run_table
+from lightning_multigpu.report.document import RunDocument
 from lightning_multigpu.report.profile import profile_document, profile_page, profile_text
-from lightning_multigpu.report.schema import ReportError, SchemaError
+from lightning_multigpu.report.profile.profile_document import ProfileDocument
+from lightning_multigpu.report.schema import ReportError, SchemaError, json_schema
 
 T = TypeVar("T")
+_SCHEMAS = {document.FILE_NAME: RunDocument, profile_document.FILE_NAME: ProfileDocument}
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
@@ -27,9 +31,15 @@ def run(name: str, arguments: Sequence[str]) -> int:
         "Show the table of RunReport and the profile of ProfilerReport in a run's folder, and write the profile's page "
         "(report.html) again. Of several folders, print a table with a row for each profile.",
     )
-    parser.add_argument("folder", nargs="+", type=Path, help="folder of a run: of multigpu_report.json, profile.json")
+    parser.add_argument("folder", nargs="*", type=Path, help="folder of a run: of multigpu_report.json, profile.json")
+    parser.add_argument("--schema", choices=_SCHEMAS, help="print the JSON schema of a file, and nothing else")
     parser.add_argument("--page", type=Path, help="write the comparison of several runs to this HTML file")
     options = parser.parse(arguments)
+    if options.schema is not None:
+        print(json.dumps(json_schema(_SCHEMAS[options.schema]), indent=2))
+        return 0
+    if not options.folder:
+        raise UsageError(f"{PROGRAM} {name}: name the folder of a run")
     if options.page is not None and len(options.folder) == 1:
         raise UsageError(f"--page={options.page} is the comparison of several runs: name two folders or more")
     for folder in options.folder:
