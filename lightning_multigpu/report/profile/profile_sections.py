@@ -104,8 +104,8 @@ def verdict(profile: ProfileDocument) -> list[str]:
         ]
     first = profile.savings[0]
     names = " and ".join(words(phase) for phase in first.phases if phase in phases_s)
-    # The reads of values lie within several phases: what they take is what their remedy saves.
-    seconds = sum(phases_s.get(phase, 0.0) for phase in first.phases) or first.saving_s
+    # Another rank may have more of the phase, and reads of values lie within several phases.
+    seconds = max(first.saving_s, sum(phases_s.get(phase, 0.0) for phase in first.phases))
     limits = f"{first.kind}: {names}" if names and names != first.kind else first.kind
     return [f"The step is limited by {limits}, {_part(profile, seconds)}.", first.remedy, saving(profile, first)]
 
