@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import socket
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -29,20 +29,31 @@ from lightning_multigpu.callbacks.throughput import ThroughputMonitor
 from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.planning.pipelines.timeline import StageMemory, StageRecord
 from lightning_multigpu.planning.split_plan import SplitPlan
-from lightning_multigpu.report import document, run_table, schedule_picture, split_table
+from lightning_multigpu.report import document, run_table, schedule_picture
 from lightning_multigpu.report.pipeline_section import PipelineReport
+from lightning_multigpu.report.schema import as_json, from_json
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _Object = TypeVar("_Object")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """What a rank tells rank 0: its record, what runs, the servers, and its step for a comparison with one device."""
+
+    record: document.RankRecord
+    facts: document.RunFacts
+    servers: document.ServersSection | None
+    lone_step_s: float | None
 
 
 class RunReport(SilentMonitors):
     """Prints the throughput, communication and device use of a fit, and writes them to ``multigpu_report.json``.
 
     The file goes to ``trainer.log_dir``, else to ``trainer.default_root_dir``, is replaced atomically and follows
-    :mod:`lightning_multigpu.report.schema`. It is written however a fit ends in order: by ``max_epochs``,
-    ``max_steps``, ``max_time`` or early stopping. A fit that fails or is interrupted writes none, and leaves one that
-    an earlier fit wrote; ``fast_dev_run`` prints the table only, like Lightning writes no logs then.
+    :class:`~lightning_multigpu.report.document.RunDocument`. It is written however a fit ends in order: by
+    ``max_epochs``, ``max_steps``, ``max_time`` or early stopping. A fit that fails or is interrupted writes none, and
+    leaves one that an earlier fit wrote; ``fast_dev_run`` prints the report only, like Lightning writes no logs then.
 
     The report has the bytes of parameters, gradients and optimizer states that each rank holds, unless servers hold the
     states. Under a pipeline it also compares how each rank spent a step with theory, and draws the schedule to
@@ -88,7 +99,7 @@ class RunReport(SilentMonitors):
         self.picture_path: Path | None = None
         """The path of its picture of a pipeline's schedule, on rank 0; None without a pipeline."""
         self._stages: StageRecord | None = None
-        self._servers: dict[str, Any] | None = None
+        self._servers: document.ServersSection | None = None
         self._memory: StageMemory | None = None
         self._split_plan: SplitPlan | None = None
         self._gathered: list[Any] | None = None
@@ -101,7 +112,7 @@ class RunReport(SilentMonitors):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start_s = time.perf_counter()
-        self._about = _about(trainer, pl_module)
+        self._facts = _facts(trainer, pl_module)
         self._throughput = self.monitor(trainer, ThroughputMonitor)
         self._communication = self.monitor(trainer, CommunicationMonitor)
         devices = self.monitor(trainer, DeviceUtilizationMonitor)
@@ -114,7 +125,7 @@ class RunReport(SilentMonitors):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(trainer.strategy, MultiGPUStrategy):
-            self._gathered = trainer.strategy.gather_at_end(lambda: (asdict(self._record(trainer)), self._told()))
+            self._gathered = trainer.strategy.gather_at_end(lambda: as_json(self._told(trainer)))
         if self._gathered is not None and self._one_device is not None:
             self._one_device.leave_out("asynchronous ranks do not wait while one device is measured")
         super().on_train_start(trainer, pl_module)
@@ -145,7 +156,7 @@ class RunReport(SilentMonitors):
         if isinstance(trainer.strategy, MultiGPUStrategy):
             self._stages = trainer.strategy.stage_record()
             counted = trainer.strategy.server_statistics()
-            self._servers = None if counted is None else counted.section()
+            self._servers = counted and from_json(document.ServersSection, counted.section())
             self._split_plan = trainer.strategy.split_plan()
         self._memory = self._memory_at_end(trainer) if self._stages is None else None
 
@@ -159,38 +170,35 @@ class RunReport(SilentMonitors):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._gathered is None:
-            gathered = gather(trainer, (self._record(trainer), self._told()))
+            gathered = gather(trainer, as_json(self._told(trainer)))
         elif not trainer.is_global_zero:
             return
         else:
-            gathered = [
-                (document.RankRecord(**{**record, "memory": StageMemory(**record["memory"])}), told)
-                for record, told in self._gathered
-            ]
-        records, (about, servers, _) = [record for record, _ in gathered], gathered[0][1]
+            gathered = self._gathered
+        told = [from_json(_Told, each) for each in gathered]
         name, options = identify(trainer.strategy)
         one_device = None
         if self._one_device is not None:
             num_batches = getattr(trainer.strategy, "data_parallel_size", trainer.world_size)
-            one_device = self._one_device.comparison([told[2] for _, told in gathered], num_batches)
-        pipeline = PipelineReport(records)
-        self.report = document.build(
-            records,
-            strategy=name,
-            options=options,
+            one_device = self._one_device.comparison([each.lone_step_s for each in told], num_batches)
+        pipeline = PipelineReport([each.record for each in told])
+        report = document.build(
+            [each.record for each in told],
+            told[0].facts,
+            strategy=document.NamedStrategy(name=name, options=options),
             versions=versions_of(trainer.strategy.root_device),
-            about=about,
             aggregations=KEYS,
             pipeline=pipeline.section(),
             one_device=one_device,
-            parameter_servers=servers,
-            tensor_split=None if self._split_plan is None else split_table.as_json(self._split_plan),
+            parameter_servers=told[0].servers,
+            tensor_split=self._split_plan,
         )
+        self.report = as_json(report)
         directory = trainer.log_dir or trainer.default_root_dir  # a broadcast: every rank must ask
         if not trainer.is_global_zero:
             return
         if self._print_table:
-            run_table.show(self.report)
+            run_table.show(report)
         if self._write_file and not is_fast_dev_run(trainer):
             self._write(directory, pipeline.picture(self._picture_suffix))
 
@@ -204,8 +212,8 @@ class RunReport(SilentMonitors):
             self.on_fit_end(trainer, pl_module)
         super().on_exception(trainer, pl_module, exception)
 
-    def _record(self, trainer: Trainer) -> document.RankRecord:
-        return document.RankRecord(
+    def _told(self, trainer: Trainer) -> _Told:
+        record = document.RankRecord(
             rank=trainer.global_rank,
             node=trainer.node_rank,
             host=socket.gethostname(),
@@ -216,11 +224,12 @@ class RunReport(SilentMonitors):
             stages=self._stages,
             memory=self._memory,
         )
-
-    def _told(self) -> tuple[dict[str, Any], dict[str, Any] | None, float | None]:
-        """What runs, the section of the servers, and the median step for the comparison with one device."""
-        self._about["wall_s"] = time.perf_counter() - self._start_s
-        return self._about, self._servers, None if self._one_device is None else self._one_device.median_step_s()
+        return _Told(
+            record=record,
+            facts=replace(self._facts, wall_s=time.perf_counter() - self._start_s),
+            servers=self._servers,
+            lone_step_s=None if self._one_device is None else self._one_device.median_step_s(),
+        )
 
     def results(self) -> dict[str, Any]:
         """The attributes that a spawned rank 0 hands to the process that has started it."""
@@ -277,25 +286,25 @@ def gather(trainer: Trainer, record: _Object) -> list[_Object]:
     return gathered
 
 
-def _about(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+def _facts(trainer: Trainer, module: LightningModule) -> document.RunFacts:
     """What runs, on what, and since when."""
     parameters = list(module.parameters())
     device_type = trainer.strategy.root_device.type
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "wall_s": 0.0,
-        "model": {
-            "class": f"{type(module).__module__}.{type(module).__qualname__}",
-            "parameters": sum(parameter.numel() for parameter in parameters),
-            "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        },
-        "precision": str(trainer.precision),
-        "hardware": {
-            "device": device_type,
-            "threads_per_rank": torch.get_num_threads(),
+    return document.RunFacts(
+        date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        wall_s=0.0,
+        model=document.TrainedModel(
+            class_=f"{type(module).__module__}.{type(module).__qualname__}",
+            parameters=sum(parameter.numel() for parameter in parameters),
+            trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        ),
+        precision=str(trainer.precision),
+        hardware=document.Hardware(
+            device="cuda" if device_type == "cuda" else "cpu",
+            threads_per_rank=torch.get_num_threads(),
             **machine_of(device_type),
-        },
-    }
+        ),
+    )
 
 
 def versions_of(device: torch.device) -> dict[str, str]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lightning_multigpu.commands.option_parser import OptionParser
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.report import document, run_table
+from lightning_multigpu.report.document import RunDocument
 from lightning_multigpu.report.profile import profile_document, profile_page, profile_text
-from lightning_multigpu.report.schema import ReportError
+from lightning_multigpu.report.profile.profile_document import ProfileDocument
+from lightning_multigpu.report.schema import ReportError, SchemaError, json_schema
 
 T = TypeVar("T")
+_SCHEMAS = {document.FILE_NAME: RunDocument, profile_document.FILE_NAME: ProfileDocument}
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
@@ -27,43 +31,37 @@ def run(name: str, arguments: Sequence[str]) -> int:
         "Show the table of RunReport and the profile of ProfilerReport in a run's folder, and write the profile's page "
         "(report.html) again. Of several folders, print a table with a row for each profile.",
     )
-    parser.add_argument("folder", nargs="+", type=Path, help="folder of a run: of multigpu_report.json, profile.json")
+    parser.add_argument("folder", nargs="*", type=Path, help="folder of a run: of multigpu_report.json, profile.json")
+    parser.add_argument("--schema", choices=_SCHEMAS, help="print the JSON schema of a file, and nothing else")
     parser.add_argument("--page", type=Path, help="write the comparison of several runs to this HTML file")
     options = parser.parse(arguments)
+    if options.schema is not None:
+        print(json.dumps(json_schema(_SCHEMAS[options.schema]), indent=2))
+        return 0
+    if not options.folder:
+        raise UsageError(f"{PROGRAM} {name}: name the folder of a run")
     if options.page is not None and len(options.folder) == 1:
         raise UsageError(f"--page={options.page} is the comparison of several runs: name two folders or more")
     for folder in options.folder:
         if not folder.exists():
             raise UsageError(f"{folder}: there is no such folder")
-    table = options.folder[0] / document.FILE_NAME
-    if len(options.folder) == 1 and table.is_file():
-        _made(run_table.show, _read(document.read, table), str(table), by="RunReport")
+    table_path = options.folder[0] / document.FILE_NAME
+    if len(options.folder) == 1 and table_path.is_file():
+        _read(lambda path: run_table.show(document.read(path)), table_path, by="RunReport")
         if not _file(options.folder[0]).is_file():
             return 0
     profiles = {str(folder): _read(profile_document.read, _file(folder)) for folder in options.folder}
     if len(profiles) == 1:
         [(folder, profile)] = profiles.items()
         page_path = _file(Path(folder)).with_name(profile_page.FILE_NAME)
-        text, page = _made(profile_text.text, profile, folder), _made(profile_page.page, profile, folder)
-        document.write_bytes(page.encode(), page_path)
-        print(f"{text}\nwritten to {page_path}")
+        document.write_bytes(profile_page.page(profile).encode(), page_path)
+        print(f"{profile_text.text(profile)}\nwritten to {page_path}")
         return 0
-    print(_made(profile_text.comparison, profiles, *profiles))
+    print(profile_text.comparison(profiles))
     if options.page is not None:
-        document.write_bytes(_made(profile_page.comparison, profiles, *profiles).encode(), options.page)
+        document.write_bytes(profile_page.comparison(profiles).encode(), options.page)
         print(f"written to {options.page}")
     return 0
-
-
-def _made(make: Callable[[dict[str, Any]], T], profile: dict[str, Any], *files: str, by: str = "ProfilerReport") -> T:
-    """The text or page of a document, or of several by folder; a file may hold anything under the right version."""
-    try:
-        return make(profile)
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise UsageError(
-            f"{', '.join(files)}: a file is not as {by} writes it ({what:.200}); record it again"
-        ) from error
 
 
 def _file(folder: Path) -> Path:
@@ -71,7 +69,7 @@ def _file(folder: Path) -> Path:
     return folder if folder.name == profile_document.FILE_NAME else folder / profile_document.FILE_NAME
 
 
-def _read(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
+def _read(read: Callable[[Path], T], path: Path, by: str = "ProfilerReport") -> T:
     try:
         return read(path)
     except OSError as error:
@@ -79,5 +77,7 @@ def _read(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
             f"{path}: {error.strerror}; add ProfilerReport or RunReport of lightning_multigpu.callbacks to the run's "
             "callbacks"
         ) from error
+    except SchemaError as error:
+        raise UsageError(f"{path}: the file is not as {by} writes it ({error}); record it again") from error
     except ReportError as error:
         raise UsageError(str(error)) from error

@@ -37,6 +37,7 @@ from lightning_multigpu.planning import topology
 from lightning_multigpu.planning.numbers import number, size
 from lightning_multigpu.planning.scaling.machine_model import from_json
 from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.report.terminal import columns
 
 SCHEMA_VERSION = 1
 SYS = Path("/sys")
@@ -211,14 +212,10 @@ def _lines_of_host(host: dict[str, Any], speeds: dict[str, str]) -> list[str]:
     links = [("", *host["matrix"]), *((name, *row) for name, row in host["matrix"].items())]
     paths = [(f"in one host{speeds.get('host', '')}", f"between hosts{speeds.get('network', '')}", "bytes of")]
     paths += [(path["one_host"], path["two_hosts"] or "-", ", ".join(path["strategies"])) for path in host["paths"]]
-    return [*_columns(facts), "", *_columns(links), "", *_columns(paths), ""]
+    tables = (columns(rows, "left") for rows in (facts, links, paths))
+    return [line for table in tables for line in (*table, "")]
 
 
 def _where(location: dict[str, Any]) -> str:
     known = location["numa_node"] is not None
     return f"NUMA{location['numa_node'] if known else '?'}" if location["pci"] else "virtual"
-
-
-def _columns(table: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]

@@ -10,36 +10,16 @@ gradients is sent. With B buckets whose gradients take P together::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from lightning_multigpu.planning.rank_figures import Pushes, RankFigures
+from lightning_multigpu.planning.common_step import CommonStep
+from lightning_multigpu.planning.rank_figures import Pushes
 from lightning_multigpu.planning.scaling.links import Link, ring_all_reduce_s, servers_s
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 
 _BF16 = 0.5
 
 
-@dataclass(frozen=True)
-class SharedWait:
-    """The wait for transfers that all ranks have.
-
-    Attributes:
-        seconds: of a step.
-        of: the rank that waits for the shortest time, and so for no slower rank.
-    """
-
-    seconds: float
-    of: RankFigures
-
-    def part(self, kind: str) -> float:
-        """The part in which "gradients", or "activations" of split layers, travel."""
-        return min(self.seconds, self.of.waits_s.get(kind, 0.0))
-
-
 def communication_remedies(
-    ranks: Sequence[RankFigures],
-    wait: SharedWait,
+    step: CommonStep,
     strategy: StrategyOptions,
     num_servers: int,
     num_nodes: int,
@@ -49,45 +29,45 @@ def communication_remedies(
     """The remedies as sentences without a full stop, with the seconds of a step that each saves.
 
     Args:
-        ranks: of the run; with ``asynchronous`` the slowest one.
-        wait: what there is to save.
+        step: of the run's ranks; with ``asynchronous`` of the slowest one.
         strategy: of the run.
         num_servers: parameter servers, 0 without any.
         num_nodes: hosts of the run.
         asynchronous: ranks do not wait for each other.
     """
-    per_step_s = wait.seconds - wait.part("activations")
+    ranks, gradients_s = step.ranks, step.exposed_part_s("gradients")
+    per_step_s = step.exposed_s - step.exposed_part_s("activations")
     often = "Use batches of twice the size"
-    if wait.part("gradients") >= per_step_s / 2:
-        batches = 2 * wait.of.batches
+    if gradients_s >= per_step_s / 2:
+        batches = 2 * step.first_to_wait.batches
         often = f"Communicate half as often: Trainer(accumulate_grad_batches={batches}), or batches of twice the size"
     remedies = {f"{often} (the time is for as many samples as now)": per_step_s / 2}
     if num_nodes == 1:
-        return remedies | _another_strategy(ranks, wait)
+        return remedies | _another_strategy(step)
     pushes = max((rank.pushes for rank in ranks if rank.pushes is not None), key=lambda p: p.seconds, default=None)
     if compressed := strategy.with_compression():
-        saving_s = min(wait.part("gradients"), _BF16 * (wait.part("gradients") + wait.of.hidden_s))
+        saving_s = min(gradients_s, _BF16 * (gradients_s + step.first_to_wait.hidden_s))
         what = "Send half of the bytes between hosts"
         if num_servers:
             what = "Push half of the bytes to the servers; weights come back as they are"
-            saving_s = 0.0 if pushes is None else min(wait.seconds, _pushed_in_half(pushes, num_servers))
+            saving_s = 0.0 if pushes is None else min(step.exposed_s, _pushed_in_half(pushes, num_servers))
         remedies[f"{what}: {compressed}"] = saving_s
     if num_servers == 1 and pushes is not None and not asynchronous:
         remedies['Average gradients around a ring, which no server\'s link holds up: strategy="ring_ddp"'] = min(
-            wait.seconds, pushes.seconds - _around_a_ring(pushes, len(ranks))
+            step.exposed_s, pushes.seconds - _around_a_ring(pushes, len(ranks))
         )
-    return remedies | _another_strategy(ranks, wait)
+    return remedies | _another_strategy(step)
 
 
-def _another_strategy(ranks: Sequence[RankFigures], wait: SharedWait) -> dict[str, float]:
+def _another_strategy(step: CommonStep) -> dict[str, float]:
     """Gradients of the whole model once a step in place of the activations of each batch, where layers are split."""
-    least = wait.of
-    if not wait.part("activations") or least.memory is None or not least.activations_rate:
+    least, activations_s = step.first_to_wait, step.exposed_part_s("activations")
+    if not activations_s or least.memory is None or not least.activations_rate:
         return {}
-    model_bytes = sum(r.memory.kinds_bytes.get("parameters", 0.0) for r in ranks if r.memory is not None)
-    all_reduce_s = ring_all_reduce_s(len(ranks), model_bytes, Link(0.0, 1 / least.activations_rate))
+    model_bytes = sum(r.memory.kinds_bytes.get("parameters", 0.0) for r in step.ranks if r.memory is not None)
+    all_reduce_s = ring_all_reduce_s(len(step.ranks), model_bytes, Link(0.0, 1 / least.activations_rate))
     remedy = 'If the model fits on one device, average its gradients instead: strategy="ring_ddp"'
-    return {remedy: max(0.0, wait.part("activations") - all_reduce_s)}
+    return {remedy: max(0.0, activations_s - all_reduce_s)}
 
 
 def _gradients_s(pushes: Pushes, num_servers: int) -> tuple[float, float]:

@@ -1,21 +1,14 @@
-"""Diagnosis of a profiled run: the reasons for a long step, in order of the time that a remedy would save.
-
-If ranks wait for each other, a step takes as long as the slowest rank's own work plus that rank's exposed
-communication::
-
-    own work of a rank     its step without "communication" and "stage_wait"
-    step                   max over ranks of own work + exposed communication of the slowest rank
-    saving of a remedy     step - step with the part that the remedy removes
-"""
+"""Diagnosis of a profiled run: the reasons for a long step, in order of the time that a remedy would save."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-from lightning_multigpu.planning.communication_remedies import SharedWait, communication_remedies
+from lightning_multigpu.planning.common_step import CommonStep
+from lightning_multigpu.planning.communication_remedies import communication_remedies
 from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
 from lightning_multigpu.planning.rank_figures import RankFigures, ThreadTrial
@@ -26,6 +19,7 @@ SMALLEST_SHARE = 0.05
 _MOST_WORKERS = 64
 _NEAR_LIMIT = 0.9
 """Memory in use above this share of the limit is reported."""
+_COMPUTING = ("forward", "backward", "optimizer")
 _SHORT_QUEUE = 1
 """With this number of kernels in the queue, or fewer, the GPU waits for the host."""
 
@@ -40,6 +34,8 @@ class Finding:
         step_s: predicted step with the remedy.
         evidence: the measurements, as text.
         remedy: the proposed change.
+        phases: the phases of a step in which the time is; empty if any of them may have it. Profiles of earlier
+            versions lack it.
     """
 
     kind: str
@@ -47,6 +43,7 @@ class Finding:
     step_s: float
     evidence: str
     remedy: str
+    phases: tuple[str, ...] = ()
 
 
 def diagnose(
@@ -73,229 +70,181 @@ def diagnose(
     of_all = ranks
     if asynchronous:
         ranks = [max(ranks, key=lambda rank: rank.step_s)]
-    step_s = max(rank.step_s for rank in ranks)
+    step = CommonStep(ranks)
+    nodes = len({rank.node for rank in of_all})
     found = [
-        *_input(ranks),
-        *_straggler(ranks, pipeline),
-        *_communication(ranks, strategy, len(shards), len({rank.node for rank in of_all}), asynchronous=asynchronous),
-        *_callbacks(ranks),
-        *_reads(ranks),
-        *_small_batches(ranks),
-        *_threads(ranks, trial, step_s),
-        *_stages(pipeline, step_s, strategy),
-        *_shards(ranks, shards, strategy),
-        *_launches(ranks, strategy),
+        *_input(step),
+        *(_straggler(step) if pipeline is None else ()),
+        *_communication(step, strategy, len(shards), nodes, asynchronous=asynchronous),
+        *_callbacks(step),
+        *_reads(step),
+        *_small_batches(step),
+        *(() if trial is None else _threads(step, trial)),
+        *(() if pipeline is None else _stages(step, pipeline, strategy)),
+        *_shards(step, shards, strategy),
+        *_launches(step, strategy),
     ]
-    worth = [finding for finding in found if finding.saving_s >= SMALLEST_SHARE * step_s]
-    return [*sorted(worth, key=lambda finding: -finding.saving_s), *_memory(of_all, strategy)]
+    worth = [finding for finding in found if finding.saving_s >= SMALLEST_SHARE * step.seconds]
+    return [*sorted(worth, key=lambda finding: -finding.saving_s), *_memory(CommonStep(of_all), strategy)]
 
 
-def step_of(ranks: Sequence[RankFigures], own_s: Callable[[RankFigures], float] = lambda rank: rank.own_s) -> float:
-    """The predicted step if each rank's own work took ``own_s``."""
-    return max(map(own_s, ranks)) + _exposed_s(ranks)
+def _finding(kind: str, step: CommonStep, saving_s: float, evidence: str, remedy: str, *phases: str) -> Finding:
+    """A finding whose remedy saves ``saving_s`` of the step; ``phases`` have the time."""
+    left_s = step.seconds - saving_s
+    return Finding(kind=kind, saving_s=saving_s, step_s=left_s, evidence=evidence, remedy=remedy, phases=phases)
 
 
-def _exposed_s(ranks: Sequence[RankFigures]) -> float:
-    """Seconds of a step in which the slowest rank waits for transfers; other ranks also wait for that rank."""
-    slowest = max(ranks, key=lambda rank: rank.own_s)
-    return min(slowest.of("communication"), *(rank.of("communication") for rank in ranks))
-
-
-def _who_waits(ranks: Sequence[RankFigures]) -> str:
-    return f"rank {ranks[0].rank} waits" if len(ranks) == 1 else "every rank waits at least"
-
-
-def _finding(
-    kind: str, ranks: Sequence[RankFigures], own_s: Callable[[RankFigures], float], evidence: str, remedy: str
-) -> Finding:
-    """A finding whose remedy changes the ranks' own work."""
-    step_s = max(rank.step_s for rank in ranks)
-    saving_s = step_of(ranks) - step_of(ranks, own_s)
-    return Finding(kind=kind, saving_s=saving_s, step_s=step_s - saving_s, evidence=evidence, remedy=remedy)
-
-
-def _input(ranks: Sequence[RankFigures]) -> list[Finding]:
-    slowest = max(ranks, key=lambda rank: rank.of("data_wait"))
+def _input(step: CommonStep) -> Iterator[Finding]:
+    slowest = max(step.ranks, key=lambda rank: rank.of("data_wait"))
     wait_s = slowest.of("data_wait")
     if not wait_s:
-        return []
-    rest_s = max(rank.own_s - rank.of("data_wait") for rank in ranks) + _exposed_s(ranks)
+        return
+    rest_s = step.with_own(lambda rank: rank.own_s - rank.of("data_wait"))
     workers = slowest.data_workers
     # Workers produce a batch every load / workers seconds. Without workers, the wait is the time to load a batch.
     load_s = wait_s if not workers else workers * slowest.step_s
     wanted = max(1, math.ceil(1.1 * load_s / rest_s)) if rest_s > 0 else _MOST_WORKERS
     have = "" if workers is None else f" (num_workers={workers})"
-    return [
-        _finding(
-            "input",
-            ranks,
-            lambda rank: rank.own_s - rank.of("data_wait"),
-            f"rank {slowest.rank} waits {ms(wait_s)} of a step of {ms(slowest.step_s)} for its next batch{have}.",
-            f"Load batches beside the training: DataLoader(num_workers={min(wanted, _MOST_WORKERS)}, "
-            "persistent_workers=True), with pin_memory=True for GPUs; or make a sample cheaper to load.",
-        )
-    ]
-
-
-def _straggler(ranks: Sequence[RankFigures], pipeline: PipelineFigures | None) -> list[Finding]:
-    if len(ranks) < 2 or pipeline is not None:
-        return []
-
-    def work_s(rank: RankFigures) -> float:
-        return rank.of("device_transfer", "forward", "backward", "optimizer")
-
-    slowest = max(ranks, key=work_s)
-    usual_s = median_low(work_s(rank) for rank in ranks if rank is not slowest)
-    phase = max(
-        ("device_transfer", "forward", "backward", "optimizer"),
-        key=lambda phase: slowest.of(phase) - median_low(rank.of(phase) for rank in ranks if rank is not slowest),
+    yield _finding(
+        "input",
+        step,
+        step.saving(lambda rank: rank.of("data_wait")),
+        f"rank {slowest.rank} waits {ms(wait_s)} of a step of {ms(slowest.step_s)} for its next batch{have}.",
+        f"Load batches beside the training: DataLoader(num_workers={min(wanted, _MOST_WORKERS)}, "
+        "persistent_workers=True), with pin_memory=True for GPUs; or make a sample cheaper to load.",
+        "data_wait",
     )
-    return [
-        _finding(
-            "straggler",
-            ranks,
-            lambda rank: rank.own_s - max(0.0, work_s(rank) - usual_s),
-            f"rank {slowest.rank} on host {slowest.host} computes for {ms(work_s(slowest))} of a step, other "
-            f"ranks for {ms(usual_s)}; it is slowest in its {phase}.",
-            "Look for other work on its host, for a slower or hotter device, or for larger samples in its part of the "
-            "data.",
-        )
-    ]
+
+
+def _straggler(step: CommonStep) -> Iterator[Finding]:
+    if len(step.ranks) < 2:
+        return
+    phases = ("device_transfer", *_COMPUTING)
+    slowest = max(step.ranks, key=lambda rank: rank.of(*phases))
+    others = [rank for rank in step.ranks if rank is not slowest]
+    usual_s = median_low(rank.of(*phases) for rank in others)
+    phase = max(phases, key=lambda phase: slowest.of(phase) - median_low(rank.of(phase) for rank in others))
+    yield _finding(
+        "straggler",
+        step,
+        step.saving(lambda rank: max(0.0, rank.of(*phases) - usual_s)),
+        f"rank {slowest.rank} on host {slowest.host} computes for {ms(slowest.of(*phases))} of a step, other "
+        f"ranks for {ms(usual_s)}; it is slowest in its {phase}.",
+        "Look for other work on its host, for a slower or hotter device, or for larger samples in its part of the "
+        "data.",
+        phase,
+    )
 
 
 def _communication(
-    ranks: Sequence[RankFigures], strategy: StrategyOptions, num_servers: int, num_nodes: int, *, asynchronous: bool
-) -> list[Finding]:
-    least = min(ranks, key=lambda rank: rank.of("communication"))  # the others also wait for slower ranks
-    wait = SharedWait(_exposed_s(ranks), least)
-    if not wait.seconds:
-        return []
-    step_s = max(rank.step_s for rank in ranks)
-    evidence = f"{_who_waits(ranks)} {ms(wait.seconds)} of a step of {ms(step_s)} for transfers between ranks; "
-    hidden = (
-        f"{ms(least.hidden_s)} of other transfers are" if least.hidden_s >= 0.01 * wait.seconds else "no others are"
-    )
-    evidence += f"{hidden} hidden behind computation."
-    remedies = communication_remedies(ranks, wait, strategy, num_servers, num_nodes, asynchronous=asynchronous)
-    worth = sorted(((s, remedy) for remedy, s in remedies.items() if s >= SMALLEST_SHARE * step_s), reverse=True)
-    if not worth:
-        return []
+    step: CommonStep, strategy: StrategyOptions, num_servers: int, num_nodes: int, *, asynchronous: bool
+) -> Iterator[Finding]:
+    remedies = communication_remedies(step, strategy, num_servers, num_nodes, asynchronous=asynchronous)
+    worth = sorted(((s, remedy) for remedy, s in remedies.items() if s >= SMALLEST_SHARE * step.seconds), reverse=True)
+    if not step.exposed_s or not worth:
+        return
+    hidden_s = step.first_to_wait.hidden_s
+    hidden = f"{ms(hidden_s)} of other transfers are" if hidden_s >= 0.01 * step.exposed_s else "no others are"
     (saving_s, best), *others = worth
-    remedy = f"{best}." + "".join(f" Or: {other}, {ms(step_s - s)} a step predicted." for s, other in others)
-    return [
-        Finding(kind="communication", saving_s=saving_s, step_s=step_s - saving_s, evidence=evidence, remedy=remedy)
-    ]
+    yield _finding(
+        "communication",
+        step,
+        saving_s,
+        f"{step.who_waits} {ms(step.exposed_s)} of a step of {ms(step.seconds)} for transfers between ranks; "
+        f"{hidden} hidden behind computation.",
+        f"{best}." + "".join(f" Or: {other}, {ms(step.seconds - s)} a step predicted." for s, other in others),
+        "communication",
+    )
 
 
-def _callbacks(ranks: Sequence[RankFigures]) -> list[Finding]:
-    slowest = max(ranks, key=lambda rank: rank.of("callbacks"))
+def _callbacks(step: CommonStep) -> Iterator[Finding]:
+    slowest = max(step.ranks, key=lambda rank: rank.of("callbacks"))
     if not slowest.callbacks_s:
-        return []
+        return
     name, seconds = max(slowest.callbacks_s.items(), key=lambda item: item[1])
-
-    def own_s(rank: RankFigures) -> float:
-        return rank.own_s - rank.callbacks_s.get(name, 0.0)
-
     kind, remedy = "callbacks", "Do its work every n-th batch only."
     if name.endswith(".log_metrics"):
         kind, remedy = "logging", "Log less often: Trainer(log_every_n_steps=50), or more."
     evidence = f"{name} takes {ms(seconds)} of a step of {ms(slowest.step_s)} on rank {slowest.rank}."
-    return [_finding(kind, ranks, own_s, evidence, remedy)]
+    saving_s = step.saving(lambda rank: rank.callbacks_s.get(name, 0.0))
+    yield _finding(kind, step, saving_s, evidence, remedy, "callbacks")
 
 
-def _reads(ranks: Sequence[RankFigures]) -> list[Finding]:
-    reading = [(rank, read) for rank in ranks for read in rank.reads]
+def _reads(step: CommonStep) -> Iterator[Finding]:
+    reading = [(rank, read) for rank in step.ranks for read in rank.reads]
     if not reading:
-        return []
+        return
     rank, most = max(reading, key=lambda pair: pair[1].seconds)
-
-    def own_s(rank: RankFigures) -> float:
-        return rank.own_s - sum(read.seconds for read in rank.reads if read.line == most.line)
-
-    return [
-        _finding(
-            "synchronising calls",
-            ranks,
-            own_s,
-            f"{most.line} reads {most.count} values of tensors in a step of {ms(rank.step_s)}: {ms(most.seconds)}. "
-            "Each call waits until the device has computed its value.",
-            "Keep tensors, and read them every n-th step, or all at once with tolist().",
-        )
-    ]
+    yield _finding(
+        "synchronising calls",
+        step,
+        step.saving(lambda rank: sum(read.seconds for read in rank.reads if read.line == most.line)),
+        f"{most.line} reads {most.count} values of tensors in a step of {ms(rank.step_s)}: {ms(most.seconds)}. "
+        "Each call waits until the device has computed its value.",
+        "Keep tensors, and read them every n-th step, or all at once with tolist().",
+    )
 
 
-def _small_batches(ranks: Sequence[RankFigures]) -> list[Finding]:
+def _small_batches(step: CommonStep) -> Iterator[Finding]:
     """With batches of twice the size, costs that do not grow with the batch occur half as often."""
-    slowest = max(ranks, key=lambda rank: rank.own_s)
-    fixed_s = slowest.of("other")
-    return [
-        _finding(
-            "small batches",
-            ranks,
-            lambda rank: rank.own_s - rank.of("other") / 2,
-            f"Lightning's loop takes {ms(fixed_s)} of a step of {ms(slowest.step_s)}, whatever the size of the "
-            "batch: results of steps, learning-rate schedulers, the progress bar.",
-            "Use larger batches (the time is per as many samples as now), log_every_n_steps=50 or more, and "
-            "enable_progress_bar=False or a larger refresh_rate.",
-        )
-    ]
+    slowest = max(step.ranks, key=lambda rank: rank.own_s)
+    yield _finding(
+        "small batches",
+        step,
+        step.saving(lambda rank: rank.of("other") / 2),
+        f"Lightning's loop takes {ms(slowest.of('other'))} of a step of {ms(slowest.step_s)}, whatever the size of the "
+        "batch: results of steps, learning-rate schedulers, the progress bar.",
+        "Use larger batches (the time is per as many samples as now), log_every_n_steps=50 or more, and "
+        "enable_progress_bar=False or a larger refresh_rate.",
+        "other",
+    )
 
 
-def _threads(ranks: Sequence[RankFigures], trial: ThreadTrial | None, step_s: float) -> list[Finding]:
-    if trial is None:
-        return []
-    saving_s = trial.step_s - trial.fewer_step_s
-    on_host = [rank for rank in ranks if rank.node == ranks[0].node]
-    threads = sum(rank.threads for rank in on_host)
-    return [
-        Finding(
-            kind="threads",
-            saving_s=saving_s,
-            step_s=step_s - saving_s,
-            evidence=f"{len(on_host)} ranks with {trial.threads} threads each are {threads} threads for "
-            f"{ranks[0].cores} cores of host {ranks[0].host}; with {trial.fewer} a rank, a step took "
-            f"{ms(trial.fewer_step_s)} instead of {ms(trial.step_s)}.",
-            remedy=f"Set OMP_NUM_THREADS={trial.fewer}, or call torch.set_num_threads({trial.fewer}) in the ranks.",
-        )
-    ]
+def _threads(step: CommonStep, trial: ThreadTrial) -> Iterator[Finding]:
+    first = step.ranks[0]
+    on_host = [rank for rank in step.ranks if rank.node == first.node]
+    yield _finding(
+        "threads",
+        step,
+        trial.step_s - trial.fewer_step_s,
+        f"{len(on_host)} ranks with {trial.threads} threads each are {sum(rank.threads for rank in on_host)} threads "
+        f"for {first.cores} cores of host {first.host}; with {trial.fewer} a rank, a step took "
+        f"{ms(trial.fewer_step_s)} instead of {ms(trial.step_s)}.",
+        f"Set OMP_NUM_THREADS={trial.fewer}, or call torch.set_num_threads({trial.fewer}) in the ranks.",
+        *_COMPUTING,
+    )
 
 
-def _stages(pipeline: PipelineFigures | None, step_s: float, strategy: StrategyOptions) -> list[Finding]:
-    if pipeline is None:
-        return []
+def _stages(step: CommonStep, pipeline: PipelineFigures, strategy: StrategyOptions) -> Iterator[Finding]:
     busiest = max(pipeline.busy_s, key=lambda rank: pipeline.busy_s[rank])
     mean_s = sum(pipeline.busy_s.values()) / len(pipeline.busy_s)
-    messages_s = max(0.0, pipeline.wall_s - pipeline.passes_s)
-    fewer = ", or fewer micro-batches" if pipeline.num_micro_batches > 1 else ""
-    return [
-        Finding(
-            kind="small micro-batches",
-            saving_s=messages_s / 2,
-            step_s=step_s - messages_s / 2,
-            evidence=f"the passes of {pipeline.num_micro_batches} micro-batches explain {ms(pipeline.passes_s)} of "
-            f"{ms(pipeline.wall_s)}; the rest goes into messages between stages, and into what a pass costs whatever "
-            "its size.",
-            remedy="Use batches of twice the size with as many micro-batches (the time is for as many samples as now)"
+    count, wall_s = pipeline.num_micro_batches, pipeline.wall_s
+    fewer = ", or fewer micro-batches" if count > 1 else ""
+    more = strategy.with_pipeline(num_micro_batches=pipeline.more_micro_batches)
+    for kind, saving_s, evidence, remedy in (
+        (
+            "small micro-batches",
+            max(0.0, wall_s - pipeline.passes_s) / 2,
+            f"the passes of {count} micro-batches explain {ms(pipeline.passes_s)} of {ms(wall_s)}; the rest goes into "
+            "messages between stages, and into what a pass costs whatever its size.",
+            "Use batches of twice the size with as many micro-batches (the time is for as many samples as now)"
             f"{fewer}.",
         ),
-        Finding(
-            kind="imbalance of stages",
-            saving_s=pipeline.wall_s - pipeline.balanced_s,
-            step_s=step_s - (pipeline.wall_s - pipeline.balanced_s),
-            evidence=f"the stages of rank {busiest} compute for {ms(pipeline.busy_s[busiest])} of a step, those of a "
-            f"rank for {ms(mean_s)} on average.",
-            remedy=_balance(strategy),
+        (
+            "imbalance of stages",
+            wall_s - pipeline.balanced_s,
+            f"the stages of rank {busiest} compute for {ms(pipeline.busy_s[busiest])} of a step, those of a rank for "
+            f"{ms(mean_s)} on average.",
+            _balance(strategy),
         ),
-        Finding(
-            kind="pipeline bubble",
-            saving_s=pipeline.wall_s - pipeline.with_more_s,
-            step_s=step_s - (pipeline.wall_s - pipeline.with_more_s),
-            evidence=f"ranks are not busy in {100 * pipeline.bubble:.0f} % of a step with "
-            f"{pipeline.num_micro_batches} micro-batches.",
-            remedy="Cut the batch into more parts: "
-            f"{strategy.with_pipeline(num_micro_batches=pipeline.more_micro_batches)}, each of one sample at least.",
+        (
+            "pipeline bubble",
+            wall_s - pipeline.with_more_s,
+            f"ranks are not busy in {100 * pipeline.bubble:.0f} % of a step with {count} micro-batches.",
+            f"Cut the batch into more parts: {more}, each of one sample at least.",
         ),
-    ]
+    ):
+        yield _finding(kind, step, saving_s, evidence, remedy, "stage_wait")
 
 
 def _balance(strategy: StrategyOptions) -> str:
@@ -307,27 +256,22 @@ def _balance(strategy: StrategyOptions) -> str:
     return f"Let the measured time of the layers decide: {strategy.with_pipeline(balance='time')}, or give {counts}."
 
 
-def _shards(ranks: Sequence[RankFigures], shards: Sequence[float], strategy: StrategyOptions) -> list[Finding]:
+def _shards(step: CommonStep, shards: Sequence[float], strategy: StrategyOptions) -> Iterator[Finding]:
     """Ranks wait for the busiest server; even shares shorten that wait in proportion."""
     if len(shards) < 2 or not sum(shards):
-        return []
-
+        return
     fullest = max(range(len(shards)), key=shards.__getitem__)
     part = shards[fullest] / sum(shards)
     times = part * len(shards)
-    exposed_s, step_s = _exposed_s(ranks), max(rank.step_s for rank in ranks)
-    saving_s = max(0.0, exposed_s * (1 - 1 / times))
-    return [
-        Finding(
-            kind="imbalance of shards",
-            saving_s=saving_s,
-            step_s=step_s - saving_s,
-            evidence=f"server {fullest} moves {100 * part:.0f} % of the bytes, "
-            f"{times:.2f} times its share; {_who_waits(ranks)} {ms(exposed_s)} of a step of {ms(step_s)} for "
-            "servers and other ranks.",
-            remedy=_even_shards(strategy, len(shards)),
-        )
-    ]
+    yield _finding(
+        "imbalance of shards",
+        step,
+        max(0.0, step.exposed_s * (1 - 1 / times)),
+        f"server {fullest} moves {100 * part:.0f} % of the bytes, {times:.2f} times its share; {step.who_waits} "
+        f"{ms(step.exposed_s)} of a step of {ms(step.seconds)} for servers and other ranks.",
+        _even_shards(strategy, len(shards)),
+        "communication",
+    )
 
 
 def _even_shards(strategy: StrategyOptions, num_servers: int) -> str:
@@ -341,32 +285,31 @@ def _even_shards(strategy: StrategyOptions, num_servers: int) -> str:
     )
 
 
-def _launches(ranks: Sequence[RankFigures], strategy: StrategyOptions) -> list[Finding]:
+def _launches(step: CommonStep, strategy: StrategyOptions) -> Iterator[Finding]:
     """With a host that is ahead of its GPU, a step's computation takes as long as its kernels."""
 
     def idle_s(rank: RankFigures) -> float:
         if rank.launches is None or rank.launches.queued > _SHORT_QUEUE:
             return 0.0
-        return max(0.0, rank.of("forward", "backward", "optimizer") - rank.launches.busy_s)
+        return max(0.0, rank.of(*_COMPUTING) - rank.launches.busy_s)
 
-    waiting = max(ranks, key=idle_s)
+    waiting = max(step.ranks, key=idle_s)
+    if waiting.launches is None or not idle_s(waiting):
+        return
     is_dp = strategy.class_name == "DataParallelStrategy"  # which copies the module, and cannot copy compiled layers
     compiled = (
         ', or launch less: compile each layer in place, layer.compile(), with mode="reduce-overhead" for CUDA graphs.'
     )
-    if waiting.launches is None or not idle_s(waiting):
-        return []
-    return [
-        _finding(
-            "launch-bound",
-            ranks,
-            lambda rank: rank.own_s - idle_s(rank),
-            f"the GPU of rank {waiting.rank} is busy for {ms(waiting.launches.busy_s)} of a step of "
-            f"{ms(waiting.step_s)}: the host launches {waiting.launches.kernels} kernels and is not ahead of the GPU, "
-            f"in whose queue {waiting.launches.queued} kernels wait at a launch (median).",
-            "Use larger batches" + (', or strategy="ring_ddp" with compiled layers.' if is_dp else compiled),
-        )
-    ]
+    yield _finding(
+        "launch-bound",
+        step,
+        step.saving(idle_s),
+        f"the GPU of rank {waiting.rank} is busy for {ms(waiting.launches.busy_s)} of a step of "
+        f"{ms(waiting.step_s)}: the host launches {waiting.launches.kernels} kernels and is not ahead of the GPU, "
+        f"in whose queue {waiting.launches.queued} kernels wait at a launch (median).",
+        "Use larger batches" + (', or strategy="ring_ddp" with compiled layers.' if is_dp else compiled),
+        *_COMPUTING,
+    )
 
 
 def _saves_memory(kind: str, strategy: StrategyOptions, batches: int) -> str:
@@ -387,29 +330,21 @@ def _saves_memory(kind: str, strategy: StrategyOptions, batches: int) -> str:
     return f"Keep the states of the optimizer in the memory of the host: {strategy.with_(offload_optimizer=True)}."
 
 
-def _memory(ranks: Sequence[RankFigures], strategy: StrategyOptions) -> list[Finding]:
-    measured = [(rank, rank.memory) for rank in ranks if rank.memory is not None and rank.memory.limit_bytes > 0]
+def _memory(step: CommonStep, strategy: StrategyOptions) -> Iterator[Finding]:
+    measured = [(rank, rank.memory) for rank in step.ranks if rank.memory is not None and rank.memory.limit_bytes > 0]
     near = [(rank, use) for rank, use in measured if use.peak_bytes >= _NEAR_LIMIT * use.limit_bytes]
     if not near:
-        return []
+        return
     rank, use = max(near, key=lambda pair: pair[1].peak_bytes / pair[1].limit_bytes)
     kinds = dict(use.kinds_bytes)
     kinds["parameters"] = kinds.get("parameters", 0.0) + kinds.pop("gradients", 0.0)  # which are split together
     largest = max(("parameters", "optimizer", "activations"), key=lambda kind: kinds.get(kind, 0.0))
-    remedy = _saves_memory(largest, strategy, rank.batches)
+    whose, remedy = f"the GPU of rank {rank.rank}", _saves_memory(largest, strategy, rank.batches)
     if use.place != "GPU":
+        whose = f"the {use.place} of rank {rank.rank}, {rank.host},"
         remedy = "Use smaller batches, fewer ranks or DataLoader workers on this host, or a host with more memory."
-    whose = (
-        f"the GPU of rank {rank.rank}" if use.place == "GPU" else f"the {use.place} of rank {rank.rank}, {rank.host},"
-    )
     held = ", ".join(f"{kind} {size(held_bytes)}" for kind, held_bytes in use.kinds_bytes.items() if held_bytes)
-    return [
-        Finding(
-            kind="memory near the limit",
-            saving_s=0.0,
-            step_s=max(rank.step_s for rank in ranks),
-            evidence=f"{whose} had {size(use.peak_bytes)} of {size(use.limit_bytes)} in use"
-            + (f"; the rank holds {held}." if held else "."),
-            remedy=remedy,
-        )
-    ]
+    evidence = f"{whose} had {size(use.peak_bytes)} of {size(use.limit_bytes)} in use"
+    yield _finding(
+        "memory near the limit", step, 0.0, evidence + (f"; the rank holds {held}." if held else "."), remedy
+    )

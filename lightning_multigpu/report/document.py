@@ -1,4 +1,4 @@
-"""The report of one run as a JSON document, written to a file and read back."""
+"""The report of one run as a document, ``multigpu_report.json``: written to a file, and read back."""
 
 from __future__ import annotations
 
@@ -7,13 +7,285 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning_multigpu.planning.pipelines.timeline import StageMemory, StageRecord
-from lightning_multigpu.report.schema import SCHEMA_VERSION, ReportError
+from lightning_multigpu.planning.split_plan import SplitPlan
+from lightning_multigpu.report.schema import Absent, ReportError
 from lightning_multigpu.report.statistics import Aggregation, Statistics, aggregate_ranks
 
 FILE_NAME = "multigpu_report.json"
+SCHEMA_VERSION = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """The module: "package.Class", and the number of its parameters."""
+
+    class_: str
+    parameters: int
+    trainable_parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The host of rank 0; ``gpus`` has its GPUs under "cuda"."""
+
+    device: Literal["cpu", "cuda"]
+    threads_per_rank: int
+    processor: str
+    cores: int
+    usable_cores: int
+    memory_bytes: int
+    gpus: Sequence[str]
+    system: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What ran, and on what.
+
+    Attributes:
+        date: start of the fit, "2026-11-22T12:00:00Z".
+        wall_s: seconds of the fit, validation included.
+        model: the module.
+        precision: of the Trainer.
+        hardware: of the host of rank 0.
+    """
+
+    date: str
+    wall_s: float
+    model: TrainedModel
+    precision: str
+    hardware: Hardware
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedStrategy:
+    """The name to pass to ``Trainer(strategy=...)``, and the options that are not at their default."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedWorld:
+    """Ranks, nodes, and the host name of each node in their order."""
+
+    size: int
+    nodes: int
+    hosts: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMetrics:
+    """Statistics of figures by key.
+
+    A key is ``group/figure_unit`` with the groups ``throughput``, ``communication``, ``parameter_server`` and
+    ``device``. A figure that has no meaning in a run is absent; numbers are finite.
+
+    The statistics are ``median``, ``p95``, ``mean`` and ``last``. The first three are over all optimizer steps of the
+    fit but the first, which pays for allocations and kernel tuning (over the first if there is no other), for
+    ``device/`` keys over all samples. The mean of a rate is total over total time. ``p95`` is the value that 95 % of
+    the steps stay below, so for rates it is the fast end. Above 65,536 steps median and ``p95`` rest on evenly spread
+    steps. Of all ranks together, each statistic is the sum, maximum or mean of the ranks that have the figure, as
+    ``lightning_multigpu.callbacks.KEYS`` says.
+    """
+
+    metrics: Mapping[str, Statistics]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedRank(RunMetrics):
+    """A rank with its host."""
+
+    rank: int
+    host: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldMemory:
+    """Bytes that a rank held at the end of training; keys of what was not measured are absent.
+
+    Attributes:
+        rank: the rank.
+        parameters_bytes, gradients_bytes, optimizer_bytes: as they say. Buffers in which gradients travel count as
+            gradients; optimizer states that are offloaded to the host do not count.
+        activations_bytes: of a pipeline: the most that autograd kept for backward at a time in the first step that ran
+            all micro-batches together, without parameters and buffers, each piece of memory once.
+        device_peak_bytes: on GPUs, the most that torch had allocated.
+    """
+
+    rank: int
+    parameters_bytes: Absent[int] = None
+    gradients_bytes: Absent[int] = None
+    optimizer_bytes: Absent[int] = None
+    activations_bytes: Absent[int] = None
+    device_peak_bytes: Absent[int] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRank(HeldMemory):
+    """A rank of a pipeline in one step; passes and times are absent if no such step was timed.
+
+    Attributes:
+        stages: its stages.
+        forward_passes, backward_passes, weight_passes: their number.
+        forward_s, backward_s, weight_s, send_s, receive_s, idle_s: seconds, together ``wall_s`` of the step.
+        bubble, theoretical_bubble: as in :class:`PipelineStep`.
+        predicted_parameters_bytes, predicted_gradients_bytes, predicted_optimizer_bytes: what ``plan --micro-batches``
+            predicts for the rank, by the split and the optimizers' classes; absent in reports of earlier versions.
+    """
+
+    stages: Sequence[int]
+    predicted_parameters_bytes: Absent[int] = None
+    predicted_gradients_bytes: Absent[int] = None
+    predicted_optimizer_bytes: Absent[int] = None
+    forward_passes: Absent[int] = None
+    backward_passes: Absent[int] = None
+    weight_passes: Absent[int] = None
+    forward_s: Absent[float] = None
+    backward_s: Absent[float] = None
+    weight_s: Absent[float] = None
+    send_s: Absent[float] = None
+    receive_s: Absent[float] = None
+    idle_s: Absent[float] = None
+    bubble: Absent[float] = None
+    theoretical_bubble: Absent[float] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineStep:
+    """A pipeline's step with the median wall time among the newest nine that ran all micro-batches together.
+
+    On GPUs one step in 16 is timed. All but ``ranks`` is absent if no such step was timed, in a fit of fewer than three
+    batches of a shape for example.
+
+    Attributes:
+        num_micro_batches: of the step.
+        wall_s: from the first pass of any rank of the pipeline to the last.
+        bubble: 1 - busy / wall, where forward, backward and weight passes are busy.
+        theoretical_bubble: that of equal stages, whose messages take no time, see
+            :func:`lightning_multigpu.planning.pipelines.timeline.theoretical`.
+        ranks: by position.
+    """
+
+    num_micro_batches: Absent[int] = None
+    wall_s: Absent[float] = None
+    bubble: Absent[float] = None
+    theoretical_bubble: Absent[float] = None
+    ranks: Sequence[PipelineRank]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSection:
+    """The schedule, and the pipelines side by side."""
+
+    schedule: str
+    stages_per_rank: int
+    pipelines: Sequence[PipelineStep]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneDeviceSection:
+    """The run against one device, see ``RunReport(compare_with_one_device=True)``; or why there is no figure.
+
+    Attributes:
+        ratio: samples that the run trains in a given time over those of one device.
+        step_ms: of one device for an optimizer step on the batches of one data rank, measured before the first step.
+        run_step_ms: median of the run, on the slowest rank; loading of data is in neither.
+        threads: intra-op threads of the one device, on CPUs only.
+        reason: why there is no figure.
+    """
+
+    ratio: Absent[float] = None
+    step_ms: Absent[float] = None
+    run_step_ms: Absent[float] = None
+    threads: Absent[int] = None
+    reason: Absent[str] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFigures:
+    """A parameter server: bytes from and to all ranks, and the mean wait of an update for others under async_ps."""
+
+    server: int
+    bytes_in: int
+    bytes_out: int
+    queue_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staleness:
+    """The number of updates that other ranks made between a rank's pull of the weights and its update."""
+
+    median: int
+    p95: int
+    max: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFigures:
+    """The updates of a rank under async_ps; ``histogram`` has pairs of staleness and updates, in a profile only."""
+
+    rank: int
+    updates: int
+    staleness: Staleness
+    histogram: Absent[Sequence[tuple[int, int]]] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServersSection:
+    """Parameter servers, from their start to the end of training.
+
+    ``workers`` is empty except under ``async_ps``. A rank that was lost is in ``workers`` and not in ``ranks``.
+    """
+
+    servers: Sequence[ServerFigures]
+    workers: Sequence[WorkerFigures]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunDocument(RunFacts):
+    """``multigpu_report.json``, version 2.
+
+    It has all that version 1 had, with the same meanings, and ``date``, ``wall_s``, ``model``, ``precision``,
+    ``global_batch``, ``hardware``, ``communication_ms`` and ``one_device``. Programs that read version 1 can read
+    version 2 once they accept the number.
+
+    Attributes:
+        strategy: the strategy.
+        world: ranks and nodes.
+        versions: of the software, by name.
+        steps: optimizer steps of the fit; under ``async_ps`` the sum of the ranks' steps.
+        ranks: one a rank, in rank order.
+        aggregate: the figures of all ranks together.
+        global_batch: samples of an optimizer step with full batches, all ranks together; absent where the samples of a
+            batch are not known, and under ``async_ps``.
+        communication_ms: the parts of ``communication/total_ms`` by purpose, means over the steps but the first and
+            over the ranks; parts that overlap in time add up to more than the total. Only where a meter measured.
+        memory: one a rank; absent with stages, and if servers have the optimizer states.
+        pipeline: only where the model was split into stages.
+        one_device: only with ``RunReport(compare_with_one_device=True)``.
+        parameter_servers: only where servers made the updates.
+        tensor_split: only where layers were split over ranks: the object of ``plan --blocks --json``, without its
+            version.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    strategy: NamedStrategy
+    world: ReportedWorld
+    versions: Mapping[str, str]
+    steps: int
+    ranks: Sequence[ReportedRank]
+    aggregate: RunMetrics
+    global_batch: Absent[int] = None
+    communication_ms: Absent[Mapping[str, float]] = None
+    memory: Absent[Sequence[HeldMemory]] = None
+    pipeline: Absent[PipelineSection] = None
+    one_device: Absent[OneDeviceSection] = None
+    parameter_servers: Absent[ServersSection] = None
+    tensor_split: Absent[SplitPlan] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,69 +309,61 @@ class RankRecord:
 
 def build(
     records: Sequence[RankRecord],
+    facts: RunFacts,
     *,
-    strategy: str,
-    options: Mapping[str, Any],
+    strategy: NamedStrategy,
     versions: Mapping[str, str],
-    about: Mapping[str, Any],
     aggregations: Mapping[str, Aggregation],
-    **sections: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """The document of :mod:`lightning_multigpu.report.schema`.
+    parameter_servers: ServersSection | None = None,
+    **sections: Any,
+) -> RunDocument:
+    """The report of a run.
 
     Args:
         records: one a rank, in any order.
-        strategy: the name to pass to ``Trainer(strategy=...)``, or the class where it has none.
-        options: the strategy's options that are not at their default, JSON-able.
-        versions: of the software, by name.
-        about: ``date``, ``wall_s``, ``model``, ``precision`` and ``hardware`` of the run.
+        facts: what ran.
+        strategy, versions: as in :class:`RunDocument`.
         aggregations: how each key's values become the run's; the keys of the report come in this order.
-        sections: ``pipeline``, ``tensor_split``, ``parameter_servers`` and ``one_device``; None leaves one out.
+        parameter_servers: the servers' figures, if any.
+        sections: ``pipeline``, ``tensor_split`` and ``one_device``; None leaves one out.
 
     Raises:
         ValueError: there is no record, two have the same rank, or one is missing of a synchronous run.
     """
     in_order = sorted(records, key=lambda record: record.rank)
     ranks = [record.rank for record in in_order]
-    is_asynchronous = bool((sections.get("parameter_servers") or {}).get("workers"))  # then ranks may be lost
+    is_asynchronous = bool(parameter_servers and parameter_servers.workers)  # then ranks may be lost
     if not ranks or ranks != (sorted({*ranks}) if is_asynchronous else list(range(len(ranks)))):
         raise ValueError(f"ranks={ranks}: a report needs one record of each rank from 0 on")
     hosts: dict[int, str] = {}
     for record in in_order:
         hosts.setdefault(record.node, record.host)
-    report = {
-        "schema_version": SCHEMA_VERSION,
-        "strategy": {"name": strategy, "options": dict(options)},
-        "world": {"size": len(ranks), "nodes": len(hosts), "hosts": [hosts[node] for node in sorted(hosts)]},
-        **about,
-        "versions": dict(versions),
-        "steps": (sum if is_asynchronous else max)(record.steps for record in in_order),
-        "ranks": [
-            {
-                "rank": record.rank,
-                "host": record.host,
-                "metrics": {key: dict(record.metrics[key]) for key in aggregations if key in record.metrics},
-            }
-            for record in in_order
-        ],
-        "aggregate": {"metrics": aggregate_ranks([record.metrics for record in in_order], aggregations)},
-    }
-    samples = [record.step_samples for record in in_order]
-    if not is_asynchronous and all(samples_of_rank is not None for samples_of_rank in samples):
-        report["global_batch"] = sum(filter(None, samples))
+    samples = [record.step_samples for record in in_order if record.step_samples is not None]
     purposes = dict.fromkeys(purpose for record in in_order for purpose in record.communication_ms)
-    if purposes:
-        report["communication_ms"] = {
+    held = [HeldMemory(rank=r.rank, **asdict(r.memory)) for r in in_order if r.memory is not None]
+    return RunDocument(
+        **vars(facts),
+        strategy=strategy,
+        world=ReportedWorld(size=len(ranks), nodes=len(hosts), hosts=[hosts[node] for node in sorted(hosts)]),
+        versions=versions,
+        steps=(sum if is_asynchronous else max)(record.steps for record in in_order),
+        ranks=[
+            ReportedRank(
+                rank=r.rank, host=r.host, metrics={key: r.metrics[key] for key in aggregations if key in r.metrics}
+            )
+            for r in in_order
+        ],
+        aggregate=RunMetrics(metrics=aggregate_ranks([record.metrics for record in in_order], aggregations)),
+        global_batch=sum(samples) if not is_asynchronous and len(samples) == len(ranks) else None,
+        communication_ms={
             purpose: sum(record.communication_ms.get(purpose, 0.0) for record in in_order) / len(in_order)
             for purpose in purposes
         }
-    if all(record.memory is not None for record in in_order):
-        report["memory"] = [
-            {"rank": r.rank, **{name: size for name, size in asdict(r.memory).items() if size is not None}}
-            for r in in_order
-            if r.memory is not None
-        ]
-    return {**report, **{name: dict(section) for name, section in sections.items() if section is not None}}
+        or None,
+        memory=held if len(held) == len(ranks) else None,
+        parameter_servers=parameter_servers,
+        **sections,
+    )
 
 
 def write(report: Mapping[str, Any], path: Path, *, indent: int | None = 2) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_multigpu.planning.pipelines.timeline import (
@@ -15,7 +15,7 @@ from lightning_multigpu.planning.pipelines.timeline import (
     same_work,
     usage,
 )
-from lightning_multigpu.report.document import RankRecord
+from lightning_multigpu.report.document import PipelineRank, PipelineSection, PipelineStep, RankRecord
 from lightning_multigpu.report.schedule_picture import Panel, picture
 
 
@@ -49,16 +49,16 @@ class PipelineReport:
             _pipeline(sorted(ranks, key=lambda rank: rank[1].position)) for _, ranks in sorted(found.items())
         ]
 
-    def section(self) -> dict[str, Any] | None:
-        """The section as in :mod:`lightning_multigpu.report.schema`; None without a pipeline."""
+    def section(self) -> PipelineSection | None:
+        """The section of a run's document; None without a pipeline."""
         if not self._pipelines:
             return None
         stages = self._pipelines[0].stages[0]
-        return {
-            "schedule": stages.schedule,
-            "stages_per_rank": stages.stages_per_rank,
-            "pipelines": [_entry(pipeline) for pipeline in self._pipelines],
-        }
+        return PipelineSection(
+            schedule=stages.schedule,
+            stages_per_rank=stages.stages_per_rank,
+            pipelines=[_entry(pipeline) for pipeline in self._pipelines],
+        )
 
     def picture(self, suffix: str = ".svg") -> bytes | None:
         """The schedule of the first timed pipeline, in theory and as measured; None if none was timed.
@@ -88,26 +88,26 @@ def _pipeline(ranks: Sequence[tuple[RankRecord, StageRecord]]) -> _Pipeline:
     return _Pipeline(records, stages, count, measured, theory)
 
 
-def _entry(pipeline: _Pipeline) -> dict[str, Any]:
-    entries = [_memory(record.rank, stages) for record, stages in zip(pipeline.ranks, pipeline.stages, strict=True)]
+def _entry(pipeline: _Pipeline) -> PipelineStep:
+    held = [_memory(record.rank, stages) for record, stages in zip(pipeline.ranks, pipeline.stages, strict=True)]
     if not pipeline.measured:
-        return {"ranks": entries}
+        return PipelineStep(ranks=[PipelineRank(**of_rank) for of_rank in held])
     measured, theory = usage(pipeline.measured), usage(pipeline.theory)
-    for entry, mine, ideal in zip(entries, measured, theory, strict=True):
-        entry.update({f"{kind}_passes": mine.passes[kind] for kind in BUSY})
-        entry.update({f"{kind}_s": seconds for kind, seconds in mine.seconds.items()})
-        entry.update(idle_s=mine.idle_s, bubble=mine.bubble, theoretical_bubble=ideal.bubble)
-    return {
-        "num_micro_batches": pipeline.num_micro_batches,
-        "wall_s": measured[0].wall_s,
-        "bubble": bubble(pipeline.measured),
-        "theoretical_bubble": bubble(pipeline.theory),
-        "ranks": entries,
-    }
+    for of_rank, mine, ideal in zip(held, measured, theory, strict=True):
+        of_rank.update({f"{kind}_passes": mine.passes[kind] for kind in BUSY})
+        of_rank.update({f"{kind}_s": seconds for kind, seconds in mine.seconds.items()})
+        of_rank.update(idle_s=mine.idle_s, bubble=mine.bubble, theoretical_bubble=ideal.bubble)
+    return PipelineStep(
+        num_micro_batches=pipeline.num_micro_batches,
+        wall_s=measured[0].wall_s,
+        bubble=bubble(pipeline.measured),
+        theoretical_bubble=bubble(pipeline.theory),
+        ranks=[PipelineRank(**of_rank) for of_rank in held],
+    )
 
 
 def _memory(rank: int, stages: StageRecord) -> dict[str, Any]:
     num_stages = stages.num_ranks * stages.stages_per_rank
-    memory = {name: size for name, size in asdict(stages.memory).items() if size is not None}
-    predicted = {f"predicted_{name}": size for name, size in asdict(stages.predicted).items()}
-    return {"rank": rank, "stages": list(range(stages.position, num_stages, stages.num_ranks)), **memory, **predicted}
+    predicted = {f"predicted_{name}": size for name, size in vars(stages.predicted).items()}
+    own = list(range(stages.position, num_stages, stages.num_ranks))
+    return {"rank": rank, "stages": own, **vars(stages.memory), **predicted}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -14,6 +13,7 @@ from lightning_multigpu.planning.pipelines.balance import layers_text
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan, PipelinePlans
 from lightning_multigpu.report import schedule_picture
 from lightning_multigpu.report.schedule_picture import Panel
+from lightning_multigpu.report.terminal import narrow, say
 
 
 def print_plans(console: Console, plans: PipelinePlans, link_gbit: float | None) -> None:
@@ -24,11 +24,9 @@ def print_plans(console: Console, plans: PipelinePlans, link_gbit: float | None)
         plans: at least one.
         link_gbit: bandwidth of the links, as given by the user.
     """
-    console.print(_head(plans, link_gbit), highlight=False, soft_wrap=True)
+    say(console, _head(plans, link_gbit))
     console.print(_table(plans))
-    for plan in plans.plans:
-        console.print(_stages(plan), highlight=False, soft_wrap=True)
-    console.print(f"\n{_choice(plans)}", highlight=False, soft_wrap=True)
+    say(console, *map(_stages, plans.plans), "", _choice(plans))
 
 
 def as_json(plans: PipelinePlans, link_gbit: float | None) -> dict[str, Any]:
@@ -89,7 +87,7 @@ def _head(plans: PipelinePlans, link_gbit: float | None) -> str:
 
 
 def _table(plans: PipelinePlans) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))  # all columns fit on 80 characters
+    table = narrow()  # all columns fit on 80 characters
     table.add_column("schedule", no_wrap=True)
     for title in ("M", "step ms", "bubble", "x one device", "rounds", "largest memory", "activations"):
         longest = max(map(len, title.split()))
@@ -119,11 +117,7 @@ def _stages(plan: PipelinePlan) -> str:
         )
     most = plan.largest_memory
     recomputed = f", a recomputed layer {size(most.recomputed_bytes)}" if most.recomputed_bytes else ""
-    lines.append(
-        f"  rank {most.rank} needs most: parameters {size(most.parameters_bytes)}, "
-        f"gradients {size(most.gradients_bytes)}, optimizer {size(most.optimizer_bytes)}, "
-        f"activations {size(most.activations_bytes)}{recomputed}"
-    )
+    lines.append(f"  rank {most.rank} needs most: {most.kinds}, activations {size(most.activations_bytes)}{recomputed}")
     return "\n".join(lines)
 
 

@@ -1,16 +1,19 @@
-"""The table of a run's report on the terminal."""
+"""The report of a run on the terminal: its verdict, then tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from lightning_multigpu.planning.diagnosis import SMALLEST_SHARE
 from lightning_multigpu.planning.numbers import BYTES, number
 from lightning_multigpu.report import pipeline_table
+from lightning_multigpu.report.document import RunDocument
+from lightning_multigpu.report.schema import from_json
+from lightning_multigpu.report.terminal import framed, say
 
 SPLIT_LAYERS = "split layers: "
 """The beginning of the purposes of collectives inside layers that are split over ranks."""
@@ -41,21 +44,74 @@ _DEVICE_ROWS = {
 _PROCESS_ROWS = (("main memory of the largest process", "device/process_rss_bytes", "bytes"),)
 
 
-def render(report: Mapping[str, Any], *, terminal: bool) -> Table:
-    """The aggregate figures that the report has, one a row; lines are plain characters unless for a terminal."""
-    world = report["world"]
-    table = Table(
-        title=f"{report['strategy']['name']}: {_many(world['size'], 'rank')} on {_many(world['nodes'], 'node')}, "
-        f"{_many(report['steps'], 'optimizer step')}",
-        box=box.SIMPLE_HEAD if terminal else box.ASCII,
-        caption="\n".join(_captions(report)),
+def show(report: RunDocument | Mapping[str, Any], console: Console | None = None) -> None:
+    """Prints the report to standard output or to ``console``; without colours and lines when that is no terminal.
+
+    Raises:
+        SchemaError: ``report`` is a mapping that does not follow the schema.
+    """
+    console = Console() if console is None else console
+    if not isinstance(report, RunDocument):
+        report = from_json(RunDocument, report)
+    if not report.steps:
+        say(console, "No optimizer step was taken: there is nothing to report")
+        return
+    if (found := verdict(report)) is not None:
+        say(console, found)
+    console.print(_figures(report, terminal=console.is_terminal))
+    if report.memory is not None:
+        console.print(pipeline_table.memory(report.memory, report.strategy.name, terminal=console.is_terminal))
+    if report.pipeline is not None:
+        pipeline_table.show(report.pipeline, console)
+    if report.one_device is not None:
+        say(console, one_device_line(report))
+
+
+def verdict(report: RunDocument) -> str | None:
+    """What communication costs, and the step with half of the transfers; None where that was not measured."""
+    metrics = report.aggregate.metrics
+    if not {"communication/exposed_ms", "throughput/step_ms"} <= metrics.keys():
+        return None
+    exposed_ms, step_ms = (metrics[key]["mean"] for key in ("communication/exposed_ms", "throughput/step_ms"))
+    share = exposed_ms / step_ms
+    found = f"A step takes {number(step_ms)} ms: ranks wait for communication for {100 * share:.1f} % of their time."
+    if share < 2 * SMALLEST_SHARE or report.tensor_split is not None or report.pipeline is not None:
+        return found  # activations travel with each batch, however large
+    return (
+        f"{found} With batches of twice the size, {number(step_ms - exposed_ms / 2)} ms are predicted for as many "
+        "samples; ProfilerReport looks for the cause."
     )
+
+
+def one_device_line(report: RunDocument) -> str:
+    """Whether the ranks were worth it: one line about a report that has the section ``one_device``."""
+    found = report.one_device
+    if found is None or found.ratio is None:
+        return f"no comparison with one device: {found and found.reason}"
+    ratio = f"{found.ratio:.2g}"
+    slower = ": slower than one device" if float(ratio) < 1 else ""
+    threads = f"; one device with {_many(found.threads, 'intra-op thread')}" if found.threads is not None else ""
+    return (
+        f"{_many(report.world.size, 'rank')} train {ratio} x as many samples as one device would{slower} "
+        f"(measured on the first steps, without loading{threads})"
+    )
+
+
+def _figures(report: RunDocument, *, terminal: bool) -> Table:
+    """The aggregate figures that the report has, one a row."""
+    world = report.world
+    table = framed(
+        f"{report.strategy.name}: {_many(world.size, 'rank')} on {_many(world.nodes, 'node')}, "
+        f"{_many(report.steps, 'optimizer step')}",
+        terminal=terminal,
+    )
+    table.caption = _purposes(report.communication_ms or {})
     table.add_column("")
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("unit", no_wrap=True)
-    metrics = report["aggregate"]["metrics"]
-    for label, key, base_unit in (*_ROWS, *_DEVICE_ROWS[report["hardware"]["device"]], *_PROCESS_ROWS):
+    metrics = report.aggregate.metrics
+    for label, key, base_unit in (*_ROWS, *_DEVICE_ROWS[report.hardware.device], *_PROCESS_ROWS):
         if key in metrics:
             statistics = metrics[key]
             unit, divisor = _scale(base_unit, statistics["median"])
@@ -63,58 +119,18 @@ def render(report: Mapping[str, Any], *, terminal: bool) -> Table:
     return table
 
 
-def show(report: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints the table to standard output or to ``console``; without colours and lines when that is no terminal."""
-    console = Console() if console is None else console
-    if not report["steps"]:
-        console.print("No optimizer step was taken: there is nothing to report", highlight=False)
-        return
-    console.print(render(report, terminal=console.is_terminal))
-    if "memory" in report:
-        console.print(pipeline_table.memory(report["memory"], report["strategy"]["name"], terminal=console.is_terminal))
-    if "pipeline" in report:
-        pipeline_table.show(report["pipeline"], console)
-    if "one_device" in report:
-        console.print(one_device_line(report), highlight=False, soft_wrap=True)
-
-
-def one_device_line(report: Mapping[str, Any]) -> str:
-    """Whether the ranks were worth it: one line about a report that has the section ``one_device``."""
-    found = report["one_device"]
-    if "reason" in found:
-        return f"no comparison with one device: {found['reason']}"
-    ratio = f"{found['ratio']:.2g}"
-    slower = ": slower than one device" if float(ratio) < 1 else ""
-    threads = f"; one device with {_many(found['threads'], 'intra-op thread')}" if "threads" in found else ""
-    return (
-        f"{_many(report['world']['size'], 'rank')} train {ratio} x as many samples as one device would{slower} "
-        f"(measured on the first steps, without loading{threads})"
-    )
-
-
-def _captions(report: Mapping[str, Any]) -> Iterator[str]:
-    purposes = report.get("communication_ms", {})
-    if purposes:
-        inside = {name: ms for name, ms in purposes.items() if name.startswith(SPLIT_LAYERS)}
-        purposes = {name: ms for name, ms in purposes.items() if name not in inside}
-        if inside:
-            worst = max(inside, key=lambda name: inside[name])
-            most = f"inside split layers (most for {worst.removeprefix(SPLIT_LAYERS)}: {number(inside[worst])})"
-            purposes[most] = sum(inside.values())
-        parts = sorted(purposes.items(), key=lambda part: -part[1])
-        yield f"all communication, means in ms: {', '.join(f'{purpose} {number(ms)}' for purpose, ms in parts)}"
-    share = _exposed_share(report)
-    if share is not None:
-        yield share
-
-
-def _exposed_share(report: Mapping[str, Any]) -> str | None:
-    """The share of a step that communication costs, the first figure to look at."""
-    metrics = report["aggregate"]["metrics"]
-    exposed, step = metrics.get("communication/exposed_ms"), metrics.get("throughput/step_ms")
-    if exposed is None or step is None:
+def _purposes(purposes: Mapping[str, float]) -> str | None:
+    """The parts of communication by purpose, the longest first; those inside split layers together."""
+    if not purposes:
         return None
-    return f"ranks wait for communication for {100 * exposed['mean'] / step['mean']:.1f} % of their time"
+    inside = {name: ms for name, ms in purposes.items() if name.startswith(SPLIT_LAYERS)}
+    purposes = {name: ms for name, ms in purposes.items() if name not in inside}
+    if inside:
+        worst = max(inside, key=lambda name: inside[name])
+        most = f"inside split layers (most for {worst.removeprefix(SPLIT_LAYERS)}: {number(inside[worst])})"
+        purposes[most] = sum(inside.values())
+    parts = sorted(purposes.items(), key=lambda part: -part[1])
+    return f"all communication, means in ms: {', '.join(f'{purpose} {number(ms)}' for purpose, ms in parts)}"
 
 
 def _scale(unit: str, value: float) -> tuple[str, float]:

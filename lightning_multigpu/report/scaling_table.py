@@ -9,13 +9,12 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from lightning_multigpu.planning.numbers import number, size
-from lightning_multigpu.planning.scaling.ranking import Ranking, memory_text
+from lightning_multigpu.planning.scaling.ranking import Ranking
 from lightning_multigpu.planning.scaling.step_model import Prediction
+from lightning_multigpu.report.terminal import narrow, say
 
 SCHEMA_VERSION = 1
 _BAR = 40
@@ -38,13 +37,12 @@ def print_ranking(console: Console, ranking: Ranking) -> None:
     """Prints the model, the table, the plot, what is impossible, and the explanation."""
     model, one = ranking.model, ranking.one
     batches = f", accumulate_grad_batches={one.candidate.accumulate}" if one.candidate.accumulate > 1 else ""
-    console.print(
+    say(
+        console,
         f"{model.name}: {model.parameters:,} parameters, {model.samples} samples a batch and rank{batches}; "
         f"on one device {number(1e3 * one.step_s)} ms a step, {number(one.samples_per_s)} samples/s",
-        highlight=False,
-        soft_wrap=True,
     )
-    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))  # all columns fit on 80 characters
+    table = narrow()  # all columns fit on 80 characters
     table.add_column("strategy", overflow="fold", width=20)
     for title in ("nodes x ranks", "step ms", "x one", "eff.", "comm.", "bubble", "memory"):
         table.add_column(title, justify="right", min_width=max(map(len, title.split())), no_wrap=title == "memory")
@@ -52,27 +50,20 @@ def print_ranking(console: Console, ranking: Ranking) -> None:
     for each in [*ranking.predictions, *ranking.too_large]:
         table.add_row(*_row(each, one, fits=each not in ranking.too_large))
     console.print(table)
-    for line in plot(ranking):
-        console.print(line, highlight=False, soft_wrap=True)
+    say(console, *plot(ranking))
     reasons: dict[str, list[str]] = {}
     for candidate, _, reason in ranking.impossible:
         reasons.setdefault(reason, []).append(str(candidate))
-    for reason, names in reasons.items():
-        console.print(f"not {', '.join(dict.fromkeys(names))}: {reason}", highlight=False, soft_wrap=True)
+    say(console, *(f"not {', '.join(dict.fromkeys(names))}: {reason}" for reason, names in reasons.items()))
     if ranking.predictions:
         first = ranking.first
         sent = ", ".join(f"{size(bytes_)} over the {link}" for link, bytes_ in first.sent_bytes.items())
-        console.print(f"{first.candidate}: {memory_text(first)}; sends {sent} a step", highlight=False, soft_wrap=True)
+        memory = f"{first.memory.kinds}, activations {size(first.activations_bytes)}"
+        say(console, f"{first.candidate}: {memory}; sends {sent} a step")
     if model.waiting > _BUSY:
-        console.print(
-            f"Other processes had the core for {100 * model.waiting:.0f} % of the measurement: repeat this on a quiet "
-            "machine.",
-            highlight=False,
-            soft_wrap=True,
-        )
-    console.print()
-    for line in ranking.explanation():
-        console.print(line, highlight=False, soft_wrap=True)
+        busy = f"Other processes had the core for {100 * model.waiting:.0f} % of the measurement"
+        say(console, f"{busy}: repeat this on a quiet machine.")
+    say(console, "", *ranking.explanation())
 
 
 def _row(each: Prediction, one: Prediction, *, fits: bool) -> list[str]:

@@ -1,88 +1,152 @@
-"""The schema of ``multigpu_report.json``.
+"""Documents as dataclasses: writing them as JSON, reading them back, and their JSON schema.
 
-Version 2::
-
-    {
-      "schema_version": 2,
-      "date": "2026-11-22T12:00:00Z",                             start of the fit
-      "wall_s": number,                                           seconds of the fit, validation included
-      "model": {"class": "package.Class", "parameters": int, "trainable_parameters": int},
-      "precision": str,                                           of the Trainer
-      "global_batch": int,                                        samples of an optimizer step, all ranks together
-      "hardware": {"device": "cpu" or "cuda", "threads_per_rank": int, "processor": str, "cores": int,
-                   "usable_cores": int, "memory_bytes": int, "gpus": [str], "system": str},   of the host of rank 0
-      "strategy": {"name": str, "options": {option: any JSON}},   the options that are not at their default
-      "world": {"size": int, "nodes": int, "hosts": [str]},       ranks; nodes; one host name a node, in node order
-      "versions": {software: str},
-      "steps": int,                                               optimizer steps of the fit
-      "ranks": [{"rank": int, "host": str, "metrics": METRICS}],  one a rank, in rank order
-      "aggregate": {"metrics": METRICS},
-      "communication_ms": {purpose: number},                      only where a meter measured communication
-      "one_device": ONE_DEVICE,                                   only with RunReport(compare_with_one_device=True)
-      "parameter_servers": SERVERS,                               only where servers made the updates
-      "memory": [{"rank": int, **MEMORY}],                        one a rank; not with stages
-      "tensor_split": SPLIT,                                      only where layers were split over ranks
-      "pipeline": PIPELINE                                        only where the model was split into stages
-    }
-    ONE_DEVICE = {"ratio": number, "step_ms": number, "run_step_ms": number, "threads": int} or {"reason": str}
-    METRICS = {KEY: {"median": number, "p95": number, "mean": number, "last": number}}
-    SERVERS = {"servers": [{"server": int, "bytes_in": int, "bytes_out": int, "queue_ms": number}],
-               "workers": [{"rank": int, "updates": int, "staleness": {"median": int, "p95": int, "max": int}}]}
-    SPLIT = the object of "plan --blocks --json", without its version
-    PIPELINE = {"schedule": str, "stages_per_rank": int, "pipelines": [{**STEP, "ranks": [RANK]}]}
-    STEP = {"num_micro_batches": int, "wall_s": number, "bubble": number, "theoretical_bubble": number}
-    RANK = {"rank": int, "stages": [int], **PASSES, **TIMES, **MEMORY}
-
-Version 2 has all that version 1 had, with the same meanings, and ``date``, ``wall_s``, ``model``, ``precision``,
-``global_batch``, ``hardware``, ``communication_ms`` and ``one_device``. Programs that read version 1 can read version 2
-once they accept the number.
-
-``global_batch`` is of steps with full batches, and absent where the samples of a batch are not known, and under
-``async_ps``, where each rank makes steps of its own and ``steps`` is their sum. ``gpus`` has the host's GPUs under
-``cuda``. ``communication_ms`` has the parts of ``communication/total_ms`` by purpose, means over the steps but the
-first and over the ranks; parts that overlap in time add up to more than the total. In ``one_device``, ``ratio`` is the
-samples that the run trains in a given time over those of one device: ``step_ms`` are the milliseconds of one device for
-an optimizer step on the batches of one data rank, measured before the first step with ``threads`` intra-op threads (on
-CPUs only), and ``run_step_ms`` the median of the run, on the slowest rank; loading of data is in neither. ``reason``
-says why there is no figure.
-
-``memory`` has the memory of each rank at the end of training, by the keys of MEMORY below but ``activations_bytes``.
-Buffers in which gradients travel count as gradients. Optimizer states that are offloaded to the host do not count. It
-is absent if servers have the states.
-
-``parameter_servers`` counts from the start of the servers to the end of training: the bytes of each server from and to
-all ranks, and ``queue_ms``, the mean time for which a rank's update in a step waited at the server for those of other
-ranks, under ``async_ps``. ``workers`` is empty except under ``async_ps``: it has the number of updates of each rank,
-and their staleness, the number of updates that other ranks made between the rank's pull of the weights and its update.
-A rank that was lost is in ``workers`` and not in ``ranks``.
-
-A KEY is ``group/figure_unit`` with the groups ``throughput``, ``communication``, ``parameter_server`` and ``device``. A
-figure that has no meaning in a run is absent; numbers are finite. In ``aggregate`` each statistic is the sum, maximum
-or mean, as the table of keys says, of the ranks that have the figure.
-
-``median``, ``p95`` and ``mean`` are over all optimizer steps of the fit but the first, which pays for allocations and
-kernel tuning (over the first if there is no other), for ``device/`` keys over all samples. The mean of a rate is total
-over total time. ``p95`` is the value that 95 % of the steps stay below, so for rates it is the fast end. Above 65,536
-steps median and ``p95`` rest on evenly spread steps.
-
-``pipelines`` has the pipelines side by side, each with its ranks by position. Its figures are those of one step: the
-step with the median wall time among the newest nine steps that ran all micro-batches together (on GPUs one step in 16
-is timed). ``wall_s`` is from the first pass of any rank of the pipeline to the last, and ``bubble`` 1 - busy / wall,
-where forward, backward and weight passes are busy; ``theoretical_bubble`` is that of equal stages, whose messages take
-no time, see :func:`lightning_multigpu.planning.pipelines.timeline.theoretical`. PASSES are ``forward_passes``,
-``backward_passes`` and ``weight_passes``; TIMES ``forward_s``, ``backward_s``, ``weight_s``, ``send_s``, ``receive_s``
-and ``idle_s``, which together are ``wall_s``, ``bubble`` and ``theoretical_bubble``. STEP, PASSES and TIMES are absent
-if no such step was timed, in a fit of fewer than three batches of a shape for example. MEMORY is ``parameters_bytes``,
-``gradients_bytes`` and ``optimizer_bytes`` that the rank held; ``activations_bytes``, the most that autograd kept for
-backward at a time in the first such step, without parameters and buffers, each piece of memory once; and on GPUs
-``device_peak_bytes``, the most that torch had allocated. Keys of figures that were not measured are absent.
-``predicted_parameters_bytes``, ``predicted_gradients_bytes`` and ``predicted_optimizer_bytes`` are the predictions of
-``plan --micro-batches`` for the rank, by the split and the optimizers' classes; reports of earlier versions of this
-package lack them.
+================================  =========================================================
+a dataclass                       an object, whose keys are the fields
+a ``NamedTuple``, a fixed tuple   an array of as many items
+``X | None``                      null where there is no value
+``Absent[X]``, None by default    a key that is left out where there is no value
+a field with another default      a key that documents of earlier versions may lack
+================================  =========================================================
 """
 
-SCHEMA_VERSION = 2
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+_T = TypeVar("_T")
+Absent = Annotated[_T | None, "absent"]
+"""The type of a field whose key is left out of the document while the field is None."""
+_SCALARS: dict[Any, tuple[str, tuple[type, ...]]] = {
+    bool: ("boolean", (bool,)),
+    int: ("integer", (int,)),
+    float: ("number", (int, float)),
+    str: ("string", (str,)),
+}
 
 
 class ReportError(ValueError):
-    """A document is no report, or has an unknown version."""
+    """A document is no report, has an unknown version, or does not follow its schema."""
+
+
+class SchemaError(ReportError):
+    """A document does not follow its schema."""
+
+
+def as_json(value: Any) -> Any:
+    """A dataclass, and what is in it, as what JSON can write."""
+    if is_dataclass(value):
+        found = ((key, kind, getattr(value, each.name)) for key, each, kind in _fields(type(value)))
+        return {key: as_json(v) for key, kind, v in found if not (v is None and get_origin(kind) is Annotated)}
+    if isinstance(value, Mapping):
+        return {key: as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    return value
+
+
+def from_json(kind: type[_T], value: Any, place: str = "the document") -> _T:
+    """The dataclass ``kind`` from what JSON has read; keys that it does not know are left out.
+
+    Raises:
+        SchemaError: a key is missing, or a value has another type; the message names its place.
+    """
+    found: _T = _read(kind, value, place)
+    return found
+
+
+def json_schema(kind: type) -> dict[str, Any]:
+    """The JSON schema of a document, as an object of JSON."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": kind.__name__, **_schema(kind)}
+
+
+@functools.cache
+def _fields(kind: Any) -> list[tuple[str, Field[Any], Any]]:
+    """Key, field and type of each field; a keyword of Python as a key has an underscore behind it as a field."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [(each.name.rstrip("_"), each, hints[each.name]) for each in fields(kind)]
+
+
+def _is_required(each: Field[Any]) -> bool:
+    return each.default is MISSING and each.default_factory is MISSING
+
+
+def _items(kind: Any) -> tuple[Any, ...] | None:
+    """The types of the items of a tuple with a fixed length; None for another type."""
+    if isinstance(kind, type) and issubclass(kind, tuple):
+        return tuple(get_type_hints(kind).values())
+    fixed = get_origin(kind) is tuple and Ellipsis not in get_args(kind)
+    return get_args(kind) if fixed else None
+
+
+def _read(kind: Any, value: Any, place: str) -> Any:
+    if get_origin(kind) is Annotated:
+        kind = kind.__origin__
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if NoneType in inner:
+        return None if value is None else _read(next(each for each in inner if each is not NoneType), value, place)
+    if kind in _SCALARS:
+        is_wrong = not isinstance(value, _SCALARS[kind][1]) or isinstance(value, bool) != (kind is bool)
+        if is_wrong or (kind is float and not math.isfinite(value)):
+            raise _wrong(place, value, kind.__name__)
+        return value
+    if origin is Literal:
+        if value not in inner:
+            raise _wrong(place, value, f"one of {', '.join(map(str, inner))}")
+        return value
+    if is_dataclass(kind) or origin in (dict, Mapping):
+        if not isinstance(value, Mapping):
+            raise _wrong(place, value, "an object")
+        if origin in (dict, Mapping):
+            return {inner[0](key): _read(inner[1], item, f"{place}, {key}") for key, item in value.items()}
+        return kind(**dict(_read_fields(kind, value, place)))
+    if not isinstance(value, list | tuple):
+        raise _wrong(place, value, "an array")
+    if (types_of_items := _items(kind)) is None:
+        found = [_read(inner[0], item, f"{place}[{index}]") for index, item in enumerate(value)]
+        return tuple(found) if origin is tuple else found
+    if len(value) != len(types_of_items):
+        raise _wrong(place, value, f"an array of {len(types_of_items)}")
+    items = (_read(each, item, place) for each, item in zip(types_of_items, value, strict=True))
+    return kind(*items) if origin is None else tuple(items)
+
+
+def _read_fields(kind: type, value: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:
+    for key, each, inner in _fields(kind):
+        if key in value:
+            yield each.name, _read(inner, value[key], f"{place}, {key}")
+        elif _is_required(each):
+            raise SchemaError(f"{place} has no {key!r}")
+
+
+def _wrong(place: str, value: Any, expected: str) -> SchemaError:
+    return SchemaError(f"{place} is {value!r:.80} and not {expected}")
+
+
+def _schema(kind: Any) -> dict[str, Any]:
+    if get_origin(kind) is Annotated:  # the type of the value where its key is in the document
+        kind = get_args(kind.__origin__)[0]
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return {}
+    if NoneType in inner:
+        return {"anyOf": [_schema(each) for each in inner if each is not NoneType] + [{"type": "null"}]}
+    if kind in _SCALARS:
+        return {"type": _SCALARS[kind][0]}
+    if origin is Literal:
+        return {"enum": list(inner)}
+    if origin in (dict, Mapping):
+        return {"type": "object", "additionalProperties": _schema(inner[1])}
+    if is_dataclass(kind):
+        own = _fields(kind)
+        properties = {key: _schema(inner) for key, _, inner in own}
+        return {"type": "object", "properties": properties, "required": [k for k, each, _ in own if _is_required(each)]}
+    if (items := _items(kind)) is None:
+        return {"type": "array", "items": _schema(inner[0])}
+    return {"type": "array", "prefixItems": [_schema(each) for each in items], "minItems": len(items), "items": False}

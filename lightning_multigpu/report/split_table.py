@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from lightning_multigpu.planning.numbers import size
-from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan
+from lightning_multigpu.report.terminal import say
 
 
 def summary(plan: SplitPlan) -> str:
@@ -36,7 +36,7 @@ def print_plan(console: Console, plan: SplitPlan) -> None:
             if formula
             else f"    {', '.join(ways)}; a rank sends {size(sent)}",
         ]
-    console.print("\n".join([*lines, *_left(plan), *_held(plan)]), highlight=False, soft_wrap=True, markup=False)
+    say(console, *lines, *_left(plan), *_held(plan))
 
 
 def as_json(plan: SplitPlan) -> dict[str, Any]:
@@ -51,17 +51,11 @@ def _block(blocks: SplitBlocks) -> Iterator[str]:
 
 def _held(plan: SplitPlan) -> Iterator[str]:
     """The memory of one device and of each rank; ranks that hold as much as the one before share its line."""
-    yield f"one device: {_memory(plan.one_device)}"
+    yield f"one device: {plan.one_device.kinds}, together {size(plan.one_device.total)}"
     for held, ranks in groupby(enumerate(plan.ranks), key=lambda pair: pair[1]):
         first, *others = (rank for rank, _ in ranks)
-        yield f"{f'ranks {first}-{others[-1]}, each' if others else f'rank {first}'}: {_memory(held)}"
-
-
-def _memory(held: HeldBytes) -> str:
-    return (
-        f"parameters {size(held.parameters_bytes)}, gradients {size(held.gradients_bytes)}, "
-        f"optimizer {size(held.optimizer_bytes)}, together {size(held.total)}"
-    )
+        which = f"ranks {first}-{others[-1]}, each" if others else f"rank {first}"
+        yield f"{which}: {held.kinds}, together {size(held.total)}"
 
 
 def _left(plan: SplitPlan) -> Iterator[str]:

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from lightning_multigpu.callbacks import ProfilerReport, probes
 from lightning_multigpu.callbacks.profile.operator_trace import OperatorTrace
 from lightning_multigpu.engine.parameter_server.rooms import Room
-from lightning_multigpu.report.profile import profile_document, profile_text
-from tests.report.profiles import told
+from lightning_multigpu.report.profile import profile_text
+from tests.report.profiles import built, loaded, told
 from tests.strategies.tasks import make_strategy
 from tests.world import World
 
@@ -59,7 +59,7 @@ def profile_of(module: L.LightningModule, batch: Tensor, strategy: Any = "auto",
 
 
 def first(profile: Any) -> dict[str, Any]:
-    assert profile["findings"], profile_text.text(profile)
+    assert profile["findings"], profile_text.text(loaded(profile))
     found: dict[str, Any] = profile["findings"][0]
     return found
 
@@ -68,7 +68,7 @@ def first(profile: Any) -> dict[str, Any]:
 def test_small_batches(samples: int, width: int) -> None:
     profile = profile_of(Net(width), torch.ones(samples, width))
     found = first(profile)
-    assert found["kind"] == "small batches", profile_text.text(profile)
+    assert found["kind"] == "small batches", profile_text.text(loaded(profile))
     assert "Lightning's loop takes" in found["evidence"]
     assert "Use larger batches" in found["remedy"]
     assert profile_of(Net(width, step_s=0.1), torch.ones(samples, width), max_steps=12)["findings"] == []
@@ -82,7 +82,7 @@ def test_small_micro_batches(world2: World, num_micro_batches: int) -> None:
 
     profile, _ = world2.run(fit)
     found = first(profile)
-    assert found["kind"] == "small micro-batches", profile_text.text(profile)
+    assert found["kind"] == "small micro-batches", profile_text.text(loaded(profile))
     assert f"the passes of {num_micro_batches} micro-batches explain" in found["evidence"]
     assert "batches of twice the size" in found["remedy"]
 
@@ -105,7 +105,7 @@ def test_a_server_with_everything(world2: World, num_servers: int) -> None:
 
     profile, _ = world2.run(lambda: fit("nothing"))
     found = first(profile)
-    assert found["kind"] == "imbalance of shards", profile_text.text(profile)
+    assert found["kind"] == "imbalance of shards", profile_text.text(loaded(profile))
     assert f"server 0 moves 100 % of the bytes, {num_servers:.2f} times its share" in found["evidence"]
     assert 'Leave optimizer_split="nothing" out' in found["remedy"]
     if num_servers == 3:  # once: each server is a process
@@ -133,7 +133,7 @@ def test_memory_near_the_limit_of_a_container(tmp_path: Path, share: float, monk
     assert (found["kind"], found["saving_s"]) == ("memory near the limit", 0.0)
     assert "the container of rank 0" in found["evidence"]
     assert "Use smaller batches" in found["remedy"]
-    assert "Memory near the limit:" in profile_text.text(profile)
+    assert "Memory near the limit:" in profile_text.text(loaded(profile))
     limited(0.85)
     assert profile_of(Net(step_s=0.1), torch.ones(2, 4), max_steps=12)["findings"] == []
 
@@ -157,7 +157,7 @@ def test_a_gpu_that_waits_for_launches(kernel_us: int) -> None:
         assert trace.launches is not None
         rank = told(0, data_wait=0.0, forward=0.03, backward=0.055, optimizer=0.005, communication=0.0)
         rank["launches"] = vars(trace.launches)
-        return profile_document.build([rank], strategy="ring_ddp", options={}, versions={})
+        return built([rank], "ring_ddp")
 
     found = first(profile(kernel_us))
     assert found["kind"] == "launch-bound"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.callbacks import CommunicationMonitor, RunReport
 from lightning_multigpu.callbacks.probes import usable_cores
 from lightning_multigpu.callbacks.profile.one_device import NUM_STEPS, Alone, OneDevice
+from lightning_multigpu.report.document import RunDocument
 from lightning_multigpu.report.run_table import one_device_line
+from lightning_multigpu.report.schema import from_json
 from tests.callbacks.training import batches, trainer
 from tests.report.examples import record, report_of
 from tests.report.shape import assert_follows_schema
@@ -132,7 +135,7 @@ def test_where_there_is_no_figure_one_line_says_why(world2: World) -> None:
         fit.fit(module(), train_loader(case, fit))
         assert report.report is not None
         assert report.report["steps"] == 2
-        return one_device_line(report.report)
+        return one_device_line(from_json(RunDocument, report.report))
 
     assert set(world2.run(reason, Locked)) == {
         "no comparison with one device: a copy of the model does not train on one device: TypeError: cannot pickle "
@@ -163,6 +166,6 @@ def test_the_line_says_it_in_plain_sight(
     comparison = OneDevice(trainer(tmp_path))
     comparison._alone = Alone(step_ms / 1e3, 2)
     section = comparison.comparison([ms / 1e3 for ms in medians_ms], num_batches)
-    line = one_device_line({**report_of(record(0), record(1)), "one_device": section})
+    line = one_device_line(replace(from_json(RunDocument, report_of(record(0), record(1))), one_device=section))
     assert line.startswith(expected)
     assert line.endswith("without loading; one device with 2 intra-op threads)")

@@ -27,11 +27,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_multigpu.callbacks import ProfilerReport, RunReport
 from lightning_multigpu.callbacks.profile.operator_trace import OperatorTrace
-from lightning_multigpu.callbacks.profile.profiler_report import _callbacks_s, _Window
+from lightning_multigpu.callbacks.profile.profiled_window import ProfiledWindow, _callbacks_s
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.step_phases import PHASES, Span
-from lightning_multigpu.report.profile import profile_document, profile_page, profile_text
+from lightning_multigpu.report.profile import chrome_trace, profile_document, profile_page, profile_text
+from lightning_multigpu.report.profile.profile_document import ProfileDocument
+from lightning_multigpu.report.schema import from_json
 from tests.report.shape import assert_follows_profile_schema
 from tests.strategies.tasks import make_strategy
 from tests.world import World, rank
@@ -218,7 +220,7 @@ def test_the_fault_is_named_first(world2: World, tmp_path: Path, fault: str, kin
     step_s, max_steps = STEP_S if fault else HEALTHY_STEP_S, STEPS if fault == "threads" else FEW_STEPS
     profile = run(world2, tmp_path, fault, step_s=step_s, fault_s=times * STEP_S, max_steps=max_steps)
     findings = profile["findings"]
-    assert (findings[0]["kind"] if findings else None) == kind, profile_text.text(profile)
+    assert (findings[0]["kind"] if findings else None) == kind, profile_text.text(from_json(ProfileDocument, profile))
     if kind == "synchronising calls":
         source = Path(__file__).read_text().splitlines()
         line = next(number for number, text in enumerate(source, 1) if text.endswith("# reads many values"))
@@ -257,7 +259,7 @@ def test_the_fault_of_a_pipeline_is_named_first(world2: World, tmp_path: Path, f
 
     profile, _ = world2.run(fit)
     assert profile is not None
-    assert profile["findings"][0]["kind"] == fault, profile_text.text(profile)
+    assert profile["findings"][0]["kind"] == fault, profile_text.text(from_json(ProfileDocument, profile))
     if fault == "imbalance of stages":
         [last] = [of_rank["rank"] for of_rank in profile["ranks"] if of_rank["stages"]["position"] == 1]
         assert f"the stages of rank {last} compute" in profile["findings"][0]["evidence"]
@@ -285,7 +287,7 @@ def test_the_parts_of_a_step_have_no_gaps_and_the_files_are_there(world2: World,
     signals = [o for o in profile["operations"] if o["group"] == "Lightning"]
     found = [(signal["operation"], signal["count"], signal["group_size"]) for signal in signals]
     assert found == [], "ranks agree on signals with each batch, and Lightning does not broadcast them"
-    events = json.loads((tmp_path / profile_document.TRACE_NAME).read_text())["traceEvents"]
+    events = json.loads((tmp_path / chrome_trace.FILE_NAME).read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
         f"rank {of_rank['rank']} on {of_rank['host']}" for of_rank in profile["ranks"]
     }
@@ -304,7 +306,7 @@ def test_the_parts_of_a_step_have_no_gaps_and_the_files_are_there(world2: World,
         rates = [value for _, value, _ in of_rank["over_time"]["throughput/samples_per_sec"]]
         assert len(rates) == STEPS - 1
         assert all(0 < rate < 2 / STEP_S for rate in rates)
-        assert 0 < profile_document.memory(profile)[0]["parameters"] < of_rank["limit"][1]
+        assert 0 < from_json(ProfileDocument, profile).ranks[0].held_bytes["parameters"] < of_rank["limit"][1]
 
 
 def test_a_clock_that_is_ahead_moves_no_rank(world2: World, tmp_path: Path) -> None:
@@ -336,8 +338,8 @@ def test_a_pipeline_waits_for_other_stages(world2: World, tmp_path: Path) -> Non
     assert all(of_rank["activations_bytes"] > 0 for of_rank in report["pipeline"]["pipelines"][0]["ranks"])
     assert all("stage_wait" in of_rank["phases_s"] for of_rank in profile["ranks"])
     assert profile["ranks"][0]["stages"]["schedule"] == "gpipe"
-    assert "The pipeline's schedule" in profile_page.page(profile)
-    assert '"pipeline stage 1"' in (tmp_path / profile_document.TRACE_NAME).read_text()
+    assert "The pipeline's schedule" in profile_page.page(from_json(ProfileDocument, profile))
+    assert '"pipeline stage 1"' in (tmp_path / chrome_trace.FILE_NAME).read_text()
     reported = {of_rank["rank"]: of_rank for of_rank in report["pipeline"]["pipelines"][0]["ranks"]}
     for of_rank in profile["ranks"]:
         assert of_rank["memory"]["activations_bytes"] == reported[of_rank["rank"]]["activations_bytes"]
@@ -356,7 +358,7 @@ def test_updates_of_ranks_at_their_own_pace_have_a_staleness(world2: World, tmp_
     assert sum(sum(of_worker.values()) for of_worker in counts) == 20
     held = {"parameters_bytes": 320, "gradients_bytes": 320, "optimizer_bytes": 0, "device_peak_bytes": None}
     assert [of_rank["memory"] for of_rank in profile["ranks"]] == [{**held, "activations_bytes": 5 * 2 * 4 * 4}] * 2
-    assert "Staleness of updates" in profile_page.page(profile)
+    assert "Staleness of updates" in profile_page.page(from_json(ProfileDocument, profile))
 
 
 def test_activations_of_all_replicas_are_counted(tmp_path: Path) -> None:
@@ -393,7 +395,7 @@ def test_alone_beside_another_profiler(
     calls = {name: count for name, count, *_ in of_rank["operators"]}
     assert calls["aten::addmm"] == 4, "of one step"
     assert not [name for name in calls if name.startswith(("[pl]", "ProfilerStep"))]
-    assert ("operators, thread 0" in (tmp_path / profile_document.TRACE_NAME).read_text()) is own
+    assert ("operators, thread 0" in (tmp_path / chrome_trace.FILE_NAME).read_text()) is own
     assert "launches" not in of_rank, "there is no GPU"
     [told] = tmp_path.glob("fit-told*.txt")
     assert ("aten::" in told.read_text()) is not own
@@ -481,7 +483,7 @@ def test_a_gpu_has_operators_unless_they_are_declined(device: str, operators: bo
     """Without them nothing would tell whether the host runs ahead of its GPU."""
     strategy = SimpleNamespace(root_device=torch.device(device))
     trainer: Any = SimpleNamespace(strategy=strategy, global_rank=0, node_rank=0, train_dataloader=None, profiler=None)
-    assert _Window(trainer, 5, 1, 1, operators=operators, activations=False)._records_operators is records
+    assert ProfiledWindow(trainer, 5, 1, 1, operators=operators, activations=False)._records_operators is records
 
 
 def test_the_launches_of_a_gpu_are_found_in_a_trace() -> None:

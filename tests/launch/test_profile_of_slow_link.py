@@ -13,6 +13,7 @@ from lightning_multigpu.report.profile import profile_text
 from tests.hosts import require_hosts
 from tests.launch import profile_script
 from tests.launch.job import Job
+from tests.report.profiles import loaded
 
 pytestmark = [pytest.mark.hosts, pytest.mark.launch]
 
@@ -27,7 +28,7 @@ def test_a_slow_link_is_named_first(tmp_path: Path) -> None:
         job.wait()
     for profile in json.loads((tmp_path / "profiles.json").read_text()):
         first, *_ = profile["findings"]
-        assert first["kind"] == "communication", profile_text.text(profile)
+        assert first["kind"] == "communication", profile_text.text(loaded(profile))
         # With nothing hidden both save half of the wait.
         assert 'Send half of the bytes between hosts: RingDDPStrategy(compression="bf16")' in first["remedy"]
         assert "Communicate half as often: Trainer(accumulate_grad_batches=2)" in first["remedy"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_multigpu.callbacks.keys import KEYS
-from lightning_multigpu.report.document import RankRecord, build
+from lightning_multigpu.report.document import NamedStrategy, RankRecord, RunFacts, build
+from lightning_multigpu.report.schema import as_json, from_json
 from lightning_multigpu.report.statistics import Statistics
 
 ABOUT: dict[str, Any] = {
@@ -18,6 +19,7 @@ ABOUT: dict[str, Any] = {
         "memory_bytes": 65_536, "gpus": [], "system": "CP/M 2.2",
     },
 }  # fmt: skip
+FACTS = from_json(RunFacts, ABOUT)
 
 
 def constant(value: float) -> Statistics:
@@ -31,6 +33,8 @@ def record(rank: int, *, node: int = 0, host: str = "alpha", steps: int = 10, **
 
 
 def report_of(*records: RankRecord, **options: Any) -> dict[str, Any]:
-    return build(
-        records, strategy="ring_ddp", options=options, versions={"torch": "2.13.0"}, about=ABOUT, aggregations=KEYS
+    strategy = NamedStrategy(name="ring_ddp", options=options)
+    found: dict[str, Any] = as_json(
+        build(records, FACTS, strategy=strategy, versions={"torch": "2.13.0"}, aggregations=KEYS)
     )
+    return found

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageMemory, StageRecord, StepTimeline, predicted
-from lightning_multigpu.report.profile import profile_document
+from lightning_multigpu.report.document import NamedStrategy
+from lightning_multigpu.report.profile import profile_of_ranks
+from lightning_multigpu.report.profile.profile_document import ProfileDocument
+from lightning_multigpu.report.schema import as_json, from_json
 
 PHASES_S = {"data_wait": 0.05, "forward": 0.02, "backward": 0.04, "communication": 0.01, "optimizer": 0.005}
 
@@ -25,18 +29,27 @@ def told(rank: int, *, ahead_s: float = 0.0, **phases_s: float) -> dict[str, Any
             at_s += seconds
         begin_s, end_s = next((a, b) for name, a, b in parts if name == "communication")
         transfers = [["all_reduce", "data", 2, begin_s - 0.02, end_s, 1000, 1000, 0]]
-        step = {"start_s": start_s, "end_s": at_s, "batches": 1, "parts": parts, "callbacks_s": {}}
+        step = {"start_s": start_s, "end_s": at_s, "batches": 1, "parts": parts}
         steps.append({**step, "transfers": transfers})
     return {
         "rank": rank, "node": 0, "host": f"host<{rank}>", "threads": 1, "cores": 2, "data_workers": 0,
-        "clock": {"offset_s": ahead_s, "error_s": 1e-4}, "steps": steps, "reads": [],
+        "clock": {"offset_s": ahead_s, "error_s": 1e-4}, "callbacks_s": {}, "steps": steps, "reads": [],
         "operators": [("aten::mm", 7, 0.003, 0.0)], "trial": None, "stages": None,
     }  # fmt: skip
 
 
 def profile(strategy: str = "ring_ddp", ranks: int = 2, **phases_s: float) -> dict[str, Any]:
     measured = [told(rank, ahead_s=7.0 * rank, **phases_s) for rank in range(ranks)]
-    return profile_document.build(measured, strategy=strategy, options={}, versions={"torch": "2"})
+    return built(measured, strategy)
+
+
+def built(measured: list[dict[str, Any]], strategy: str) -> dict[str, Any]:
+    named = NamedStrategy(name=strategy, options={})
+    return dict(as_json(profile_of_ranks.build(measured, strategy=named, versions={"torch": "2"})))
+
+
+def loaded(profile: Mapping[str, Any]) -> ProfileDocument:
+    return from_json(ProfileDocument, profile)
 
 
 def with_all() -> dict[str, Any]:
@@ -61,4 +74,4 @@ def with_all() -> dict[str, Any]:
             "device/memory_used_bytes": [(1.0, 15e6, 16e6), (20.0, 15e6, 19.5e6)],
         }
     measured[0]["servers"] = servers.histograms()
-    return profile_document.build(measured, strategy="async_ps", options={}, versions={"torch": "2"})
+    return built(measured, "async_ps")

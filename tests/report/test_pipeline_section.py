@@ -19,6 +19,7 @@ from lightning_multigpu.planning.pipelines.timeline import (
 )
 from lightning_multigpu.report.document import RankRecord
 from lightning_multigpu.report.pipeline_section import PipelineReport
+from lightning_multigpu.report.schema import as_json
 from tests.report.examples import record, report_of
 from tests.report.shape import assert_follows_schema
 from tests.report.test_run_table import printed
@@ -55,7 +56,7 @@ def without_steps(records: list[RankRecord]) -> list[RankRecord]:
 def section(records: list[RankRecord]) -> dict[str, Any]:
     found = PipelineReport(records).section()
     assert found is not None
-    return found
+    return dict(as_json(found))
 
 
 def report(records: list[RankRecord]) -> dict[str, Any]:

@@ -15,10 +15,12 @@ import pytest
 
 from lightning_multigpu.cli import main
 from lightning_multigpu.report import document
-from lightning_multigpu.report.profile import page_figures, profile_document, profile_page, profile_text
-from lightning_multigpu.report.schema import SCHEMA_VERSION, ReportError
+from lightning_multigpu.report.document import SCHEMA_VERSION
+from lightning_multigpu.report.figures import SvgFigure
+from lightning_multigpu.report.profile import chrome_trace, profile_document, profile_page, profile_text
+from lightning_multigpu.report.schema import ReportError
 from tests.report.examples import record, report_of
-from tests.report.profiles import PHASES_S, profile, told, with_all
+from tests.report.profiles import PHASES_S, built, loaded, profile, told, with_all
 from tests.report.shape import assert_follows_profile_schema
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -46,7 +48,7 @@ def test_the_phases_of_a_rank_add_up_to_its_step() -> None:
     measured["steps"] = [
         told(0, **{phase: 0.5})["steps"][0] for phase in ("data_wait", "forward", "backward", "optimizer")
     ]
-    [rank] = profile_document.build([measured], strategy="s", options={}, versions={})["ranks"]
+    [rank] = built([measured], "s")["ranks"]
     assert sum(rank["phases_s"].values()) == pytest.approx(rank["step_s"])
     assert rank["phases_s"]["forward"] / rank["phases_s"]["backward"] == pytest.approx(0.02 / 0.04)
 
@@ -56,8 +58,8 @@ def test_a_wait_without_transfers_hides_none() -> None:
     measured = told(0, communication=0.05)  # its transfer begins 20 ms earlier
     for step in measured["steps"]:
         step["transfers"][0][4] -= 0.04  # and ends 10 ms after the wait has begun
-    [rank] = profile_document.build([measured], strategy="s", options={}, versions={})["ranks"]
-    assert profile_document.hidden_s(rank) == pytest.approx(0.02)
+    [rank] = loaded(built([measured], "s")).ranks
+    assert rank.hidden_s == pytest.approx(0.02)
 
 
 def test_the_timeline_has_a_process_for_each_rank_and_a_track_for_each_kind() -> None:
@@ -65,7 +67,9 @@ def test_the_timeline_has_a_process_for_each_rank_and_a_track_for_each_kind() ->
     steps = found["ranks"][1]["steps"]
     [one] = steps[0]["transfers"]
     steps[0]["transfers"] += [[*one[:3], one[3] + 0.01, one[4] + 0.01, *one[5:]]]  # while the first one is under way
-    events = profile_document.trace(found, [[], [("mm", 4, 107.05, 107.06), ("k", -8, 107.1, 107.2)]])["traceEvents"]
+    events = chrome_trace.trace(loaded(found), [[], [("mm", 4, 107.05, 107.06), ("k", -8, 107.1, 107.2)]])[
+        "traceEvents"
+    ]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     of_rank = [name for (pid, _), name in names.items() if pid == 1]
     assert len({*of_rank}) == len(of_rank)
@@ -93,7 +97,7 @@ def test_the_document_follows_its_schema() -> None:
 
 
 def test_text() -> None:
-    text = profile_text.text(profile())
+    text = profile_text.text(loaded(profile()))
     assert "Profile of ring_ddp: 2 ranks, 2 optimizer steps, 125 ms a step (medians)" in text
     header = r"^rank +data wait +forward +backward +communication +optimizer +step, ms +hidden transfers$"
     assert re.search(header, text, re.MULTILINE)
@@ -103,31 +107,31 @@ def test_text() -> None:
     rate = "33.3 kB/s"
     row = rf"^ *all_reduce \(data, 2 ranks\) +1 +1.00 kB +0.00 B +30.0 ms +{rate} +{rate}"
     assert re.search(rf"{row}$", text, re.MULTILINE)
-    known = profile_text.text({**profile(), "link_gbit": 1e-3})
+    known = profile_text.text(loaded({**profile(), "link_gbit": 1e-3}))
     assert re.search(rf"{row} +27 %$", known, re.MULTILINE), "of 125 kB/s"
     assert "  aten::mm: 7 x, 3.00 ms" in text
     assert "1. input: 75.0 ms a step predicted (40 % less)" in text
     pulled = profile()
     pulled["operations"][0] |= {"operation": "pull", "group": "servers"}
-    assert re.search(rf"^ *pull \(servers, 2 ranks\) .* {rate} +-$", profile_text.text(pulled), re.MULTILINE)
-    healthy = profile_text.text(profile(data_wait=0.001, communication=0.001))
+    assert re.search(rf"^ *pull \(servers, 2 ranks\) .* {rate} +-$", profile_text.text(loaded(pulled)), re.MULTILINE)
+    healthy = profile_text.text(loaded(profile(data_wait=0.001, communication=0.001)))
     assert healthy.endswith("Nothing was found that would save 5 % of a step.")
 
 
 def test_transfers_that_nobody_measures_are_named() -> None:
     """Under Lightning's ddp the gradients travel in backward, and the list of transfers seemed to be complete."""
     measured = [{**told(rank), "is_metered": False} for rank in range(2)]
-    stock = profile_document.build(measured, strategy="ddp", options={}, versions={})
+    stock = built(measured, "ddp")
     note = "ddp does not measure its transfers, which count as backward"
-    assert note in profile_text.text(stock)
-    assert note in profile_page.page(stock)
-    alone = profile_document.build(measured[:1], strategy="single_device", options={}, versions={})
+    assert note in profile_text.text(loaded(stock))
+    assert note in profile_page.page(loaded(stock))
+    alone = built(measured[:1], "single_device")
     for metered in (profile(), alone):
-        assert "does not measure" not in profile_text.text(metered) + profile_page.page(metered)
+        assert "does not measure" not in profile_text.text(loaded(metered)) + profile_page.page(loaded(metered))
 
 
 def test_text_of_all_that_can_be_measured() -> None:
-    text = profile_text.text(with_all())
+    text = profile_text.text(loaded(with_all()))
     assert "gpipe, 2 micro-batches: ranks are not busy for 33.3 % of 90.0 ms; in theory for 33.3 %" in text
     assert re.search(r"^rank +parameters +gradients +optimizer +activations +device peak$", text, re.MULTILINE)
     assert re.search(r"^ +1 +4.00 MB +4.00 MB +8.00 MB +4.00 MB +19.0 MB$", text, re.MULTILINE)
@@ -137,27 +141,27 @@ def test_text_of_all_that_can_be_measured() -> None:
     assert "Memory near the limit:\n   the GPU of rank 0 had 19.5 MB of 20.0 MB in use" in text
     assert "imbalance of shards" in text
     assert "launch-bound" in text
-    nothing = profile_text.text(profile())
+    nothing = profile_text.text(loaded(profile()))
     assert not [word for word in ("Memory", "whole run", "staleness", "micro-batches") if word in nothing]
 
 
 def test_long_names_of_folders_are_cut_where_they_are_alike() -> None:
-    figure = page_figures.Rows("meaning", 1.0, str)
+    figure = SvgFigure(1.0, str)
     for name in ("pipeline_interleaved", "pipeline_zero_bubble"):
         figure.row(f"/scratch/experiments/{name}")
-        assert f"…{name[1:]}<title>/scratch/experiments/{name}</title>" in figure.html()
+        assert f"…{name[1:]}<title>/scratch/experiments/{name}</title>" in figure.part_of_page("meaning")
 
 
 def test_a_timeline_has_no_more_boxes_than_can_be_seen() -> None:
     """10,000 transfers a step made pages of megabytes for each rank."""
-    figure = page_figures.Rows("meaning", 1.0, str)
+    figure = SvgFigure(1.0, str)
     for row in range(2):
         figure.row(str(row))
         for part in range(10_000):
             figure.box(part / 10_000, (part + 1) / 10_000, "#000", "thin")
         figure.box(0.5, 0.6, "#000", "long one", top=17)
         figure.box(0.52, 0.53, "#000", "within it", top=17)
-    shown = figure.html()
+    shown = figure.part_of_page("meaning")
     assert shown.count("long one") == shown.count("within it") == 2
     assert 2 * 1_000 < shown.count("thin") < 2 * 4_000
 
@@ -181,7 +185,7 @@ class _Page(HTMLParser):
 
 
 def test_the_page_needs_nothing_else_and_escapes_names() -> None:
-    page = profile_page.page(profile())
+    page = profile_page.page(loaded(profile()))
     parsed = _Page(page)
     assert "script" not in parsed.tags
     assert parsed.addresses == []
@@ -198,7 +202,7 @@ def test_the_page_needs_nothing_else_and_escapes_names() -> None:
 
 
 def test_the_page_has_a_section_for_all_that_was_measured() -> None:
-    page, plain = profile_page.page(with_all()), profile_page.page(profile())
+    page, plain = profile_page.page(loaded(with_all())), profile_page.page(loaded(profile()))
     parsed = _Page(page)
     titles = ("Near a limit", "The pipeline's schedule", "Memory that each rank holds", "Over the whole run",
               "Staleness of updates")  # fmt: skip
@@ -236,7 +240,7 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert page.read_text().count('role="img" aria-label=') == 2
     assert main(["report", str(slow / profile_document.FILE_NAME)]) == 0
     assert "Profile of ring_ddp" in capsys.readouterr().out
-    assert (slow / profile_page.FILE_NAME).read_text() == profile_page.page(profile())
+    assert (slow / profile_page.FILE_NAME).read_text() == profile_page.page(loaded(profile()))
 
 
 def test_what_is_no_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,7 +294,7 @@ def test_a_browser_shows_the_page(tmp_path: Path, width: int) -> None:
         "document.title = `${document.documentElement.scrollWidth <= innerWidth} "
         "${boxes.filter(box => box.getBoundingClientRect().width > 0).length} ${boxes.length}`; })</script>"
     )
-    page.write_text(profile_page.page(with_all()).replace("</body>", f"{probe}</body>"))
+    page.write_text(profile_page.page(loaded(with_all())).replace("</body>", f"{probe}</body>"))
     common = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
     common += ["--disable-dev-shm-usage"]  # a container's is small
     common += [f"--user-data-dir={tmp_path}/user", "--enable-logging=stderr", "--virtual-time-budget=2000"]

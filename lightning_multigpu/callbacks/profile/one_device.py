@@ -29,6 +29,7 @@ from lightning_multigpu.callbacks.stopwatch import Lap, Stopwatch
 from lightning_multigpu.communication.metering.clocks import clock_of, timed
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.optimizer_state import held_states
+from lightning_multigpu.report.document import OneDeviceSection
 from lightning_multigpu.report.statistics import Series, quantile
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.steps.dry_run import unlogged_loss, without_trace
@@ -109,8 +110,8 @@ class OneDevice:
         statistics = self._steps.statistics()
         return None if statistics is None else statistics["median"]
 
-    def comparison(self, medians_s: list[float | None], num_batches: int) -> dict[str, Any]:
-        """The section ``one_device`` of :mod:`lightning_multigpu.report.schema`.
+    def comparison(self, medians_s: list[float | None], num_batches: int) -> OneDeviceSection:
+        """The section of a run's document.
 
         Args:
             medians_s: of all ranks, from :meth:`median_step_s`.
@@ -118,15 +119,15 @@ class OneDevice:
         """
         steps_s = [median for median in medians_s if median is not None]
         if self._alone is None or not steps_s:
-            return {"reason": "no step was trained"}
+            return OneDeviceSection(reason="no step was trained")
         if isinstance(self._alone, str):
-            return {"reason": self._alone}
-        found = {
-            "ratio": num_batches * self._alone.step_s / max(steps_s),
-            "step_ms": 1e3 * self._alone.step_s,
-            "run_step_ms": 1e3 * max(steps_s),
-        }
-        return found if self._alone.threads is None else {**found, "threads": self._alone.threads}
+            return OneDeviceSection(reason=self._alone)
+        return OneDeviceSection(
+            ratio=num_batches * self._alone.step_s / max(steps_s),
+            step_ms=1e3 * self._alone.step_s,
+            run_step_ms=1e3 * max(steps_s),
+            threads=self._alone.threads,
+        )
 
 
 def _objection(trainer: Trainer, module: LightningModule) -> str | None:

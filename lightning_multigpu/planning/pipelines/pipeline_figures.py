@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders
-from lightning_multigpu.planning.pipelines.timeline import BUSY, Timeline, bubble, predicted, span, usage
+from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders, step_time
+from lightning_multigpu.planning.pipelines.timeline import BUSY, Timeline, bubble, usage
 
 _WORTH_DOUBLING = 0.05
 """Four times as many micro-batches are proposed if the second doubling saves this share of a step."""
@@ -58,8 +58,7 @@ class PipelineFigures:
         def wall(forward_s: Sequence[float], backward_s: Sequence[float], more: int) -> float:
             orders = schedule_orders(schedule, ranks, stages_per_rank, num_micro_batches * more)
             parts = [seconds / more for seconds in forward_s], [seconds / more for seconds in backward_s]
-            start_s, end_s = span(predicted(orders, *parts, [0.0] * (len(forward_s) - 1)))
-            return end_s - start_s
+            return step_time(orders, *parts, [0.0] * (len(forward_s) - 1))
 
         as_it_is_s = wall(forward_s, backward_s, 1)
         more = (

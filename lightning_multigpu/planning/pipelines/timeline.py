@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 
+from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.planning.pipelines.schedule_order import Work, schedule_orders, work_times
 
 BUSY = ("forward", "backward", "weight")
@@ -64,6 +65,14 @@ class HeldBytes:
     @property
     def total(self) -> int:
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def kinds(self) -> str:
+        """The bytes by kind, as text."""
+        return (
+            f"parameters {size(self.parameters_bytes)}, gradients {size(self.gradients_bytes)}, "
+            f"optimizer {size(self.optimizer_bytes)}"
+        )
 
 
 @dataclass(frozen=True)

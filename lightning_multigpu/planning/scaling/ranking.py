@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_multigpu.planning.numbers import ms, size
+from lightning_multigpu.planning.numbers import ms
 from lightning_multigpu.planning.scaling.machine_model import Machine, World
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile
 from lightning_multigpu.planning.scaling.step_model import (
@@ -171,12 +171,3 @@ def _remedies(model: ModelProfile, machine: Machine, first: Prediction) -> list[
         if prediction.samples_per_s >= _WORTH * first.samples_per_s:
             found.append(Remedy(change, prediction))
     return sorted(found, key=lambda remedy: -remedy.prediction.samples_per_s)
-
-
-def memory_text(prediction: Prediction) -> str:
-    """The memory of the fullest device by kind."""
-    held = prediction.memory
-    return (
-        f"parameters {size(held.parameters_bytes)}, gradients {size(held.gradients_bytes)}, "
-        f"optimizer {size(held.optimizer_bytes)}, activations {size(prediction.activations_bytes)}"
-    )

@@ -16,7 +16,8 @@ calibration found beyond its formula: see :class:`.ReferenceCost`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from math import sqrt
 from statistics import NormalDist
@@ -27,7 +28,7 @@ from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName, s
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.links import servers_s
 from lightning_multigpu.planning.scaling.machine_model import OF_ACTIVATIONS, Machine, ReferenceCost, World
-from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases, SplitPart
+from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases
 
 ON_ONE_HOST_BYTES = 25 << 20
 BETWEEN_HOSTS_BYTES = 4 << 20
@@ -166,12 +167,10 @@ def predict(model: ModelProfile, machine: Machine, candidate: Candidate, world: 
         raise ImpossibleError(f"{name} needs 2 devices or more")
     if name in ("cpu_ps", "dp") and world.nodes > 1:
         raise ImpossibleError(f"{name} works on one host only")
+    step = _Step(model, machine, candidate, world)
+    families = dict.fromkeys(PIPELINES, step.pipeline) | {"tensor_split": step.tensor_split, "hybrid": step.hybrid}
     try:
-        if name in PIPELINES:
-            return _pipeline(model, machine, candidate, world)
-        return {"tensor_split": _tensor_split, "hybrid": _hybrid}.get(name, _data_parallel)(
-            model, machine, candidate, world
-        )
+        return families.get(name, step.data_parallel)()
     except ImpossibleError:
         raise
     except ValueError as error:  # of the machine: a link that is not known
@@ -227,51 +226,263 @@ def bucket_timeline(
     return now + max(0.0, backward_s - progress), total
 
 
-def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, world: World) -> Prediction:
-    name = candidate.strategy.removesuffix(_SPAWNED)
-    if model.divides_batch:
-        model = model.with_batches(1 / world.size)
-    crowd = machine.crowd(world)
-    phases = model.at_once(crowd, machine.slowdown_of(crowd))
-    cost = machine.reference(name, world) if world.size > 1 else ReferenceCost(strategy=name, world=world)
-    size = model.gradient_bytes
-    options = {**candidate.options}
-    bucket_bytes = options.get("bucket_cap_mb", 0) * 2**20 or _bucket_bytes(name, size, world)
-    optimizer_s, k, busy = phases.optimizer_s, candidate.accumulate, cost.busy
-    sent: dict[str, float] = {}
-    if world.size == 1:
-        end_s, transfers_s = phases.backward_s, 0.0
-    else:
-        seconds, sent, at_end_s = _transfers(model, machine, name, world, options, bucket_bytes)
-        end_s, transfers_s = bucket_timeline(
-            model.gradients, bucket_bytes, phases.backward_s, lambda b: cost.scale * seconds(b) + cost.bucket_s, busy
+@dataclass(frozen=True)
+class _Step:
+    """A step of ``candidate``, which trains ``model`` in ``world`` on ``machine``; a method for each family."""
+
+    model: ModelProfile
+    machine: Machine
+    candidate: Candidate
+    world: World
+
+    def data_parallel(self) -> Prediction:
+        machine, world, name = self.machine, self.world, self.candidate.strategy.removesuffix(_SPAWNED)
+        if self.model.divides_batch:
+            divided = replace(self.model.with_batches(1 / world.size), divides_batch=False)
+            return replace(self, model=divided).data_parallel()
+        model, phases, k = self.model, self._phases(), self.candidate.accumulate
+        cost = machine.reference(name, world) if world.size > 1 else ReferenceCost(strategy=name, world=world)
+        options = {**self.candidate.options}
+        bucket_bytes = options.get("bucket_cap_mb", 0) * 2**20 or _bucket_bytes(name, model.gradient_bytes, world)
+        optimizer_s = phases.optimizer_s
+        sent: dict[str, float] = {}
+        if world.size == 1:
+            end_s, transfers_s = phases.backward_s, 0.0
+        else:
+            seconds, sent, at_end_s = self._transfers(name, options, bucket_bytes)
+            end_s, transfers_s = bucket_timeline(
+                model.gradients,
+                bucket_bytes,
+                phases.backward_s,
+                lambda b: cost.scale * seconds(b) + cost.bucket_s,
+                cost.busy,
+            )
+            end_s, transfers_s = end_s + cost.scale * at_end_s, transfers_s + cost.scale * at_end_s
+        if name in ("ddp_sharded", "cpu_ps"):
+            optimizer_s /= world.size
+        elif name == "sharded_ps":
+            optimizer_s /= max(2, world.nodes)
+        exposed_s = end_s - phases.backward_s
+        if name != "async_ps":  # every rank waits for the slowest one of each step
+            exposed_s += straggling_s(phases, world.size, cost.world.size)
+        compute_s = k * (phases.forward_s + phases.backward_s) + (k - 1) * phases.adding_s
+        every = int(options.get("average_every", 1))
+        return self._prediction(
+            phases,
+            cost,
+            compute_s=compute_s,
+            exposed_s=exposed_s / every,
+            hidden_s=max(0.0, transfers_s - exposed_s),
+            optimizer_s=optimizer_s,
+            uncertainty=self._uncertainty(phases, compute_s, exposed_s),
+            samples=k * model.samples * world.size,
+            memory=_data_parallel_memory(model, name, world),
+            activations_bytes=model.activations_bytes,
+            sent_bytes={link: bytes_ / every for link, bytes_ in sent.items()},
         )
-        end_s, transfers_s = end_s + cost.scale * at_end_s, transfers_s + cost.scale * at_end_s
-    if name in ("ddp_sharded", "cpu_ps"):
-        optimizer_s /= world.size
-    elif name == "sharded_ps":
-        optimizer_s /= max(2, world.nodes)
-    exposed_s = end_s - phases.backward_s
-    if name != "async_ps":  # every rank waits for the slowest one of each step
-        exposed_s += straggling_s(phases, world.size, cost.world.size)
-    compute_s = k * (phases.forward_s + phases.backward_s) + (k - 1) * phases.adding_s
-    every = int(options.get("average_every", 1))
-    spread = _uncertainty(phases, compute_s, exposed_s, machine, world)
-    return Prediction(
-        candidate=candidate,
-        world=world,
-        compute_s=compute_s,
-        exposed_s=exposed_s / every,
-        hidden_s=max(0.0, transfers_s - exposed_s),
-        optimizer_s=optimizer_s,
-        input_s=k * phases.input_s,
-        other_s=k * (phases.other_s + cost.fixed_s) + len(model.gradients) * cost.tensor_s,
-        uncertainty=spread,
-        samples=k * model.samples * world.size,
-        memory=_data_parallel_memory(model, name, world),
-        activations_bytes=model.activations_bytes,
-        sent_bytes={link: bytes_ / every for link, bytes_ in sent.items()},
-    )
+
+    def pipeline(self) -> Prediction:
+        return self._staged(self._plan(self.world.size), 1.0)
+
+    def tensor_split(self) -> Prediction:
+        part = self.model.splits.get(self.world.size)
+        if part is None:
+            raise ImpossibleError(f"no split of the layers over {self.world.size} ranks is known")
+        machine, world, k, phases = self.machine, self.world, self.candidate.accumulate, self._phases(part.phases)
+        cost = machine.reference("tensor_split", world)
+        collectives_s = sum(
+            cost.scale * machine.all_reduce_s(world, size, OF_ACTIVATIONS) + cost.pass_s for _, size in part.collectives
+        )
+        bytes_ = float(sum(size for _, size in part.collectives))
+        sent = {"network": 2 * (world.nodes - 1) / world.nodes * bytes_} if world.nodes > 1 else {"host": bytes_}
+        compute_s = k * (phases.forward_s + phases.backward_s) + (k - 1) * phases.adding_s
+        return self._prediction(
+            phases,
+            cost,
+            compute_s=compute_s,
+            exposed_s=k * collectives_s,
+            optimizer_s=phases.optimizer_s,
+            uncertainty=self._uncertainty(phases, compute_s, collectives_s),
+            samples=k * self.model.samples,
+            memory=part.held,
+            activations_bytes=part.activations_bytes,
+            sent_bytes={link: k * each for link, each in sent.items()},
+        )
+
+    def hybrid(self) -> Prediction:
+        """A mesh data x pipeline x tensor: that of the options, or the fastest that fits in memory."""
+        asked = [self.candidate.options.get(f"{axis}_parallel_size") for axis in ("data", "pipeline", "tensor")]
+        found = []
+        for tensor in _divisors(self.world.size):
+            for pipeline in _divisors(self.world.size // tensor):
+                mesh = (self.world.size // tensor // pipeline, pipeline, tensor)
+                if all(wanted in (None, size) for wanted, size in zip(asked, mesh, strict=True)):
+                    with suppress(ImpossibleError):
+                        found.append(self._mesh(*mesh))
+        if not found:
+            raise ImpossibleError(f"no mesh of {self.world.size} ranks was measured")
+        fits = [each for each in found if each.memory_bytes <= self.machine.rank_memory_bytes]
+        return max(fits or found, key=lambda one: one.samples_per_s)
+
+    def _prediction(self, phases: Phases, cost: ReferenceCost, **parts: Any) -> Prediction:
+        """The prediction, with what all families have: loading, the loop, and the strategy's fixed cost."""
+        k, tensors_s = self.candidate.accumulate, len(self.model.gradients) * cost.tensor_s
+        other_s = k * (phases.other_s + cost.fixed_s) + tensors_s
+        both = {"candidate": self.candidate, "world": self.world, "input_s": k * phases.input_s, "other_s": other_s}
+        return Prediction(**{**both, **parts})
+
+    def _phases(self, of: Mapping[int, Phases] | None = None) -> Phases:
+        """The phases of a rank, or of its part, beside the other ranks of its machine."""
+        crowd = self.machine.crowd(self.world)
+        return self.model.at_once(crowd, self.machine.slowdown_of(crowd), of)
+
+    def _transfers(
+        self, name: str, options: Mapping[str, Any], bucket_bytes: float
+    ) -> tuple[Callable[[float], float], dict[str, float], float]:
+        """Seconds of a bucket by its bytes, bytes sent in a step by link, and seconds of transfers after backward.
+
+        Weights come back from owners after backward. From servers those of a bucket come back while the next one is
+        sent, and those of the last one after it.
+        """
+        machine, world, size = self.machine, self.world, float(self.model.gradient_bytes)
+        n, d = world
+        between, inside = machine.link_between(world), machine.link_inside(world)
+        network = {"network": 2 * (n - 1) / n * size} if n > 1 else {}
+        memory = {"host": size} if d > 1 else {}
+        if name == "dp":
+            return (lambda b: 0.0), {"host": 2 * (d - 1) * size}, 2 * (d - 1) * inside.seconds(size)
+        if name in ("ddp_sharded", "cpu_ps"):  # to owners and back, half of an all-reduce each
+            sent = {**memory, **network} if name == "ddp_sharded" else {"host": size}
+            return (lambda b: machine.all_reduce_s(world, b) / 2), sent, machine.all_reduce_s(world, size) / 2
+        if name in _SERVED:
+            servers = int(options.get("num_servers") or 1) if name != "sharded_ps" else max(2, n)
+
+            def push(b: float) -> float:  # servers cut a large tensor into pieces of a bucket
+                pieces = max(1.0, b / bucket_bytes)
+                return pieces * servers_s(n, d, b / pieces, servers, inside, between)
+
+            to_servers = {"network": 2 * (n - 1) * d * size / servers} if n > 1 else {}
+            return push, {**memory, **to_servers}, push(min(size, bucket_bytes))
+        compression = options.get("compression")
+        if not compression or n == 1:
+            return (lambda b: machine.all_reduce_s(world, b)), {**memory, **network}, 0.0
+        coding = next((each for each in machine.codings if each.name == _name_of(compression)), None)
+        if coding is None:
+            raise ImpossibleError(f"compression={compression!r} is not calibrated on {machine.name}")
+        crowded = machine.slowdown_of(machine.crowd(world)) / machine.slowdown_of(machine.devices)
+        coding_s = coding.s_per_byte * max(1.0, crowded)
+
+        def compressed(b: float) -> float:
+            return machine.all_reduce_s(world, b / coding.ratio) + b * coding_s
+
+        return compressed, {**memory, "network": network["network"] / coding.ratio}, 0.0
+
+    def _plan(self, num_stages: int) -> PipelinePlan:
+        """The measured pipeline with the most micro-batches up to those that the candidate asks for."""
+        name, options = self.candidate.strategy, self.candidate.options
+        wanted = 1 if name == "model_parallel" else options.get("num_micro_batches", 4 * num_stages)
+        fitting = [
+            plan
+            for plan in self.model.pipelines
+            if (len(plan.memory), plan.schedule) == (num_stages, PIPELINES[name]) and plan.num_micro_batches <= wanted
+        ]
+        if not fitting:
+            raise ImpossibleError(f"no pipeline of {num_stages} stages is known")
+        return max(fitting, key=lambda one: one.num_micro_batches)
+
+    def _staged(self, plan: PipelinePlan, factor: float) -> Prediction:
+        """A pipeline over all ranks; ``factor`` multiplies the time of each pass.
+
+        Idle ranks leave their core to others: passes slow down as with one rank a core, and a step takes at least the
+        cores' time for all passes.
+        """
+        machine, world, k = self.machine, self.world, self.candidate.accumulate
+        ranks, micro_batches, stages = len(plan.memory), plan.num_micro_batches, plan.stages
+        crowd = round(min(machine.crowd(world), machine.cores()))
+        phases = self.model.at_once(crowd, machine.slowdown_of(crowd))
+        both_s = (phases.forward_s + phases.backward_s) / plan.one_device_s if machine.device_type == "cpu" else 1.0
+        cost = replace(machine.reference("pipeline_1f1b", world), tensor_s=0.0)
+        forward_s = [factor * both_s * stage.forward_s + cost.pass_s for stage in stages]
+        backward_s = [factor * both_s * stage.backward_s + cost.pass_s for stage in stages]
+        per_host = max(1, ranks // world.nodes)
+        cuts_s = []
+        for i, stage in enumerate(stages[:-1]):
+            is_inside = (i % ranks) // per_host == ((i + 1) % ranks) // per_host
+            link = machine.link_inside(world) if is_inside else machine.link_between(world)
+            cuts_s.append(link.times(cost.scale).seconds(stage.output_bytes))
+        orders = schedule_orders(plan.schedule, ranks, len(stages) // ranks, micro_batches)
+        on_cores_s = micro_batches * sum((*forward_s, *backward_s)) / min(machine.cores(), ranks)
+        total_s = max(on_cores_s, step_time(orders, forward_s, backward_s, cuts_s))
+        without_s = max(on_cores_s, step_time(orders, forward_s, backward_s, [0.0] * len(cuts_s)))
+        busy_s = max(
+            micro_batches * sum(forward_s[i] + backward_s[i] for i in range(rank, len(stages), ranks))
+            for rank in range(ranks)
+        )
+        share = max(rank.parameters_bytes for rank in plan.memory) / max(1, self.model.held.parameters_bytes)
+        fullest, sent_bytes = plan.largest_memory, k * 2.0 * micro_batches * max(s.output_bytes for s in stages)
+        return self._prediction(
+            phases,
+            cost,
+            compute_s=k * busy_s,
+            exposed_s=k * (total_s - without_s),
+            bubble_s=k * (without_s - busy_s),
+            optimizer_s=phases.optimizer_s * share,
+            uncertainty=max(plan.spread / 2, self._uncertainty(phases, busy_s, total_s - without_s)),
+            samples=k * self.model.samples,
+            memory=HeldBytes(fullest.parameters_bytes, fullest.gradients_bytes, fullest.optimizer_bytes),
+            activations_bytes=fullest.activations_bytes + fullest.recomputed_bytes,
+            sent_bytes={"network" if world.nodes > 1 else "host": sent_bytes},
+        )
+
+    def _mesh(self, data: int, pipeline: int, tensor: int) -> Prediction:
+        """Neighbouring ranks split layers, then form pipelines, between which gradients of a part are averaged."""
+        machine, world = self.machine, self.world
+        inner = replace(self, world=_inner(world, pipeline * tensor))
+        sizes = {"data_parallel_size": data, "pipeline_parallel_size": pipeline, "tensor_parallel_size": tensor}
+        named = replace(self.candidate, options=sizes)
+        if pipeline > 1:
+            base = inner._pipeline_of_groups(tensor)
+        elif tensor > 1:
+            base = inner.tensor_split()
+        else:
+            ring = replace(self.candidate, strategy="ring_ddp", options={})
+            return replace(replace(self, candidate=ring).data_parallel(), candidate=named)
+        slower = machine.slowdown_of(machine.crowd(world)) / machine.slowdown_of(machine.crowd(inner.world))
+        outer = World(min(world.nodes, data), max(1, data // world.nodes))
+        reduce_s = machine.all_reduce_s(outer, base.memory.gradients_bytes) if data > 1 else 0.0
+        return replace(
+            base,
+            candidate=named,
+            world=world,
+            compute_s=base.compute_s * slower,
+            exposed_s=base.exposed_s + reduce_s,
+            samples=base.samples * data,
+        )
+
+    def _pipeline_of_groups(self, tensor: int) -> Prediction:
+        """A pipeline whose stages are groups of ``tensor`` ranks that split each layer.
+
+        Each pass takes as long, and each rank holds as much, as the split model's share of the whole one.
+        """
+        pipelined = replace(self, candidate=replace(self.candidate, strategy="pipeline_1f1b"))
+        if tensor == 1:
+            return pipelined.pipeline()
+        model, plan = self.model, pipelined._plan(self.world.size // tensor)
+        group = replace(self, candidate=replace(self.candidate, accumulate=1), world=_inner(self.world, tensor))
+        split, whole = group.tensor_split(), group._phases()
+        factor = (split.compute_s + split.exposed_s) / (whole.forward_s + whole.backward_s)
+        base = pipelined._staged(plan, factor)
+        share = split.memory.total / max(1, model.held.total)
+        held = HeldBytes(*(round(share * getattr(base.memory, each.name)) for each in fields(HeldBytes)))
+        activations = split.activations_bytes / max(1, model.activations_bytes)
+        return replace(base, memory=held, activations_bytes=round(activations * base.activations_bytes))
+
+    def _uncertainty(self, phases: Phases, compute_s: float, exposed_s: float) -> float:
+        """The uncertainty: the spread of the measured steps, and what is not known about the transfers."""
+        share = exposed_s / (compute_s + exposed_s) if exposed_s else 0.0
+        measured = any(each.world == self.world for each in self.machine.references)
+        transfers = share * (0.1 if measured else 0.3)
+        return sqrt(_LEAST_UNCERTAINTY**2 + (phases.spread / 2) ** 2 + transfers**2)
 
 
 def straggling_s(phases: Phases, num_ranks: int, of_reference: int) -> float:
@@ -295,51 +506,6 @@ def _bucket_bytes(name: str, gradient_bytes: int, world: World) -> int:
     if name in _SERVED:
         return _SERVER_BYTES[world.nodes == 1]
     return usual_bucket_bytes(gradient_bytes, between_hosts=world.nodes > 1)
-
-
-def _transfers(
-    model: ModelProfile, machine: Machine, name: str, world: World, options: Mapping[str, Any], bucket_bytes: float
-) -> tuple[Any, dict[str, float], float]:
-    """Seconds of a bucket by its bytes, bytes that are sent in a step by link, and seconds of transfers after backward.
-
-    Weights come back from owners after backward. From servers those of a bucket come back while the next one is sent,
-    and those of the last one after it.
-    """
-    n, d, size = world.nodes, world.devices, float(model.gradient_bytes)
-    between, inside = machine.link_between(world), machine.link_inside(world)
-    network = {"network": 2 * (n - 1) / n * size} if n > 1 else {}
-    memory = {"host": size} if d > 1 else {}
-    if name == "dp":
-        return (lambda b: 0.0), {"host": 2 * (d - 1) * size}, 2 * (d - 1) * inside.seconds(size)
-    if name in ("ddp_sharded", "cpu_ps"):  # to owners and back, half of an all-reduce each
-        sent = {**memory, **network} if name == "ddp_sharded" else {"host": size}
-        return (lambda b: machine.all_reduce_s(world, b) / 2), sent, machine.all_reduce_s(world, size) / 2
-    if name in _SERVED:
-        servers = int(options.get("num_servers") or 1) if name != "sharded_ps" else max(2, n)
-
-        def push(b: float) -> float:  # servers cut a large tensor into pieces of a bucket
-            pieces = max(1.0, b / bucket_bytes)
-            return pieces * servers_s(n, d, b / pieces, servers, inside, between)
-
-        return (
-            push,
-            {**memory, **({"network": 2 * (n - 1) * d * size / servers} if n > 1 else {})},
-            push(min(size, bucket_bytes)),
-        )
-    compression = options.get("compression")
-    if compression and n > 1:
-        coding = next((each for each in machine.codings if each.name == _name_of(compression)), None)
-        if coding is None:
-            raise ImpossibleError(f"compression={compression!r} is not calibrated on {machine.name}")
-        network["network"] /= coding.ratio
-        crowded = machine.slowdown_of(machine.crowd(world)) / machine.slowdown_of(machine.devices)
-        coding_s = coding.s_per_byte * max(1.0, crowded)
-
-        def compressed(b: float) -> float:
-            return machine.all_reduce_s(world, b / coding.ratio) + b * coding_s
-
-        return compressed, {**memory, **network}, 0.0
-    return (lambda b: machine.all_reduce_s(world, b)), {**memory, **network}, 0.0
 
 
 def _name_of(compression: Any) -> str:
@@ -367,184 +533,6 @@ def largest_shard(sizes: Iterable[int], num_ranks: int) -> int:
     return max(shards)
 
 
-def _pipeline(model: ModelProfile, machine: Machine, candidate: Candidate, world: World) -> Prediction:
-    return _staged(model, machine, candidate, world, _plan_of(model, candidate, world.size), 1.0)
-
-
-def _plan_of(model: ModelProfile, candidate: Candidate, num_stages: int) -> PipelinePlan:
-    """The measured pipeline with the most micro-batches up to those that the candidate asks for."""
-    name = candidate.strategy
-    wanted = 1 if name == "model_parallel" else candidate.options.get("num_micro_batches", 4 * num_stages)
-    fitting = [
-        plan
-        for plan in model.pipelines
-        if (len(plan.memory), plan.schedule) == (num_stages, PIPELINES[name]) and plan.num_micro_batches <= wanted
-    ]
-    if not fitting:
-        raise ImpossibleError(f"no pipeline of {num_stages} stages is known")
-    return max(fitting, key=lambda one: one.num_micro_batches)
-
-
-def _staged(
-    model: ModelProfile, machine: Machine, candidate: Candidate, world: World, plan: PipelinePlan, factor: float
-) -> Prediction:
-    """A pipeline over all ranks of ``world``; ``factor`` multiplies the time of each pass.
-
-    Idle ranks leave their core to others: passes slow down as with one rank a core, and a step takes at least the
-    cores' time for all passes.
-    """
-    ranks, micro_batches = len(plan.memory), plan.num_micro_batches
-    crowd, k = round(min(machine.crowd(world), machine.cores())), candidate.accumulate
-    phases = model.at_once(crowd, machine.slowdown_of(crowd))
-    both_s = (phases.forward_s + phases.backward_s) / plan.one_device_s if machine.device_type == "cpu" else 1.0
-    cost = machine.reference("pipeline_1f1b", world)
-    stages = plan.stages
-    forward_s = [factor * both_s * stage.forward_s + cost.pass_s for stage in stages]
-    backward_s = [factor * both_s * stage.backward_s + cost.pass_s for stage in stages]
-    per_host = max(1, ranks // world.nodes)
-    cuts_s = [
-        (
-            machine.link_inside(world)
-            if (i % ranks) // per_host == ((i + 1) % ranks) // per_host
-            else machine.link_between(world)
-        )
-        .times(cost.scale)
-        .seconds(stage.output_bytes)
-        for i, stage in enumerate(stages[:-1])
-    ]
-    orders = schedule_orders(plan.schedule, ranks, len(stages) // ranks, micro_batches)
-    total_s = step_time(orders, forward_s, backward_s, cuts_s)
-    without_s = step_time(orders, forward_s, backward_s, [0.0] * len(cuts_s))
-    on_cores_s = micro_batches * sum((*forward_s, *backward_s)) / min(machine.cores(), ranks)
-    without_s, total_s = max(without_s, on_cores_s), max(total_s, on_cores_s)
-    busy_s = max(
-        micro_batches * sum(forward_s[i] + backward_s[i] for i in range(rank, len(stages), ranks))
-        for rank in range(ranks)
-    )
-    share = max(rank.parameters_bytes for rank in plan.memory) / max(1, model.held.parameters_bytes)
-    fullest = plan.largest_memory
-    return Prediction(
-        candidate=candidate,
-        world=world,
-        compute_s=k * busy_s,
-        exposed_s=k * (total_s - without_s),
-        bubble_s=k * (without_s - busy_s),
-        optimizer_s=phases.optimizer_s * share,
-        input_s=k * phases.input_s,
-        other_s=k * (phases.other_s + cost.fixed_s),
-        uncertainty=max(plan.spread / 2, _uncertainty(phases, busy_s, total_s - without_s, machine, world)),
-        samples=k * model.samples,
-        memory=HeldBytes(fullest.parameters_bytes, fullest.gradients_bytes, fullest.optimizer_bytes),
-        activations_bytes=fullest.activations_bytes + fullest.recomputed_bytes,
-        sent_bytes={
-            "network" if world.nodes > 1 else "host": k * 2.0 * micro_batches * max(s.output_bytes for s in stages)
-        },
-    )
-
-
-def _tensor_split(model: ModelProfile, machine: Machine, candidate: Candidate, world: World) -> Prediction:
-    part = model.splits.get(world.size)
-    if part is None:
-        raise ImpossibleError(f"no split of the layers over {world.size} ranks is known")
-    return _split(model, machine, candidate, world, part)
-
-
-def _split(model: ModelProfile, machine: Machine, candidate: Candidate, world: World, part: SplitPart) -> Prediction:
-    crowd, k = machine.crowd(world), candidate.accumulate
-    phases = model.at_once(crowd, machine.slowdown_of(crowd), part.phases)
-    cost = machine.reference("tensor_split", world)
-    collectives_s = sum(
-        cost.scale * machine.all_reduce_s(world, size, OF_ACTIVATIONS) + cost.pass_s for _, size in part.collectives
-    )
-    bytes_ = float(sum(size for _, size in part.collectives))
-    sent = {"network": 2 * (world.nodes - 1) / world.nodes * bytes_} if world.nodes > 1 else {"host": bytes_}
-    compute_s = k * (phases.forward_s + phases.backward_s) + (k - 1) * phases.adding_s
-    return Prediction(
-        candidate=candidate,
-        world=world,
-        compute_s=compute_s,
-        exposed_s=k * collectives_s,
-        optimizer_s=phases.optimizer_s,
-        input_s=k * phases.input_s,
-        other_s=k * (phases.other_s + cost.fixed_s) + len(model.gradients) * cost.tensor_s,
-        uncertainty=_uncertainty(phases, compute_s, collectives_s, machine, world),
-        samples=k * model.samples,
-        memory=part.held,
-        activations_bytes=part.activations_bytes,
-        sent_bytes={link: k * each for link, each in sent.items()},
-    )
-
-
-def _hybrid(model: ModelProfile, machine: Machine, candidate: Candidate, world: World) -> Prediction:
-    """A mesh data x pipeline x tensor: that of the options, or the fastest that fits in memory."""
-    asked = [candidate.options.get(f"{axis}_parallel_size") for axis in ("data", "pipeline", "tensor")]
-    found = []
-    for tensor in _divisors(world.size):
-        for pipeline in _divisors(world.size // tensor):
-            mesh = (world.size // tensor // pipeline, pipeline, tensor)
-            if all(wanted in (None, size) for wanted, size in zip(asked, mesh, strict=True)):
-                try:
-                    found.append(_mesh(model, machine, candidate, world, mesh))
-                except ImpossibleError:
-                    continue
-    if not found:
-        raise ImpossibleError(f"no mesh of {world.size} ranks was measured")
-    fits = [each for each in found if each.memory_bytes <= machine.rank_memory_bytes]
-    return max(fits or found, key=lambda one: one.samples_per_s)
-
-
-def _mesh(
-    model: ModelProfile, machine: Machine, candidate: Candidate, world: World, mesh: tuple[int, int, int]
-) -> Prediction:
-    """Neighbouring ranks split layers, then form pipelines; gradients of a rank's part are averaged between these."""
-    data, pipeline, tensor = mesh
-    inner = _inner(world, pipeline * tensor)
-    named = replace(candidate, options={"data_parallel_size": data, "pipeline_parallel_size": pipeline,
-                                        "tensor_parallel_size": tensor})  # fmt: skip
-    if pipeline > 1:
-        base = _pipeline_of_groups(model, machine, candidate, inner, tensor)
-    elif tensor > 1:
-        base = _tensor_split(model, machine, candidate, inner)
-    else:
-        base = _data_parallel(model, machine, replace(candidate, strategy="ring_ddp", options={}), world)
-        return replace(base, candidate=named)
-    crowd, inner_crowd = machine.crowd(world), machine.crowd(inner)
-    slower = machine.slowdown_of(crowd) / machine.slowdown_of(inner_crowd)
-    outer = World(min(world.nodes, data), max(1, data // world.nodes))
-    reduce_s = machine.all_reduce_s(outer, base.memory.gradients_bytes) if data > 1 else 0.0
-    return replace(
-        base,
-        candidate=named,
-        world=world,
-        compute_s=base.compute_s * slower,
-        exposed_s=base.exposed_s + reduce_s,
-        samples=base.samples * data,
-    )
-
-
-def _pipeline_of_groups(
-    model: ModelProfile, machine: Machine, candidate: Candidate, world: World, tensor: int
-) -> Prediction:
-    """A pipeline over the ranks of ``world``, whose stages are groups of ``tensor`` ranks that split each layer.
-
-    Each pass takes as long, and each rank holds as much, as the split model's share of the whole one.
-    """
-    pipelined = replace(candidate, strategy="pipeline_1f1b")
-    if tensor == 1:
-        return _pipeline(model, machine, pipelined, world)
-    plan = _plan_of(model, pipelined, world.size // tensor)
-    alone = replace(candidate, accumulate=1)
-    split = _tensor_split(model, machine, alone, _inner(world, tensor))
-    crowd = machine.crowd(split.world)
-    whole = model.at_once(crowd, machine.slowdown_of(crowd))
-    factor = (split.compute_s + split.exposed_s) / (whole.forward_s + whole.backward_s)
-    base = _staged(model, machine, pipelined, world, plan, factor)
-    share = split.memory.total / max(1, model.held.total)
-    held = HeldBytes(*(round(share * getattr(base.memory, each.name)) for each in fields(HeldBytes)))
-    activations = split.activations_bytes / max(1, model.activations_bytes)
-    return replace(base, memory=held, activations_bytes=round(activations * base.activations_bytes))
-
-
 def _inner(world: World, size: int) -> World:
     """The ranks of one pipeline or tensor group: neighbours, so on as few hosts as they fill."""
     return World(1, size) if size <= world.devices else World(size // world.devices, world.devices)
@@ -552,11 +540,3 @@ def _inner(world: World, size: int) -> World:
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
-
-
-def _uncertainty(phases: Phases, compute_s: float, exposed_s: float, machine: Machine, world: World) -> float:
-    """The uncertainty: the spread of the measured steps, and what is not known about the transfers."""
-    share = exposed_s / (compute_s + exposed_s) if exposed_s else 0.0
-    measured = any(each.world == world for each in machine.references)
-    transfers = share * (0.1 if measured else 0.3)
-    return sqrt(_LEAST_UNCERTAINTY**2 + (phases.spread / 2) ** 2 + transfers**2)

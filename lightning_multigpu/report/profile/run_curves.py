@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING
 
 from lightning_multigpu.planning.numbers import number, size
 
-Curve = Sequence[tuple[float, float, float]]
-"""As of :meth:`.statistics.Series.curve`: moments in seconds from the start of training, medians, largest values."""
+if TYPE_CHECKING:
+    from lightning_multigpu.report.profile.profile_document import CurvePoint, ProfileDocument
 
 SAMPLES, UTILIZATION, MEMORY, PROCESS = (
     "throughput/samples_per_sec",
@@ -26,30 +26,25 @@ KEYS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 """Key of the monitor's figure -> what it is called, and its value as text."""
 
 
-def curves(profile: Mapping[str, Any], key: str) -> dict[int, Curve]:
+def curves(profile: ProfileDocument, key: str) -> dict[int, Sequence[CurvePoint]]:
     """The curves of the ranks that have one of two points at least, by rank."""
-    found = {rank["rank"]: rank.get("over_time", {}).get(key, ()) for rank in profile["ranks"]}
+    found = {rank.rank: (rank.over_time or {}).get(key, ()) for rank in profile.ranks}
     return {rank: curve for rank, curve in found.items() if len(curve) > 1}
 
 
-def course(curve: Curve) -> tuple[float, float, float]:
+def course(curve: Sequence[CurvePoint]) -> tuple[float, float, float]:
     """Medians of the first tenth of a curve, of all of it, and of its last tenth."""
-    values, tenth = [value for _, value, _ in curve], max(1, len(curve) // 10)
+    values, tenth = [point.median for point in curve], max(1, len(curve) // 10)
     return median(values[:tenth]), median(values), median(values[-tenth:])
 
 
-def rate(profile: Mapping[str, Any]) -> float | None:
+def rate(profile: ProfileDocument) -> float | None:
     """Samples a second: the median over the whole run, of all ranks together; None where it was not measured."""
     courses = [course(curve) for curve in curves(profile, SAMPLES).values()]
     return sum(middle for _, middle, _ in courses) if courses else None
 
 
-def samples_a_second(profile: Mapping[str, Any]) -> str:
+def samples_a_second(profile: ProfileDocument) -> str:
     """:func:`rate` as text; a dash where it was not measured."""
     found = rate(profile)
     return "-" if found is None else number(found)
-
-
-def peak(curve: Curve) -> float:
-    """The largest value."""
-    return max(largest for _, _, largest in curve)

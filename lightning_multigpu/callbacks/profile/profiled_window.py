@@ -1,0 +1,390 @@
+"""The window of steps that a rank profiles.
+
+::
+
+    wait | warmup, active: recorded | reads of values | activations | operators | fewer threads, if too many
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import Profiler, PyTorchProfiler
+from typing_extensions import override
+
+from lightning_multigpu.callbacks.probes import host_memory, usable_cores
+from lightning_multigpu.callbacks.profile.operator_trace import OperatorTrace
+from lightning_multigpu.callbacks.profile.value_reads import ValueReads
+from lightning_multigpu.callbacks.run_report import gather, memory_of
+from lightning_multigpu.communication.clock_offsets import ClockOffset, clock_offsets
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.metering.records import Transfer
+from lightning_multigpu.engine.training_memory import SavedActivations, measured_bytes
+from lightning_multigpu.planning.pipelines.timeline import StageRecord
+from lightning_multigpu.planning.step_phases import Span, partition, phase_of
+from lightning_multigpu.report.profile.profile_document import (
+    ClockError,
+    LineReads,
+    MeasuredRank,
+    OperatorTime,
+    PhaseInterval,
+    ProfiledStep,
+    ProfiledTransfer,
+)
+from lightning_multigpu.report.profile.profile_of_ranks import medians
+from lightning_multigpu.report.schema import as_json
+from lightning_multigpu.strategies.base import MultiGPUStrategy
+
+_TRIAL_STEPS = 3
+_CALLBACKS = 8
+"""The number of callbacks to list, those that take the most time."""
+_PASSES = {"forward": "forward", "backward": "backward", "weight": "backward"}
+
+
+class ActionRecorder(Profiler):
+    """Records the actions that Lightning reports as spans, and passes them on to the profiler whose place it takes.
+
+    Args:
+        inner: the Trainer's profiler.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, inner: Profiler, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.spans: list[Span] = []
+        """Actions that have ended, in the order of their ends."""
+        self._clock = clock
+        self._open: list[tuple[str, float]] = []
+
+    @override
+    def start(self, action_name: str) -> None:
+        self.inner.start(action_name)
+        self._open.append((action_name, self._clock()))
+
+    @override
+    def stop(self, action_name: str) -> None:
+        now_s = self._clock()
+        for index in reversed(range(len(self._open))):
+            if self._open[index][0] == action_name:
+                self.spans.append(Span(self._open.pop(index)[1], now_s, action_name))
+                break
+        self.inner.stop(action_name)
+
+
+class ProfiledWindow:
+    """The profiled steps of this rank.
+
+    Args:
+        trainer: at the start of training.
+        wait, warmup, active: steps that are left out, recorded, and counted.
+        operators: whether torch's profiler records a step; None: on a GPU.
+        activations: whether saved activations are counted in a step.
+
+    Attributes:
+        batches: of the step that runs, which its callback counts.
+        interrupted: whether a validation or the end of an epoch was in it.
+    """
+
+    def __init__(
+        self, trainer: Trainer, wait: int, warmup: int, active: int, *, operators: bool | None, activations: bool
+    ) -> None:
+        meter = getattr(trainer.strategy, "meter", None)
+        self._meter = meter if isinstance(meter, Meter) else None
+        self.now: Callable[[], float] = time.perf_counter if self._meter is None else self._meter.now
+        self._rank = trainer.global_rank
+        self._node = trainer.node_rank
+        self._workers = _data_workers(trainer)
+        self._threads = torch.get_num_threads()
+        self._recorder: ActionRecorder | None = None
+        self._transfers: list[Transfer] = []
+        self._exposed: list[tuple[float, float]] = []
+        self._broadcasts: list[tuple[int, float, float, int]] = []
+        self._end_s = math.inf
+        self._counted: list[tuple[float, float, int]] = []
+        self._reads: ValueReads | None = None
+        self._activations = activations
+        self._memory: dict[str, int | None] = {}
+        self._limit: tuple[str, int] | None = None
+        self._records_operators = trainer.strategy.root_device.type == "cuda" if operators is None else operators
+        self._operators = OperatorTrace(self.now)
+        profiler = _profiler(trainer)
+        self._theirs = profiler if isinstance(profiler, PyTorchProfiler) else None
+        self._clock: ClockOffset | None = None
+        self._trial: tuple[int, list[float]] | None = None
+        self._stages: StageRecord | None = None
+        self.batches = 0
+        self.interrupted = False
+        self._course = self._steps(trainer, wait, warmup, active)
+        next(self._course)
+
+    def step_ends(self) -> None:
+        """An optimizer step has ended on this rank."""
+        if self._theirs is not None and self._operators.take(self._theirs):
+            self._theirs, self._records_operators = None, False
+        next(self._course, None)
+        self.batches = 0
+        self.interrupted = False
+
+    def close(self, trainer: Trainer) -> None:
+        """Training has ended, maybe within the window; a collective where the ranks train together."""
+        if self._meter is not None:
+            self._meter.flush()
+        self.stop()
+        if self._clock is None and self._counted:
+            self._complete(trainer)
+
+    def stop(self) -> None:
+        """Puts back what the window has replaced."""
+        self._course.close()
+        if self._meter is not None and self._meter.listener == self._heard:
+            self._meter.listener = None
+
+    def _steps(self, trainer: Trainer, wait: int, warmup: int, active: int) -> Generator[None]:
+        """What is measured in which step; each ``yield`` returns at the end of an optimizer step."""
+        for _ in range(wait):
+            yield
+        with self._recorded(trainer):
+            start_s = self.now()
+            while len(self._counted) < active:
+                yield
+                begin_s, start_s = start_s, self.now()
+                if self.interrupted:
+                    continue
+                if warmup > 0:
+                    warmup -= 1
+                else:
+                    self._counted.append((begin_s, start_s, self.batches))
+        self._complete(trainer)
+        self.interrupted = True
+        while self.interrupted:  # it counted a validation as well
+            reads = ValueReads()
+            with reads.watched():
+                yield
+        self._reads = reads
+        if self._activations and self._stages is None:  # a pipeline has counted them
+            module = trainer.lightning_module
+            saved = SavedActivations([*module.parameters(), *module.buffers()])
+            with saved.counted():
+                yield
+            self._memory["activations_bytes"] = saved.peak_bytes
+        if self._records_operators and self._theirs is None:  # a second torch.profiler would empty the first
+            self._operators.start()
+            try:
+                yield
+            finally:
+                self._operators.stop()
+        if fewer := _fewer_threads(trainer):
+            yield from self._tried_with(fewer)
+
+    def _tried_with(self, fewer: int) -> Generator[None]:
+        """Steps with fewer threads; the first of them is not counted."""
+        seconds: list[float] = []
+        self._threads, self._trial = torch.get_num_threads(), (fewer, seconds)
+        torch.set_num_threads(fewer)
+        last_s: float | None = None
+        try:
+            while len(seconds) < _TRIAL_STEPS:
+                yield
+                now_s = self.now()
+                if last_s is not None and not self.interrupted:
+                    seconds.append(now_s - last_s)
+                last_s = now_s
+        finally:
+            torch.set_num_threads(self._threads)
+
+    def told(self) -> dict[str, Any]:
+        """A :class:`.MeasuredRank` as JSON, on its own clock, with the events of operators and the trial beside it."""
+        spans = [] if self._recorder is None else self._recorder.spans
+        hooks = [_callbacks_s(spans, start_s, end_s) for start_s, end_s, _ in self._counted]
+        clock = self._clock or ClockOffset(0.0, 0.0)
+        measured = MeasuredRank(
+            rank=self._rank,
+            node=self._node,
+            host=socket.gethostname(),
+            threads=torch.get_num_threads() if self._trial is None else self._threads,
+            cores=usable_cores(),
+            data_workers=self._workers,
+            clock=ClockError(offset_s=clock.offset_s, error_s=clock.error_s),
+            callbacks_s=medians(hooks),
+            operators=[OperatorTime(*each) for each in self._operators.most],
+            reads=[] if self._reads is None else [LineReads(*each) for each in self._reads.most()],
+            steps=[self._step(spans, *counted) for counted in self._counted],
+            stages=self._stages,
+            is_metered=self._meter is not None,
+            memory=self._memory or None,
+            limit=self._limit,
+            launches=self._operators.launches,
+        )
+        fewer, seconds = self._trial or (0, [])
+        trial = {"threads": fewer, "step_s": median(seconds)} if seconds else None
+        return {**as_json(measured), "trial": trial, "events": self._operators.events}
+
+    def _step(self, spans: Sequence[Span], start_s: float, end_s: float, batches: int) -> ProfiledStep:
+        within = [span for span in spans if span.start_s < end_s and span.end_s > start_s]
+        moved = [(t.operation, t.group, t.group_size, *t.interval(), t.size_bytes, t.sent_bytes, t.memory_bytes)
+                 for t in self._transfers]  # fmt: skip
+        moved += [("broadcast", "Lightning", ranks, a, b, size, size if self._rank == 0 else 0, 0)
+                  for ranks, a, b, size in self._broadcasts]  # fmt: skip
+        transfers = [ProfiledTransfer(*each) for each in moved]
+        return ProfiledStep(
+            start_s=start_s,
+            end_s=end_s,
+            batches=batches,
+            parts=[PhaseInterval(p.name, p.start_s, p.end_s) for p in self._parts(within, start_s, end_s)],
+            transfers=[transfer for transfer in transfers if start_s <= transfer.start_s < end_s],
+        )
+
+    def _parts(self, spans: Sequence[Span], start_s: float, end_s: float) -> list[Span]:
+        phases = [Span(s.start_s, s.end_s, phase) for s in spans if (phase := phase_of(s.name)) is not None]
+        exposed = [Span(a, b, "communication") for a, b in self._exposed if a < end_s and b > start_s]
+        passes: list[Span] = []
+        for step in () if self._stages is None else self._stages.steps:
+            if step.timeline and step.timeline[0].start_s >= start_s and step.timeline[-1].end_s <= end_s:
+                passes.append(Span(step.timeline[0].start_s, step.timeline[-1].end_s, "stage_wait"))
+                passes += [Span(i.start_s, i.end_s, _PASSES.get(i.kind, "stage_wait")) for i in step.timeline]
+        return partition(phases, [exposed, passes], start_s, end_s)
+
+    @contextmanager
+    def _recorded(self, trainer: Trainer) -> Iterator[None]:
+        """Records actions, transfers and loggers. The listener stays: what has begun in the window may end later."""
+        self._recorder = recorder = ActionRecorder(_profiler(trainer), self.now)
+        _put_profiler(trainer, recorder)
+        if self._meter is not None:
+            self._meter.listener = self._heard
+        try:
+            with self._broadcasts_heard(), self._logging_heard(trainer, recorder.spans):
+                yield
+        finally:
+            self._end_s = self.now()
+            if _profiler(trainer) is recorder:
+                _put_profiler(trainer, recorder.inner)
+
+    def _heard(self, transfers: list[Transfer], exposed: list[tuple[float, float]]) -> None:
+        self._transfers += [transfer for transfer in transfers if transfer.interval()[0] < self._end_s]
+        self._exposed += [interval for interval in exposed if interval[0] < self._end_s]
+
+    @contextmanager
+    def _broadcasts_heard(self) -> Iterator[None]:
+        """Lightning broadcasts before each batch whether rank 0 was sent a SIGTERM: an action that it does not name."""
+        broadcast = dist.broadcast
+
+        def timed(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            start_s = self.now()
+            try:
+                return broadcast(tensor, *args, **kwargs)
+            finally:
+                end_s = self.now()
+                self._exposed.append((start_s, end_s))
+                if "group" not in kwargs:  # the meter has those of this pack
+                    self._broadcasts.append((dist.get_world_size(), start_s, end_s, tensor.nbytes))
+
+        dist.broadcast = timed
+        try:
+            yield
+        finally:
+            dist.broadcast = broadcast
+
+    @contextmanager
+    def _logging_heard(self, trainer: Trainer, spans: list[Span]) -> Iterator[None]:
+        """Lightning's loop calls loggers outside of all actions that it names."""
+
+        def timed(logger: Logger) -> Callable[..., None]:
+            log_metrics, name = logger.log_metrics, f"[Logger]{type(logger).__name__}.log_metrics"
+
+            def log(*args: Any, **kwargs: Any) -> None:
+                start_s = self.now()
+                try:
+                    log_metrics(*args, **kwargs)
+                finally:
+                    spans.append(Span(start_s, self.now(), name))
+
+            return log
+
+        own = [(logger, vars(logger).get("log_metrics")) for logger in trainer.loggers]
+        for logger, _ in own:
+            logger.log_metrics = timed(logger)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for logger, before in own:
+                del logger.log_metrics
+                if before is not None:  # that somebody else has put there
+                    logger.log_metrics = before  # type: ignore[method-assign]
+
+    def _complete(self, trainer: Trainer) -> None:
+        """The steps are recorded: takes the newest record of stages, and compares the clocks of ranks. A collective."""
+        strategy, device = trainer.strategy, trainer.strategy.root_device
+        if isinstance(strategy, MultiGPUStrategy):
+            self._stages = strategy.stage_record()
+        if device.type == "cuda":
+            self._limit = "GPU", torch.cuda.get_device_properties(device).total_memory
+        elif device.type == "cpu":
+            self._limit = host_memory()[::2]
+        memory = memory_of(trainer) if self._stages is None else self._stages.memory
+        if memory is None:  # optimizer states are elsewhere
+            held = asdict(measured_bytes(trainer.lightning_module.parameters(), []))
+            self._memory = {kind: held[kind] for kind in ("parameters_bytes", "gradients_bytes")}
+        else:
+            self._memory = asdict(memory)
+        if _gathered_together(trainer, 0) is None:
+            self._clock = ClockOffset(0.0, 0.0)
+        else:
+            self._clock = clock_offsets(lambda moment: gather(trainer, moment), self.now)[trainer.global_rank]
+
+
+def _fewer_threads(trainer: Trainer) -> int:
+    """The threads of each rank if its host's ranks have more than cores, else 0. A collective."""
+    hosts = _gathered_together(trainer, (socket.gethostname(), trainer.node_rank))
+    if trainer.strategy.root_device.type != "cpu" or hosts is None:
+        return 0
+    ranks, threads = max(Counter(hosts).values()), torch.get_num_threads()
+    return max(1, usable_cores() // ranks) if threads * ranks > usable_cores() and threads > 1 else 0
+
+
+def _gathered_together(trainer: Trainer, value: Any) -> list[Any] | None:
+    """One value of every rank; None where each rank trains at its own pace."""
+    strategy = trainer.strategy
+    if isinstance(strategy, MultiGPUStrategy) and strategy.newest_of_ranks("profile", 0) is not None:
+        return None
+    return gather(trainer, value)
+
+
+def _profiler(trainer: Trainer) -> Profiler:
+    # Lightning attaches it when the Trainer is made, without an annotation.
+    profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+    return profiler
+
+
+def _put_profiler(trainer: Trainer, profiler: Profiler) -> None:
+    trainer.profiler = profiler  # type: ignore[attr-defined]
+
+
+def _data_workers(trainer: Trainer) -> int | None:
+    workers = getattr(trainer.train_dataloader, "num_workers", None)
+    return workers if isinstance(workers, int) else None
+
+
+def _callbacks_s(spans: Sequence[Span], start_s: float, end_s: float) -> dict[str, float]:
+    """Seconds of a step by callback, by hook of the module, and by logger, without what is no training."""
+    totals: dict[str, float] = {}
+    for span in spans:
+        if span.start_s >= end_s or span.end_s <= start_s or phase_of(span.name) != "callbacks":
+            continue
+        if span.name.startswith(("[Callback]", "[LightningModule]", "[Logger]")):
+            owner, _, hook = span.name.partition("]")[2].rpartition(".")
+            name = f"{owner.partition('{')[0]}.{hook}"
+            totals[name] = totals.get(name, 0.0) + min(span.end_s, end_s) - max(span.start_s, start_s)
+    return dict(sorted(totals.items(), key=lambda item: -item[1])[:_CALLBACKS])

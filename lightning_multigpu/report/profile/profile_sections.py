@@ -1,0 +1,342 @@
+"""The verdict, the tree of the step and the sections of a profile, for the terminal and for the page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lightning_multigpu.planning.diagnosis import Finding
+from lightning_multigpu.planning.numbers import ms, number, size
+from lightning_multigpu.planning.step_phases import PHASES
+from lightning_multigpu.report import figures
+from lightning_multigpu.report.figures import SvgFigure, bars, plot, words
+from lightning_multigpu.report.profile import run_curves
+from lightning_multigpu.report.profile.profile_document import ProfileDocument
+
+PHASE_COLOURS = {
+    "data_wait": figures.VERMILION,
+    "device_transfer": figures.YELLOW,
+    "forward": figures.SKY,
+    "backward": figures.ORANGE,
+    "communication": figures.PURPLE,
+    "stage_wait": figures.LIGHT,
+    "optimizer": figures.GREEN,
+    "callbacks": figures.BLUE,
+    "other": figures.GREY,
+}
+_MEMORY_COLOURS = {
+    "parameters": figures.BLUE,
+    "gradients": figures.ORANGE,
+    "optimizer": figures.GREEN,
+    "activations": figures.SKY,
+}
+_MOST_BARS = 16
+_SMALLEST_SHARE = 0.01
+"""The share of a step from which on a part of a phase is in the tree."""
+_OPERATORS = 5
+"""The operators that the terminal shows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportSection:
+    """A part of a report.
+
+    Attributes:
+        title: its heading.
+        lead: a paragraph above the figure, on the page.
+        legend: name -> colour of the figure.
+        figure: SVG.
+        table: a header and rows.
+        row_names: the first cells of the rows on the page; by default those of ``table``.
+        lines: what the terminal shows in place of the table.
+        note: a sentence below.
+        is_detail: whether it belongs to the section before, on the page alone.
+    """
+
+    title: str
+    lead: str = ""
+    legend: Mapping[str, str] = field(default_factory=dict)
+    figure: str = ""
+    table: Sequence[Sequence[str]] = ()
+    row_names: Sequence[str] = ()
+    lines: Sequence[str] = ()
+    note: str = ""
+    is_detail: bool = False
+
+    @property
+    def page_table(self) -> Sequence[Sequence[str]]:
+        """The table with the names of its rows on the page."""
+        if not self.row_names:
+            return self.table
+        header, *rows = self.table
+        return [header, *([name, *row[1:]] for name, row in zip(self.row_names, rows, strict=True))]
+
+
+class TreeRow(NamedTuple):
+    """A part of a step: its depth in the tree, seconds, share of the step, and "" or the finding that it causes."""
+
+    depth: int
+    name: str
+    seconds: float
+    share: float
+    cause: str
+
+
+def title(profile: ProfileDocument) -> str:
+    """The strategy, the ranks, and the length of a step."""
+    steps, ranks = len(profile.ranks[0].steps), len(profile.ranks)
+    return (
+        f"Profile of {profile.strategy.name}: {ranks} rank{'s' * (ranks > 1)}, {steps} optimizer "
+        f"step{'s' * (steps > 1)}, {ms(profile.step_s)} a step (medians)"
+    )
+
+
+def verdict(profile: ProfileDocument) -> list[str]:
+    """What limits the step and its share of it, the remedy, and the step that is predicted with the remedy."""
+    phases_s = profile.slowest.phases_s
+    if not profile.savings:
+        largest = max(phases_s, key=lambda phase: phases_s[phase])
+        return [
+            f"No remedy is known that would save 5 % of a step; its largest part is {words(largest)}, "
+            f"{_part(profile, phases_s[largest])}."
+        ]
+    first = profile.savings[0]
+    names = " and ".join(words(phase) for phase in first.phases if phase in phases_s)
+    # Another rank may have more of the phase, and reads of values lie within several phases.
+    seconds = max(first.saving_s, sum(phases_s.get(phase, 0.0) for phase in first.phases))
+    limits = f"{first.kind}: {names}" if names and names != first.kind else first.kind
+    return [f"The step is limited by {limits}, {_part(profile, seconds)}.", first.remedy, saving(profile, first)]
+
+
+def saving(profile: ProfileDocument, finding: Finding) -> str:
+    """What the remedy of a finding gives."""
+    return f"{ms(finding.step_s)} a step predicted ({100 * finding.saving_s / profile.step_s:.0f} % less)"
+
+
+def _part(profile: ProfileDocument, seconds: float) -> str:
+    return f"{ms(seconds)} of {ms(profile.step_s)}, {100 * seconds / profile.step_s:.0f} %"
+
+
+def step_tree(profile: ProfileDocument) -> list[TreeRow]:
+    """The step of the slowest rank, its phases, and what is known of what a phase consists of; the cause is marked."""
+    rank, cause = profile.slowest, profile.savings[0] if profile.savings else None
+    inside = {"communication": rank.waits_s, "callbacks": rank.callbacks_s}
+
+    def row(depth: int, name: str, seconds: float, *, is_cause: bool = False) -> TreeRow:
+        return TreeRow(depth, name, seconds, seconds / rank.step_s, cause.kind if is_cause and cause else "")
+
+    found = [row(0, f"step of rank {rank.rank}", rank.step_s)]
+    for phase, seconds in rank.phases_s.items():
+        found.append(row(1, words(phase), seconds, is_cause=cause is not None and phase in cause.phases))
+        parts = inside.get(phase, {}).items()
+        found += [row(2, part, part_s) for part, part_s in parts if part_s >= _SMALLEST_SHARE * rank.step_s]
+    if cause is not None and not any(each.cause for each in found):
+        found.append(row(1, f"{cause.kind}, within the phases", cause.saving_s, is_cause=True))
+    return found
+
+
+def sections(profile: ProfileDocument) -> Iterator[ReportSection]:
+    """All that was measured."""
+    for of_kind in (_phases, _timeline, _transfers, _schedule, _memory, _over_time, _staleness, _operators):
+        yield from of_kind(profile)
+
+
+def _phases(profile: ProfileDocument) -> Iterator[ReportSection]:
+    ranks = profile.ranks
+    used = [phase for phase in PHASES if any(phase in rank.phases_s for rank in ranks)]
+    rows = [
+        [str(r.rank), *(number(1e3 * x) for x in (*(r.phases_s.get(p, 0.0) for p in used), r.step_s, r.hidden_s))]
+        for r in ranks
+    ]
+    error_s = profile.clock_error_s
+    yield ReportSection(
+        title="A step of each rank, in ms",
+        legend={phase: PHASE_COLOURS[phase] for phase in used},
+        figure=bars(
+            "Phases of a step by rank; the table below has the numbers",
+            [(f"rank {rank.rank}", rank.phases_s) for rank in ranks],
+            PHASE_COLOURS,
+            ms,
+        ),
+        table=[["rank", *map(words, used), "step, ms", "hidden transfers"], *rows],
+        row_names=[f"{rank.rank} ({rank.host})" for rank in ranks],
+        note="Communication is what nothing hides; hidden transfers run beside the other phases."
+        + (f"\nclocks of ranks are compared to within {ms(error_s)}" if error_s else ""),
+    )
+
+
+def _timeline(profile: ProfileDocument) -> Iterator[ReportSection]:
+    """The middle step by its length on the first rank; of a pipeline, one whose passes are recorded."""
+    ranks = profile.ranks
+    count = min(len(rank.steps) for rank in ranks)
+    first = ranks[0].steps
+    recorded = [i for i in range(count) if first[i].waiting("stage_wait")]
+    lengths = sorted(recorded or range(count), key=lambda i: first[i].seconds)
+    steps = [rank.steps[lengths[(len(lengths) - 1) // 2]] for rank in ranks]
+    start_s = min(step.start_s for step in steps)
+    span_s = max(step.end_s for step in steps) - start_s
+    figure = SvgFigure(span_s, ms)
+    for rank, step in zip(ranks, steps, strict=True):
+        who = f"rank {rank.rank}"
+        figure.row(who)
+        for phase, begin_s, end_s in step.parts:
+            meaning = f"{who}: {words(phase)}, {ms(end_s - begin_s)}"
+            figure.box(begin_s - start_s, end_s - start_s, PHASE_COLOURS[phase], meaning, height=16)
+        for t in sorted(step.transfers, key=lambda t: t.start_s):
+            meaning = f"{who}: {t.operation} ({t.group}), {ms(t.end_s - t.start_s)}"
+            figure.box(t.start_s - start_s, t.end_s - start_s, "#000", meaning, top=17, height=5)
+    figure.axis()
+    error = f", to within {ms(profile.clock_error_s)}" if profile.clock_error_s else ""
+    yield ReportSection(
+        title=f"One step over all ranks: {ms(span_s)}",
+        lead=f"On the clock of rank 0{error}, from the start of the first rank to the end of the last, which may be "
+        "longer than a rank's step. Transfers between ranks below each rank's phases.",
+        figure=figure.part_of_page("Timeline of one step, a row for each rank"),
+    )
+
+
+def _schedule(profile: ProfileDocument) -> Iterator[ReportSection]:
+    pipelines = profile.pipelines
+    section, drawn = pipelines.section(), pipelines.picture()
+    if section is None or drawn is None:
+        return
+    meaning = "Schedule of a step of the pipeline, in theory above, as measured below: passes of each rank over time"
+    yield ReportSection(
+        title="The pipeline's schedule",
+        figure=f'<div class="wide schedule" role="img" aria-label="{meaning}">{drawn.decode()}</div>',
+        lines=[
+            f"{section.schedule}, {timed.num_micro_batches} micro-batch"
+            f"{'es' * (timed.num_micro_batches != 1)}: ranks are not busy for {100 * timed.bubble:.1f} % of "
+            f"{ms(timed.wall_s)}; in theory for {100 * timed.theoretical_bubble:.1f} %"
+            for timed in section.pipelines
+            if timed.wall_s is not None and timed.bubble is not None and timed.theoretical_bubble is not None
+        ],
+    )
+
+
+def _transfers(profile: ProfileDocument) -> Iterator[ReportSection]:
+    header = ["transfers", "count", "sent", "through memory", "time", "algbw", "busbw"]
+    rows = []
+    for operation in sorted(profile.operations, key=lambda operation: -operation.seconds):
+        share = operation.share_of(profile.link_gbit)
+        rows.append(
+            [
+                f"{operation.operation} ({operation.group}, {operation.group_size} ranks)",
+                f"{round(operation.count, 1):g}",
+                size(operation.sent_bytes),
+                size(operation.memory_bytes),
+                f"{number(1e3 * operation.seconds)} ms",
+                *(f"{size(rate)}/s" if rate else "-" for rate in (operation.algbw, operation.busbw)),
+                *(["-" if share is None else f"{100 * share:.0f} %"] if profile.link_gbit else []),
+            ]
+        )
+    note = profile.unmeasured or ""
+    if rows or note:
+        yield ReportSection(
+            title="Transfers in a step, of the rank that sends most",
+            lead="Bytes a second while a transfer is under way: algbw of its size, busbw of what each rank sends.",
+            table=[[*header, *["of the link"] * bool(profile.link_gbit)], *rows] if rows else (),
+            note=note,
+        )
+
+
+def _memory(profile: ProfileDocument) -> Iterator[ReportSection]:
+    held = {rank.rank: rank.held_bytes for rank in profile.ranks if rank.held_bytes}
+    kinds = dict.fromkeys(kind for of_rank in held.values() for kind in of_rank)
+    if held:
+        stacked = [(f"rank {r}", {k: float(n) for k, n in h.items() if k in _MEMORY_COLOURS}) for r, h in held.items()]
+        meaning = "Memory of each rank by kind; the table below has the numbers"
+        yield ReportSection(
+            title="Memory that each rank holds",
+            legend={kind: colour for kind, colour in _MEMORY_COLOURS.items() if kind in kinds},
+            figure=bars(meaning, stacked, _MEMORY_COLOURS, size),
+            table=[
+                ["rank", *map(words, kinds)],
+                *([str(r), *(size(of_rank[k]) if k in of_rank else "-" for k in kinds)] for r, of_rank in held.items()),
+            ],
+        )
+
+
+def _over_time(profile: ProfileDocument) -> Iterator[ReportSection]:
+    found = {key: curves for key in run_curves.KEYS if (curves := run_curves.curves(profile, key))}
+    if not found:
+        return
+    ranks = dict.fromkeys(rank for curves in found.values() for rank in curves)
+    lines, details = [], []
+    for key, curves in found.items():
+        name, show = run_curves.KEYS[key]
+        courses = {rank: run_curves.course(curve) for rank, curve in curves.items()}
+        # Samples add up; the others are those of the rank with the most.
+        add = sum if key == run_curves.SAMPLES else max
+        first, middle, last = (add(column) for column in zip(*courses.values(), strict=True))
+        lines.append(f"  {name}: {show(middle)} (first tenth {show(first)}, last tenth {show(last)})")
+        points = {
+            f"rank {rank}: median {show(courses[rank][1])}": [(point.at_s, point.median) for point in curve]
+            for rank, curve in curves.items()
+        }
+        end_s = max(curve[-1].at_s for curve in curves.values())
+        details.append(
+            ReportSection(
+                title=f"{name[0].upper()}{name[1:]}",
+                figure=plot(f"{name} over the run; the table below has medians", points, end_s, show),
+                table=[
+                    ["rank", "first tenth", "whole run", "last tenth"],
+                    *([str(rank), *map(show, course)] for rank, course in courses.items()),
+                ],
+                is_detail=True,
+            )
+        )
+    few = len(ranks) <= len(figures.LINES)
+    yield ReportSection(
+        title="Over the whole run",
+        lead="A line for each rank; seconds from the start of training.",
+        legend={f"rank {rank}": c for rank, c in zip(ranks, figures.LINES, strict=False)} if few else {},
+        lines=["Medians, of all ranks together or of the largest:", *lines],
+    )
+    yield from details
+
+
+def _staleness(profile: ProfileDocument) -> Iterator[ReportSection]:
+    workers = profile.servers.workers if profile.servers else ()
+    if not workers:
+        return
+    counts: Counter[int] = Counter()
+    for worker in workers:
+        counts.update(dict(worker.histogram or ()))
+    width = max(counts) // _MOST_BARS + 1
+    rows = []
+    for low in range(0, max(counts) + 1, width):
+        label = str(low) if width == 1 else f"{low} to {low + width - 1}"
+        rows.append((label, {"updates": float(sum(counts[n] for n in range(low, low + width)))}))
+    found = [(w.rank, w.updates, w.staleness.median, w.staleness.p95, w.staleness.max) for w in workers]
+    yield ReportSection(
+        title="Staleness of updates",
+        lead="The number of updates that other ranks made between a rank's pull of the weights and its update.",
+        figure=bars("Updates by their staleness", rows, {"updates": figures.BLUE}, number),
+        table=[["rank", "updates", "median", "95 % at most", "largest"], *(list(map(str, row)) for row in found)],
+        lines=[
+            "Updates that other ranks made between a rank's pull and its update:",
+            *(
+                f"  rank {rank}: {updates} updates, staleness {middle} (median), {largest} (largest)"
+                for rank, updates, middle, _, largest in found
+            ),
+        ],
+    )
+
+
+def _operators(profile: ProfileDocument) -> Iterator[ReportSection]:
+    operators = profile.ranks[0].operators
+    if operators:
+        shown = 4 if any(each.gpu_s for each in operators) else 3  # no GPU, no column
+        rows = [["operator", "calls", "on the CPU", "on the GPU"]]
+        rows += [[name, f"{round(calls, 1):g}", ms(cpu_s), ms(gpu_s)] for name, calls, cpu_s, gpu_s in operators]
+        yield ReportSection(
+            title="Operators of a step on rank 0, by their own time",
+            table=[row[:shown] for row in rows],
+            lines=[
+                f"  {name}: {round(calls, 1):g} x, {ms(cpu_s)}" + (f", {ms(gpu_s)} on the GPU" if gpu_s else "")
+                for name, calls, cpu_s, gpu_s in operators[:_OPERATORS]
+            ],
+        )
