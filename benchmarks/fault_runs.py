@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from benchmarks.fault_job import FaultJob, Outcome
-from lightning_multigpu.faults import PLACES
+from tests.faults import PLACES
 from tests.launch.fault_script import (
     CONTROLS,
     FAILURE_TIMEOUT_S,

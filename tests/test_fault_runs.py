@@ -19,7 +19,7 @@ from benchmarks.fault_runs import (
     summary,
     without,
 )
-from lightning_multigpu.faults import PLACES
+from tests.faults import PLACES
 from tests.launch.fault_script import CONTROLS, HOST_KINDS, KINDS, RANKS, must_survive
 
 GOOD = Outcome(

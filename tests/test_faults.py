@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_multigpu import faults
+from tests import faults
 from tests.strategies.tasks import Case, Classifier, eval_loader, make_strategy, make_trainer, train_loader
 from tests.world import World
 
@@ -184,42 +184,10 @@ class TestKinds:
 
 
 class TestMistakes:
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"rank": -1}, "rank=-1 is not a whole number of 0 or more; 0 is the first rank"),
-            ({"rank": True}, "rank=True is not"),
-            ({"rank": 0, "step": 1.5}, "step=1.5 is not a whole number"),
-            ({"rank": 0, "where": "validaton"}, "where='validaton' is not one of .* Did you mean 'validation'?"),
-            ({"rank": 0, "where": "joining", "step": 2}, "step=2 with where='joining'.*leave step out"),
-        ],
-    )
-    def test_of_the_place(self, arguments: dict[str, Any], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            faults.at(**arguments)
-
-    def test_of_the_kind(self) -> None:
-        with pytest.raises(ValueError, match="status=256 is above 255"):
-            faults.at(rank=0).exit(256)
-        with pytest.raises(ValueError, match="status=-9 is not a whole number"):
-            faults.at(rank=0).exit(-9)
-        with pytest.raises(ValueError, match=r"RuntimeError'> is not an exception; pass one"):
-            faults.at(rank=0).raise_(RuntimeError)  # type: ignore[arg-type]
-
-    def test_a_rank_that_the_job_does_not_have(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"rank=1 of a planted fault is out of range: .* 0 to 0"):
-            train(faults.at(rank=1).kill(), tmp_path)
-
     @pytest.mark.parametrize("where", ["training", "data"])
     def test_a_step_that_never_comes(self, where: faults.Where, tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="never happened .*step 40 on: receives SIGKILL.*ended after 12 steps"):
             train(faults.at(rank=0, step=40, where=where).kill(), tmp_path)
-
-    def test_batches_that_come_from_no_loader(self) -> None:
-        batches = tuple(train_loader(CASE, 1))
-        trainer = make_trainer(CASE, "auto", 1, callbacks=[faults.at(rank=0, where="data").kill()])
-        with pytest.raises(ValueError, match=r"needs a torch DataLoader.*come from a"):
-            trainer.fit(Classifier(), batches)
 
     def test_the_description(self) -> None:
         fault = faults.at(rank=1, step=5, where="backward").stop()

@@ -25,8 +25,8 @@ from lightning_multigpu import (
     RingDDPStrategy,
     ShardedStrategy,
     TensorSplitStrategy,
-    faults,
 )
+from tests import faults
 from tests.launch import outside_faults
 from tests.strategies.tasks import Case, Classifier, eval_loader, make_trainer, train_loader
 

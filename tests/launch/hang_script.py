@@ -18,7 +18,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from benchmarks.gpu.card import Card
-from lightning_multigpu import RingDDPStrategy, faults
+from lightning_multigpu import RingDDPStrategy
+from tests import faults
 from tests.strategies.tasks import Case, Classifier, eval_loader, make_trainer, train_loader
 
 RANKS = 2

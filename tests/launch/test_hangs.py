@@ -102,7 +102,7 @@ def test_waits_that_end_and_one_that_does_not(job: HangingJob) -> None:
     hanging = job.reports(3)[2]
     where = r"launch/hang_script.py:\d+ in validation_step"
     assert re.search(rf"Rank 0 waits in barrier #\d+ of group world \({where}\) for \d+ s; rank 1 has not come: it is "
-                     r"at lightning_multigpu/faults/fault.py:\d+ in hang\.", hanging), hanging  # fmt: skip
+                     r"at tests/faults.py:\d+ in hang\.", hanging), hanging  # fmt: skip
     assert job.output.count(END) == 2
     last = job.ends_when_rank_1_is_killed()
     assert re.search(rf"Meanwhile rank 0 waited in barrier #\d+ of group world for \d+\.\d s, {where}", last), last

@@ -1,26 +1,119 @@
-"""The callback that makes a fault happen on its rank, at its step and in its place."""
+"""Faults planted in a training job, to see how the job ends: ``callbacks=[faults.at(rank=1, step=5).kill()]``.
+
+The callbacks go into every rank's Trainer and act on the one rank only, with every strategy and launcher.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, get_worker_info
-from typing_extensions import override
-
-from lightning_multigpu.faults.fault import Fault, Where
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+log = logging.getLogger(__name__)
+
+Where = Literal["joining", "data", "training", "backward", "validation", "saving", "end of fit"]
+PLACES: tuple[Where, ...] = get_args(Where)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of one rank; :meth:`strike` lets it happen to the process that calls it."""
+
+    rank: int
+    step: int
+    where: Where
+    what: str
+    action: Callable[[], None] = field(repr=False)
+
+    def describe(self) -> str:
+        """One line for the log: ``rank 1, training, from step 5 on: receives SIGKILL``."""
+        after = f", from step {self.step} on" if self.step else ""
+        return f"rank {self.rank}, {self.where}{after}: {self.what}"
+
+    def strike(self) -> None:
+        log.warning("Planted fault, pid %d: %s", os.getpid(), self.describe())
+        self.action()
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A rank, a step and a place; each method returns a callback that plants a fault there."""
+
+    rank: int
+    step: int
+    where: Where
+
+    def kill(self) -> PlantedFault:
+        """SIGKILL, as from the kernel when memory runs out."""
+        return self._signal(signal.SIGKILL)
+
+    def stop(self) -> PlantedFault:
+        """SIGSTOP: all threads stop, and connections stay."""
+        return self._signal(signal.SIGSTOP)
+
+    def interrupt(self) -> PlantedFault:
+        """SIGINT, as at Ctrl-C."""
+        return self._signal(signal.SIGINT)
+
+    def terminate(self) -> PlantedFault:
+        """SIGTERM, as from a scheduler."""
+        return self._signal(signal.SIGTERM)
+
+    def hang(self) -> PlantedFault:
+        """The main thread waits for ever; other threads go on."""
+        return self._planted("hangs", hang)
+
+    def exit(self, status: int) -> PlantedFault:
+        """The process ends without cleaning up."""
+        return self._planted(f"exits with status {status}", partial(os._exit, status))
+
+    def raise_(self, error: BaseException) -> PlantedFault:
+        """``error`` is raised; with a spawning launcher it has to be picklable."""
+        return self._planted(f"raises {error!r}", partial(raise_error, error))
+
+    def call(self, function: Callable[[], None]) -> PlantedFault:
+        """``function`` is called; with a spawning launcher it has to be picklable."""
+        return self._planted(f"calls {getattr(function, '__name__', function)!s}", function)
+
+    def _signal(self, number: signal.Signals) -> PlantedFault:
+        return self._planted(f"receives {number.name}", partial(send_signal, number))
+
+    def _planted(self, what: str, action: Callable[[], None]) -> PlantedFault:
+        return PlantedFault(Fault(self.rank, self.step, self.where, what, action))
+
+
+def at(*, rank: int, step: int = 0, where: Where = "training") -> Spot:
+    """The place and time of a fault, which comes once, at the first occasion after ``step`` optimizer steps.
+
+    The values of ``where``:
+
+    - "joining": before the rank joins its process group, while the others wait for it. It takes no ``step``.
+    - "data": while the batch of that step is put together, in a worker of the DataLoader if it has workers.
+    - "training": at the start of a training batch.
+    - "backward": in the backward pass, when the gradient of the module's first parameter has been computed.
+    - "validation": at the start of a validation batch, those of the sanity check included.
+    - "saving": while all ranks gather a checkpoint, before anything of it has been written.
+    - "end of fit": after the last batch, before the strategy's teardown.
+    """
+    assert where in PLACES, where
+    return Spot(rank, step, where)
+
 
 class PlantedFault(Callback):
-    """The callback that lets a fault happen; made by the methods of :class:`~lightning_multigpu.faults.Spot`."""
+    """The callback that lets a fault happen; made by the methods of :class:`Spot`."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
@@ -48,59 +141,44 @@ class PlantedFault(Callback):
                 trainer.strategy.set_world_ranks()
             self._occasion("joining", trainer)
 
-    @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        rank = self.fault.rank
-        if rank >= trainer.world_size:
-            raise ValueError(
-                f"rank={rank} of a planted fault is out of range: the job has the ranks 0 to {trainer.world_size - 1}; "
-                "pass one of them, or start more"
-            )
-        if self.fault.where == "data" and rank == trainer.global_rank:
+        assert self.fault.rank < trainer.world_size, self.fault
+        if self.fault.where == "data" and self.fault.rank == trainer.global_rank:
             # The loader's iterator exists before any hook of training, and keeps the collate function that it has then.
             strategy: Any = trainer.strategy
             strategy.process_dataloader = partial(self._plant_in_loader, trainer, strategy.process_dataloader)
 
-    @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for collate in self._collates:
             collate.aim(trainer)
 
-    @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._withdraw(trainer)
 
-    @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self._occasion("training", trainer)
 
-    @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         first = next((parameter for parameter in pl_module.parameters() if parameter.requires_grad), None)
         if self._is_occasion("backward", trainer) and first is not None:
             register: Any = first.register_hook
             self._armed = register(lambda gradient: self._occasion("backward", trainer))
 
-    @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._armed is not None:
             self._armed.remove()
             self._armed = None
         self._occasion("backward", trainer)  # where the first parameter has got no gradient
 
-    @override
     def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self._occasion("validation", trainer)
 
-    @override
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         self._occasion("saving", trainer)
 
-    @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._occasion("end of fit", trainer)
 
-    @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         fault = self.fault
         # Workers of a DataLoader do not tell whether it happened in them.
@@ -115,11 +193,7 @@ class PlantedFault(Callback):
 
     def _plant_in_loader(self, trainer: pl.Trainer, process: Callable[[Any], Any], loader: Any) -> Any:
         if trainer.training:
-            if not isinstance(loader, DataLoader):
-                raise ValueError(
-                    f"where='data' needs a torch DataLoader, whose collate_fn the fault goes into; training batches "
-                    f"come from a {type(loader).__name__}. Use where='training', or raise in the iterable itself"
-                )
+            assert isinstance(loader, DataLoader), loader
             collate = FaultyCollate(loader.collate_fn, self.fault)
             collate.aim(trainer)
             collate.batch = max(0, collate.batch)  # a resumed run may begin behind the step
@@ -171,3 +245,16 @@ class FaultyCollate:
             self.struck = True
             self.fault.strike()
         return self.inner(samples)
+
+
+def send_signal(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def raise_error(error: BaseException) -> None:
+    raise error
+
+
+def hang() -> None:
+    while True:
+        time.sleep(3600)
