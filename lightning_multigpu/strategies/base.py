@@ -12,7 +12,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
@@ -25,9 +24,8 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong, check_owned
-from lightning_multigpu.runtime.batch_feed import BatchFeed, complete_resumed_epoch
+from lightning_multigpu.runtime.batch_feed import BatchFeed
 from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import whole_io
-from lightning_multigpu.runtime.common_stop import share_stops
 from lightning_multigpu.runtime.failure_watch import FailureWatch, advise_resuming
 from lightning_multigpu.runtime.joining import Joining
 from lightning_multigpu.runtime.library_messages import silence_tips
@@ -332,16 +330,7 @@ class MultiGPUStrategy(ParallelStrategy):
     @property
     def run_context(self) -> RunContext:
         """The ranks, devices and limits of the run, as they are set now."""
-        assert self.cluster_environment is not None
-        return RunContext(
-            environment=self.cluster_environment,
-            devices=tuple(self.parallel_devices or ()),
-            num_nodes=self.num_nodes,
-            backend=self.process_group_backend,
-            failure_timeout_s=self.failure_timeout_s,
-            hang_report_s=self.hang_report_s,
-            join_timeout_s=self.join_timeout_s,
-        )
+        return self._run.context()
 
     @override
     def _configure_launcher(self) -> None:
@@ -355,9 +344,6 @@ class MultiGPUStrategy(ParallelStrategy):
             ValueError: the strategy cannot run the module, or a callback refuses the run.
         """
         self._run.check_before_launch(trainer)
-        if not is_overridden("configure_model", trainer.lightning_module):  # it makes the layers later
-            self._run.check_shapes(trainer)
-            self.steps.choose_layers(trainer)
 
     def _showing_parts(self) -> AbstractContextManager[None]:
         """Within the block the module's parameters are this rank's parts, as the ranks average and compare them."""
@@ -557,9 +543,7 @@ class MultiGPUStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        complete_resumed_epoch(self._module.trainer)
-        share_stops(self._module.trainer)
-        self._stage_starts(training=True)
+        self._run.training_starts()
         self._tell_global_batch()
         self.common.begin()
         self.meter.discard()
@@ -567,7 +551,7 @@ class MultiGPUStrategy(ParallelStrategy):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._stage_starts()
+        self._run.stage_starts()
         self._settle_values()
         self.common.share_buffers()
         self.common.average_buffers()
@@ -578,17 +562,14 @@ class MultiGPUStrategy(ParallelStrategy):
 
     @override
     def on_test_start(self) -> None:
-        self._stage_starts()
+        self._run.stage_starts()
 
     @override
     def on_predict_start(self) -> None:
-        self._stage_starts()
+        self._run.stage_starts()
 
     def _tell_global_batch(self) -> None:
         tell_global_batch(self._module.trainer, self.gather_objects, self._model_parallel_size)
-
-    def _stage_starts(self, *, training: bool = False) -> None:
-        self.signals.stage_starts(self._module.trainer, training=training)
 
     @override
     def on_train_end(self) -> None:

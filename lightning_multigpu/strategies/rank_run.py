@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING
 
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_multigpu._lightning_internals import IS_INTERACTIVE
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_embeddings, check_has_shapes
-from lightning_multigpu.runtime.batch_feed import check_loaders
+from lightning_multigpu.runtime.batch_feed import check_loaders, complete_resumed_epoch
+from lightning_multigpu.runtime.common_stop import share_stops
 from lightning_multigpu.runtime.joining import check_model, table_of
 from lightning_multigpu.runtime.launchers.script_launcher import ScriptLauncher, is_notebook_fork_needed
 from lightning_multigpu.runtime.launchers.spawn_launcher import SpawnLauncher
 from lightning_multigpu.runtime.process_groups import ProcessGroups
+from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.strategies import option_checks
 
 if TYPE_CHECKING:
@@ -33,6 +36,20 @@ class RankRun:
 
     def __init__(self, strategy: MultiGPUStrategy) -> None:
         self._strategy = strategy
+
+    def context(self) -> RunContext:
+        """The ranks, devices and limits of the run, as they are set now."""
+        strategy = self._strategy
+        assert strategy.cluster_environment is not None
+        return RunContext(
+            environment=strategy.cluster_environment,
+            devices=tuple(strategy.parallel_devices or ()),
+            num_nodes=strategy.num_nodes,
+            backend=strategy.process_group_backend,
+            failure_timeout_s=strategy.failure_timeout_s,
+            hang_report_s=strategy.hang_report_s,
+            join_timeout_s=strategy.join_timeout_s,
+        )
 
     def launcher(self) -> ScriptLauncher | SpawnLauncher:
         """What starts the ranks.
@@ -62,10 +79,14 @@ class RankRun:
         return SpawnLauncher(strategy, run, strategy.joining, strategy.check_before_launch, start_method)
 
     def check_before_launch(self, trainer: pl.Trainer) -> None:
-        """Raises ValueError if a callback refuses the run, or an embedding changes its weights in its forward pass."""
+        """Raises ValueError if a callback refuses the run, or the strategy cannot run the module."""
+        strategy = self._strategy
         check_callbacks_before_launch(trainer)
-        if self._strategy.data_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
+        if strategy.data_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
             check_embeddings(trainer.lightning_module)
+        if not is_overridden("configure_model", trainer.lightning_module):  # it makes the layers later
+            self.check_shapes(trainer)
+            strategy.steps.choose_layers(trainer)
 
     def join(self) -> None:
         """Connects this rank to the others, whose settings have to be alike; signals are deferred from then on."""
@@ -115,6 +136,17 @@ class RankRun:
             client.report_to(directory, node_rank=strategy.node_rank if strategy.num_nodes > 1 else None)
         if strategy.data_parallel_size > 1 and is_fit:
             check_embeddings(module)  # those of configure_model too
+
+    def training_starts(self) -> None:
+        """Completes an epoch that was resumed, and has the ranks stop together."""
+        trainer = self._strategy._module.trainer
+        complete_resumed_epoch(trainer)
+        share_stops(trainer)
+        self.stage_starts(training=True)
+
+    def stage_starts(self, *, training: bool = False) -> None:
+        """Defers the signals for which Lightning has set handlers."""
+        self._strategy.signals.stage_starts(self._strategy._module.trainer, training=training)
 
     def completed_step(self) -> None:
         """Notes an optimizer step for the guardian's reports; Lightning counts it later."""

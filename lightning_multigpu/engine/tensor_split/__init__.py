@@ -14,9 +14,7 @@ from lightning_multigpu.engine.tensor_split.layers import (
     ColumnSplitLinear,
     RowSplitLinear,
     VocabSplitEmbedding,
-    gather_last,
     gather_sequence,
-    split_last,
     split_sequence,
     summed,
 )
@@ -28,9 +26,7 @@ __all__ = [
     "SplitMultiheadAttention",
     "TensorGroup",
     "VocabSplitEmbedding",
-    "gather_last",
     "gather_sequence",
-    "split_last",
     "split_sequence",
     "summed",
 ]

@@ -76,7 +76,6 @@ class _Split:
 
 class _ColumnSplit(_Split):
     bias: Any
-    gather_output = False
     entry: Callable[[Tensor, _ColumnSplit], Tensor] | None = None
     """Gives the layer its input, and sums up the gradient of it, for all column layers of a block."""
     keeps_gathered = True
@@ -87,14 +86,12 @@ class _ColumnSplit(_Split):
         *,
         sections: Sequence[int] = (),
         unit: int | Sequence[int] = 1,
-        gather_output: bool = False,
         name: str = "",
     ) -> None:
         self._joins(group, name)
         dim = int(self.is_transposed)
         size = whole_size(self.weight, dim)
         self.split = ParameterSplit.even(size, group.size, sections=sections, unit=unit)
-        self.gather_output = gather_output
         self._cut(self.weight, ParameterSplit(dim, self.split.ranges))
         if self.bias is not None:
             self._cut(self.bias, self.split)
@@ -103,10 +100,8 @@ class _ColumnSplit(_Split):
         if self.entry is not None:
             input = self.entry(input, self)
         output = column_linear(input, self._out_in(), local(self.bias), self, sums=self.entry is None)
-        part = SplitTensor.of(
-            output, PartLayout(ParameterSplit(output.dim() - 1, self.split.ranges), self.group, self.meter_name)
-        )
-        return gather_last(part, self.group, self.split, self.meter_name) if self.gather_output else part
+        split = ParameterSplit(output.dim() - 1, self.split.ranges)
+        return SplitTensor.of(output, PartLayout(split, self.group, self.meter_name))
 
 
 class _RowSplit(_Split):
@@ -132,7 +127,7 @@ class _RowSplit(_Split):
             input = whole(input)
         if isinstance(input, Placeholder):
             return input.resized([*input.shape[:-1], self.split.size(self.group.rank)])
-        return split_last(input, self.group, self.split, self.meter_name)
+        return own_of(input, ParameterSplit(-1, self.split.ranges), self.group, self.meter_name)
 
 
 def _part_of_sequence(output: Tensor, rows: Tensor, layer: Any) -> Any:
@@ -193,7 +188,6 @@ class ColumnSplitLinear(_ColumnSplit, nn.Linear):
     input and option     in forward                             in backward
     ===================  =====================================  =============================================
     whole                nothing                                all-reduce, R x in x E bytes
-    ``gather_output``    all-gather, R x out x E bytes          all-reduce, R x in x E bytes
     part of a sequence   all-gather, R x in x E bytes           reduce-scatter, R x in x E bytes; one more
                                                                 all-gather of these unless ``keeps_gathered``
     ===================  =====================================  =============================================
@@ -214,7 +208,6 @@ class ColumnSplitLinear(_ColumnSplit, nn.Linear):
         sections: lengths of the parts of the output that are split one by one: of queries, keys and values, for
             example, in a fused projection. One by default.
         unit: outputs that stay on one rank, of a head for example; or one number for each section.
-        gather_output: every rank gets all outputs, (..., out), by one all-gather in forward.
         keeps_gathered: of a part of a sequence, keep the gathered input for backward instead of gathering it again.
         name: in the meter.
     """
@@ -228,7 +221,6 @@ class ColumnSplitLinear(_ColumnSplit, nn.Linear):
         group: TensorGroup,
         sections: Sequence[int] = (),
         unit: int | Sequence[int] = 1,
-        gather_output: bool = False,
         keeps_gathered: bool = True,
         name: str = "",
         device: torch.device | str | None = None,
@@ -236,7 +228,7 @@ class ColumnSplitLinear(_ColumnSplit, nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.keeps_gathered = keeps_gathered
-        self._become(group, sections=sections, unit=unit, gather_output=gather_output, name=name)
+        self._become(group, sections=sections, unit=unit, name=name)
 
     @classmethod
     def of(cls, linear: nn.Module, group: TensorGroup, **options: Any) -> _ColumnSplit:
@@ -245,7 +237,7 @@ class ColumnSplitLinear(_ColumnSplit, nn.Linear):
         Args:
             linear: an ``nn.Linear``, or a Conv1D of transformers.
             group: the ranks.
-            options: ``sections``, ``unit``, ``gather_output`` and ``name``, as for the class.
+            options: ``sections``, ``unit`` and ``name``, as for the class.
 
         Raises:
             ValueError: it is another module, or the sections do not fit.
@@ -453,51 +445,6 @@ def summed(tensor: Tensor, group: TensorGroup, name: str) -> Tensor:
     return total
 
 
-def gather_last(tensor: Tensor, group: TensorGroup, split: ParameterSplit, name: str) -> Tensor:
-    """The whole tensor of parts along the last dimension that ranks have computed.
-
-    =======  ==================  =========================================
-    N ranks  shape on each rank  in backward
-    =======  ==================  =========================================
-    tensor   (..., size / N)     gradient (..., size / N), this rank's own
-    output   (..., size)         gradient (..., size), the same on all
-    =======  ==================  =========================================
-
-    Communication: one all-gather of the output's bytes in forward, nothing in backward. All ranks have to compute the
-    same with the whole tensor: each then takes its part of the gradient. After Shoeybi et al.,
-    Megatron-LM (2019), section 3.
-
-    Args:
-        tensor: this rank's part.
-        group: the ranks.
-        split: of the last dimension, ``layer.split`` of a :class:`ColumnSplitLinear` for example.
-        name: in the meter.
-    """
-    return whole_of(local(tensor), _along_last(split), group, name).contiguous()
-
-
-def split_last(tensor: Tensor, group: TensorGroup, split: ParameterSplit, name: str) -> Tensor:
-    """This rank's part, along the last dimension, of a tensor that all ranks have.
-
-    =======  ============================  =========================================
-    N ranks  shape on each rank            in backward
-    =======  ============================  =========================================
-    tensor   (..., size), the same on all  gradient (..., size), the same on all
-    output   (..., size / N)               gradient (..., size / N), this rank's own
-    =======  ============================  =========================================
-
-    Communication: nothing in forward, one all-gather of the tensor's bytes in backward. After Shoeybi et al.,
-    Megatron-LM (2019), section 3.
-
-    Args:
-        tensor: the same on every rank.
-        group: the ranks.
-        split: of the last dimension, ``layer.split`` of a :class:`RowSplitLinear` for example.
-        name: in the meter.
-    """
-    return own_of(tensor, _along_last(split), group, name)
-
-
 def gather_sequence(part: SplitTensor, name: str = "") -> Tensor:
     """The whole sequence of a part along it.
 
@@ -655,10 +602,6 @@ def _whole_gradient(gradient: Tensor, shape: torch.Size, layer: Any) -> Tensor:
 def _rows(tensor: Tensor) -> Tensor:
     """The tensor as a matrix, also where this rank has no columns of it."""
     return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
-
-
-def _along_last(split: ParameterSplit) -> ParameterSplit:
-    return ParameterSplit(-1, split.ranges)
 
 
 def cast(*tensors: Tensor | None) -> tuple[Any, ...]:

@@ -93,8 +93,8 @@ class TensorGroup:
         size: the number of ranks.
         on_gather: called with the layer's name and the operation that needs the whole of a :class:`.SplitTensor`.
         shows_parts: parameters of split layers read as this rank's part, and not as whole ones; see :meth:`showing`.
-        observer: called with the operation, the layer's name and the bytes of each collective that begins, in the
-            thread that asks for it.
+        observer: called with the operation, the layer's name and the bytes of each collective, also within
+            :meth:`alone`, in the thread that asks for it.
     """
 
     def __init__(
@@ -196,10 +196,12 @@ class TensorGroup:
             tensor: contiguous; the same shape and dtype on every rank.
             name: of the layer, for the meter.
         """
-        if self.size == 1 or self._is_silent(tensor):
+        if self.size == 1:
             return tensor
-        with self._begin("all_reduce", tensor, name, blocking=True):
-            self._sum(tensor)
+        self._observe("all_reduce", tensor, name)
+        if not self._is_silent(tensor):
+            with self._begin("all_reduce", tensor, name, blocking=True):
+                self._sum(tensor)
         return tensor
 
     def any(self, is_so: bool, device: torch.device) -> bool:
@@ -212,14 +214,16 @@ class TensorGroup:
 
         It runs beside on GPUs, and on CPUs where the tensor has 1 MiB or more.
         """
-        if self.size == 1 or self._is_silent(tensor):
+        if tensor.nbytes < _BESIDE_FROM_BYTES and not self._is_nccl:
+            return Done(self.all_reduce(tensor, name))
+        if self.size == 1:
+            return Done(tensor)
+        self._observe("all_reduce", tensor, name)
+        if self._is_silent(tensor):
             return Done(tensor)
         if self._is_nccl:
             transfer = self._begin("all_reduce", tensor, name)
             return _OnStream(tensor, dist.all_reduce(tensor, group=self.group, async_op=True), transfer)
-        if tensor.nbytes < _BESIDE_FROM_BYTES:
-            return Done(self.all_reduce(tensor, name))
-        self._observe("all_reduce", tensor, name)
         pending = _Beside(tensor, self._meter)
         if self._thread is None:
             self._thread = threading.Thread(target=self._reduce_beside, name="tensor-split", daemon=True)
@@ -245,6 +249,7 @@ class TensorGroup:
         whole = own.new_zeros(bounds[-1][1], *own.shape[1:])
         row = whole[0].numel()
         start, stop = bounds[self.rank]
+        self._observe("all_gather", whole, name)
         if self._is_silent(tensor):
             whole[start:stop] = own
             return whole.movedim(0, dim)
@@ -271,6 +276,7 @@ class TensorGroup:
         whole = tensor.detach().movedim(dim, 0).contiguous()
         row = whole[0].numel()
         start, stop = bounds[self.rank]
+        self._observe("reduce_scatter", whole, name)
         if self._is_silent(tensor):
             return whole[start:stop].movedim(0, dim).contiguous()
         shared = self._shared_for(tensor)
@@ -327,7 +333,7 @@ class TensorGroup:
         while (item := self._work.get()) is not None:
             pending, name = item
             try:
-                with self._begin("all_reduce", pending.tensor, name, is_observed=True):
+                with self._begin("all_reduce", pending.tensor, name):
                     self._sum(pending.tensor)
             except BaseException as error:
                 pending.error = error
@@ -337,12 +343,8 @@ class TensorGroup:
         if self.observer is not None:
             self.observer(operation, name, tensor.nbytes)
 
-    def _begin(
-        self, operation: str, tensor: Tensor, name: str, *, blocking: bool = False, is_observed: bool = False
-    ) -> Transfer:
+    def _begin(self, operation: str, tensor: Tensor, name: str, *, blocking: bool = False) -> Transfer:
         size_bytes, uses_memory = tensor.nbytes, self._shared_for(tensor) is not None
-        if not is_observed:
-            self._observe(operation, tensor, name)
         return self._meter.begin(
             operation,
             group=f"tensor {name}".rstrip(),

@@ -33,7 +33,7 @@ from lightning_multigpu.communication.metering.clocks import CoreWait, clock_of
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.tensor_split.blocks import Applied, find_blocks, find_pairs, order_of_calls
-from lightning_multigpu.engine.tensor_split.tensor_group import Bounds, TensorGroup
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.training_memory import SavedActivations, held_bytes
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.model_profile import Phases
@@ -86,26 +86,11 @@ class LoneTensorGroup(TensorGroup):
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
         self.on_gather = lambda layer, operation: None
-        self.observer, self._readers, self.shows_parts = None, None, False
+        self._readers, self.shows_parts = None, False
         self._meter, self._shared, self._thread = Meter(), None, None
         self._is_nccl, self._is_alone = False, True
         self.sent: list[tuple[str, int]] = []
-
-    @override
-    def all_reduce(self, tensor: Tensor, name: str) -> Tensor:
-        self.sent.append(("all_reduce", tensor.nbytes))
-        return tensor
-
-    @override
-    def begin_all_reduce(self, tensor: Tensor, name: str) -> Any:
-        self.sent.append(("all_reduce", tensor.nbytes))
-        return super().begin_all_reduce(tensor, name)
-
-    @override
-    def all_gather(self, tensor: Tensor, dim: int, bounds: Bounds, name: str) -> Tensor:
-        whole = super().all_gather(tensor, dim, bounds, name)
-        self.sent.append(("all_gather", whole.nbytes))
-        return whole
+        self.observer = lambda operation, name, size_bytes: self.sent.append((operation, size_bytes))
 
 
 @dataclass

@@ -36,6 +36,7 @@ from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
 from lightning_multigpu.strategies.steps.dry_run import unlogged_loss, without_trace, without_updates
+from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 from lightning_multigpu.strategies.steps.same_batches import (
     are_equal,
     builds_layers_later,
@@ -44,7 +45,6 @@ from lightning_multigpu.strategies.steps.same_batches import (
     share_random_states,
     write_no_predictions,
 )
-from lightning_multigpu.strategies.tensor_parallel.split_gradients import split_gradients
 from lightning_multigpu.strategies.tensor_parallel.split_layers import (
     Plan,
     SequenceSplit,
@@ -195,7 +195,13 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         self.groups.also_cut.append(self._tensor.abort)
         self._undo.callback(self._tensor.close)
         self._layers = SplitLayers(module, self._tensor, self._plan, sequence_split=self._sequence_split)
-        self._undo.callback(split_gradients(self.precision_plugin, self._tensor, self.root_device).end)
+        tensor, device = self._tensor, self.root_device
+        methods = PluginMethods(  # a rank owns its parts, the first one whole gradients
+            self.precision_plugin,
+            owned=lambda held: [p for p in held if tensor.rank == 0 or split_of(p) is not None],
+            reduce_sum=lambda number: tensor.all_reduce(number.to(device), "norm or overflow"),
+        )
+        self._undo.callback(methods.end)
         self._undo.callback(self._layers.follow_updates(self.precision_plugin, self._watch_states).end)
         self._share_random_states(self._peers)
 

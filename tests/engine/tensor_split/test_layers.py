@@ -102,20 +102,13 @@ def _converted(first: nn.Module, second: nn.Module, on_first: dict[str, Any], on
         assert_parts(split, whole, group)
 
 
-@pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d", "gathered between"])
+@pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d"])
 def test_layers_are_split_in_place(world: World, kind: str) -> None:
     first: nn.Module = nn.Linear(WIDTH, HIDDEN, bias=kind != "no bias")
     second: nn.Module = nn.Linear(HIDDEN, WIDTH, bias=kind != "no bias")
     if kind == "conv1d":
         first, second = Conv1D(HIDDEN, WIDTH), Conv1D(WIDTH, HIDDEN)
-    whole_between = kind == "gathered between"
-    world.run(
-        _converted,
-        first,
-        second,
-        {"gather_output": True} if whole_between else {},
-        {},
-    )
+    world.run(_converted, first, second, {}, {})
 
 
 def _others_are_refused() -> None:
