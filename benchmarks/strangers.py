@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import multiprocessing
+import socket
 import os
 import platform
 import sys
@@ -35,7 +36,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.strange_modules import NUM_SAMPLES, STRANGERS, Stranger
-from lightning_multigpu.bench.jobs.host_agents import free_port
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.registry import REGIMES
 
@@ -158,7 +158,9 @@ def outcome(stranger: Stranger, strategy: str, options: Mapping[str, Any]) -> An
     regime = next((regime for regime in REGIMES if regime.name == strategy), None)
     num_processes = NUM_RANKS if regime is not None and regime.strategy.starts_ranks else 1
     num_devices = 1 if regime is None else NUM_RANKS
-    port = free_port()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     context = multiprocessing.get_context("fork")
     connections: list[Connection] = []
     processes = []

@@ -16,6 +16,7 @@ import pytest
 from lightning_multigpu._waiting_ranks import _PIPE, _waiting, are_waiting, launch_rank, ranks_started
 from lightning_multigpu.commands import early_checks
 from lightning_multigpu.commands.early_checks import ranks_to_start
+from lightning_multigpu.commands.settings.sources import flat
 from tests import preforked
 
 ROOT = Path(__file__).parents[1]
@@ -127,13 +128,13 @@ class TestStarting:
     ) -> None:
         """At most one for each core: on a machine with fewer they would delay the error message of a wrong setting."""
         monkeypatch.setattr(early_checks.os, "sched_getaffinity", lambda _: {0, 1, 2})
-        assert ranks_to_start({"trainer": trainer}, environment) == count
+        assert ranks_to_start(flat({"trainer": trainer}), environment) == count
 
     def test_a_system_that_tells_no_affinity(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """On macOS every fit with several ranks ended with an AttributeError."""
         monkeypatch.delattr(early_checks.os, "sched_getaffinity")
         monkeypatch.setattr(early_checks.os, "cpu_count", lambda: 2)
-        assert ranks_to_start({"trainer": {**RING, "devices": 64}}, {}) == 2
+        assert ranks_to_start(flat({"trainer": {**RING, "devices": 64}}), {}) == 2
 
 
 @pytest.mark.launch

@@ -69,11 +69,8 @@ class SmallLayers(LightningModule):
 def ring_over_ddp(place: Place, *, model: type[SmallLayers | BenchGPT]) -> str:
     """A training step of both strategies on one rank and on two, in turns; the goal is a ratio of 1."""
     plan = _plan(place.card, model)
-    with ExitStack() as stack:
-        runs = []
-        for devices in (1, 2):
-            hosts = stack.enter_context(HostAgents(placement(devices, environment={}), threads=1))
-            runs += [StrategyRun(hosts, contender, plan) for contender in plan.contenders]
+    with HostAgents(placement(2, environment={}), threads=1) as hosts:
+        runs = [StrategyRun(hosts, contender, plan, devices) for devices in (1, 2) for contender in plan.contenders]
         results = take_turns(runs)
     lines = [
         f"{model.__name__}, batch {plan.subject.batch_size} a rank, {plan.repetitions} turns of {plan.steps} steps",

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from lightning_multigpu.bench.jobs.host_agents import HostAgents
-    from lightning_multigpu.bench.jobs.local_ranks import Requests, Seat
     from lightning_multigpu.bench.jobs.placement import Placement
+    from lightning_multigpu.bench.jobs.rank_process import Seat, Turns
     from lightning_multigpu.commands.host_facts import Facts, Problem
 
 SCHEMA_VERSION = 1
@@ -154,11 +154,13 @@ def _try_all_reduce(agents: HostAgents, backend: str, timeout_s: float) -> dict[
     from lightning_multigpu.bench.jobs.host_agents import JobError
 
     try:
-        job = agents.start(f"doctor-{backend}", all_reduce, (backend, timeout_s))
-        sums = job.ask("all-reduce", timeout_s)
+        turns = agents.turns(["all-reduce"])
+        settings = (backend, timeout_s)
+        job = agents.start("doctor", all_reduce, settings, turns, timeout_s=timeout_s, start_timeout_s=timeout_s)
+        sums = job.answers(turns[0][0])
         job.end()
     except (RuntimeError, OSError, EOFError) as error:  # also of the store, and where no process can be started
-        is_late = isinstance(error, JobError) and error.failure.kind == "late"
+        is_late = isinstance(error, JobError) and error.kind == "late"
         return {"status": "timed out" if is_late else "failed", "reason": str(error).partition("\n")[0]}
     expected = sum(range(1, agents.placement.world_size + 1))
     if any(value != expected for value in sums):
@@ -166,11 +168,10 @@ def _try_all_reduce(agents: HostAgents, backend: str, timeout_s: float) -> dict[
     return {"status": "ok", "reason": None}
 
 
-def all_reduce(settings: tuple[str, float], seat: Seat, requests: Requests) -> None:
+def all_reduce(settings: tuple[str, float], seat: Seat, turns: Turns) -> None:
     """The main function of a rank: each one gives its rank + 1, and answers with the sum."""
     import torch
     import torch.distributed as dist
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     backend, timeout_s = settings
     device = torch.device("cpu")
@@ -181,18 +182,12 @@ def all_reduce(settings: tuple[str, float], seat: Seat, requests: Requests) -> N
             ask_nccl_to_share()
         device = torch.device("cuda", seat.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    store = TCPStore(seat.placement.main_address, seat.store_port, is_master=False)
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(seat.job, store),
-        rank=seat.rank,
-        world_size=seat.placement.world_size,
-        timeout=timedelta(seconds=2 * timeout_s),
-    )
-    for _ in requests:
+    timeout = timedelta(seconds=2 * timeout_s)
+    dist.init_process_group(backend, rank=seat.rank, world_size=seat.placement.world_size, timeout=timeout)
+    for _ in turns:
         tensor = torch.tensor(seat.rank + 1.0, device=device)
         dist.all_reduce(tensor)
-        requests.answer(tensor.item())
+        turns.answer(tensor.item())
     dist.destroy_process_group()
 
 

@@ -13,14 +13,13 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from lightning_multigpu._suggest import nearest
 from lightning_multigpu._waiting_ranks import ranks_started
 from lightning_multigpu.commands.settings.sources import Settings, options
 from lightning_multigpu.commands.settings.spelling import check_strategy
 from lightning_multigpu.commands.settings.training_help import ALL_OPTIONS, page
-from lightning_multigpu.commands.settings.wrong_key import raise_for_wrong_key
+from lightning_multigpu.commands.settings.wrong_key import checked_keys
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.registry import REGIMES
 
@@ -73,10 +72,8 @@ def checked_settings(name: str, arguments: Sequence[str], *, also: Sequence[str]
     # A configuration may also be given as text or as a URL, and be empty: jsonargparse knows what to make of that.
     if not known or any(":" in file or (Path(file).is_file() and not Path(file).stat().st_size) for file in files):
         return {}
-    settings = raise_for_wrong_key(arguments, [*known, *also], values=False)
-    trainer = settings.get("trainer")
-    strategy = trainer.get("strategy") if isinstance(trainer, Mapping) else None
-    if isinstance(strategy, str):
+    settings = checked_keys(arguments, [*known, *also])
+    if isinstance(strategy := settings.get("trainer.strategy"), str):
         try:
             check_strategy(strategy)
         except ValueError as error:
@@ -110,31 +107,30 @@ def check_checkpoint(path: object) -> None:
     raise UsageError(f"ckpt_path={str(path)!r}: there is no such file.{hint}")
 
 
-def ranks_to_start(settings: Mapping[str, Any], environment: Mapping[str, str]) -> int:
+def ranks_to_start(settings: Settings, environment: Mapping[str, str]) -> int:
     """The number of ranks of this host that import Lightning at the same time, this process included.
 
     It is that of ``devices``, and at most that of processor cores: on a core that they share, ranks would only delay
     each other and an error message. 1 where ranks are started otherwise than by running the command line again.
     """
-    trainer = settings.get("trainer")
-    if not isinstance(trainer, Mapping) or any(name in environment for name in _LAUNCHERS):
+    if any(name in environment for name in _LAUNCHERS):
         return 1
-    devices = str(trainer.get("devices", environment.get("PL_TRAINER_DEVICES")))
-    if not devices.isdigit() or not _runs_script_again(trainer.get("strategy")):
+    devices = str(settings.get("trainer.devices", environment.get("PL_TRAINER_DEVICES")))
+    if not devices.isdigit() or not _runs_script_again(settings):
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(int(devices), cores))
 
 
-def _runs_script_again(strategy: object) -> bool:
-    options: Mapping[str, Any] = {}
-    if isinstance(strategy, Mapping):
-        options, strategy = strategy.get("init_args") or {}, strategy.get("class_path")
+def _runs_script_again(settings: Settings) -> bool:
+    name = "trainer.strategy"
+    strategy = settings.get(f"{name}.class_path", settings.get(name))
+    method = settings.get(f"{name}.start_method", settings.get(f"{name}.init_args.start_method", "popen"))
     for regime in REGIMES:
         if strategy == regime.name:
             return bool(regime.options.get("start_method", "popen") == "popen")
     classes = {regime.class_path.rpartition(".")[2] for regime in REGIMES}
-    return str(strategy).rpartition(".")[2] in classes and options.get("start_method", "popen") == "popen"
+    return str(strategy).rpartition(".")[2] in classes and method == "popen"
 
 
 def settings_of(name: str) -> list[str]:

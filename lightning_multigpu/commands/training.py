@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_multigpu.commands import resume
 from lightning_multigpu.commands.early_checks import check_checkpoint
 from lightning_multigpu.commands.settings.trainer_settings import check_trainer_settings, path_of_strategy_class
-from lightning_multigpu.commands.settings.wrong_key import condensed, raise_for_wrong_key
+from lightning_multigpu.commands.settings.wrong_key import explained
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.registry import REGIMES
 
@@ -105,12 +105,14 @@ class TrainingCLI(LightningCLI):
 
     Args:
         arguments: the subcommand and its options.
+        wanted: further options, for the methods of a subclass.
 
     Raises:
         UsageError: an argument, a configuration file or a setting is wrong.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], wanted: Any = None) -> None:
+        self._wanted = wanted
         names = ", ".join(regime.name for regime in REGIMES)
         self._command = arguments[0]
         self._seed_lines: list[logging.LogRecord] = []
@@ -155,10 +157,7 @@ class TrainingCLI(LightningCLI):
             if isinstance(strategy, str) and (path := path_of_strategy_class(strategy)) is not None:
                 self.config = parser.parse_args([*args, f"--trainer.strategy.class_path={path}"])
         except ArgumentError as error:
-            subcommand, *rest = args
-            known = self._subcommand_parsers[subcommand].get_defaults(skip_validation=True).keys()
-            raise_for_wrong_key(rest, list(known))
-            raise UsageError(condensed(error.message)) from error
+            raise explained(error.message, args[1:]) from error
         settings = self.config[self.config.subcommand]
         if resume.OPTION in settings:
             raise UsageError("resume is an option of the command line, and no setting of a configuration file")

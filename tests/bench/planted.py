@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_multigpu.bench.collectives.implementations import Call, Implementation, torch_collectives
 from lightning_multigpu.bench.collectives.operations import OPERATIONS, Buffers
-from lightning_multigpu.bench.jobs.local_ranks import Requests, Seat
+from lightning_multigpu.bench.jobs.rank_process import Seat, Turns
 
 
 def liar(group: dist.ProcessGroup) -> dict[str, Call]:
@@ -66,13 +66,16 @@ FORGETFUL = Implementation("forgetful", "gloo", forgetful, "does it once", ("all
 FAULTY = Implementation("faulty", "gloo", faulty, "fails in many ways")
 
 
-def obey(settings: Any, seat: Seat, requests: Requests) -> None:
+def obey(settings: Any, seat: Seat, turns: Turns) -> None:
     """A job that does what it is told: answers, or ends in one of several ways on one rank."""
-    for word, rank in requests:
+    for word, rank in turns:
+        if word == "die and raise":
+            if seat.rank == rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if seat.local_rank == 0:
+                raise ConnectionError("closed by peer")
         if seat.rank != rank:
-            requests.answer(
-                (settings, seat.rank, seat.local_rank, os.environ.get("WORLD_SIZE"), torch.get_num_threads())
-            )
+            turns.answer((settings, seat.rank, seat.local_rank, os.environ.get("WORLD_SIZE"), torch.get_num_threads()))
         elif word == "raise":
             raise ValueError("as told")
         elif word == "exit":
@@ -83,11 +86,11 @@ def obey(settings: Any, seat: Seat, requests: Requests) -> None:
             threading.Event().wait()
 
 
-def silent(settings: Any, seat: Seat, requests: Requests) -> None:
+def silent(settings: Any, seat: Seat, turns: Turns) -> None:
     """A rank that joins nobody, and never answers."""
     threading.Event().wait()
 
 
-def broken(settings: Any, seat: Seat, requests: Requests) -> None:
+def broken(settings: Any, seat: Seat, turns: Turns) -> None:
     """A rank whose back end refuses."""
     raise RuntimeError("no device of that name")

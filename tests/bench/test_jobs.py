@@ -6,20 +6,29 @@ import base64
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, _cause, free_port
-from lightning_multigpu.bench.jobs.local_ranks import RankFailure
+from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
 from lightning_multigpu.bench.jobs.placement import Placement, placement
 from tests.bench.conftest import ranks
 from tests.bench.planted import obey
+from tests.world import free_port
 
 TIMEOUT_S = 60.0
+
+
+def started(
+    hosts: HostAgents, *words: tuple[str, int | None], settings: Any = None, timeout_s: float = TIMEOUT_S
+) -> tuple[RankJob, Callable[[], list[Any]]]:
+    """A job that does these in its turns; returns a function for the answers of the next one."""
+    turns = hosts.turns(words)
+    job = hosts.start("job", obey, settings, turns, timeout_s=timeout_s, start_timeout_s=TIMEOUT_S)
+    numbers = iter(number for number, _ in turns)
+    return job, lambda: job.answers(next(numbers))
 
 
 class TestOneHost:
@@ -30,9 +39,9 @@ class TestOneHost:
 
     def test_answers_come_in_rank_order(self, hosts: HostAgents, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WORLD_SIZE", "17")  # of a launcher: not the ranks' concern
-        job = hosts.start("job", obey, "settings")
+        job, answers = started(hosts, ("answer", None), ("answer", None), settings="settings")
         for _ in range(2):
-            assert job.ask(("answer", None), TIMEOUT_S) == [
+            assert answers() == [
                 ["settings", 0, 0, None, 3],
                 ["settings", 1, 1, None, 3],
             ]
@@ -44,26 +53,40 @@ class TestOneHost:
         [
             ("raise", "raised", "rank 1: ValueError: as told"),
             ("exit", "died", "rank 1: its process ended with exit status 3"),
-            ("return", "died", "rank 1: ended before it had answered"),
+            ("return", "late", "no answer within 2 s"),
             ("hang", "late", "no answer within 2 s"),
         ],
     )
     def test_a_failure_ends_the_job_and_is_told(self, hosts: HostAgents, word: str, kind: str, reason: str) -> None:
-        job = hosts.start("job", obey, None)
-        job.ask(("answer", None), TIMEOUT_S)
+        _, answers = started(hosts, ("answer", None), (word, 1), timeout_s=2.0)
+        answers()
         with pytest.raises(JobError) as raised:
-            job.ask((word, 1), 2.0 if word == "hang" else TIMEOUT_S)
-        failure = raised.value.failure
-        assert (failure.kind, failure.reason, failure.ranks, failure.all_ranks) == (kind, reason, (1,), False)
+            answers()
+        assert (raised.value.kind, str(raised.value)) == (kind, reason)
+        assert kind == "late" or not raised.value.all_ranks
         assert not ranks()
-        again = hosts.start("job", obey, None)
-        assert len(again.ask(("answer", None), TIMEOUT_S)) == 2
+        _, again = started(hosts, ("answer", None))
+        assert len(again()) == 2
 
     def test_what_is_not_ended_is_killed(self) -> None:
         with HostAgents(placement(2, environment={}), threads=1) as hosts:
-            hosts.start("job", obey, None).ask(("answer", None), TIMEOUT_S)
+            _, answers = started(hosts, ("answer", None), ("answer", None))
+            answers()
             assert len(ranks()) == 2
         assert not ranks()
+
+    def test_jobs_take_turns(self, hosts: HostAgents) -> None:
+        """And so do what is left of them, where one of them fails."""
+        turns = hosts.turns([("answer", None), ("exit", 0), ("answer", None), ("answer", None)])
+        limits = {"timeout_s": TIMEOUT_S, "start_timeout_s": TIMEOUT_S}
+        jobs: list[RankJob] = [hosts.start("job", obey, name, turns[name::2], **limits) for name in (0, 1)]
+        assert [answer[0] for answer in jobs[0].answers(0)] == [0, 0]
+        with pytest.raises(JobError, match="exit status 3"):
+            jobs[1].answers(1)
+        assert [answer[0] for answer in jobs[0].answers(2)] == [0, 0]
+        hosts.skip(3)
+        _, again = started(hosts, ("answer", None))
+        assert len(again()) == 2
 
 
 class TestTwoHosts:
@@ -74,12 +97,13 @@ class TestTwoHosts:
     @staticmethod
     def _run(hosts: HostAgents) -> None:
         hosts.check_settings({"--devices": "2"})
-        job = hosts.start("job", obey, None)
-        assert [answer[1:3] for answer in job.ask(("answer", None), TIMEOUT_S)] == [[0, 0], [1, 1], [2, 0], [3, 1]]
+        _, answers = started(hosts, ("answer", None), ("exit", 3))
+        assert [answer[1:3] for answer in answers()] == [[0, 0], [1, 1], [2, 0], [3, 1]]
         with pytest.raises(JobError, match="rank 3: its process ended with exit status 3") as raised:
-            job.ask(("exit", 3), TIMEOUT_S)
-        assert (raised.value.failure.ranks, raised.value.failure.all_ranks) == ((3,), False)
-        assert len(hosts.start("job", obey, None).ask(("answer", None), TIMEOUT_S)) == 4
+            answers()
+        assert not raised.value.all_ranks
+        _, again = started(hosts, ("answer", None))
+        assert len(again()) == 4
 
     def test_hosts_that_were_started_with_different_options_are_told(self) -> None:
         def check(hosts: HostAgents) -> None:
@@ -104,15 +128,16 @@ class TestTwoHosts:
                 hosts.check_settings({})
         assert not target.exists()
 
-    def test_of_several_failures_the_one_that_explains_the_others_is_told(self) -> None:
-        """The ranks of one host have died; those of the others have waited for them, or lost their connections."""
-        late = RankFailure("late", (0, 1), True, "no answer within 3 s")
-        died = RankFailure("died", (2,), False, "rank 2: its process was ended by SIGKILL")
-        raised = RankFailure("raised", (4, 5), True, "rank 4: RuntimeError: connection closed")
-        assert _cause([late, raised, died], 3) == died
-        assert _cause([late, raised], 3) == replace(raised, all_ranks=False)
-        both = _cause([raised, raised], 2)
-        assert (both.all_ranks, both.ranks) == (True, (4, 5, 4, 5))
+    def test_a_death_explains_what_the_ranks_of_other_hosts_raise(self) -> None:
+        def check(hosts: HostAgents) -> None:
+            _, answers = started(hosts, ("answer", None), ("die and raise", 3))
+            answers()
+            with pytest.raises(JobError, match="rank 3: its process was ended by SIGKILL") as raised:
+                answers()
+            assert raised.value.kind == "died"
+
+        on_both_hosts(check)
+        assert not ranks()
 
 
 def _place(node_rank: int, port: int) -> Placement:

@@ -11,8 +11,8 @@ from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 
 from lightning_multigpu.bench.collectives.collective_rank import CollectiveSettings, _join
 from lightning_multigpu.bench.collectives.implementations import IMPLEMENTATIONS
-from lightning_multigpu.bench.jobs.local_ranks import Seat
 from lightning_multigpu.bench.jobs.placement import placement
+from lightning_multigpu.bench.jobs.rank_process import Seat
 from lightning_multigpu.bench.machine import header, header_lines
 from lightning_multigpu.bench.strategies.contenders import Contender, contender
 from lightning_multigpu.bench.strategies.models import BenchMLP, Subject
@@ -45,7 +45,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def seat(local_rank: int, ranks: int) -> Seat:
     where = placement(ranks, environment={})
-    return Seat(placement=where, local_rank=local_rank, threads=1, store_port=1, job="", main_port=1, verbose=False)
+    return Seat(placement=where, local_rank=local_rank)
 
 
 def strategy_of(given: Contender, local_rank: int = 1, ranks: int = 2) -> ParallelStrategy:

@@ -55,8 +55,10 @@ def _starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ("strategies --baseline fsdp", "--baseline=fsdp is not among --strategies ddp ring_ddp; add it there"),
         ("strategies --model resnet", "--model=resnet: pass one of mlp, gpt, or the class of yours"),
         ("strategies --model tests.bench.models.Tinny", "tests.bench.models has no 'Tinny'. Did you mean 'Tiny'?"),
+        ("strategies --model tests.bench.models.NoData", "model: NoData has neither example_batch(batch_size)"),
         ("strategies --model tests.bench.models.NoData", "add one of them"),
-        ("strategies --model tests.bench.planted.LIAR", "--model=tests.bench.planted.LIAR is no class"),
+        ("strategies --model lightning.pytorch.strategies.DDPStrategy", "subclass of LightningModule"),
+        ("strategies --model tests.bench.planted.LIAR", "LIAR cannot be made: TypeError: it is no class"),
         ("strategies --model tests.bench.models.WithLoader --batch-size 3", "WithLoader has a loader of its own"),
         (
             "strategies --model tests.bench.models.OwnModel --data tests.bench.models.NoSuch",

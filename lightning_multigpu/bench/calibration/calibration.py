@@ -89,12 +89,13 @@ def calibrated(
 
 def _with_kernels(hosts: HostAgents, device_type: str, base: Machine) -> Machine:
     devices = hosts.placement.devices
-    job = hosts.start("kernels", kernels.serve, device_type)
     crowds = [1, *[2**i for i in range(1, 10) if 2**i < devices], devices] if devices > 1 else [1]
     seconds: dict[int, dict[str, float]] = {}
     boots: list[str] = []
-    for crowd in crowds:
-        answers = job.ask(kernels.Kernels(crowd), _TIMEOUT_S)
+    turns = hosts.turns(crowds)
+    job = hosts.start("kernels", kernels.serve, device_type, turns, timeout_s=_TIMEOUT_S, start_timeout_s=_TIMEOUT_S)
+    for number, crowd in turns:
+        answers = job.answers(number)
         boots = [answer["boot"] for answer in answers]
         of_ranks = [answer["seconds"] for answer in answers if answer["seconds"]]
         seconds[crowd] = {name: max(each[name] for each in of_ranks) for name in of_ranks[0]}

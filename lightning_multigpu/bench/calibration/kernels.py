@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_multigpu.bench.jobs.local_ranks import Requests, Seat
+from lightning_multigpu.bench.jobs.rank_process import Seat, Turns
 from lightning_multigpu.communication.compression import make_compressor
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.runtime.shared_gpus import rank_devices
@@ -26,19 +25,12 @@ _OPTIMIZER_BYTES = 16 << 20
 _SECONDS = 0.08
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """Time the kernels on the first ``crowd`` ranks of each host; answered by name -> seconds, by others by {}."""
-
-    crowd: int
-
-
-def serve(device_type: str, seat: Seat, requests: Requests) -> None:
-    """Serves requests for kernels; the first answer of each rank also names its machine."""
+def serve(device_type: str, seat: Seat, turns: Turns) -> None:
+    """Times the kernels on the first ranks of each host, as many as the turn says; the others answer with {}."""
     device = rank_devices(device_type, seat.placement.devices, max(1, torch.cuda.device_count()))[seat.local_rank]
-    for request in requests:
-        found = _kernels(device) if seat.local_rank < request.crowd else {}
-        requests.answer({"boot": _boot_id(), "seconds": found})
+    for crowd in turns:
+        found = _kernels(device) if seat.local_rank < crowd else {}
+        turns.answer({"boot": _boot_id(), "seconds": found})
 
 
 def _boot_id() -> str:

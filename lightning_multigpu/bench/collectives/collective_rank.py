@@ -1,4 +1,4 @@
-"""One rank of one implementation, which tries, checks and times operations on request."""
+"""One rank of one implementation, which tries, checks and times operations in its turns."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import pairwise
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_multigpu.bench.collectives.implementations import Call, Implementation
 from lightning_multigpu.bench.collectives.operations import BY_NAME, Buffers
 from lightning_multigpu.bench.collectives.pattern import Pattern
-from lightning_multigpu.bench.jobs.local_ranks import Requests, Seat
+from lightning_multigpu.bench.jobs.rank_process import Seat, Turns
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.runtime.shared_gpus import rank_devices, refusal_of_nccl, share_a_gpu
 
+MAX_CALLS = 50
+_TURN_S = 0.05
 _ESTIMATING_CALLS = 2
 _LATE_S = 0.05
 
@@ -30,6 +33,8 @@ class CollectiveSettings:
         implementation: a row of the table.
         device_type: "cpu" or "cuda".
         dtype: of the tensors.
+        warm_up: calls at the start of each turn that are not timed.
+        max_calls: the most calls of a turn.
         timeout_s: after which a collective may give up.
     """
 
@@ -37,19 +42,23 @@ class CollectiveSettings:
     device_type: str
     dtype: torch.dtype
     timeout_s: float
+    warm_up: int = 0
+    max_calls: int = MAX_CALLS
 
 
 @dataclass(frozen=True)
-class Join:
-    """Answered by None once the process group is there."""
+class CollectiveTurn:
+    """A turn of an implementation: ``step`` is one of
 
+    - "try": prepare tensors, do it once, check the result, and time it; answered by the fields of :class:`Tried`.
+    - "time": call it as often as fits into a turn; answered by the seconds of each call.
+    - "check": do it once more; answered by the number of elements that are wrong.
+    """
 
-@dataclass(frozen=True)
-class Try:
-    """Prepare tensors, do it once, check the result, and time it; answered by the fields of :class:`Tried`."""
-
+    implementation: str
     operation: str
     size: int
+    step: Literal["try", "time", "check"]
 
 
 @dataclass(frozen=True)
@@ -62,55 +71,39 @@ class Tried:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Time:
-    """Call it ``calls`` times after ``warm_up`` others; answered by the seconds of each call."""
-
-    warm_up: int
-    calls: int
-
-
-@dataclass(frozen=True)
-class Check:
-    """Do it once more and answer how many elements are wrong."""
-
-
-def serve(settings: CollectiveSettings, seat: Seat, requests: Requests) -> None:
-    """Joins the other ranks, then serves the requests."""
-    store = _join(settings, seat)
+def serve(settings: CollectiveSettings, seat: Seat, turns: Turns) -> None:
+    """Joins the other ranks, then takes its turns."""
+    _join(settings, seat)
     assert dist.group.WORLD is not None
     hosts = (seat.placement.devices,) if settings.implementation.knows_hosts else ()
     operations = settings.implementation.make(dist.group.WORLD, *hosts)
     bench: _Bench | None = None
-    for request in requests:
-        if isinstance(request, Join):
-            requests.answer(None)
-        elif isinstance(request, Try):
+    calls = 1
+    for turn in turns:
+        if turn.step == "try":
             bench = None  # gives its tensors back before new ones are made
-            bench = _Bench(request, operations[request.operation], settings, seat, store)
-            requests.answer(asdict(bench.tried()))
+            bench = _Bench(turn, operations[turn.operation], settings, seat)
+            slowest_s = max(each["seconds"] for each in turns.answer(asdict(bench.tried())))
+            calls = max(1, min(settings.max_calls, int(_TURN_S / max(slowest_s, 1e-9))))
         elif bench is not None:
-            requests.answer(bench.check() if isinstance(request, Check) else bench.time(request.warm_up, request.calls))
+            turns.answer(bench.check() if turn.step == "check" else bench.time(settings.warm_up, calls))
     dist.destroy_process_group()
 
 
-def _join(settings: CollectiveSettings, seat: Seat) -> Store:
+def _join(settings: CollectiveSettings, seat: Seat) -> None:
     device = _device(settings, seat)
     refusal = refusal_of_nccl() if _meets_over_nccl(settings, seat) else None
     if refusal is not None:
         raise RuntimeError(refusal)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = PrefixStore(seat.job, TCPStore(seat.placement.main_address, seat.store_port, is_master=False))
     dist.init_process_group(
         settings.implementation.backend,
-        store=store,
         rank=seat.rank,
         world_size=seat.placement.world_size,
         timeout=timedelta(seconds=2 * settings.timeout_s),
         device_id=device if settings.implementation.backend == "nccl" and device.type == "cuda" else None,
     )
-    return store
 
 
 def _meets_over_nccl(settings: CollectiveSettings, seat: Seat) -> bool:
@@ -129,18 +122,18 @@ def _devices(settings: CollectiveSettings, seat: Seat) -> list[torch.device]:
 class _Bench:
     """One operation on one size."""
 
-    def __init__(self, request: Try, call: Call, settings: CollectiveSettings, seat: Seat, store: Store) -> None:
+    def __init__(self, turn: CollectiveTurn, call: Call, settings: CollectiveSettings, seat: Seat) -> None:
         device = _device(settings, seat)
         self._call = call
         self._seat = seat
-        self._store = store
+        self._store = PrefixStore(seat.job, seat.store())
         self._barriers = 0
         self._timeline = clock_of(device)
-        operation = BY_NAME[request.operation]
+        operation = BY_NAME[turn.operation]
         self._pattern = Pattern(seat.placement.world_size, settings.dtype, device, summed=operation.is_sum)
         self._buffers = Buffers.make(
             operation,
-            request.size,
+            turn.size,
             rank=seat.rank,
             world_size=seat.placement.world_size,
             dtype=settings.dtype,

@@ -19,16 +19,14 @@ from typing import Any
 import torch
 
 from lightning_multigpu.bench.collectives.collective_rank import (
-    Check,
+    MAX_CALLS,
     CollectiveSettings,
-    Join,
-    Time,
+    CollectiveTurn,
     Tried,
-    Try,
     serve,
 )
 from lightning_multigpu.bench.collectives.implementations import Implementation
-from lightning_multigpu.bench.collectives.operations import Operation
+from lightning_multigpu.bench.collectives.operations import BY_NAME, Operation
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
 from lightning_multigpu.bench.machine import without_places
 from lightning_multigpu.bench.spread import Spread
@@ -36,8 +34,7 @@ from lightning_multigpu.bench.spread import Spread
 OK, NOT_SUPPORTED, FAILED, CRASHED, TIMED_OUT = "ok", "not supported", "failed", "crashed", "timed out"
 
 _JOIN_S = 60.0
-_TURN_S = 0.05
-_MAX_CALLS = 50
+_MAX_CALLS = MAX_CALLS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +58,17 @@ class CollectivePlan:
     repetitions: int
     warm_up: int
     timeout_s: float
+
+    def turns(self) -> Iterator[CollectiveTurn]:
+        """The turns of all implementations, in order."""
+        for operation in self.operations:
+            having = [each.name for each in self.implementations if each.has(operation.name)]
+            for size in self.sizes if operation.has_size else [0]:
+                yield from (CollectiveTurn(name, operation.name, size, "try") for name in having)
+                for repetition in range(self.repetitions):
+                    order = having if repetition % 2 == 0 else having[::-1]
+                    yield from (CollectiveTurn(name, operation.name, size, "time") for name in order)
+                yield from (CollectiveTurn(name, operation.name, size, "check") for name in having)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,30 +102,17 @@ class CollectiveResult:
 
 def measure(hosts: HostAgents, plan: CollectivePlan) -> Iterator[CollectiveResult]:
     """The rows, one after another; an operation that fails on one size is not tried on larger ones."""
-    contenders = [ImplementationRun(hosts, implementation, plan) for implementation in plan.implementations]
-    try:
-        for operation in plan.operations:
-            having = [contender for contender in contenders if contender.implementation.has(operation.name)]
-            for contender in having:
-                contender.out = None
-            for size in plan.sizes if operation.has_size else [0]:
-                yield from _measure(operation, size, having, plan)
-    finally:
-        for contender in contenders:
-            contender.end()
-
-
-def _measure(
-    operation: Operation, size: int, contenders: Sequence[ImplementationRun], plan: CollectivePlan
-) -> Iterator[CollectiveResult]:
-    running = [contender for contender in contenders if contender.out is None and contender.tried(operation, size)]
-    for repetition in range(plan.repetitions):
-        for contender in running if repetition % 2 == 0 else running[::-1]:
-            contender.turn()
-    for contender in contenders:
-        result = contender.result(operation, size)
+    turns = hosts.turns(list(plan.turns()))
+    runs = {
+        each.name: ImplementationRun(hosts, each, plan, [turn for turn in turns if turn[1].implementation == each.name])
+        for each in plan.implementations
+    }
+    for number, turn in turns:
+        result = runs[turn.implementation].take(number, turn)
         if result is not None:
             yield result
+    for run in runs.values():
+        run.end()
 
 
 @dataclass
@@ -125,55 +120,69 @@ class ImplementationRun:
     """One implementation in the course of the table.
 
     Attributes:
-        out: status and reason why it takes no further part in the present operation.
+        out: operation, status and reason why it takes no further part in this operation.
     """
 
     hosts: HostAgents
     implementation: Implementation
     plan: CollectivePlan
-    out: tuple[str, str | None] | None = None
+    turns: Sequence[tuple[int, CollectiveTurn]]
+    out: tuple[str, str, str] | None = None
     _told: bool = False
     _job: RankJob | None = None
-    _first: Tried = field(default_factory=Tried)
+    _tried: Tried = field(default_factory=Tried)
     _seconds: list[float] = field(default_factory=list)
 
-    def tried(self, operation: Operation, size: int) -> bool:
-        """Tries an operation on a size for the first time; False where it is not supported or fails."""
-        self._seconds, self._told, self._first = [], False, Tried()
-        answers = self._ask(Try(operation.name, size), trying=True)
-        if answers is None:
-            return False
-        tried = [Tried(**answer) for answer in answers]
-        slowest = max(tried, key=lambda answer: answer.seconds)
-        self._first = replace(slowest, wrong=sum(answer.wrong for answer in tried))
-        return True
+    def take(self, number: int, turn: CollectiveTurn) -> CollectiveResult | None:
+        """Takes a turn. The last one of a size has the row; None where an earlier row says why there are no more."""
+        if turn.step == "try":
+            self._tried, self._seconds = Tried(), []
+            if self.out is None or self.out[0] != turn.operation:
+                self.out, self._told = None, False
+        answers = self._answers(number, turn)
+        if answers is not None and turn.step == "try":
+            tried = [Tried(**answer) for answer in answers]
+            self._tried = replace(tried[0], wrong=sum(each.wrong for each in tried))
+        elif answers is not None and turn.step == "time":
+            self._seconds += [max(call) for call in zip(*answers, strict=True)]
+        return self._result(turn, answers) if turn.step == "check" else None
 
-    def turn(self) -> None:
-        """Times some calls, as many as fit into a turn."""
-        if self.out is None:
-            calls = max(1, min(_MAX_CALLS, int(_TURN_S / max(self._first.seconds, 1e-9))))
-            answers = self._ask(Time(self.plan.warm_up, calls))
-            if answers is not None:
-                self._seconds += [max(call) for call in zip(*answers, strict=True)]
-
-    def result(self, operation: Operation, size: int) -> CollectiveResult | None:
-        """The row; None where an earlier row has the reason why there are no more."""
-        checked = self._ask(Check()) if self.out is None else None
-        common: dict[str, Any] = {"operation": operation, "implementation": self.implementation.name}
-        if checked is None:
-            if self._told:
-                return None
-            self._told = True
-            assert self.out is not None
-            status, reason = self.out
-            return CollectiveResult(**common, size_bytes=self._first.size_bytes or size, status=status, reason=reason)
-        return CollectiveResult(
-            **common,
-            size_bytes=self._first.size_bytes,
-            numel=self._first.numel,
-            wrong=max(self._first.wrong, sum(checked)),
-            seconds=Spread.of(self._seconds),
+    def _result(self, turn: CollectiveTurn, checked: list[int] | None) -> CollectiveResult | None:
+        row = CollectiveResult(
+            operation=BY_NAME[turn.operation],
+            implementation=self.implementation.name,
+            size_bytes=self._tried.size_bytes if checked is not None else self._tried.size_bytes or turn.size,
         )
+        if checked is None:
+            was_told, self._told = self._told, True
+            assert self.out is not None
+            return None if was_told else replace(row, status=self.out[1], reason=self.out[2])
+        wrong = max(self._tried.wrong, sum(checked))
+        return replace(row, numel=self._tried.numel, wrong=wrong, seconds=Spread.of(self._seconds))
+
+    def _answers(self, number: int, turn: CollectiveTurn) -> list[Any] | None:
+        if self.out is not None:
+            self.hosts.skip(number)
+            return None
+        try:
+            if self._job is None:
+                self._job = self._started(number)
+            return self._job.answers(number)
+        except JobError as error:
+            self._job = None
+            status = _status(error, is_first=turn.step == "try")
+            self.out = turn.operation, status, without_places(str(error))
+            return None
+
+    def _started(self, number: int) -> RankJob:
+        plan = self.plan
+        settings = CollectiveSettings(
+            self.implementation, plan.device_type, plan.dtype, plan.timeout_s, plan.warm_up, _MAX_CALLS
+        )
+        left = [turn for turn in self.turns if turn[0] >= number]
+        start_s = plan.timeout_s + _JOIN_S
+        name = self.implementation.name
+        return self.hosts.start(name, serve, settings, left, timeout_s=plan.timeout_s, start_timeout_s=start_s)
 
     def end(self) -> None:
         """Ends the ranks."""
@@ -181,25 +190,9 @@ class ImplementationRun:
             self._job.end()
             self._job = None
 
-    def _ask(self, request: Any, *, trying: bool = False) -> list[Any] | None:
-        try:
-            if self._job is None:
-                plan = self.plan
-                settings = CollectiveSettings(self.implementation, plan.device_type, plan.dtype, plan.timeout_s)
-                self._job = self.hosts.start(self.implementation.name, serve, settings)
-                self._job.ask(Join(), plan.timeout_s + _JOIN_S)
-            return self._job.ask(request, self.plan.timeout_s)
-        except JobError as error:
-            self._job = None
-            self.out = _status(error, trying), without_places(error.failure.reason)
-            return None
 
-
-def _status(error: JobError, trying: bool) -> str:
-    failure = error.failure
-    if failure.kind == "late":
-        return TIMED_OUT
-    if failure.kind == "died":
-        return CRASHED
+def _status(error: JobError, *, is_first: bool) -> str:
+    if error.kind != "raised":
+        return TIMED_OUT if error.kind == "late" else CRASHED
     # Where every rank refuses at the first try, the operation is not supported.
-    return NOT_SUPPORTED if trying and failure.all_ranks else FAILED
+    return NOT_SUPPORTED if is_first and error.all_ranks else FAILED

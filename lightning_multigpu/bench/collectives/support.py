@@ -15,7 +15,7 @@ from lightning_multigpu.bench.collectives.collective_run import (
     OK,
     TIMED_OUT,
     CollectivePlan,
-    ImplementationRun,
+    measure,
 )
 from lightning_multigpu.bench.collectives.implementations import Implementation
 from lightning_multigpu.bench.collectives.operations import Operation
@@ -77,13 +77,13 @@ def try_all(
                 warm_up=0,
                 timeout_s=timeout_s,
             )
-            contender = ImplementationRun(hosts, implementation, plan)
-            try:
-                for operation in operations:
-                    tried = _try(contender, operation) if implementation.has(operation.name) else _NO_SUCH
-                    yield Cell(implementation.name, device_type, operation.name, *tried)
-            finally:
-                contender.end()
+            found = {row.operation.name: row for row in measure(hosts, plan)}
+            for operation in operations:
+                row = found.get(operation.name)
+                status, reason = _NO_SUCH if row is None else (row.status, row.reason)
+                if row is not None and row.wrong:
+                    status, reason = WRONG, f"{row.wrong} wrong elements"
+                yield Cell(implementation.name, device_type, operation.name, status, reason)
 
 
 def _missing(implementation: Implementation, device_type: str) -> tuple[str, str | None] | None:
@@ -94,17 +94,6 @@ def _missing(implementation: Implementation, device_type: str) -> tuple[str, str
     if implementation.devices and device_type not in implementation.devices:
         return _NO_SUCH
     return None
-
-
-def _try(contender: ImplementationRun, operation: Operation) -> tuple[str, str | None]:
-    contender.out = None
-    if contender.tried(operation, _SIZE):
-        contender.turn()
-    result = contender.result(operation, _SIZE)
-    assert result is not None
-    if result.wrong:
-        return WRONG, f"{result.wrong} wrong elements"
-    return result.status, result.reason
 
 
 def lines(cells: Sequence[Cell]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from argparse import ArgumentError
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +12,9 @@ import yaml
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_multigpu._suggest import did_you_mean
-from lightning_multigpu.commands.settings.classes import ClassNotFoundError, arguments_of, find_class, refusal
+from lightning_multigpu.commands.settings.spelling import ClassNotFoundError, find_class
 from lightning_multigpu.commands.settings.trainer_settings import check_strategy_name
+from lightning_multigpu.commands.settings.wrong_key import arguments_of, class_parser, condensed
 
 NO_COMMUNICATION = "no communication"
 
@@ -54,12 +56,13 @@ def contender(text: str) -> Contender:
     cls, options = _registered_or_class(name.strip())
     given = _options(text, rest)
     known = arguments_of(cls)
-    for option, value in given.items():
+    for option in given:
         if option not in known:
             raise ValueError(f"{text}: {cls.__name__} has no option {option!r}. {did_you_mean(option, known)}".rstrip())
-        objection = refusal(cls, option, value)
-        if objection is not None:
-            raise ValueError(f"{text}: {option}={value!r}: {objection}")
+    try:
+        class_parser(cls).parse_object(given)
+    except ArgumentError as error:
+        raise ValueError(f"{text}: {condensed(error.message)}") from error
     found = Contender(text, cls, {**options, **given})
     if found.options.get("start_method", "popen") != "popen":
         raise ValueError(

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_multigpu.commands.settings.spelling import find_class
+
 T = TypeVar("T")
 
 
@@ -131,47 +133,29 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def check_model(cls: type, *, brings_data: bool = False) -> None:
-    """Checks that a class can be benched: a LightningModule without required arguments that brings its data.
-
-    Args:
-        cls: of the model.
-        brings_data: a data module is given beside it.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not issubclass(cls, LightningModule):
-        raise ValueError(f"--model: {cls.__name__} is no LightningModule; pass the class of one")
-    try:
-        cls()
-    except TypeError as error:
-        raise ValueError(f"--model: {cls.__name__}() raised {error}; give its arguments defaults") from error
-    if not brings_data and not brings_batch(cls) and not brings_loader(cls):
-        raise ValueError(
-            f"--model: {cls.__name__} has neither example_batch(batch_size), which returns the batch of one rank, nor "
-            "train_dataloader(); add one of them, or pass --data"
-        )
-
-
 def brings_batch(model: type[LightningModule] | LightningModule) -> bool:
     """Whether the model has an ``example_batch(batch_size)``."""
     return callable(getattr(model, "example_batch", None))
 
 
-def made(base: type[T], settings: Any) -> T:
+def made(base: type[T], settings: Any, where: str) -> T:
     """An object of a subclass of ``base``, as Lightning's command line makes it from a configuration file.
 
     Args:
         base: LightningModule or LightningDataModule.
         settings: a class path, or a mapping with ``class_path`` and ``init_args``.
+        where: the settings stand, for the message.
+
+    Raises:
+        ValueError: it cannot be made.
     """
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(base, "it", fail_untyped=False)
-    found: T = parser.instantiate(parser.parse_object({"it": settings})).it
+    try:
+        if isinstance(settings, str) and find_class(settings) is None:
+            raise TypeError("it is no class")
+        found: T = parser.instantiate(parser.parse_object({"it": settings})).it
+    except Exception as error:  # of the user's class, or of the parser
+        shown = settings if isinstance(settings, str) else settings.get("class_path")
+        raise ValueError(f"{where}={shown} cannot be made: {type(error).__name__}: {error}") from error
     return found
-
-
-def brings_loader(cls: type[LightningModule]) -> bool:
-    """Whether the model has a ``train_dataloader()`` of its own."""
-    return cls.train_dataloader is not LightningModule.train_dataloader

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_multigpu.bench.jobs.local_ranks import Requests, Seat
+from lightning_multigpu.bench.jobs.rank_process import Seat, Turns
 from lightning_multigpu.bench.strategies.contenders import Contender
 from lightning_multigpu.bench.strategies.models import Subject, brings_batch, repeated
 from lightning_multigpu.communication.metering.clocks import clock_of
@@ -80,7 +80,7 @@ class TakesTurns(Callback):
     While it waits, the thread sleeps in a system call.
     """
 
-    requests: Requests
+    turns: Turns
     _turn: Turn | None = None
     _marks: list[Any] = field(default_factory=list)
     _first_metered: int = 0
@@ -106,8 +106,8 @@ class TakesTurns(Callback):
             owns_batch = getattr(trainer.strategy, "owns_batch", True)
             devices = getattr(trainer.strategy, "devices_per_rank", 1)
             taken = Taken(seconds, self._metered(trainer), parameters, owns_batch, devices, self._memory)
-            self.requests.answer(asdict(taken))
-        self._turn = self.requests.next()
+            self.turns.answer(asdict(taken))
+        self._turn = self.turns.next()
         if self._turn is None:
             trainer.should_stop = True
             return
@@ -143,7 +143,7 @@ class TakesTurns(Callback):
         return {name: quantile(sorted(values), 0.5) for name, values in figures.items()}
 
 
-def serve(settings: StrategySettings, seat: Seat, requests: Requests) -> None:
+def serve(settings: StrategySettings, seat: Seat, turns: Turns) -> None:
     """Trains turn by turn until there is none left."""
     seed_everything(0, verbose=False)
     subject = settings.subject
@@ -159,7 +159,7 @@ def serve(settings: StrategySettings, seat: Seat, requests: Requests) -> None:
         batch = model.example_batch(batch_size)  # type: ignore[operator]
         ranks = 1 if alone or one_process else seat.placement.world_size
         loader = repeated(batch, batch_size, num_batches, ranks)
-    _trainer(settings, seat, [TakesTurns(requests)]).fit(model, train_dataloaders=loader, datamodule=data)
+    _trainer(settings, seat, [TakesTurns(turns)]).fit(model, train_dataloaders=loader, datamodule=data)
 
 
 def _trainer(settings: StrategySettings, seat: Seat, callbacks: list[Callback]) -> Trainer:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 from lightning_multigpu.bench.collectives.collective_run import CRASHED, FAILED, OK, TIMED_OUT
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
@@ -26,6 +25,8 @@ from lightning_multigpu.bench.strategies.strategy_rank import StrategySettings, 
 from lightning_multigpu.report.statistics import quantile
 
 START_TIMEOUT_S = 180.0
+START_EACH_S = 10.0
+"""More for each strategy that starts at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class StrategyPlan:
         steps: timed steps of a turn.
         warm_up: steps before them, in each turn.
         timeout_s: for a turn.
-        start_timeout_s: for the start, which the first turn has besides.
+        start_timeout_s: from the start to the first turn.
     """
 
     contenders: Sequence[Contender]
@@ -104,62 +105,68 @@ def measure(
 def take_turns(
     runners: Sequence[StrategyRun], told: Callable[[str], object] = lambda label: None
 ) -> list[StrategyResult]:
-    """The rows of runs with equal plans, also of different numbers of ranks; they start at the same time."""
-    try:
-        for runner in runners:
-            runner.start()
-        for runner in runners:
-            runner.first_turn()
-            told(runner.contender.label)
-        for repetition in range(runners[0].plan.repetitions):
-            first = repetition % len(runners)
-            for runner in [*runners[first:], *runners[:first]]:
-                runner.turn()
-                told(runner.contender.label)
-    finally:
-        with ThreadPoolExecutor() as threads:  # ranks take a moment to end
-            list(threads.map(StrategyRun.end, runners))
+    """The rows of runs with equal plans and hosts, also of different numbers of ranks; they start at the same time."""
+    order = [*runners]  # first a turn each that does not count
+    for repetition in range(runners[0].plan.repetitions):
+        first = repetition % len(runners)
+        order += [*runners[first:], *runners[:first]]
+    turns = runners[0].hosts.turns(order)
+    for runner in runners:
+        numbers = [number for number, whose in turns if whose is runner]
+        runner.start(numbers, START_EACH_S * len(runners))
+    for index, (number, runner) in enumerate(turns):
+        runner.take(number, counts=index >= len(runners))
+        told(runner.contender.label)
+    with ThreadPoolExecutor() as threads:  # ranks take a moment to end
+        list(threads.map(StrategyRun.end, runners))
     return [runner.result() for runner in runners]
 
 
 @dataclass
 class StrategyRun:
-    """One strategy in the course of the run."""
+    """One strategy in the course of the run; on ``devices`` ranks of a host, if not on all."""
 
     hosts: HostAgents
     contender: Contender
     plan: StrategyPlan
+    devices: int | None = None
     _job: RankJob | None = None
     _out: tuple[str, str] | None = None
     _seconds: list[list[float]] = field(default_factory=list)
     _metered: list[list[dict[str, float] | None]] = field(default_factory=list)
-    _parameters: int = 0
-    _owns_batch: Sequence[bool] = ()
-    _devices_per_rank: int = 1
-    _memory: dict[str, int] = field(default_factory=dict)
+    _taken: Sequence[Taken] = ()
 
-    def start(self) -> None:
-        """Starts the ranks."""
+    def start(self, numbers: Sequence[int], more_s: float) -> None:
+        """Starts the ranks, for the turns of these numbers; with others, they may take ``more_s`` longer for it."""
         plan = self.plan
-        settings = StrategySettings(self.contender, plan.subject, plan.device_type, plan.num_steps)
-        self._job = self.hosts.start("strategy", serve, settings, one_process=self.contender.is_one_process)
+        self._job = self.hosts.start(
+            "strategy",
+            serve,
+            StrategySettings(self.contender, plan.subject, plan.device_type, plan.num_steps),
+            [(number, Turn(plan.warm_up, plan.steps)) for number in numbers],
+            timeout_s=plan.timeout_s,
+            start_timeout_s=plan.start_timeout_s + more_s,
+            devices=self.devices,
+            one_process=self.contender.is_one_process,
+        )
 
-    def first_turn(self) -> None:
-        """Waits for the ranks, and has them train a turn that does not count."""
-        self._ask(Turn(self.plan.warm_up, self.plan.steps), self.plan.timeout_s + self.plan.start_timeout_s)
-
-    def turn(self) -> None:
-        """One turn that counts."""
-        taken = self._ask(Turn(self.plan.warm_up, self.plan.steps), self.plan.timeout_s)
-        if taken is not None:
-            self._seconds = self._seconds or [[] for _ in taken]
-            for ours, answer in zip(self._seconds, taken, strict=True):
-                ours += answer.seconds
-            self._metered.append([answer.metered for answer in taken])
-            self._parameters = taken[0].parameters
-            self._owns_batch = [answer.owns_batch for answer in taken]
-            self._devices_per_rank = taken[0].devices_per_rank
-            self._memory = max((answer.memory for answer in taken), key=lambda kinds: sum(kinds.values()))
+    def take(self, number: int, *, counts: bool) -> None:
+        """Takes a turn, if the strategy has not failed."""
+        if self._job is None:
+            self.hosts.skip(number)
+            return
+        try:
+            self._taken = [Taken(**answer) for answer in self._job.answers(number)]
+        except JobError as error:
+            self._job = None
+            status = {"late": TIMED_OUT, "died": CRASHED, "raised": FAILED}[error.kind]
+            self._out = status, without_places(str(error))
+            return
+        if counts:
+            self._seconds = self._seconds or [[] for _ in self._taken]
+            for ours, taken in zip(self._seconds, self._taken, strict=True):
+                ours += taken.seconds
+            self._metered.append([taken.metered for taken in self._taken])
 
     def end(self) -> None:
         """Ends the ranks."""
@@ -172,16 +179,17 @@ class StrategyRun:
             return StrategyResult(label=self.contender.label, status=self._out[0], reason=self._out[1])
         spreads = [Spread.of(seconds) for seconds in self._seconds]
         slowest = max(range(len(spreads)), key=lambda rank: spreads[rank].median)
-        steps_per_s = sum(owns / spread.median for owns, spread in zip(self._owns_batch, spreads, strict=True))
+        last = zip(self._taken, spreads, strict=True)
+        steps_per_s = sum(taken.owns_batch / spread.median for taken, spread in last)
         return StrategyResult(
             label=self.contender.label,
             step_s=spreads[slowest],
             seconds=self._seconds[slowest],
             rank_medians_s=[spread.median for spread in spreads],
             metered=self._meter_figures(),
-            parameters=self._parameters,
-            samples_per_s=self.plan.subject.batch_size * self._devices_per_rank * steps_per_s or None,
-            memory=self._memory,
+            parameters=self._taken[0].parameters,
+            samples_per_s=self.plan.subject.batch_size * self._taken[0].devices_per_rank * steps_per_s or None,
+            memory=max((taken.memory for taken in self._taken), key=lambda kinds: sum(kinds.values())),
         )
 
     def _meter_figures(self) -> dict[str, float] | None:
@@ -192,14 +200,3 @@ class StrategyRun:
             if told:
                 by_rank.append({key: quantile(sorted(turn[key] for turn in told), 0.5) for key in told[0]})
         return max(by_rank, key=lambda figures: figures["total_ms"]) if by_rank else None
-
-    def _ask(self, request: Any, timeout_s: float) -> list[Taken] | None:
-        if self._job is None:
-            return None
-        try:
-            return [Taken(**answer) for answer in self._job.ask(request, timeout_s)]
-        except JobError as error:
-            self._job = None
-            status = {"late": TIMED_OUT, "died": CRASHED, "raised": FAILED}[error.failure.kind]
-            self._out = status, without_places(error.failure.reason)
-            return None

@@ -40,10 +40,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -57,18 +57,13 @@ from lightning_multigpu.commands.benches.bench_options import (
     write_json,
 )
 from lightning_multigpu.commands.option_parser import OptionParser, number, strategies_of
-from lightning_multigpu.commands.settings.classes import ClassNotFoundError, find_class
 from lightning_multigpu.commands.settings.sources import load
-from lightning_multigpu.commands.settings.spelling import check_class, check_strategy
+from lightning_multigpu.commands.settings.spelling import ClassNotFoundError, check_class, check_strategy
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-
     from lightning_multigpu.bench.strategies.models import Subject
     from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan
-
-T = TypeVar("T")
 
 DEFAULT_STRATEGIES = ("ddp", "ring_ddp")
 MODEL_NAMES = ("mlp", "gpt")
@@ -154,60 +149,41 @@ def _check_names(options: argparse.Namespace) -> None:
 
 
 def _subject(options: argparse.Namespace) -> Subject:
-    from lightning_multigpu.bench.strategies.models import Subject, brings_batch
-
-    of = _of_options if options.config is None else _of_config
-    name, model, data, precision, example = of(options)
-    batch_size = 0
-    if data is None and brings_batch(example):
-        batch_size = options.batch_size or int(getattr(example, "default_batch_size", 64))
-    elif options.batch_size is not None:
-        raise UsageError(f"--batch-size={options.batch_size}: {name} has a loader of its own, which decides that")
-    return Subject(name, model, batch_size, data, precision)
-
-
-def _of_options(options: argparse.Namespace) -> tuple[str, type[LightningModule], Any, Any, Any]:
-    """The arguments of a :class:`.Subject` but the batch, and the model as an example."""
-    from lightning.pytorch import LightningDataModule
-
-    from lightning_multigpu.bench.strategies.models import made
-
-    name = options.model or "mlp"
-    data = None if options.data is None else partial(made, LightningDataModule, options.data)
-    if data is not None:
-        _try("--data", options.data, data)
-    model = _model(name, brings_data=data is not None)
-    return name, model, data, None, model
-
-
-def _of_config(options: argparse.Namespace) -> tuple[str, Callable[[], LightningModule], Any, Any, Any]:
-    """The same from a configuration file of ``fit``."""
-    path = options.config
-    settings = load(path)
-    if "model" not in settings:
-        raise UsageError(f"--config={path}: it has no 'model'")
-    if "optimizer" in settings:
-        raise UsageError(f"--config={path}: 'optimizer' is not read here; give the model configure_optimizers()")
+    """What ``--model`` and ``--data`` name, or a configuration file of ``fit``."""
+    of = "--"
+    settings: Mapping[str, Any] = {"model": options.model or MODEL_NAMES[0], "data": options.data}
+    if options.config is not None:
+        of, settings = f"--config={options.config}: ", load(options.config)
+        if "model" not in settings:
+            raise UsageError(f"{of}it has no 'model'")
+        if "optimizer" in settings:
+            raise UsageError(f"{of}'optimizer' is not read here; give the model configure_optimizers()")
     from lightning.pytorch import LightningDataModule, LightningModule
 
-    from lightning_multigpu.bench.strategies.models import brings_batch, brings_loader, made
+    from lightning_multigpu.bench.strategies.models import MODELS, Subject, brings_batch, made
 
-    model = partial(made, LightningModule, settings["model"])
-    data = partial(made, LightningDataModule, settings["data"]) if settings.get("data") is not None else None
-    example = _try("--config", f"{path}: model", model)
-    name = type(example).__name__
-    if data is not None:
-        _try("--config", f"{path}: data", data)
-    elif not brings_batch(example) and not brings_loader(type(example)):
-        raise UsageError(f"--config={path}: it has no 'data', and {name} brings none")
-    return name, model, data, (settings.get("trainer") or {}).get("precision"), example
-
-
-def _try(option: str, what: str, make: Callable[[], T]) -> T:
-    try:
-        return make()
-    except Exception as error:  # of the user's class, or of the parser
-        raise UsageError(f"{option}={what} cannot be made: {type(error).__name__}: {error}") from error
+    made_of: dict[str, Any] = {"model": None, "data": None}
+    for what, base in (("model", LightningModule), ("data", LightningDataModule)):
+        given = settings.get(what)
+        if given is not None:
+            ours = MODELS.get(given) if isinstance(given, str) and what == "model" else None
+            made_of[what] = ours or partial(made, base, given, f"{of}{what}")
+    example = made_of["model"]()
+    name = settings["model"] if options.config is None else type(example).__name__
+    batch_size = 0
+    if made_of["data"] is not None:
+        made_of["data"]()
+    elif brings_batch(example):
+        batch_size = options.batch_size or int(getattr(example, "default_batch_size", 64))
+    elif type(example).train_dataloader is LightningModule.train_dataloader:
+        raise UsageError(
+            f"{of}model: {type(example).__name__} has neither example_batch(batch_size), which returns the batch of a "
+            "rank, nor train_dataloader(); add one of them, or pass data"
+        )
+    if options.batch_size is not None and not batch_size:
+        raise UsageError(f"--batch-size={options.batch_size}: {name} has a loader of its own, which decides that")
+    precision = (settings.get("trainer") or {}).get("precision")
+    return Subject(name, made_of["model"], batch_size, made_of["data"], precision)
 
 
 def _plan(options: argparse.Namespace, subject: Subject) -> StrategyPlan:
@@ -223,21 +199,6 @@ def _plan(options: argparse.Namespace, subject: Subject) -> StrategyPlan:
         warm_up=options.warm_up,
         timeout_s=options.timeout,
     )
-
-
-def _model(name: str, *, brings_data: bool) -> type[LightningModule]:
-    from lightning_multigpu.bench.strategies.models import MODELS, check_model
-
-    if name in MODELS:
-        return MODELS[name]
-    try:
-        cls = find_class(name)
-    except ClassNotFoundError as error:
-        raise UsageError(f"--model={name}: {error}") from error
-    if cls is None:
-        raise UsageError(f"--model={name} is no class")
-    check_model(cls, brings_data=brings_data)
-    return cls
 
 
 def _baseline(options: argparse.Namespace) -> str:

@@ -28,7 +28,7 @@ SCHEMA_VERSION = 2
 
 def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
     """Plans for the ``arguments`` of ``fit``, and prints and writes the plans as the options ``wanted`` say."""
-    cli = PlanningCLI(arguments, wanted)
+    cli = PlanningCLI(["fit", *arguments], wanted)
     if not cli.trainer.is_global_zero:  # another rank of a tensor group, whose first one prints
         return 0
     print_plans(Console(file=sys.stdout), cli.plans, wanted.link_gbit)
@@ -43,24 +43,13 @@ def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
 
 
 class PlanningCLI(TrainingCLI):
-    """Makes the same objects as ``fit``, and plans instead of training.
-
-    Args:
-        arguments: options of ``fit``.
-        wanted: the options of the plan.
+    """Makes the same objects as ``fit``, and plans instead of training, as the options of the plan say.
 
     Attributes:
         plans: what was asked for.
-
-    Raises:
-        UsageError: a setting makes training or planning impossible.
     """
 
     plans: PipelinePlans
-
-    def __init__(self, arguments: Sequence[str], wanted: argparse.Namespace) -> None:
-        self._wanted = wanted
-        super().__init__(["fit", *arguments])
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

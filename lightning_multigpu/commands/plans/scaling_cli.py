@@ -39,7 +39,7 @@ def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
         UsageError: a setting makes training or planning impossible.
     """
     torch.set_num_threads(1)  # ranks are forked from this process
-    cli = ScalingCLI(arguments, wanted)
+    cli = ScalingCLI(["fit", *arguments], wanted)
     ranking = cli.ranking
     scaling_table.show(ranking, wanted.picture, wanted.json)
     if wanted.write is not None:
@@ -49,24 +49,13 @@ def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
 
 
 class ScalingCLI(TrainingCLI):
-    """Makes the same objects as ``fit``, and plans instead of training.
-
-    Args:
-        arguments: options of ``fit``.
-        wanted: the options of the plan.
+    """Makes the same objects as ``fit``, and plans instead of training, as the options of the plan say.
 
     Attributes:
         ranking: the predictions.
-
-    Raises:
-        UsageError: a setting makes training or planning impossible.
     """
 
     ranking: Ranking
-
-    def __init__(self, arguments: Sequence[str], wanted: argparse.Namespace) -> None:
-        self._wanted = wanted
-        super().__init__(["fit", *arguments])
 
     def fit(self, model: pl.LightningModule, datamodule: pl.LightningDataModule | None = None, **_: Any) -> None:
         """Plans; LightningCLI calls this in place of ``Trainer.fit``."""

@@ -28,25 +28,12 @@ SCHEMA_VERSION = 1
 
 def run(arguments: Sequence[str], options: argparse.Namespace) -> int:
     """Plans for the ``arguments`` of ``fit``, and prints the plan and writes it as the ``options`` say."""
-    SplitCLI(arguments, options.json)
+    SplitCLI(["fit", *arguments], options.json)
     return 0
 
 
 class SplitCLI(TrainingCLI):
-    """Runs ``fit`` on all ranks until the layers are split, and shows the plan.
-
-    Args:
-        arguments: options of ``fit``.
-        path: where the plan is written as JSON; None for nowhere.
-
-    Raises:
-        UsageError: a setting makes training impossible, or the strategy splits no layers.
-        ValueError: no layer can be split, or the plan of the configuration does not fit.
-    """
-
-    def __init__(self, arguments: Sequence[str], path: Path | None) -> None:
-        self._path = path
-        super().__init__(["fit", *arguments])
+    """Runs ``fit`` on all ranks until the layers are split, and shows the plan; ``wanted`` is where it is written."""
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -62,7 +49,7 @@ class SplitCLI(TrainingCLI):
             raise UsageError(
                 f"strategy={type(strategy).__name__} splits no layers here; pass --trainer.strategy=tensor_split"
             )
-        shown = ShownPlan(self._path)
+        shown = ShownPlan(self._wanted)
         strategy.on_split = shown
         self.trainer.fit(model, datamodule=datamodule)
         if not shown.is_over:

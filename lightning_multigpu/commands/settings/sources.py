@@ -1,8 +1,8 @@
-"""The settings of a command line: options and configuration files as nested mappings."""
+"""The settings of a command line, in the order given: each option, and each setting of a configuration file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ import yaml
 from lightning_multigpu._suggest import nearest
 from lightning_multigpu.commands.usage import UsageError
 
-CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 _NOT_SETTINGS = ("h", "help", "help_all", "print_config")
 
-Settings = MutableMapping[str, Any]
+Settings = dict[str, Any]
+"""Dotted name -> value, with the index of a list: ``"trainer.callbacks[0].class_path"``."""
 
 
 def options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -33,7 +33,34 @@ def options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield option.removesuffix("+"), value
 
 
-def load(path: str, *, example: str = "trainer: {max_epochs: 3}") -> Settings:
+def sources(arguments: Sequence[str]) -> Iterator[tuple[str | None, Settings]]:
+    """The settings of each option (None) and configuration file (its path).
+
+    Raises:
+        UsageError: a file cannot be read.
+    """
+    for option, value in options(arguments):
+        if option in ("c", "config"):
+            yield value, flat(load(value))
+            continue
+        try:
+            yield None, flat(yaml.safe_load(value), option)
+        except yaml.YAMLError:
+            yield None, {option: value}
+
+
+def flat(value: Any, name: str = "") -> Settings:
+    """Nested settings by their dotted names."""
+    if isinstance(value, Mapping) and (value or not name):
+        inner = {f"{name}.{key}" if name else str(key): each for key, each in value.items()}
+    elif isinstance(value, list) and value:
+        inner = {f"{name}[{index}]": each for index, each in enumerate(value)}
+    else:
+        return {name: value}
+    return {key: each for key, value in inner.items() for key, each in flat(value, key).items()}
+
+
+def load(path: str, *, example: str = "trainer: {max_epochs: 3}") -> Mapping[str, Any]:
     """The settings in a configuration file.
 
     Args:
@@ -56,49 +83,9 @@ def load(path: str, *, example: str = "trainer: {max_epochs: 3}") -> Settings:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--config={path}: this file cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        raise UsageError(_not_yaml(path, error)) from error
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UsageError(f"{path}{place}: this is not YAML: {getattr(error, 'problem', error)}") from error
     if not isinstance(loaded, dict):
         raise UsageError(f"{path}: not settings, as in {example!r}, but {loaded!r:.40}")
     return loaded
-
-
-def _not_yaml(path: str, error: yaml.YAMLError) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
-        return f"{path}, line {mark.line + 1}, column {mark.column + 1}: this is not YAML: {error.problem}"
-    return f"{path}: this is not YAML: {error}"
-
-
-def nested(option: str, value: str, known: Sequence[str]) -> Settings:
-    """One option as a file would give it; what follows a class's setting belongs to its ``init_args``.
-
-    Args:
-        option: ``"trainer.strategy.bucket_cap_mb"``.
-        value: its value; YAML, or else the text itself.
-        known: all settings of the subcommand, as dotted names; ``"trainer.strategy"`` is one.
-    """
-    keys = option.split(".")
-    setting = next((end for end in range(1, len(keys)) if ".".join(keys[:end]) in known), None)
-    if setting is not None and keys[setting] not in CLASS_KEYS:
-        keys.insert(setting, "init_args")
-    try:
-        inner: Any = yaml.safe_load(value)
-    except yaml.YAMLError:
-        inner = value
-    for key in reversed(keys):
-        inner = {key: inner}
-    settings: Settings = inner
-    return settings
-
-
-def merge(into: Settings, settings: Mapping[str, Any]) -> None:
-    """Adds later settings to earlier ones, in place; a class that was given as a word can then take arguments."""
-    for key, value in settings.items():
-        present = into.get(key)
-        if isinstance(value, Mapping):
-            if isinstance(present, str) and "init_args" in value:
-                present = {"class_path": present}
-            into[key] = present if isinstance(present, MutableMapping) else {}
-            merge(into[key], value)
-        else:
-            into[key] = value

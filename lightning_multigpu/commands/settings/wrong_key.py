@@ -1,49 +1,119 @@
-"""Search for the wrong key of a command line or a configuration file, with the nearest right key.
+"""Errors that name a wrong key or value, the file or option it stands in, and the nearest right name.
 
-jsonargparse decides whether a command line is accepted. When it is not, its message quotes the outermost value that
-did not fit, which may be the whole of ``trainer.callbacks``; this module then looks for the innermost cause. It is not
-asked about what jsonargparse accepts.
+Before Lightning is imported, keys are compared with the names of settings. What is below a class's setting jsonargparse
+decides: its message is turned into one line.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING
 
 from lightning_multigpu._suggest import nearest
-from lightning_multigpu.commands.settings.classes import ClassNotFoundError, arguments_of, find_class, refusal
-from lightning_multigpu.commands.settings.sources import CLASS_KEYS, Settings, load, merge, nested, options
-from lightning_multigpu.commands.settings.spelling import check_class
+from lightning_multigpu.commands.settings.sources import Settings, sources
+from lightning_multigpu.commands.settings.spelling import (
+    ClassNotFoundError,
+    check_class,
+    find_class,
+    no_such_class,
+    same_name_of_ours,
+)
 from lightning_multigpu.commands.usage import UsageError
 
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+_CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
 _CLASS_SETTINGS = ("model", "data", "optimizer", "lr_scheduler", "trainer.callbacks", "trainer.logger")
-_INDEX = re.compile(r"\[\d+\]$")
+_INDEX = re.compile(r"\[\d+\]")
+_REFUSED = re.compile(r"given class_path '(?P<cls>.+?)':\s+Option '(?P<key>.+?)' is not accepted")
+_WRONG_VALUE = re.compile(
+    r"given class_path '.+?':\s+Parser key \"(?P<key>.+?)\":\s+(?P<expected>.+?)(?:\n    - |\n  Given|$)", re.DOTALL
+)
 
 
-def raise_for_wrong_key(arguments: Sequence[str], known: Sequence[str], *, values: bool = True) -> Settings:
-    """Raises for the first wrong key or value in the order given; where none is found, returns what was given.
+def checked_keys(arguments: Sequence[str], known: Sequence[str]) -> Settings:
+    """The settings given, after all keys and classes have been checked, as far as that needs no import.
 
     Args:
         arguments: those after the subcommand.
         known: all settings of the subcommand, as dotted names: ``"trainer.max_epochs"``.
-        values: look into the values of the settings too: import classes, and look into their arguments. Else classes
-            are looked for in source files alone.
 
     Raises:
-        UsageError: the message names file, key and the nearest right key.
+        UsageError: for the first wrong one in the order given.
     """
     merged: Settings = {}
-    for option, value in options(arguments):
-        if option in ("c", "config"):
-            search, settings = _Search(known, value, values), load(value)
-        else:
-            search, settings = _Search(known, None, values), nested(option, value, known)
-        merge(merged, settings)
-        search.level(settings, merged, "")
+    for file, settings in sources(arguments):
+        for path, value in settings.items():
+            _check_key(file, path, known)
+            merged = {key: each for key, each in merged.items() if not key.startswith((f"{path}.", f"{path}["))}
+            merged[path] = value
+            is_class = _INDEX.sub("", path) in _CLASS_SETTINGS and not Path(str(value)).is_file()
+            if isinstance(value, str) and (is_class or path.endswith(".class_path")):
+                try:
+                    check_class(value)
+                except ClassNotFoundError as error:
+                    raise _wrong(file, path.removesuffix(".class_path"), f"={value}: {error}") from error
     return merged
+
+
+def explained(message: str, arguments: Sequence[str]) -> UsageError:
+    """The error for a command line that jsonargparse has refused.
+
+    Args:
+        message: jsonargparse's.
+        arguments: those after the subcommand.
+    """
+    given = [(file, path, value) for file, settings in sources(arguments) for path, value in settings.items()]
+    top = re.match(r'Parser key "(.+?)":', message)
+    below = [each for each in given[::-1] if top and each[1].startswith((f"{top[1]}.", f"{top[1]}["))]
+    if found := _REFUSED.search(message):
+        accepted = arguments_of(find_class(found["cls"]))
+        for file, path, _ in below:
+            if f".{found['key']}" in path:
+                prefix = path[: path.rindex(f".{found['key']}") + 1]
+                return _unknown(file, prefix, found["key"], accepted, nearest(found["key"], accepted))
+    if found := _WRONG_VALUE.search(message):
+        for file, path, value in below:
+            if path.endswith(f".{found['key']}"):
+                return _wrong(file, path, f"={value!r}: {_types(found['expected'])}")
+    if found := re.search(r"given class_path '(.+?)':\s+the following arguments are required: (.+)", message):
+        name = found[1].rpartition(".")[2]
+        for file, path, value in below:
+            if str(value).rpartition(".")[2] == name:
+                needs = f"={value}: {found[1]} needs {found[2]}. {same_name_of_ours(name)}".rstrip()
+                return _wrong(file, path.removesuffix(".class_path"), needs)
+    several = re.search(
+        r"Multiple subclasses with name (\w+)\. Give the full class path to avoid ambiguity: (.+)\.", message
+    )
+    if found := several or re.search(r"dot import path string: (\S+)", message):
+        for file, path, value in given:
+            if value == found[1]:
+                problem = f"several classes have this name: write {several[2]}" if several else no_such_class(value)
+                return _wrong(file, path.removesuffix(".class_path"), f"={value}: {problem}")
+    for file, path, _ in below:
+        prefix, _, key = path.rpartition(".")
+        if file is not None and _INDEX.sub("", prefix) == (top and top[1]) and key not in _CLASS_KEYS:
+            return _unknown(file, f"{prefix}.", key, _CLASS_KEYS, nearest(key, _CLASS_KEYS) or f"init_args.{key}")
+    return UsageError(condensed(message))
+
+
+def class_parser(cls: type | None) -> ArgumentParser:
+    """A parser of the arguments that a configuration file may give the class."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(cls, fail_untyped=False)
+    return parser
+
+
+def arguments_of(cls: type | None) -> list[str]:
+    """The names of these arguments."""
+    # Iterating a Namespace would go through its values.
+    names = class_parser(cls).get_defaults(skip_validation=True).keys()
+    return list(dict.fromkeys(name.split(".")[0] for name in [*names]))
 
 
 def condensed(message: str) -> str:
@@ -52,97 +122,44 @@ def condensed(message: str) -> str:
         return "no model is given; pass --model=package.module.Class, or 'model:' in a configuration file"
     key = re.match(r'Parser key "(.+?)":\s*', message)
     value = re.search(r"(?:Given value|Got value): (.*)$", message, re.DOTALL)
-    expected = re.findall(r"Expected an? (.+?)(?:\.? Got value|\n|$)", message)
-    if not value or not expected or "Problem with" in message:
+    if not key or not value or "Expected a" not in message or "Problem with" in message:
         return message
+    return f"{key[1]}={value[1]}: {_types(message)}"
+
+
+def _types(message: str) -> str:
+    expected = re.findall(r"Expected an? (.+?)(?:\.? Got value|\n|$)", message)
     types = " or ".join(re.sub(r"<class '(?:.*\.)?(\w+)'>", r"\1", t).replace("NoneType", "None") for t in expected)
-    types = re.sub(r"typing\.Literal\[(.*?)\]", r"one of \1", types)
-    return f"{key[1]}={value[1]}: expected {types}" if key else f"expected {types}"
+    return "expected " + re.sub(r"typing\.Literal\[(.*?)\]", r"one of \1", types)
 
 
-@dataclass(frozen=True)
-class _Search:
-    """Looks for the first wrong key of one source, from the outside in, and raises ``UsageError`` for it.
-
-    Args:
-        known: all settings, as dotted names.
-        file: the source; None for the command line.
-        values: import classes and look into their arguments.
-    """
-
-    known: Sequence[str]
-    file: str | None
-    values: bool
-
-    def level(self, settings: Mapping[str, Any], merged: Mapping[str, Any], prefix: str) -> None:
-        """``settings`` are those of the source below ``prefix``, ``merged`` all that were given there so far."""
-        for key, value in settings.items():
-            path = f"{prefix}{key}"
-            if any(path == name or path.startswith(f"{name}.") for name in self.known):
-                if path in self.known:
-                    self.value(value, merged.get(key), path)
-            elif not any(name.startswith(f"{path}.") for name in self.known):
-                self.unknown_setting(prefix, str(key))
-            elif isinstance(value, Mapping):
-                self.level(value, merged[key], f"{path}.")
-
-    def value(self, value: object, merged: object, path: str) -> None:
-        if isinstance(value, list):
-            for index, item in enumerate(value):
-                self.value(item, item, f"{path}[{index}]")
-        elif isinstance(value, Mapping):
-            self.class_settings(value, merged if isinstance(merged, Mapping) else value, path)
-        elif isinstance(value, str) and _INDEX.sub("", path) in _CLASS_SETTINGS and not Path(value).is_file():
-            self.find_class(value, path)
-
-    def class_settings(self, value: Mapping[str, Any], merged: Mapping[str, Any], path: str) -> None:
-        class_path = merged.get("class_path")
-        cls = self.find_class(class_path, path) if isinstance(class_path, str) else None
-        if not self.values:
+def _check_key(file: str | None, path: str, known: Sequence[str]) -> None:
+    keys = _INDEX.sub("", path).split(".")
+    for end, key in enumerate(keys):
+        prefix = "".join(f"{outer}." for outer in keys[:end])
+        if prefix[:-1] in known:
             return
-        accepted = arguments_of(cls) if cls is not None else []
-        for key in value:
-            here, inside = nearest(key, CLASS_KEYS), nearest(key, accepted)
-            if key not in CLASS_KEYS and (here or inside or class_path is not None):
-                self.unknown(f"{path}.", key, CLASS_KEYS, here or (inside and f"init_args.{inside}"))
-        arguments = value.get("init_args")
-        if cls is not None and isinstance(arguments, Mapping):
-            self.class_arguments(cls, accepted, arguments, f"{path}.init_args.")
+        here = {name.removeprefix(prefix).split(".")[0] for name in known if name.startswith(prefix)}
+        if key in here:
+            continue
+        by_last_word = {name.rpartition(".")[2]: name for name in known}
+        near, elsewhere = nearest(key, here), key if key in by_last_word else nearest(key, by_last_word)
+        if key in by_last_word or (near is None and elsewhere is not None):
+            right = _name(file, by_last_word[str(elsewhere)])
+            raise _wrong(file, prefix + key, f" is not a setting. Did you mean {right!r}?")
+        raise _unknown(file, prefix, key, here, near)
 
-    def class_arguments(self, cls: type, accepted: Sequence[str], arguments: Mapping[str, Any], prefix: str) -> None:
-        for name, argument in arguments.items():
-            if name not in accepted:
-                self.unknown(prefix, name, accepted, nearest(name, accepted))
-            self.value(argument, argument, f"{prefix}{name}")
-            objection = refusal(cls, name, argument)
-            if objection is not None:
-                self.wrong(f"{prefix}{name}", f"={argument!r}: {condensed(objection)}")
 
-    def find_class(self, class_path: str, path: str) -> type | None:
-        try:
-            check_class(class_path)
-            return find_class(class_path) if self.values else None
-        except ClassNotFoundError as error:
-            self.wrong(path, f"={class_path}: {error}")
+def _unknown(file: str | None, prefix: str, key: str, known: Iterable[str], near: str | None) -> UsageError:
+    if near is None:
+        return _wrong(file, prefix + key, f" is not a setting. Known here: {', '.join(sorted(known))}")
+    return _wrong(file, prefix + key, f" is not a setting. Did you mean {_name(file, prefix + near)!r}?")
 
-    def unknown_setting(self, prefix: str, key: str) -> NoReturn:
-        here = {name.removeprefix(prefix).split(".")[0] for name in self.known if name.startswith(prefix)}
-        by_last_word = {name.rpartition(".")[2]: name for name in self.known}
-        near, near_elsewhere = nearest(key, here), nearest(key, by_last_word)
-        if key in by_last_word or (near is None and near_elsewhere is not None):
-            elsewhere = by_last_word[key if key in by_last_word else str(near_elsewhere)]
-            self.wrong(prefix + key, f" is not a setting. Did you mean {self.name(elsewhere)!r}?")
-        self.unknown(prefix, key, here, near)
 
-    def unknown(self, prefix: str, key: str, known: Iterable[str], near: str | None) -> NoReturn:
-        if near is None:
-            self.wrong(prefix + key, f" is not a setting. Known here: {', '.join(sorted(known))}")
-        self.wrong(prefix + key, f" is not a setting. Did you mean {self.name(prefix + near)!r}?")
+def _wrong(file: str | None, path: str, problem: str) -> UsageError:
+    return UsageError(f"{'' if file is None else f'{file}: '}{_name(file, path)}{problem}")
 
-    def wrong(self, path: str, problem: str) -> NoReturn:
-        where = f"{self.file}: " if self.file is not None else ""
-        raise UsageError(f"{where}{self.name(path)}{problem}")
 
-    def name(self, path: str) -> str:
-        """The setting as it is written in this source; options leave ``init_args`` out."""
-        return path if self.file is not None else "--" + path.replace(".init_args", "")
+def _name(file: str | None, path: str) -> str:
+    """The setting as it is written in this source; options leave ``init_args`` out."""
+    return path if file is not None else "--" + path.replace(".init_args", "")

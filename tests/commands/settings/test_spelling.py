@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_multigpu.commands.settings.classes import ClassNotFoundError, find_class
-from lightning_multigpu.commands.settings.spelling import check_class, check_strategy
+from lightning_multigpu.commands.settings.spelling import ClassNotFoundError, check_class, check_strategy, find_class
 from lightning_multigpu.registry import REGIMES
 
 MODULE = """

@@ -1,0 +1,220 @@
+"""The process of a rank: its place in the job, and the turns in which it works."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from lightning_multigpu.bench.jobs.placement import Placement
+from lightning_multigpu.communication.interface import interface_towards
+
+PREFIX = "lightning-multigpu-bench"
+"""Of all keys in the store of the bench."""
+_DAY = timedelta(days=1)
+_LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
+_RANKS = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"}
+_GRACE_S = 2.0
+_END_S = 15.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """The place of a rank in its job.
+
+    Args:
+        placement: the ranks of the job.
+        local_rank: of this process.
+        one_process: one process drives all devices of a host.
+        threads: intra-op threads.
+        store_port: where the store of the bench is, at the placement's main address.
+        main_port: where the ranks' own store is, ``MASTER_PORT``.
+        job: the job's name in the store of the bench.
+        verbose: what ranks print goes to standard error, and nowhere otherwise.
+        start_timeout_s: from the start to the first turn.
+        timeout_s: of a turn.
+    """
+
+    placement: Placement
+    local_rank: int = 0
+    one_process: bool = False
+    threads: int = 1
+    store_port: int = 0
+    main_port: int = 0
+    job: str = ""
+    verbose: bool = False
+    start_timeout_s: float = 60.0
+    timeout_s: float = 60.0
+
+    @property
+    def rank(self) -> int:
+        """Of this process, among all ranks of the job."""
+        return self.placement.rank(self.local_rank)
+
+    @property
+    def process(self) -> int:
+        """The number of this process among :attr:`num_processes`."""
+        return self.placement.node_rank if self.one_process else self.rank
+
+    @property
+    def num_processes(self) -> int:
+        return self.placement.num_nodes if self.one_process else self.placement.world_size
+
+    def of_agent(self) -> list[Seat]:
+        """The seats that the placement's agent fills."""
+        local_ranks = [rank for rank in self.placement.local_ranks if rank == 0 or not self.one_process]
+        return [replace(self, local_rank=local_rank) for local_rank in local_ranks]
+
+    def store(self) -> Store:
+        """A new connection to the store of the bench."""
+        return PrefixStore(PREFIX, TCPStore(self.placement.main_address, self.store_port, timeout=_DAY))
+
+
+class Turns:
+    """The turns of this rank, one after another; between them it sleeps. Each needs one answer.
+
+    A turn begins when the turn before it, of whichever job, is over. It is over when all ranks have answered. A rank
+    whose time is up ends, with the stacks of its threads on standard error.
+
+    Args:
+        seat: of this rank.
+        turns: the job's own: the number among all turns, and what is to be done.
+    """
+
+    def __init__(self, seat: Seat, turns: Sequence[tuple[int, Any]]) -> None:
+        self._seat = seat
+        self._left = list(turns)
+        self._number = -1
+        self._store = seat.store()
+        self._limit(seat.start_timeout_s)
+
+    def __iter__(self) -> Iterator[Any]:
+        while (what := self.next()) is not None:
+            yield what
+
+    def next(self) -> Any:
+        """What is to be done in the next turn, once it has come; None when there is nothing left to do."""
+        self._timer.cancel()
+        if not self._left:
+            return None
+        self._number, what = self._left.pop(0)
+        if self._number:
+            self._store.wait([turn_key(self._number - 1)], _DAY)
+        self._limit(self._seat.timeout_s)
+        return what
+
+    def answer(self, value: Any) -> list[Any]:
+        """Ends the turn; returns the answers of all ranks, as JSON brings them."""
+        self._store.set(f"answer {self._number} {self._seat.process}", json.dumps(value))
+        found = answers(self._store, self._number, self._seat.num_processes)
+        self._store.compare_set(turn_key(self._number), "", "null")
+        return found
+
+    def _limit(self, seconds: float) -> None:
+        self._timer = threading.Timer(seconds, self._give_up, (seconds,))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _give_up(self, seconds: float) -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        _tell(self._seat, seconds)
+        os._exit(1)
+
+
+Entry = Callable[[Any, Seat, Turns], None]
+"""The main function of a rank: settings, seat, turns. It is a function of a module, since it is sent by name."""
+
+
+def turn_key(number: int) -> str:
+    """Set when the turn is over: to null, or to the arguments of the :class:`.JobError` that has ended it."""
+    return f"turn {number}"
+
+
+def end_key(job: str) -> str:
+    """Set when all processes of the job are to end at once."""
+    return f"end {job}"
+
+
+def answers(store: Store, turn: int, num_processes: int) -> list[Any]:
+    """The answers of all processes in a turn, in their order."""
+    return [json.loads(store.get(f"answer {turn} {process}")) for process in range(num_processes)]
+
+
+def told(store: Store, job: str) -> list[tuple[int, str | float]]:
+    """The ranks that have failed, each with its exception, or with the limit in seconds that it has exceeded.
+
+    Those that fail after the first one has ended only follow it, and are left out.
+    """
+    lines = store.get(f"told {job}").splitlines() if store.check([f"told {job}"]) else []
+    number = int(store.get(f"told at the first end {job}")) if store.check([f"told at the first end {job}"]) else None
+    return [json.loads(line) for line in lines[:number]]
+
+
+def run_rank(entry: Entry, settings: Any, turns: Sequence[tuple[int, Any]], seats: Sequence[Seat]) -> None:
+    """Runs ``entry`` in a process of torchrun's agent, and ends it together with the other ranks."""
+    seat = seats[int(os.environ["LOCAL_RANK"])]
+    _redirect(seat.verbose)
+    _set_environment(seat)
+    torch.set_num_threads(seat.threads)
+    threading.Thread(target=_end_when_told, args=(seat,), name="bench-end", daemon=True).start()
+    try:
+        entry(settings, seat, Turns(seat, turns))
+        store, key = seat.store(), f"done {seat.job}"
+        store.add(key, 1)
+        _wait(lambda: store.add(key, 0) == seat.num_processes, _END_S)
+    except BaseException as error:
+        traceback.print_exc()
+        _tell(seat, f"{type(error).__name__}: {error}")
+    # Of ranks that return, torchrun's agent waits for those of other hosts, for minutes if they have failed.
+    os._exit(1)
+
+
+def _tell(seat: Seat, what: str | float) -> None:
+    """Tells a failure, and waits for those of others. Ending now would close connections that others wait in."""
+    store: Any = seat.store()
+    store.append(f"told {seat.job}", json.dumps([seat.rank, what]) + "\n")
+    _wait(lambda: len(told(store, seat.job)) == seat.num_processes, _GRACE_S)
+    store.compare_set(f"told at the first end {seat.job}", "", str(len(told(store, seat.job))))
+
+
+def _wait(is_so: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _end_when_told(seat: Seat) -> None:
+    with contextlib.suppress(RuntimeError):  # the store has gone, and with it the command that has started this process
+        seat.store().wait([end_key(seat.job)], _DAY)
+    os._exit(1)
+
+
+def _redirect(verbose: bool) -> None:
+    if not verbose:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+    os.dup2(2, 1)
+
+
+def _set_environment(seat: Seat) -> None:
+    """Sets the variables of a rank that a user started by hand, without those of launchers."""
+    for name in list(os.environ):
+        # The store at MASTER_PORT is there already, as under torchrun.
+        if (name in _RANKS or name.startswith(_LAUNCHERS)) and name != "TORCHELASTIC_USE_AGENT_STORE":
+            del os.environ[name]
+    os.environ["OMP_NUM_THREADS"] = str(seat.threads)
+    interface = interface_towards(seat.placement.main_address)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
