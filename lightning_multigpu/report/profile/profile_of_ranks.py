@@ -106,6 +106,8 @@ def _waits(step: ProfiledStep) -> dict[str, float]:
 
 
 def _figures(rank: ProfiledRank) -> RankFigures:
+    activations = [t for step in rank.steps for t in step.transfers if t.carries == "activations"]
+    activations_s = sum(length(step.under_way("activations")) for step in rank.steps)
     return RankFigures(
         rank=rank.rank,
         host=rank.host,
@@ -114,7 +116,7 @@ def _figures(rank: ProfiledRank) -> RankFigures:
         callbacks_s=rank.callbacks_s,
         hidden_s=rank.hidden_s,
         waits_s=rank.waits_s,
-        activations_rate=_activations_rate(rank.steps),
+        activations_rate=sum(t.sent_bytes for t in activations) / (activations_s or 1.0),
         pushes=_pushes(rank.steps),
         batches=round(median(step.batches for step in rank.steps)),
         data_workers=rank.data_workers,
@@ -124,12 +126,6 @@ def _figures(rank: ProfiledRank) -> RankFigures:
         memory=_memory_use(rank),
         launches=rank.launches,
     )
-
-
-def _activations_rate(steps: Sequence[ProfiledStep]) -> float:
-    """Bytes a second of the transfers of split layers; 0 without one."""
-    seconds = length(merged(interval for step in steps for interval in step.under_way("activations")))
-    return sum(t.sent_bytes for s in steps for t in s.transfers if t.carries == "activations") / (seconds or 1.0)
 
 
 def _pushes(steps: Sequence[ProfiledStep]) -> Pushes | None:
