@@ -14,7 +14,7 @@ from lightning_multigpu.planning.diagnosis import Finding
 from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.report import document
-from lightning_multigpu.report.document import NamedStrategy, RankRecord, ServersSection
+from lightning_multigpu.report.document import NamedStrategy, ServersSection
 from lightning_multigpu.report.pipeline_section import PipelineReport
 from lightning_multigpu.report.schema import Absent, SchemaError, from_json
 
@@ -289,12 +289,7 @@ class ProfileDocument:
     @cached_property
     def pipelines(self) -> PipelineReport:
         """The pipelines of the run, as a :class:`~lightning_multigpu.callbacks.RunReport` has them."""
-        return PipelineReport(
-            [
-                RankRecord(rank=r.rank, node=r.node, host=r.host, steps=len(r.steps), metrics={}, stages=r.stages)
-                for r in self.ranks
-            ]
-        )
+        return PipelineReport(self.ranks)
 
 
 def read(path: Path) -> ProfileDocument:
