@@ -12,13 +12,6 @@ from lightning_multigpu.callbacks.monitor import Monitor
 _Monitor = TypeVar("_Monitor", bound=Monitor)
 
 
-def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """The Trainer's callbacks."""
-    # Lightning attaches the list when the Trainer is made, without an annotation.
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return callbacks
-
-
 def _of_monitors(hook: str) -> Callable[..., None]:
     """A hook that calls the same hook of the silent monitors."""
 
@@ -40,7 +33,7 @@ class SilentMonitors(Callback):
 
         Call it in ``on_fit_start``. The hooks of a silent monitor are called with those of its report.
         """
-        for callback in callbacks_of(trainer):
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning attaches it without an annotation
             for monitor in (callback, *(callback._own if isinstance(callback, SilentMonitors) else ())):
                 if isinstance(monitor, kind):
                     return monitor

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
 from lightning_multigpu.planning.pipelines.timeline import (
     BUSY,
     StageRecord,
@@ -18,6 +19,9 @@ from lightning_multigpu.planning.pipelines.timeline import (
 from lightning_multigpu.report.document import PipelineRank, PipelineSection, PipelineStep, RankRecord
 from lightning_multigpu.report.schedule_picture import Panel, picture
 
+if TYPE_CHECKING:
+    from lightning_multigpu.report.profile.profile_document import MeasuredRank
+
 
 @dataclass(frozen=True)
 class _Pipeline:
@@ -26,7 +30,7 @@ class _Pipeline:
     Without a timed step there are no timelines.
     """
 
-    ranks: Sequence[RankRecord]
+    ranks: Sequence[RankRecord | MeasuredRank]
     stages: Sequence[StageRecord]
     num_micro_batches: int
     measured: Sequence[Timeline]
@@ -40,8 +44,8 @@ class PipelineReport:
         records: of all ranks, with their stages' steps and memory.
     """
 
-    def __init__(self, records: Sequence[RankRecord]) -> None:
-        found: dict[int, list[tuple[RankRecord, StageRecord]]] = {}
+    def __init__(self, records: Sequence[RankRecord | MeasuredRank]) -> None:
+        found: dict[int, list[tuple[RankRecord | MeasuredRank, StageRecord]]] = {}
         for record in records:
             if record.stages is not None:
                 found.setdefault(record.stages.pipeline, []).append((record, record.stages))
@@ -60,6 +64,15 @@ class PipelineReport:
             pipelines=[_entry(pipeline) for pipeline in self._pipelines],
         )
 
+    def figures(self) -> PipelineFigures | None:
+        """The median step of the first pipeline, for its diagnosis; None without one, or if no step was timed."""
+        if not self._pipelines or not self._pipelines[0].measured:
+            return None
+        first = self._pipelines[0]
+        timelines = {rank.rank: timeline for rank, timeline in zip(first.ranks, first.measured, strict=True)}
+        stages = first.stages[0]
+        return PipelineFigures.of(timelines, stages.schedule, stages.stages_per_rank, first.num_micro_batches)
+
     def picture(self, suffix: str = ".svg") -> bytes | None:
         """The schedule of the first timed pipeline, in theory and as measured; None if none was timed.
 
@@ -77,7 +90,7 @@ class PipelineReport:
         return picture(drawn, suffix)
 
 
-def _pipeline(ranks: Sequence[tuple[RankRecord, StageRecord]]) -> _Pipeline:
+def _pipeline(ranks: Sequence[tuple[RankRecord | MeasuredRank, StageRecord]]) -> _Pipeline:
     records, stages = [record for record, _ in ranks], [of_rank for _, of_rank in ranks]
     steps = median_step([of_rank.steps for of_rank in stages], [record.node for record in records])
     if not steps:

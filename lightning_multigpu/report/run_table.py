@@ -78,8 +78,8 @@ def verdict(report: RunDocument) -> str | None:
     if share < 2 * SMALLEST_SHARE or report.tensor_split is not None or report.pipeline is not None:
         return found  # activations travel with each batch, however large
     return (
-        f"{found} With batches of twice the size, {number(step_ms - exposed_ms / 2)} ms are predicted for as many "
-        "samples; ProfilerReport looks for the cause."
+        f"{found}\nWith batches of twice the size, {number(step_ms - exposed_ms / 2)} ms are predicted for as many "
+        "samples. ProfilerReport looks for the cause."
     )
 
 

@@ -19,7 +19,7 @@ from lightning_multigpu.report.terminal import narrow, say
 SCHEMA_VERSION = 1
 _BAR = 40
 _BUSY = 0.05
-_LIMITS = {"exposed communication": "comm.", "computation": "compute"}
+_LIMITS = {"exposed communication": "comm.", "computation": "comp."}
 
 
 def show(ranking: Ranking, picture_path: Path | None, json_path: Path | None) -> None:
@@ -45,7 +45,8 @@ def print_ranking(console: Console, ranking: Ranking) -> None:
     table = narrow()  # all columns fit on 80 characters
     table.add_column("strategy", overflow="fold", width=20)
     for title in ("nodes x ranks", "step ms", "x one", "eff.", "comm.", "bubble", "memory"):
-        table.add_column(title, justify="right", min_width=max(map(len, title.split())), no_wrap=title == "memory")
+        longest = max(map(len, title.split()))
+        table.add_column(title, justify="right", min_width=longest, no_wrap=title in ("eff.", "memory"))
     table.add_column("limit", no_wrap=True)
     for each in [*ranking.predictions, *ranking.too_large]:
         table.add_row(*_row(each, one, fits=each not in ranking.too_large))

@@ -39,8 +39,9 @@ class SchemaError(ReportError):
 
 def as_json(value: Any) -> Any:
     """A dataclass, and what is in it, as what JSON can write."""
-    if is_dataclass(value):
-        found = ((key, kind, getattr(value, each.name)) for key, each, kind in _fields(type(value)))
+    if _is_document(value):
+        of: Any = type(value)
+        found = ((key, kind, getattr(value, each.name)) for key, each, kind in _fields(of))
         return {key: as_json(v) for key, kind, v in found if not (v is None and get_origin(kind) is Annotated)}
     if isinstance(value, Mapping):
         return {key: as_json(item) for key, item in value.items()}
@@ -62,6 +63,10 @@ def from_json(kind: type[_T], value: Any, place: str = "the document") -> _T:
 def json_schema(kind: type) -> dict[str, Any]:
     """The JSON schema of a document, as an object of JSON."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": kind.__name__, **_schema(kind)}
+
+
+def _is_document(value: Any) -> bool:
+    return is_dataclass(value)
 
 
 @functools.cache
@@ -100,7 +105,7 @@ def _read(kind: Any, value: Any, place: str) -> Any:
         if value not in inner:
             raise _wrong(place, value, f"one of {', '.join(map(str, inner))}")
         return value
-    if is_dataclass(kind) or origin in (dict, Mapping):
+    if _is_document(kind) or origin in (dict, Mapping):
         if not isinstance(value, Mapping):
             raise _wrong(place, value, "an object")
         if origin in (dict, Mapping):
@@ -143,7 +148,7 @@ def _schema(kind: Any) -> dict[str, Any]:
         return {"enum": list(inner)}
     if origin in (dict, Mapping):
         return {"type": "object", "additionalProperties": _schema(inner[1])}
-    if is_dataclass(kind):
+    if _is_document(kind):
         own = _fields(kind)
         properties = {key: _schema(inner) for key, _, inner in own}
         return {"type": "object", "properties": properties, "required": [k for k, each, _ in own if _is_required(each)]}

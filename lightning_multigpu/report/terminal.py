@@ -27,7 +27,7 @@ def framed(title: str, *, terminal: bool) -> Table:
 
 def narrow() -> Table:
     """A table without columns and frame, whose columns are close to each other."""
-    return Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
+    return Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
 
 
 def columns(rows: Sequence[Sequence[str]], first: Literal["left", "right"] = "right", *others: str) -> list[str]:

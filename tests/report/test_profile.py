@@ -118,6 +118,29 @@ def test_text() -> None:
     assert healthy.endswith("Nothing was found that would save 5 % of a step.")
 
 
+def test_a_profile_begins_with_its_verdict_and_the_tree_of_the_step() -> None:
+    lines = profile_text.text(loaded(profile())).splitlines()
+    assert lines[1] == "The step is limited by input: data wait, 50.0 ms of 125 ms, 40 %."
+    assert lines[2].startswith("Load batches beside the training")
+    assert lines[4] == "75.0 ms a step predicted (40 % less)"
+    assert [line for line in lines if "<-" in line] == ["  data wait      50.0 ms   40 %  <- input"]
+    assert "    gradients" not in profile_text.text(loaded(profile(communication=0.001)))[:400]
+    assert lines.index("A step of each rank, in ms:") < 24, "a screen"
+    texts = _Page(profile_page.page(loaded(profile()))).texts
+    assert texts.index(lines[1]) < texts.index("step of rank 0") < texts.index("What would make a step shorter")
+    healthy = profile_text.text(loaded(profile(data_wait=0.001, communication=0.001))).splitlines()
+    assert healthy[1].startswith("No remedy is known that would save 5 % of a step; its largest part is backward")
+    assert not [line for line in healthy if "<-" in line]
+
+
+def test_a_cause_that_may_be_in_any_phase_has_a_row_of_its_own() -> None:
+    found = profile()
+    found["findings"][0] |= {"kind": "synchronising calls", "phases": []}
+    text = profile_text.text(loaded(found))
+    assert "The step is limited by synchronising calls, 50.0 ms of 125 ms, 40 %." in text
+    assert re.search(r"^  synchronising calls, within the phases +50.0 ms +40 %  <- synch", text, re.MULTILINE)
+
+
 def test_transfers_that_nobody_measures_are_named() -> None:
     """Under Lightning's ddp the gradients travel in backward, and the list of transfers seemed to be complete."""
     measured = [{**told(rank), "is_metered": False} for rank in range(2)]
@@ -238,6 +261,12 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert header[:4] == ["run", "samples/s", "step", "diagnosis"], "what a phone shows first"
     assert f"{quick}: samples, 320" in _Page(page.read_text()).texts
     assert page.read_text().count('role="img" aria-label=') == 2
+    assert "is fastest" not in printed, "one of them does not say"
+    shutil.copy(quick / profile_document.FILE_NAME, slow)
+    assert main(["report", str(slow), str(quick)]) == 0
+    fastest = f"{slow} is fastest: 320 samples/s, 1.00 times those of {quick}."
+    assert capsys.readouterr().out.startswith(fastest)
+    document.write(profile(), slow / profile_document.FILE_NAME)
     assert main(["report", str(slow / profile_document.FILE_NAME)]) == 0
     assert "Profile of ring_ddp" in capsys.readouterr().out
     assert (slow / profile_page.FILE_NAME).read_text() == profile_page.page(loaded(profile()))

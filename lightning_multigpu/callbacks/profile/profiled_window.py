@@ -106,7 +106,8 @@ class ProfiledWindow:
         self.now: Callable[[], float] = time.perf_counter if self._meter is None else self._meter.now
         self._rank = trainer.global_rank
         self._node = trainer.node_rank
-        self._workers = _data_workers(trainer)
+        workers = getattr(trainer.train_dataloader, "num_workers", None)
+        self._workers = workers if isinstance(workers, int) else None
         self._threads = torch.get_num_threads()
         self._recorder: ActionRecorder | None = None
         self._transfers: list[Transfer] = []
@@ -370,11 +371,6 @@ def _profiler(trainer: Trainer) -> Profiler:
 
 def _put_profiler(trainer: Trainer, profiler: Profiler) -> None:
     trainer.profiler = profiler  # type: ignore[attr-defined]
-
-
-def _data_workers(trainer: Trainer) -> int | None:
-    workers = getattr(trainer.train_dataloader, "num_workers", None)
-    return workers if isinstance(workers, int) else None
 
 
 def _callbacks_s(spans: Sequence[Span], start_s: float, end_s: float) -> dict[str, float]:

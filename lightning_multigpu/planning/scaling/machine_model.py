@@ -216,10 +216,8 @@ class Machine:
 
     def with_link(self, gbit_per_s: float, latency_s: float = 20e-6) -> Machine:
         """The machine with another link between hosts."""
-        return replace(self, between=Link(latency_s, 8e-9 / gbit_per_s), collectives=self._inside_one_host())
-
-    def _inside_one_host(self) -> list[MeasuredCollective]:
-        return [each for each in self.collectives if each.world.nodes == 1]
+        inside = [each for each in self.collectives if each.world.nodes == 1]
+        return replace(self, between=Link(latency_s, 8e-9 / gbit_per_s), collectives=inside)
 
     def as_json(self) -> dict[str, Any]:
         """The object of ``machine.json``."""

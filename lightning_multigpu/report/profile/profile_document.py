@@ -14,7 +14,7 @@ from lightning_multigpu.planning.diagnosis import Finding
 from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.report import document
-from lightning_multigpu.report.document import NamedStrategy, RankRecord, ServersSection
+from lightning_multigpu.report.document import NamedStrategy, ServersSection
 from lightning_multigpu.report.pipeline_section import PipelineReport
 from lightning_multigpu.report.schema import Absent, SchemaError, from_json
 
@@ -23,7 +23,10 @@ SCHEMA_VERSION = 1
 
 
 class PhaseInterval(NamedTuple):
-    """A part of a step; ``phase`` is one of :data:`lightning_multigpu.planning.step_phases.PHASES`."""
+    """A part of a step, ``[phase, start_s, end_s]``.
+
+    The phase is one of :data:`lightning_multigpu.planning.step_phases.PHASES`.
+    """
 
     phase: str
     start_s: float
@@ -31,7 +34,10 @@ class PhaseInterval(NamedTuple):
 
 
 class ProfiledTransfer(NamedTuple):
-    """A transfer between ranks, as the meter has it."""
+    """A transfer between ranks, as the meter has it.
+
+    ``[operation, group, group_size, start_s, end_s, size_bytes, sent_bytes, memory_bytes]``
+    """
 
     operation: str
     group: str
@@ -51,7 +57,7 @@ class ProfiledTransfer(NamedTuple):
 
 
 class OperatorTime(NamedTuple):
-    """An operator of a step: calls, and seconds on the CPU and on a GPU without those of operators within it."""
+    """An operator, ``[name, calls, cpu_s, gpu_s]``: its seconds are without those of operators within it."""
 
     name: str
     calls: float
@@ -60,7 +66,7 @@ class OperatorTime(NamedTuple):
 
 
 class LineReads(NamedTuple):
-    """The number of tensors' values that a line reads in a step, and the share of the step that it takes."""
+    """Values of tensors that a line reads in a step, ``[line, reads, share]``, and its share of the step."""
 
     line: str
     reads: int
@@ -68,7 +74,7 @@ class LineReads(NamedTuple):
 
 
 class CurvePoint(NamedTuple):
-    """A stretch of the run: its end in seconds from the start of training, median, and largest value."""
+    """A stretch of the run, ``[at_s, median, largest]``, that ends ``at_s`` seconds after the start of training."""
 
     at_s: float
     median: float
@@ -289,12 +295,7 @@ class ProfileDocument:
     @cached_property
     def pipelines(self) -> PipelineReport:
         """The pipelines of the run, as a :class:`~lightning_multigpu.callbacks.RunReport` has them."""
-        return PipelineReport(
-            [
-                RankRecord(rank=r.rank, node=r.node, host=r.host, steps=len(r.steps), metrics={}, stages=r.stages)
-                for r in self.ranks
-            ]
-        )
+        return PipelineReport(self.ranks)
 
 
 def read(path: Path) -> ProfileDocument:

@@ -8,12 +8,11 @@ from typing import Any
 
 from lightning_multigpu.communication.metering.traffic import length, merged, overlaps
 from lightning_multigpu.planning.diagnosis import diagnose
-from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
-from lightning_multigpu.planning.pipelines.timeline import median_step
 from lightning_multigpu.planning.rank_figures import MemoryUse, Pushes, RankFigures, ReadValues, ThreadTrial
 from lightning_multigpu.planning.step_phases import PHASES, Span, seconds_of
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 from lightning_multigpu.report.document import NamedStrategy, ServersSection
+from lightning_multigpu.report.pipeline_section import PipelineReport
 from lightning_multigpu.report.profile import run_curves
 from lightning_multigpu.report.profile.profile_document import (
     MeasuredRank,
@@ -64,7 +63,7 @@ def build(
         trial=trial,
         findings=diagnose(
             figures,
-            pipeline=_pipeline(ranks),
+            pipeline=PipelineReport(ranks).figures(),
             trial=None if trial is None else ThreadTrial(ranks[0].threads, longest_s, trial.threads, trial.step_s),
             shards=[server.bytes_in + server.bytes_out for server in servers.servers] if servers else [],
             strategy=strategy_options or StrategyOptions(),
@@ -106,6 +105,8 @@ def _waits(step: ProfiledStep) -> dict[str, float]:
 
 
 def _figures(rank: ProfiledRank) -> RankFigures:
+    activations = [t for step in rank.steps for t in step.transfers if t.carries == "activations"]
+    activations_s = sum(length(step.under_way("activations")) for step in rank.steps)
     return RankFigures(
         rank=rank.rank,
         host=rank.host,
@@ -114,7 +115,7 @@ def _figures(rank: ProfiledRank) -> RankFigures:
         callbacks_s=rank.callbacks_s,
         hidden_s=rank.hidden_s,
         waits_s=rank.waits_s,
-        activations_rate=_activations_rate(rank.steps),
+        activations_rate=sum(t.sent_bytes for t in activations) / (activations_s or 1.0),
         pushes=_pushes(rank.steps),
         batches=round(median(step.batches for step in rank.steps)),
         data_workers=rank.data_workers,
@@ -124,12 +125,6 @@ def _figures(rank: ProfiledRank) -> RankFigures:
         memory=_memory_use(rank),
         launches=rank.launches,
     )
-
-
-def _activations_rate(steps: Sequence[ProfiledStep]) -> float:
-    """Bytes a second of the transfers of split layers; 0 without one."""
-    seconds = length(merged(interval for step in steps for interval in step.under_way("activations")))
-    return sum(t.sent_bytes for s in steps for t in s.transfers if t.carries == "activations") / (seconds or 1.0)
 
 
 def _pushes(steps: Sequence[ProfiledStep]) -> Pushes | None:
@@ -150,18 +145,6 @@ def _memory_use(rank: ProfiledRank) -> MemoryUse | None:
     if peak_bytes is None or rank.limit is None:
         return None
     return MemoryUse(rank.limit[0], peak_bytes, rank.limit[1], held)
-
-
-def _pipeline(ranks: Sequence[ProfiledRank]) -> PipelineFigures | None:
-    """The median step of the first pipeline; None without one, or where no step was timed."""
-    pairs = [(rank, rank.stages) for rank in ranks if rank.stages is not None and rank.stages.pipeline == 0]
-    first = sorted(pairs, key=lambda pair: pair[1].position)
-    steps = median_step([stages.steps for _, stages in first], [rank.node for rank, _ in first]) if first else []
-    if not steps:
-        return None
-    stages = first[0][1]
-    timelines = {rank.rank: step.timeline for (rank, _), step in zip(first, steps, strict=True)}
-    return PipelineFigures.of(timelines, stages.schedule, stages.stages_per_rank, steps[0].num_micro_batches)
 
 
 def _operations(steps: Sequence[ProfiledStep]) -> list[ProfiledOperation]:

@@ -61,8 +61,8 @@ def comparison(profiles: Mapping[str, ProfileDocument]) -> str:
     if rates:
         figure = bars(fastest, rates, {"samples": figures.BLUE}, number)
         found.append(ReportSection(title="Samples a second", figure=figure))
-    lead = (
-        "A step of the slowest rank of each run. It has more samples under some strategies than under others: samples "
+    lead = " ".join(run_curves.fastest(profiles)) + (
+        " A step of the slowest rank of each run. It has more samples under some strategies than under others: samples "
         "a second, those of the whole run, tell which is faster."
     )
     return _html("Profiles compared", lead, found)

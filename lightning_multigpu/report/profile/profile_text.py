@@ -36,7 +36,7 @@ def text(profile: ProfileDocument) -> str:
 
 
 def comparison(profiles: Mapping[str, ProfileDocument]) -> str:
-    """A row for each run: samples a second, the step of its slowest rank in ms, its first finding, and its phases.
+    """The fastest run; a row for each run: samples a second, step of its slowest rank, first finding, and phases.
 
     Steps have more samples under some strategies than under others: samples a second tell which is faster.
     """
@@ -47,7 +47,7 @@ def comparison(profiles: Mapping[str, ProfileDocument]) -> str:
         first = profile.findings[0].kind if profile.findings else "nothing found"
         whole = run_curves.samples_a_second(profile), number(1e3 * profile.step_s)
         rows.append([name, profile.strategy.name, *whole, first, *cells])
-    return "\n".join(columns(rows))
+    return "\n".join([*run_curves.fastest(profiles), *columns(rows)])
 
 
 def _diagnosis(profile: ProfileDocument) -> list[str]:

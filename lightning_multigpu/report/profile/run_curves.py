@@ -48,3 +48,13 @@ def samples_a_second(profile: ProfileDocument) -> str:
     """:func:`rate` as text; a dash where it was not measured."""
     found = rate(profile)
     return "-" if found is None else number(found)
+
+
+def fastest(profiles: Mapping[str, ProfileDocument]) -> list[str]:
+    """The verdict of a comparison, by the names of the runs; empty where fewer than two have the figure."""
+    rates = {name: found for name, profile in profiles.items() if (found := rate(profile))}
+    if len(rates) < 2:
+        return []
+    first, second, *_ = sorted(rates, key=lambda name: -rates[name])
+    times = rates[first] / rates[second]
+    return [f"{first} is fastest: {number(rates[first])} samples/s, {times:.2f} times those of {second}."]

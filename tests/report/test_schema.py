@@ -1,0 +1,86 @@
+"""Dataclasses as JSON, back, and as a JSON schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import pytest
+
+from lightning_multigpu.cli import main
+from lightning_multigpu.report.schema import Absent, SchemaError, as_json, from_json, json_schema
+
+
+class Point(NamedTuple):
+    x: float
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    class_: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    kind: Literal["a", "b"]
+    count: int
+    points: Sequence[Point]
+    inner: Inner | None
+    by_name: Mapping[str, float]
+    limit: tuple[str, int] | None = None
+    left_out: Absent[Sequence[Inner]] = None
+    version: int = 1
+
+
+WHOLE = {
+    "kind": "a", "count": 3, "points": [[0.5, "p"]], "inner": {"class": "C"}, "by_name": {"k": 1.5},
+    "limit": ["GPU", 7], "left_out": [{"class": "D"}], "version": 2,
+}  # fmt: skip
+
+
+def test_a_document_is_read_as_it_was_written() -> None:
+    found = from_json(Outer, WHOLE)
+    assert found.points == [Point(0.5, "p")]
+    assert found.inner == Inner(class_="C")
+    assert as_json(found) == WHOLE
+    least = {"kind": "b", "count": 0, "points": [], "inner": None, "by_name": {}}
+    assert as_json(from_json(Outer, {**least, "new": 1})) == {**least, "limit": None, "version": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "c"}, "the document, kind is 'c' and not one of a, b"),
+        ({"count": True}, "the document, count is True and not int"),
+        ({"by_name": {"k": float("nan")}}, "the document, by_name, k is nan and not float"),
+        ({"points": [[0.5]]}, r"the document, points\[0\] is \[0.5\] and not an array of 2"),
+        ({"points": {}}, "the document, points is {} and not an array"),
+        ({"inner": {}}, "the document, inner has no 'class'"),
+        ({"inner": "x" * 1000}, "the document, inner is .{80} and not an object"),
+    ],
+)
+def test_what_does_not_follow_the_schema_is_named_with_its_place(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SchemaError, match=f"^{message}$"):
+        from_json(Outer, {**WHOLE, **changes})
+
+
+def test_the_json_schema() -> None:
+    found = json_schema(Outer)
+    assert found["required"] == ["kind", "count", "points", "inner", "by_name"]
+    point = {"type": "array", "prefixItems": [{"type": "number"}, {"type": "string"}], "minItems": 2, "items": False}
+    assert found["properties"]["points"] == {"type": "array", "items": point}
+    inner = {"type": "object", "properties": {"class": {"type": "string"}}, "required": ["class"]}
+    assert found["properties"]["inner"] == {"anyOf": [inner, {"type": "null"}]}
+    assert found["properties"]["left_out"] == {"type": "array", "items": inner}
+    assert found["properties"]["by_name"] == {"type": "object", "additionalProperties": {"type": "number"}}
+
+
+@pytest.mark.parametrize(("name", "key"), [("profile.json", "findings"), ("multigpu_report.json", "world")])
+def test_the_schemas_of_both_files_are_printed(name: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--schema", name]) == 0
+    assert key in json.loads(capsys.readouterr().out)["required"]
+    assert main(["report"]) == 2
+    assert "name the folder of a run" in capsys.readouterr().err
