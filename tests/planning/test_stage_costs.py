@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_multigpu.engine.pipeline.measuring.stage_bytes import layer_bytes
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.planning.pipelines.stage_costs import LinkCost, PartCost, StageCosts
 
@@ -140,7 +139,7 @@ def test_states_that_an_optimizer_will_keep(optimizer: str, options: dict[str, A
     chain = find_chain(module, "layers", 2)
     module["layers"][1].requires_grad_(False)
     made = getattr(torch.optim, optimizer)([p for p in module.parameters() if p.requires_grad], lr=0.1, **options)
-    predicted = layer_bytes(chain, [made])
+    predicted = chain.training_bytes([made])
     sum(p.sum() for p in module.parameters()).backward()  # type: ignore[union-attr]
     made.step()
     kept = [value for state in made.state.values() for value in state.values() if value.numel() > 1]
@@ -156,4 +155,4 @@ class Odd(torch.optim.Optimizer):
 def test_an_unknown_optimizer_counts_as_four_times_the_parameters() -> None:
     shared = nn.Linear(4, 4)
     module = nn.ModuleDict({"layers": nn.Sequential(shared, shared)})
-    assert layer_bytes(find_chain(module, "layers", 2), [Odd(module.parameters())]) == [4 * 4 * 20, 0]
+    assert find_chain(module, "layers", 2).training_bytes([Odd(module.parameters())]) == [4 * 4 * 20, 0]

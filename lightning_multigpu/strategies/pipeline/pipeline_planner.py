@@ -21,7 +21,6 @@ from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.hugging_face import ModelsInStages
 from lightning_multigpu.engine.micro_batches import first_part, moved
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe
-from lightning_multigpu.engine.pipeline.measuring.stage_bytes import end_bytes, layer_bytes
 from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
@@ -152,10 +151,8 @@ class PipelinePlanner:
         }
         self._found = self.of_sizes[sizes[0]]
         self._of_batches = [callback for callback in callbacks if hasattr(callback, "check_before_launch")]
-        try:
+        with _as_plan_errors():
             check_callbacks(callbacks)
-        except ValueError as error:
-            raise PlanError(str(error)) from error
 
     @classmethod
     def of_trainer(
@@ -189,10 +186,8 @@ class PipelinePlanner:
                 "pipeline_parallel_size=2, or use 'lightning-multigpu plan --blocks'"
             )
         options = strategy.pipeline_options
-        try:
+        with _as_plan_errors():
             of_schedules = [options.with_schedule(schedule) for schedule in schedules or [options.schedule]]
-        except ValueError as error:
-            raise PlanError(str(error)) from error
         assert strategy.parallel_devices is not None
         return cls(
             of_schedules,
@@ -224,10 +219,8 @@ class PipelinePlanner:
             PlanError: the module cannot be split in this way, the batch has too few samples, or there is no batch.
             PipelineError: the layers turn out not to be a chain.
         """
-        try:
+        with _as_plan_errors():
             check_module(module)
-        except ValueError as error:
-            raise PlanError(str(error)) from error
         size = self._found.tensor_parallel_size
         strategy: FirstBatchStrategy
         if size == 1:
@@ -249,7 +242,7 @@ class PipelinePlanner:
         """Makes the plans, from the first batch of a whole module on one device or, split, on one tensor group."""
         assert one.lightning_module is not None
         module, found = one.lightning_module, self._found
-        try:
+        with _as_plan_errors():
             check_optimizers(one.optimizers)
             dim = self._options[0].batch_dim
             # A loader's batch is for one pipeline, unless a callback sets the batch of all pipelines together.
@@ -265,8 +258,6 @@ class PipelinePlanner:
             chains = {chain.name: chain for _, _, chain in wanted}
             choice = self._options[0].activation_checkpointing
             again = {name: layers_of(name, chain.named_layers(), choice) for name, chain in chains.items()}
-        except ValueError as error:
-            raise PlanError(str(error)) from error
         self._is_over = True
         alone = next(iter(chains))  # for the time on one device, which recomputes no layer
         on_one = {
@@ -356,9 +347,9 @@ class PipelinePlanner:
         ``whole_s`` has the seconds of one device, for each round and then for the medians.
         """
         assert one.lightning_module is not None
-        sizes = layer_bytes(chain, one.optimizers)
+        sizes = chain.training_bytes(one.optimizers)
         even = options.bounds(chain, num_ranks)
-        ends = end_bytes(Ownership(one.lightning_module, chain, even, 0, num_ranks), one.optimizers)
+        ends = Ownership(one.lightning_module, chain, even, 0, num_ranks).end_bytes(one.optimizers)
         on_all = any(uses > {0, 1 + len(chain)} for uses in chain.uses.values())
 
         def costs_of(parts: Sequence[PartCost]) -> StageCosts:
@@ -455,6 +446,15 @@ def _run(measurements: Mapping[Any, Measurement]) -> None:
     for _ in range(NUM_ROUNDS):
         for measurement in measurements.values():
             measurement.run()
+
+
+@contextmanager
+def _as_plan_errors() -> Iterator[None]:
+    """Within the block a ValueError is a :class:`PlanError`."""
+    try:
+        yield
+    except ValueError as error:
+        raise PlanError(str(error)) from error
 
 
 @contextmanager

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
+from torch.optim import Optimizer
 
 from lightning_multigpu.engine.hugging_face import block_lists, models_in
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.pipelines.balance import balanced_bounds, layers_text
 
 _CONTAINERS = (Sequential, ModuleList)
@@ -112,6 +114,10 @@ class Chain:
         """Bytes that this rank holds of each layer's parameters; a shared parameter counts for its first layer."""
         with torch._C.DisableTorchFunctionSubclass():  # split parameters show the whole
             return [sum(parameter.nbytes for parameter in own) for own in self.own_parameters()]
+
+    def training_bytes(self, optimizers: Sequence[Optimizer]) -> list[int]:
+        """Bytes of each layer's parameters, their gradients and the states that the optimizers will keep; likewise."""
+        return [held_bytes(own, optimizers).total for own in self.own_parameters()]
 
     def own_parameters(self) -> Iterator[set[Parameter]]:
         """The parameters of each layer that no earlier layer has."""

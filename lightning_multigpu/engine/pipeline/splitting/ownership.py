@@ -22,12 +22,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter, RNNBase
+from torch.optim import Optimizer
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.placeholder import Placeholder, exchange
+from lightning_multigpu.engine.training_memory import held_bytes
 
 Bounds = list[tuple[int, int]]
 """The layers ``[start, stop)`` of each stage."""
@@ -130,6 +132,11 @@ class Ownership:
             for position in (0, self.num_ranks - 1)
         )
         return first, last
+
+    def end_bytes(self, optimizers: Sequence[Optimizer]) -> tuple[int, int]:
+        """Bytes of these parameters on the first and on the last rank, with gradients and states of the optimizers."""
+        first, last = self.at_ends()
+        return held_bytes(first, optimizers).total, held_bytes(last, optimizers).total
 
     def buffers(self) -> list[Tensor]:
         """Buffers with values on this rank, in the module's order."""

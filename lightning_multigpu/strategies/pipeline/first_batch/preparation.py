@@ -22,7 +22,6 @@ from lightning_multigpu.engine.activation_checkpointing import layers_of
 from lightning_multigpu.engine.micro_batches import cloned, first_part, num_micro_batches_of
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
-from lightning_multigpu.engine.pipeline.measuring.stage_bytes import end_bytes, layer_bytes
 from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.ownership import Bounds
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
@@ -226,16 +225,17 @@ class Preparation:
                 probe.elsewhere_s,
             )
             of_ranks, links, elsewhere = zip(*model.stages.gather_objects(found), strict=True)
+        optimizers = model.module.trainer.optimizers
         parts: dict[int, PartCost] = {part: cost for costs in of_ranks for part, cost in costs.items()}
         return StageCosts(
             [parts.get(part, PartCost()) for part in range(len(model.chain) + 2)],
-            layer_bytes(model.chain, model.module.trainer.optimizers),
+            model.chain.training_bytes(optimizers),
             max(links, key=lambda link: link.seconds(1 << 20)),
             schedule=self._options.schedule,
             num_ranks=model.group.num_ranks,
             stages_per_rank=self._options.num_stages_of_rank,
             num_micro_batches=num_micro_batches_of(batch, self._pipeline.num_micro_batches),
-            end_bytes=end_bytes(model.ownership, model.module.trainer.optimizers),
+            end_bytes=model.ownership.end_bytes(optimizers),
             elsewhere_s=max((seconds for seconds in elsewhere if seconds is not None), default=None),
         )
 
