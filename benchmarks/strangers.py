@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 import collections
 import multiprocessing
-import socket
 import os
 import platform
+import socket
 import sys
 import tempfile
 import time

@@ -70,7 +70,7 @@ class TestOneHost:
 
     def test_what_is_not_ended_is_killed(self) -> None:
         with HostAgents(placement(2, environment={}), threads=1) as hosts:
-            _, answers = started(hosts, ("answer", None), ("answer", None))
+            _, answers = started(hosts, ("answer", None), ("hang", 0))
             answers()
             assert len(ranks()) == 2
         assert not ranks()

@@ -162,17 +162,15 @@ def _subject(options: argparse.Namespace) -> Subject:
 
     from lightning_multigpu.bench.strategies.models import MODELS, Subject, brings_batch, made
 
-    made_of: dict[str, Any] = {"model": None, "data": None}
-    for what, base in (("model", LightningModule), ("data", LightningDataModule)):
-        given = settings.get(what)
-        if given is not None:
-            ours = MODELS.get(given) if isinstance(given, str) and what == "model" else None
-            made_of[what] = ours or partial(made, base, given, f"{of}{what}")
-    example = made_of["model"]()
-    name = settings["model"] if options.config is None else type(example).__name__
+    given = settings["model"]
+    model: Any = MODELS.get(str(given)) or partial(made, LightningModule, given, f"{of}model")
+    has_data = settings.get("data") is not None
+    data = partial(made, LightningDataModule, settings["data"], f"{of}data") if has_data else None
+    example = model()
+    name = given if options.config is None else type(example).__name__
     batch_size = 0
-    if made_of["data"] is not None:
-        made_of["data"]()
+    if data is not None:
+        data()
     elif brings_batch(example):
         batch_size = options.batch_size or int(getattr(example, "default_batch_size", 64))
     elif type(example).train_dataloader is LightningModule.train_dataloader:
@@ -183,7 +181,7 @@ def _subject(options: argparse.Namespace) -> Subject:
     if options.batch_size is not None and not batch_size:
         raise UsageError(f"--batch-size={options.batch_size}: {name} has a loader of its own, which decides that")
     precision = (settings.get("trainer") or {}).get("precision")
-    return Subject(name, made_of["model"], batch_size, made_of["data"], precision)
+    return Subject(name, model, batch_size, data, precision)
 
 
 def _plan(options: argparse.Namespace, subject: Subject) -> StrategyPlan:
