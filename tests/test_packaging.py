@@ -441,6 +441,8 @@ class TestDistributions:
                 f"lightning_multigpu-{lightning_multigpu.__version__}.dist-info",
             }
             assert "lightning_multigpu/py.typed" in archive.namelist()
+            page = {f"lightning_multigpu/report/profile/{name}" for name in ("page.html.j2", "page.css")}
+            assert page <= {*archive.namelist()}
         with tarfile.open(source) as archive:
             parts = {name.split("/")[1] for name in archive.getnames()}
         assert parts <= {
