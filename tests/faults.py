@@ -92,7 +92,8 @@ class Spot:
         return self._planted(f"receives {number.name}", partial(send_signal, number))
 
     def _planted(self, what: str, action: Callable[[], None]) -> PlantedFault:
-        return PlantedFault(Fault(self.rank, self.step, self.where, what, action))
+        kind = {"backward": _FaultInBackward, "saving": _FaultInSaving}.get(self.where, PlantedFault)
+        return kind(Fault(self.rank, self.step, self.where, what, action))
 
 
 def at(*, rank: int, step: int = 0, where: Where = "training") -> Spot:
@@ -121,10 +122,9 @@ class PlantedFault(Callback):
         self._log: Any = None
         self._collates: list[FaultyCollate] = []
         self._loaders: list[DataLoader[Any]] = []
-        self._armed: torch.utils.hooks.RemovableHandle | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.fault.describe()})"
+        return f"PlantedFault({self.fault.describe()})"
 
     @property
     def log(self) -> Any:
@@ -158,23 +158,8 @@ class PlantedFault(Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self._occasion("training", trainer)
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        first = next((parameter for parameter in pl_module.parameters() if parameter.requires_grad), None)
-        if self._is_occasion("backward", trainer) and first is not None:
-            register: Any = first.register_hook
-            self._armed = register(lambda gradient: self._occasion("backward", trainer))
-
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._armed is not None:
-            self._armed.remove()
-            self._armed = None
-        self._occasion("backward", trainer)  # where the first parameter has got no gradient
-
     def on_validation_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self._occasion("validation", trainer)
-
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        self._occasion("saving", trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._occasion("end of fit", trainer)
@@ -219,6 +204,31 @@ class PlantedFault(Callback):
         if self._is_occasion(where, trainer):
             self._struck = True
             self.fault.strike()
+
+
+class _FaultInBackward(PlantedFault):
+    """Apart, since strategies prepare gradients for a callback that has these hooks."""
+
+    _armed: torch.utils.hooks.RemovableHandle | None = None
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        first = next((parameter for parameter in pl_module.parameters() if parameter.requires_grad), None)
+        if self._is_occasion("backward", trainer) and first is not None:
+            register: Any = first.register_hook
+            self._armed = register(lambda gradient: self._occasion("backward", trainer))
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._armed is not None:
+            self._armed.remove()
+            self._armed = None
+        self._occasion("backward", trainer)  # where the first parameter has got no gradient
+
+
+class _FaultInSaving(PlantedFault):
+    """Apart, since strategies gather a whole checkpoint for a callback that has this hook."""
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        self._occasion("saving", trainer)
 
 
 @dataclass

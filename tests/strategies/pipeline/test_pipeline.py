@@ -33,7 +33,7 @@ from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.step_state import seed_of, set_random_state
-from lightning_multigpu.strategies import base
+from lightning_multigpu.strategies import rank_run
 from lightning_multigpu.strategies.pipeline.pipeline_checks import (
     check_callbacks,
     check_loggers,
@@ -716,7 +716,7 @@ def test_split_points_are_suggested_where_a_forward_pass_can_be_cut() -> None:
 
 
 def test_in_a_notebook_the_strategy_that_works_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "IS_INTERACTIVE", True)
+    monkeypatch.setattr(rank_run, "IS_INTERACTIVE", True)
     for name, words in (
         ("ring_ddp", "strategy='ring_ddp_spawn'"),
         ("gpipe", r"PipelineStrategy\(start_method='spawn'\)"),
