@@ -14,9 +14,6 @@ from torch.distributed import distributed_c10d as c10d
 # torch 2.13 keeps the order of a new group's ranks if asked; torch 2.11 always sorts them.
 CAN_KEEP_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
-# F.scaled_dot_product_attention without heads ends the process in torch 2.11 by a division by zero, not in torch 2.13.
-ATTENDS_WITHOUT_HEADS = torch.__version__ >= "2.13"  # compared as versions
-
 
 def new_group_in_order(
     ranks: list[int], *, timeout: timedelta | None = None, backend: str | None = None

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_multigpu import _torch_compat
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.cross_entropy import split_cross_entropy
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit
@@ -284,10 +283,9 @@ def _heads(func: Any, args: Any, kwargs: Any) -> Any:
     if func is not F.scaled_dot_product_attention:
         result = func(*own, **own_kwargs)
     else:
-        if not _torch_compat.ATTENDS_WITHOUT_HEADS and not all(split.ranges):
-            return NotImplemented
         q, k, v, *_ = (*own, *(own_kwargs[name] for name in ("query", "key", "value") if name in own_kwargs))
         with group.own_random(q.device) if (own[4] if len(own) > 4 else kwargs.get("dropout_p")) else nullcontext():
+            # Attention without heads ends the process in torch 2.11, by a division by zero.
             result = func(*own, **own_kwargs) if q.shape[offset] else q @ k.transpose(-2, -1) @ v
     return part_like(result, part, part.placed.at(result.dim() + offset))
 

@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -33,7 +32,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lightning_multigpu import TensorSplitStrategy, _torch_compat
+from lightning_multigpu import TensorSplitStrategy
 from lightning_multigpu._lightning_internals import averaged_copy
 from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.engine.optimizer_state import held_states
@@ -510,23 +509,15 @@ def test_layers_that_are_left_out(world2: World) -> None:
             assert_same_weights(result, reference)
 
 
-def train_heads(attends: bool, **options: Any) -> dict[str, Any]:
-    with patch.object(_torch_compat, "ATTENDS_WITHOUT_HEADS", attends):
-        return train("llama", 4, **options)
-
-
-@pytest.mark.parametrize(
-    ("sequence_split", "attends"),
-    [(False, False), *[(False, True), (True, True)] * _torch_compat.ATTENDS_WITHOUT_HEADS],
-)
-def test_ranks_without_heads_of_their_own(world4: World, sequence_split: bool, attends: bool) -> None:
+@pytest.mark.parametrize("sequence_split", [False, True])
+def test_ranks_without_heads_of_their_own(world4: World, sequence_split: bool) -> None:
     """Two heads of keys and values on four ranks, which have two tokens or one of six.
 
-    Attention without heads ended the process of a rank under torch 2.11; there it stays whole.
+    Attention without heads ended the process of a rank under torch 2.11.
     """
     reference = on_one_device("llama")
-    for result in world4.run(train_heads, attends, sequence_split=sequence_split):
-        assert result["split"] == {kind: n for kind, n in FOUND["llama"].items() if attends or kind != "attention"}
+    for result in world4.run(train, "llama", 4, sequence_split=sequence_split):
+        assert result["split"] == FOUND["llama"]
         for name, value in reference["weights"].items():
             torch.testing.assert_close(result["weights"][name], value, rtol=1e-4, atol=1e-6)
 
