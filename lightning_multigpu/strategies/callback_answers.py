@@ -1,4 +1,4 @@
-"""What callbacks ask of a strategy, beside Lightning's own interface: the answers of one whose ranks all do the same.
+"""Answers to callbacks of a strategy whose ranks all do the same, beside Lightning's own interface.
 
 The strategies that start ranks and the one of one process have them as methods; a family overrides those that differ.
 """

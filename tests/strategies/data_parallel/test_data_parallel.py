@@ -80,6 +80,14 @@ class _Ignoring(Classifier):
         return loss
 
 
+def test_held_bytes_are_those_of_one_device() -> None:
+    """It read a function of strategies that start ranks, which this one had not."""
+    trainer = train(Classifier("adamw"), 2)
+    held: Any = trainer.strategy.held_bytes()  # type: ignore[attr-defined]
+    sizes = [parameter.nbytes for parameter in trainer.lightning_module.parameters()]
+    assert held.parameters_bytes == held.gradients_bytes == sum(sizes)
+
+
 def ignored(batch: Any) -> Tensor:
     x, y = batch
     return torch.where((x[:, :1] == IGNORED.to(x)).any(1), -100, y)
