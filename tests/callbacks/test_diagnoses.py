@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_multigpu.callbacks import ProfilerReport, probes
 from lightning_multigpu.callbacks.profile.operator_trace import OperatorTrace
 from lightning_multigpu.engine.parameter_server.rooms import Room
+from lightning_multigpu.engine.pipeline.stages.stage_messages import HostMessages
 from lightning_multigpu.report.profile import profile_text
 from tests.report.profiles import built, loaded, told
 from tests.strategies.tasks import make_strategy
@@ -76,9 +77,19 @@ def test_small_batches(samples: int, width: int) -> None:
 
 @pytest.mark.parametrize("num_micro_batches", [8, 24])
 def test_small_micro_batches(world2: World, num_micro_batches: int) -> None:
+    """Each message costs 160 ms / ``num_micro_batches``, more than all else that a loaded machine adds to a step."""
+
     def fit() -> Any:
-        strategy = make_strategy("gpipe", num_micro_batches=num_micro_batches)
-        return profile_of(Net(4, 2), torch.ones(num_micro_batches, 4), strategy, max_steps=12)
+        send = HostMessages.send
+
+        def slowly(messages: HostMessages, *args: Any) -> Any:
+            time.sleep(0.16 / num_micro_batches)
+            return send(messages, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HostMessages, "send", slowly)
+            strategy = make_strategy("gpipe", num_micro_batches=num_micro_batches)
+            return profile_of(Net(4, 2), torch.ones(num_micro_batches, 4), strategy, max_steps=12)
 
     profile, _ = world2.run(fit)
     found = first(profile)
