@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_multigpu.engine.tensor_split.block_input import enter
-from lightning_multigpu.engine.tensor_split.layers import RowSplitLinear, column_linear, summed
+from lightning_multigpu.engine.tensor_split.layers import RowSplitLinear, class_of_split, column_linear, summed
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut
 from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, local, place
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
@@ -62,7 +62,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         """
         if attention.bias_k is not None or attention.add_zero_attn:
             raise ValueError("attention with add_bias_kv or add_zero_attn cannot be split")
-        attention.__class__ = cls
+        attention.__class__ = class_of_split(cls, nn.MultiheadAttention, type(attention))
         assert isinstance(attention, cls)
         attention._become(group, name)
         return attention

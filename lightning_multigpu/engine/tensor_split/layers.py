@@ -160,6 +160,15 @@ def _of_conv1d(split: Any, conv1d: Any) -> Any:
     return type(f"{split.__name__.strip('_')}Conv1D", (split, conv1d), {"is_transposed": True})
 
 
+@cache
+def class_of_split(split: Any, plain: type, kind: type) -> Any:
+    """The class of a layer that is split: ``split``, or for a user's subclass of ``plain`` one that keeps its methods.
+
+    Their ``super()`` is then the split layer: an embedding that scales what ``super().forward`` returns still does.
+    """
+    return split if kind is plain else type(f"{split.__name__}{kind.__name__}", (kind, split), {})
+
+
 def _converted(module: nn.Module, split: type, of_linear: type, group: TensorGroup, options: Any) -> Any:
     """Makes a linear layer a split one, in place."""
     if not is_linear(module):
@@ -375,7 +384,7 @@ class VocabSplitEmbedding(_Split, nn.Embedding):
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, option):
                 raise ValueError(f"an embedding with {option} cannot be split over its rows")
-        embedding.__class__ = cls
+        embedding.__class__ = class_of_split(cls, nn.Embedding, type(embedding))
         assert isinstance(embedding, cls)
         embedding._become(group, **options)
         return embedding

@@ -79,7 +79,8 @@ def _beside(value: Any, part: SplitTensor, offset: int) -> Any:
         return entered(value, group, f"operand beside {layer}") if needs_grad else value
     along = ParameterSplit(value.dim() + offset, split.ranges)
     if needs_grad:
-        group.on_gather(layer, "the gradient of an operand")
+        if value.numel() >= part.as_subclass(Tensor).numel():  # else a weight beside activations
+            group.on_gather(layer, "the gradient of an operand")
         return own_of(value, along, group, f"operand beside {layer}")
     return along.part(value, group.rank)
 
@@ -261,6 +262,30 @@ def _rows(func: Any, args: Any, kwargs: Any) -> Any:
     return part_like(func(own_values(part), *map(whole_, others), **{k: whole_(v) for k, v in kwargs.items()}), part)
 
 
+def _convolved(
+    func: Any,
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    """Depthwise convolution of channels, of which each rank has some."""
+    if not isinstance(input, SplitTensor) or _parts_in((weight, bias), {}):
+        return NotImplemented
+    split, own = input.placed.split, own_values(input)
+    of_channels = split.dim == own.dim() - (weight.dim() - 1) and groups == split.whole_size == len(weight)
+    if not of_channels or not all(split.size(rank) for rank in range(input.placed.group.size)):
+        return NotImplemented
+    along = input.placed.at(0)
+    weights = [
+        None if w is None else own_of(w, along.split, along.group, f"conv beside {along.layer}") for w in (weight, bias)
+    ]
+    return part_like(func(own, *weights, stride, padding, dilation, own.shape[split.dim]), input)
+
+
 def _heads(func: Any, args: Any, kwargs: Any) -> Any:
     """Products and attention of matrices, of which each rank has some; a head's, for example."""
     parts = _parts_in(args, kwargs)
@@ -288,6 +313,19 @@ def _heads(func: Any, args: Any, kwargs: Any) -> Any:
             # Attention without heads ends the process in torch 2.11, by a division by zero.
             result = func(*own, **own_kwargs) if q.shape[offset] else q @ k.transpose(-2, -1) @ v
     return part_like(result, part, part.placed.at(result.dim() + offset))
+
+
+def _products(func: Any, args: Any, kwargs: Any) -> Any:
+    """Products of a whole matrix with one of whose columns, or rows, each rank has some: a graph's, for example."""
+    if len(args) == 2 and not kwargs and len(parts := _parts_in(args, {})) == 1:
+        part, other = parts[0], args[args[0] is parts[0]]
+        is_first, num_dims = args[0] is part, part.as_subclass(Tensor).dim()
+        offset = part.placed.split.dim - num_dims
+        if isinstance(other, Tensor) and num_dims > 1 and offset == (-2 if is_first else -1):
+            own, beside = own_values(part), _beside(other, part, -sys.maxsize)
+            result = func(own, beside) if is_first else func(beside, own)
+            return part_like(result, part, part.placed.at(result.dim() + offset + (is_first and other.dim() == 1)))
+    return _heads(func, args, kwargs)
 
 
 def _share_heads(parts: Sequence[SplitTensor]) -> bool:
@@ -486,9 +524,11 @@ _BY_NAME = _by_name(
         _moved,
     ),
     ("view view_as reshape reshape_as flatten unflatten", _reshaped),
-    ("matmul __matmul__ bmm scaled_dot_product_attention", _heads),
+    ("matmul __matmul__ bmm", _products),
+    ("scaled_dot_product_attention", _heads),
     ("cat concat concatenate stack", _joined),
     ("linear layer_norm rms_norm", _rows),
+    ("conv1d conv2d conv3d", lambda func, args, kwargs: _convolved(func, *args, **kwargs)),
     ("dropout alpha_dropout", _dropped),
     ("cross_entropy", _of(_cross_entropy)),
     ("size", _of(_size)),
@@ -504,7 +544,7 @@ _BY_NAME = _by_name(
     ),
     ("register_hook", _hooked),
     ("grad", _gradients),
-    ("requires_grad_ retain_grad register_post_accumulate_grad_hook", _of_leaf),
+    ("requires_grad_ retain_grad register_post_accumulate_grad_hook data_ptr", _of_leaf),
     ("rand_like randn_like randint_like", _drawn),
     ("detach_ set_ resize_", _refused),
 )

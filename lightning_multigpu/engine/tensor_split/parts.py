@@ -228,6 +228,23 @@ class _Enter(Function):
         return ctx.group.all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.layer_name), None, None
 
 
+def functions_get_whole() -> Callable[[], None]:
+    """Has all users' ``autograd.Function`` get whole tensors for parts, as any unknown operation; returns what ends it.
+
+    torch calls their forward with parts and their backward with plain gradients of parts, which would not fit together.
+    """
+    known = vars(Function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith("lightning_multigpu.") or not any(isinstance(a, SplitTensor) for a in args):
+            return known.__func__(cls, *args, **kwargs)
+        gathering = _Gathering(cls)
+        return gathering.end(known.__func__(cls, *gathering.whole(args), **kwargs))
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    return lambda: setattr(Function, "apply", known)
+
+
 def user_line() -> str:
     """The file and line of the user's code that is running."""
     frame: Any = sys._getframe(1)

@@ -24,7 +24,7 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.placeholder import Placeholder, exchange
 from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
-from lightning_multigpu.engine.tensor_split.parts import whole
+from lightning_multigpu.engine.tensor_split.parts import functions_get_whole, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.split_plan import SplitPlan
@@ -59,6 +59,7 @@ class TensorAxis:
         self.group = group = TensorGroup(ranks, meter=strategy.meter, shared_memory=memory, readers=readers)
         strategy.groups.also_cut.append(group.abort)
         strategy._undo.callback(group.close)
+        strategy._undo.callback(functions_get_whole())
         self.peers = peers = strategy.metered(ranks, "tensor")
         self._model = model
         model.chain.tensor_group = group

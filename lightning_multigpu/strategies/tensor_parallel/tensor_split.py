@@ -27,7 +27,7 @@ from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.parts import whole
+from lightning_multigpu.engine.tensor_split.parts import functions_get_whole, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
@@ -194,6 +194,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         assert self.groups is not None
         self.groups.also_cut.append(self._tensor.abort)
         self._undo.callback(self._tensor.close)
+        self._undo.callback(functions_get_whole())
         self._layers = SplitLayers(module, self._tensor, self._plan, sequence_split=self._sequence_split)
         tensor, device = self._tensor, self.root_device
         methods = PluginMethods(  # a rank owns its parts, the first one whole gradients

@@ -82,10 +82,18 @@ def test_a_rank_without_heads(world4: World) -> None:
     world4.run(_attend, {"batch_first": True}, HEADS, False, True, "of heads")
 
 
+class Doubled(nn.MultiheadAttention):
+    """A user's own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output, weights = super().forward(*args, **kwargs)
+        return 2 * output, weights
+
+
 def _unbatched_and_in_an_encoder() -> None:
     with tensor_group() as (group, _):
         torch.manual_seed(0)
-        whole = nn.MultiheadAttention(SIZE, HEADS)
+        whole = Doubled(SIZE, HEADS)
         split = SplitMultiheadAttention.of(copy.deepcopy(whole), group)
         x = torch.randn(QUERIES, SIZE)
         for need_weights in (True, False):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
@@ -161,6 +161,33 @@ def _embedding(num_rows: int) -> dict[tuple[str, str], int]:
 def test_embedding(world: World, num_rows: int) -> None:
     for collectives in world.run(_embedding, num_rows):
         assert collectives == {("all_reduce", "tensor tokens"): 1}
+
+
+class Scaled(nn.Embedding):
+    """As Gemma has it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 4 + self.weight.mean()
+
+
+def _scaled() -> None:
+    with tensor_group() as (group, _), group.showing(parts=False):
+        torch.manual_seed(1)
+        whole = Scaled(11, 4)
+        split = copy.deepcopy(whole)
+        VocabSplitEmbedding.of(split, group)
+        tokens = torch.randint(11, (3, 5))
+        outputs = [whole(tokens), split(tokens)]
+        for output in outputs:
+            output.pow(2).sum().backward()
+        assert_equal(outputs[1], outputs[0])
+        with group.showing(parts=True):
+            assert_parts(split, whole, group)
+
+
+def test_a_subclass_keeps_what_its_forward_adds(world: World) -> None:
+    """Gemma's factor was lost: split embeddings had a forward of their own, whatever the class of the user."""
+    world.run(_scaled)
 
 
 def _raises(token: int) -> bool:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lightning_multigpu.engine.tensor_split.cross_entropy import split_cross_entropy
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit
-from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor
+from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, functions_get_whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from tests.engine.tensor_split.shared import assert_equal, counts, tensor_group
 from tests.world import World
@@ -182,6 +182,7 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
     r"__setitem__ in place.* what diagonal has given": lambda z: (d := z.diagonal(0, 1, 2), z.__setitem__(0, 1), d),
     r"register_hook on the output of head": lambda z: z.register_hook(print),
     r"retain_grad on the output of head": lambda z: z.retain_grad(),
+    r"data_ptr on the output of head": lambda z: z.data_ptr(),
 }
 
 
@@ -210,9 +211,18 @@ VIEWS: dict[str, Callable[[Tensor, int], Any]] = {
     "halves of heads": lambda x, h: torch.cat([each * 2 for each in x.view(2, 5, h, 6).chunk(2, -1)], -1),
     "stacked": lambda x, h: torch.stack([x, -x], 1).unbind(1)[0].unsqueeze(0).squeeze(0),
     "products": lambda x, h: (y := x.view(2, 5, h, 6).transpose(1, 2)) @ y.transpose(-2, -1),
+    "columns": lambda x, h: torch.arange(15.0).view(3, 5) @ x,
+    "rows": lambda x, h: x.transpose(1, 2) @ torch.arange(10.0).view(5, 2),
+    "rows of vectors": lambda x, h: x.transpose(1, 2) @ torch.arange(5.0),
     "attention": lambda x, h: F.scaled_dot_product_attention(*[x.view(2, 5, h, 6).transpose(1, 2)] * 3),
     "per head": lambda x, h: x.view(2, 5, h, 6).softmax(-1).pow(2).mean(-1, keepdim=True),
     "normed heads": lambda x, h: F.layer_norm(x.view(2, 5, h, 6), (6,), torch.arange(6.0)),
+}
+
+CHANNELS: dict[str, Callable[[Tensor, int], Any]] = {  # gathered where a rank has none
+    "depthwise": lambda x, h: F.conv1d(
+        x.transpose(1, 2), torch.arange(12.0 * h).view(6 * h, 1, 2), torch.arange(6.0 * h), padding=1, groups=6 * h
+    ),
 }
 
 
@@ -224,7 +234,7 @@ def _all_views() -> dict[str, str]:
         split = ParameterSplit.even(heads * 6, group.size, dim=2, unit=6)
         gathered: list[str] = []
         group.on_gather = lambda layer, operation: gathered.append(operation)
-        for name, compute in VIEWS.items():
+        for name, compute in (VIEWS | (CHANNELS if heads >= group.size else {})).items():
             whole, own = values.clone().requires_grad_(), split.part(values, group.rank).requires_grad_()
             given = whole, SplitTensor.of(own * 1, PartLayout(split, group, "up"))
             expected, actual = ([*y] if isinstance(y := compute(x, heads), list) else [y] for x in given)
@@ -248,6 +258,43 @@ def test_views_of_parts(num_ranks: int, request: pytest.FixtureRequest) -> None:
         assert not problems
 
 
+class Softmax(torch.autograd.Function):
+    """A user's own; its backward gets plain gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:  # type: ignore[override]
+        result = (x * scale).softmax(-1)
+        ctx.save_for_backward(result)
+        ctx.scale = scale
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        (result,) = ctx.saved_tensors
+        return ctx.scale * result * (gradient - (result * gradient).sum(-1, keepdim=True)), None
+
+
+def _functions() -> None:
+    with tensor_group() as (group, _):
+        values = torch.randn(4, CLASSES, generator=torch.Generator().manual_seed(3))
+        placed = _placed(group, 2)
+        whole, own = values.clone().requires_grad_(), placed.split.part(values, group.rank).requires_grad_()
+        before = vars(torch.autograd.Function)["apply"]
+        end = functions_get_whole()
+        for x in (whole, SplitTensor.of(own * 1, placed)):
+            (Softmax.apply(x, 2.0) * torch.arange(float(CLASSES))).sum().backward()  # type: ignore[no-untyped-call]
+        end()
+        assert vars(torch.autograd.Function)["apply"] is before
+        assert whole.grad is not None
+        assert own.grad is not None
+        assert_equal(own.grad, placed.split.part(whole.grad, group.rank))
+
+
+def test_functions_of_users_get_whole_tensors(world2: World) -> None:
+    """Their backward met gradients of parts beside tensors that show the whole: it failed."""
+    world2.run(_functions)
+
+
 def _operands() -> None:
     """A whole weight beside a part gets the gradients of all ranks, one along the part those of each."""
     with tensor_group() as (group, _):
@@ -256,8 +303,10 @@ def _operands() -> None:
         results = []
         for x in (values, SplitTensor.of(placed.split.part(values, group.rank), placed)):
             scale, bias = torch.ones(4, 1, requires_grad=True), torch.ones(CLASSES, requires_grad=True)
+            left, right = (torch.ones(4, 4, requires_grad=True) for _ in range(2))
             (x * scale + bias).tanh().square().sum().backward()
-            results.append([scale.grad, bias.grad])
+            ((left @ x).square().sum() + (x.t() @ right).square().sum()).backward()
+            results.append([scale.grad, bias.grad, left.grad, right.grad])
         for one, other in zip(*results, strict=True):
             assert_equal(other, one)
 
