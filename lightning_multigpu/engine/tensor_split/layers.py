@@ -160,7 +160,6 @@ def _of_conv1d(split: Any, conv1d: Any) -> Any:
     return type(f"{split.__name__.strip('_')}Conv1D", (split, conv1d), {"is_transposed": True})
 
 
-@cache
 def class_of_split(split: Any, plain: type, kind: type) -> Any:
     """The class of a layer that is split: ``split``, or for a user's subclass of ``plain`` one that keeps its methods.
 
