@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -217,9 +217,4 @@ class PipelineRunner:
             return forward(*args, **kwargs)
         seed = self._seed_of_part(1 + index)  # the seed that _begin_part has set
         layer = self._ownership.chain.layers[index]
-
-        def begin() -> AbstractContextManager[None]:
-            set_random_state(seed, self._device)
-            return nullcontext()
-
-        return recomputed(layer, forward, args, kwargs, begin)
+        return recomputed(layer, forward, args, kwargs, lambda: nullcontext(set_random_state(seed, self._device)))
