@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain, modules_around, smallest_around, uncompiled
-from lightning_multigpu.engine.pipeline.splitting.tracing import Trace, traced
+from lightning_multigpu.engine.pipeline.splitting.tracing import GraphPiece, Trace, traced
+from lightning_multigpu.engine.replaced_attributes import replaced
 
 _MANY_TRACES = 12  # the checks of the first batch make up to four
 
@@ -27,26 +28,21 @@ class TracedPiece(Module):
 
     Args:
         whole: the module that is cut.
-        index: the number of the piece.
+
+    Attributes:
+        names: its parameters and buffers.
     """
 
-    def __init__(self, whole: Module, index: int) -> None:
+    def __init__(self, whole: Module) -> None:
         super().__init__()
         self._owners: dict[str, Module] = dict(whole.named_modules(remove_duplicate=False))
-        self.index = index
         self.names: tuple[str, ...] = ()
 
-    def forward(self, arrived: tuple[Tensor, ...], trace: Trace, leaves: list[Any]) -> tuple[Any, ...]:
-        """Runs the piece on the previous piece's result and on the whole module's arguments that it uses."""
-        piece = trace.pieces[self.index]
+    def forward(self, arrived: tuple[Tensor, ...], piece: GraphPiece, arguments: list[Any]) -> tuple[Any, ...]:
+        """Runs a graph's piece on the previous piece's result and on the whole module's arguments that it uses."""
         if piece.changes_arrived:
             arrived = tuple(tensor.clone() for tensor in arrived)
-        num_tensors = len(trace.tensors)
-        inputs = [
-            self._tensor(trace.tensors[index]) if index < num_tensors else leaves[index - num_tensors]
-            for index in piece.inputs
-        ]
-        result: tuple[Any, ...] = piece.module(*arrived, *inputs)
+        result: tuple[Any, ...] = piece.module(*arrived, *map(self._tensor, piece.tensors), *arguments)
         return result
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[Module]:
@@ -99,7 +95,7 @@ class TracedChain(Chain):
     ) -> None:
         name = smallest_around(module, points) if name == "auto" else name
         self._whole = _checked(module, name, points)
-        pieces = tuple(TracedPiece(self._whole, i) for i in range(len(points) + 1))
+        pieces = tuple(TracedPiece(self._whole) for _ in range(len(points) + 1))
         super().__init__(name or type(module).__name__, pieces, modules_around(module, name), points, schedule)
         self._prefix = f"{name}." if name else ""
         self._points = [point.removeprefix(self._prefix) for point in points]
@@ -151,15 +147,10 @@ class TracedChain(Chain):
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Runs the module in pieces within the block."""
-        table = vars(self._whole)
-        before = {"forward": table["forward"]} if "forward" in table else {}
         forward = self._whole.forward
-        table["forward"] = uncompiled(lambda *args, **kwargs: self._forward(forward, args, kwargs))
-        try:
+        in_pieces = uncompiled(lambda *args, **kwargs: self._forward(forward, args, kwargs))
+        with replaced(self._whole, forward=in_pieces):
             yield
-        finally:
-            del table["forward"]
-            table.update(before)
 
     def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
@@ -170,22 +161,18 @@ class TracedChain(Chain):
                     self._trace(forward, leaves, structure)
             raise _Arranged
         values: Any = ()
-        for piece in self.layers:
-            used = {index - len(trace.tensors) for index in trace.pieces[piece.index].inputs}
-            values = piece(values, trace, [leaf if i in used else None for i, leaf in enumerate(leaves)])
+        for layer, piece in zip(self.layers, trace.pieces, strict=True):
+            values = layer(values, piece, [leaves[index] for index in piece.arguments])
         return tree_unflatten(list(values), trace.output)
 
     @contextmanager
     def _as_in_training(self) -> Iterator[None]:
-        modes = [part.training for part in self._parts]
-        for part in self._parts:
-            part.training = True
-        try:
-            with torch.inference_mode(False), torch.enable_grad():
-                yield
-        finally:
-            for part, mode in zip(self._parts, modes, strict=True):
-                part.training = mode
+        with ExitStack() as undo:
+            for part in self._parts:
+                undo.enter_context(replaced(part, training=True))
+            undo.enter_context(torch.inference_mode(False))
+            undo.enter_context(torch.enable_grad())
+            yield
 
     def _trace(self, forward: Callable[..., Any], leaves: list[Any], structure: TreeSpec) -> Trace:
         key = (
@@ -217,19 +204,18 @@ class TracedChain(Chain):
         Raises:
             PipelineError: another piece used one of them in earlier traces.
         """
-        for piece in self.layers:
-            for name in trace.tensors_of(piece.index):
-                users = [other.index for other in self.layers if name in other.names]
-                if self.is_arranged and piece.index not in users and (users or name in trace.written_by(piece.index)):
+        for stage, (layer, piece) in enumerate(zip(self.layers, trace.pieces, strict=True)):
+            for name in piece.tensors:
+                users = [other for other, one in enumerate(self.layers) if name in one.names]
+                if self.is_arranged and stage not in users and (users or name in piece.written):
                     others = ", ".join(map(str, users)) or "none"
                     raise PipelineError(
-                        f"stage {piece.index} uses {self._prefix + name!r} for these arguments in this mode, and the "
+                        f"stage {stage} uses {self._prefix + name!r} for these arguments in this mode, and the "
                         f"stages that used it before are: {others}; move the split points so that it stays on one "
                         "stage"
                     )
-        if not self.is_arranged:
-            for piece in self.layers:
-                piece.names = tuple(dict.fromkeys((*piece.names, *trace.tensors_of(piece.index))))
+            if not self.is_arranged:
+                layer.names = tuple(dict.fromkeys((*layer.names, *piece.tensors)))
 
 
 def _kind(leaf: Any) -> Any:
@@ -238,33 +224,34 @@ def _kind(leaf: Any) -> Any:
     return type(leaf), leaf if isinstance(leaf, Hashable) else repr(leaf)
 
 
-def _part(module: Module, name: str) -> Module | None:
-    return dict(module.named_modules()).get(name)
-
-
 def _checked(module: Module, name: str, points: Sequence[str]) -> Module:
-    whole = _part(module, name)
-    if whole is None:
-        raise ValueError(f"module={name!r} is no part of the module; {_children(module, '')}")
+    """The submodule called ``name``.
+
+    Raises:
+        ValueError: it, or a point, is no submodule; a point is not within it; or it has a backward hook inside.
+    """
+    parts = dict(module.named_modules())
+    if name not in parts:
+        raise ValueError(f"module={name!r} is no part of the module; {_children(parts, '')}")
     for point in points:
-        if _part(module, point) is None:
-            parent = point.rpartition(".")[0]
-            raise ValueError(
-                f"split_points names {point!r}, which is no part of the module; {_children(module, parent)}"
-            )
+        if point not in parts:
+            children = _children(parts, point.rpartition(".")[0])
+            raise ValueError(f"split_points names {point!r}, which is no part of the module; {children}")
         if name and not point.startswith(f"{name}."):
             raise ValueError(f"split_points names {point!r}, which is not within module={name!r}; leave module= out")
-    for path, part in whole.named_modules():
-        if part is not whole and (part._backward_hooks or part._backward_pre_hooks):
+    whole = parts[name]
+    for path, part in parts.items():
+        is_inside = path.startswith(f"{name}.") if name else path
+        if is_inside and (part._backward_hooks or part._backward_pre_hooks):
             raise ValueError(
-                f"{'.'.join(filter(None, (name, path)))!r} has a backward hook, which a traced forward pass would "
-                "leave out; remove it, or split a chain of layers with module="
+                f"{path!r} has a backward hook, which a traced forward pass would leave out; remove it, or split a "
+                "chain of layers with module="
             )
     return whole
 
 
-def _children(module: Module, parent: str) -> str:
-    found = _part(module, parent) if parent else None
-    prefix, title = (f"{parent}.", repr(parent)) if found is not None else ("", "the module")
-    names = [f"{prefix}{child}" for child, _ in (found or module).named_children()]
-    return f"{title} has {', '.join(map(repr, names)) or 'no parts'}"
+def _children(parts: Mapping[str, Module], parent: str) -> str:
+    parent = parent if parent in parts else ""
+    prefix, title = (f"{parent}.", repr(parent)) if parent else ("", "the module")
+    names = [repr(f"{prefix}{child}") for child, _ in parts[parent].named_children()]
+    return f"{title} has {', '.join(names) or 'no parts'}"
