@@ -305,9 +305,14 @@ def recomputed(
     return output
 
 
+def works_in_place(layer: Module) -> bool:
+    """Whether a part of the layer has a true attribute ``inplace``."""
+    return any(getattr(part, "inplace", False) for part in layer.modules())
+
+
 def safe_inputs(layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The layer's arguments, copied if a part of the layer has a true attribute ``inplace``."""
-    if any(getattr(part, "inplace", False) for part in layer.modules()):
+    """The layer's arguments, copied if it :func:`works_in_place`."""
+    if works_in_place(layer):
         args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
     return args, kwargs
 
