@@ -224,7 +224,7 @@ class Recomputation:
                     undo.callback(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
             yield
 
-    def _call(self, name: str, layer: Module, own: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, name: str, layer: Module, own: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Any:
         """A call of a layer; ``own`` is its call before, unless it is its class's forward."""
         own = own or type(layer).forward.__get__(layer)  # looked up at each call: a split of the layers changes classes
         if runs_in_checkpoint():

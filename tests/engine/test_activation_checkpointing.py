@@ -211,6 +211,18 @@ def test_a_whole_module_trains_as_without() -> None:
         module(torch.zeros(1, 3))
 
 
+class Named(nn.Linear):
+    def forward(self, x: Tensor, *, name: str, layer: int, own: Tensor) -> Tensor:
+        return super().forward(x) * own
+
+
+def test_arguments_of_a_layer_may_have_any_name() -> None:
+    module = nn.Sequential(Named(3, 3))
+    with Recomputation(module, True).installed(module):
+        module[0](torch.ones(1, 3), name="first", layer=0, own=torch.ones(3)).sum().backward()
+    assert module[0].weight.grad is not None
+
+
 class Counting(Whole.Block):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
