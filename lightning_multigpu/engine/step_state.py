@@ -55,7 +55,8 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
 
 def other_random_states() -> tuple[Any, ...]:
     """The states of the generators of Python and NumPy, to compare."""
-    _, keys, *rest = numpy.random.get_state()
+    state: Any = numpy.random.get_state()
+    _, keys, *rest = state
     return (random.getstate(), keys.tobytes(), *rest)
 
 

@@ -230,7 +230,7 @@ def _checked(module: Module, name: str, points: Sequence[str]) -> Module:
     Raises:
         ValueError: it, or a point, is no submodule; a point is not within it; or it has a backward hook inside.
     """
-    parts = dict(module.named_modules())
+    parts: dict[str, Module] = dict(module.named_modules())
     if name not in parts:
         raise ValueError(f"module={name!r} is no part of the module; {_children(parts, '')}")
     for point in points:

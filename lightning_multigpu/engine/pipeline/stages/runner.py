@@ -211,6 +211,5 @@ class PipelineRunner:
     def _run_layer(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if index not in self._recompute or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        seed = self._seed_of_part(1 + index)  # the seed that _begin_part has set
-        layer = self._ownership.chain.layers[index]
-        return recomputed(layer, forward, args, kwargs, lambda: nullcontext(set_random_state(seed, self._device)))
+        begin = functools.partial(set_random_state, self._seed_of_part(1 + index), self._device)
+        return recomputed(self._ownership.chain.layers[index], forward, args, kwargs, lambda: nullcontext(begin()))
