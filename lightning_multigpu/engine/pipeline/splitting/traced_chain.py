@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain, modules_around, smallest_around, uncompiled
@@ -101,7 +101,6 @@ class TracedChain(Chain):
         self._points = [point.removeprefix(self._prefix) for point in points]
         self._device = device
         self._traces: dict[Any, Trace] = {}
-        self._arranging = self._will_train = False
         self.is_arranged = False
         self._is_all = self._whole is module  # code before its forward pass may need any parameter
         self._parts = tuple(self._whole.modules())
@@ -133,16 +132,23 @@ class TracedChain(Chain):
         Raises:
             PipelineError: the step does not call the module, or the module cannot be traced.
         """
-        self._arranging, self._will_train = True, will_train
-        try:
-            with self.entered():
-                step()
-        except _Arranged:
-            self.is_arranged = True
-            return
-        finally:
-            self._arranging = False
-        raise PipelineError(f"the step returned without calling {self.name!r}; every step must run the split part")
+        own = self._whole.forward
+
+        def trace(*args: Any, **kwargs: Any) -> None:
+            self._traced(own, args, kwargs)
+            if will_train and not (self._whole.training and torch.is_grad_enabled()):
+                with ExitStack() as undo:
+                    for part in self._parts:
+                        undo.enter_context(replaced(part, training=True))
+                    undo.enter_context(torch.inference_mode(False))
+                    undo.enter_context(torch.enable_grad())
+                    self._traced(own, args, kwargs)
+            raise _Arranged
+
+        with suppress(_Arranged), replaced(self._whole, forward=uncompiled(trace)):
+            step()
+            raise PipelineError(f"the step returned without calling {self.name!r}; every step must run the split part")
+        self.is_arranged = True
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -153,28 +159,17 @@ class TracedChain(Chain):
             yield
 
     def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves, structure = tree_flatten((args, kwargs))
-        trace = self._trace(forward, leaves, structure)
-        if self._arranging:
-            if self._will_train and not (self._whole.training and torch.is_grad_enabled()):
-                with self._as_in_training():
-                    self._trace(forward, leaves, structure)
-            raise _Arranged
+        trace, leaves = self._traced(forward, args, kwargs)
         values: Any = ()
         for layer, piece in zip(self.layers, trace.pieces, strict=True):
             values = layer(values, piece, [leaves[index] for index in piece.arguments])
         return tree_unflatten(list(values), trace.output)
 
-    @contextmanager
-    def _as_in_training(self) -> Iterator[None]:
-        with ExitStack() as undo:
-            for part in self._parts:
-                undo.enter_context(replaced(part, training=True))
-            undo.enter_context(torch.inference_mode(False))
-            undo.enter_context(torch.enable_grad())
-            yield
-
-    def _trace(self, forward: Callable[..., Any], leaves: list[Any], structure: TreeSpec) -> Trace:
+    def _traced(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Trace, list[Any]]:
+        """The trace for arguments of this kind in the present mode, and the leaves of the arguments."""
+        leaves, structure = tree_flatten((args, kwargs))
         key = (
             tuple(_kind(leaf) for leaf in leaves),
             structure,
@@ -185,7 +180,6 @@ class TracedChain(Chain):
         )
         if key not in self._traces:
             began_s = time.perf_counter()
-            args, kwargs = tree_unflatten(leaves, structure)
             trace = traced(self._whole, forward, self._points, args, kwargs, self._device)
             self._assign_tensors(trace)
             self._traces[key] = trace
@@ -196,7 +190,7 @@ class TracedChain(Chain):
                     "padding and drop_last=True for example",
                     stacklevel=2,
                 )
-        return self._traces[key]
+        return self._traces[key], leaves
 
     def _assign_tensors(self, trace: Trace) -> None:
         """Records which piece uses which tensors.
