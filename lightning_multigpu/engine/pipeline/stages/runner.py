@@ -67,7 +67,7 @@ class PipelineRunner:
         own = [bounds[index] for index in ownership.stages]
         self._parts = [0, *(1 + index for start, stop in own for index in range(start, stop)), 1 + len(chain)]
         # An operation in place must not overwrite a received tensor: its gradient is needed.
-        self._clones_input = {i for i in ownership.stages if works_in_place(chain.layers[bounds[i][0]])}
+        self._clones_input = {i for i in ownership.stages if i > 0 and works_in_place(chain.layers[bounds[i][0]])}
         self._order = (
             TorchSchedules(self.stages, group.process_group, ownership.device, schedule)
             if group.in_batches
