@@ -109,7 +109,7 @@ def selected_layers(module: Module, choice: Choice) -> list[str]:
             f"activation_checkpointing=True: no module of {owner} is an nn.Sequential or an nn.ModuleList with "
             f"parameters; pass classes or names of modules, such as {_shown(parts)}"
         )
-    found = layers if choice is True else _matching(choice or (), parts, f"module of {owner}", layers or parts)
+    found = layers if choice is True else _matching(choice or (), parts, "module", owner, layers or parts)
     return [name for name in parts if name in found and not any(name.startswith(f"{outer}.") for outer in found)]
 
 
@@ -125,14 +125,14 @@ def layers_of(chain: str, layers: Sequence[tuple[str, Module]], choice: Choice) 
         ValueError: an entry selects no layer; the message lists the layers.
     """
     named = dict(layers)
-    found = named if choice is True else _matching(choice or (), named, f"layer of {chain!r}", named)
+    found = named if choice is True else _matching(choice or (), named, "layer", repr(chain), named)
     return frozenset(index for index, name in enumerate(named) if name in found)
 
 
 def _matching(
-    choice: Sequence[str | type], parts: Mapping[str, Module], what: str, shown: Iterable[str]
+    choice: Sequence[str | type], parts: Mapping[str, Module], kind: str, owner: str, shown: Iterable[str]
 ) -> Collection[str]:
-    """The names of the parts that the entries of a choice select; ``what`` and ``shown`` are for the message."""
+    """The names of the parts that the entries of a choice select; further arguments are for the message."""
     found = set[str]()
     for entry in choice:
         matching = {
@@ -142,10 +142,10 @@ def _matching(
         }
         if not matching:
             text = entry.__name__ if isinstance(entry, type) else repr(entry)
-            kinds = ", ".join(sorted({type(part).__name__ for part in parts.values()}))
+            classes = ", ".join(sorted({type(part).__name__ for part in parts.values()}))
             raise ValueError(
-                f"activation_checkpointing=[{text}] names no {what}, whose {what.split()[0]}s are of the classes "
-                f"{kinds}, with names such as {_shown(shown)}; pass some of these, or True"
+                f"activation_checkpointing=[{text}] names no {kind} of {owner}, whose {kind}s are of the classes "
+                f"{classes}, with names such as {_shown(shown)}; pass some of these, or True"
             )
         found |= matching
     return found
