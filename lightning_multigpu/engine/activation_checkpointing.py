@@ -2,14 +2,19 @@
 
 Only the input of such a layer is saved. So memory grows with the number of layers, not with their size; the price is
 one more forward pass (T. Chen et al., 2016, "Training deep nets with sublinear memory cost", section 4).
-``torch.utils.checkpoint`` does the work; this module adds checks, and makes users' layers compute the same again.
+
+``torch.utils.checkpoint.checkpoint`` saves the input, runs a layer again, and restores torch's random states and
+autocast. This module chooses the layers, and does what torch does not: a layer's own hooks run once and the layer stays
+in its place (torch's ``checkpoint_wrapper`` calls it again with its hooks, and takes its place in the user's module);
+the second run has the default dtype and the random numbers of Python and NumPy of the first, BatchNorm counts a batch
+once, and parts of split tensors stay parts; layers that change their input or a buffer are refused.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.hugging_face import caching_models, without_cache
+from lightning_multigpu.engine.replaced_attributes import replaced
+from lightning_multigpu.engine.step_state import other_random_states, preserved_random_state
 from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local
 
 Choice = bool | Sequence[str | type]
@@ -62,23 +69,25 @@ def runs_in_checkpoint() -> bool:
     return frame is not None
 
 
-def layers_in(module: Module) -> dict[str, Module]:
+def layers_in(module: Module, prefix: str = "", *, inside: bool = False) -> dict[str, Module]:
     """The layers that ``activation_checkpointing=True`` selects in a module that runs as a whole, by name.
 
     These are the children of each ``nn.Sequential`` and ``nn.ModuleList`` with parameters; of nested containers the
     outer one counts.
+
+    Args:
+        module: the module.
+        prefix: its name and a dot, if it is a part of another module.
+        inside: it is inside of such a container.
     """
-
-    def found(part: Module, prefix: str, *, inside: bool) -> Iterator[tuple[str, Module]]:
-        for name, child in part.named_children():
-            path = f"{prefix}{name}"
-            if inside and not isinstance(child, ModuleList | ModuleDict):  # those have no forward of their own
-                yield path, child
-            else:
-                is_container = isinstance(child, Sequential | ModuleList) and any(True for _ in child.parameters())
-                yield from found(child, f"{path}.", inside=inside or is_container)
-
-    return dict(found(module, "", inside=isinstance(module, Sequential | ModuleList)))
+    inside = inside or (isinstance(module, Sequential | ModuleList) and any(True for _ in module.parameters()))
+    found: dict[str, Module] = {}
+    for name, child in module.named_children():
+        if inside and not isinstance(child, ModuleList | ModuleDict):  # those have no forward of their own
+            found[f"{prefix}{name}"] = child
+        else:
+            found |= layers_in(child, f"{prefix}{name}.", inside=inside)
+    return found
 
 
 def selected_layers(module: Module, choice: Choice) -> list[str]:
@@ -94,35 +103,14 @@ def selected_layers(module: Module, choice: Choice) -> list[str]:
         ValueError: nothing is selected, or an entry selects no submodule; the message lists the submodules.
     """
     layers, owner = layers_in(module), type(module).__name__
-    if choice is True:
-        if not layers:
-            raise ValueError(
-                f"activation_checkpointing=True: no module of {owner} is an nn.Sequential or an nn.ModuleList with "
-                f"parameters; pass classes or names of modules, such as {_shown(_parts(module))}"
-            )
-        return list(layers)
-    parts = _parts(module)
-    found = set[str]()
-    for entry in choice or ():
-        matching = {name for name, part in parts.items() if _matches(name, part, entry)}
-        if not matching:
-            kinds = ", ".join(sorted({type(part).__name__ for part in parts.values()}))
-            raise ValueError(
-                f"activation_checkpointing=[{_text(entry)}] names no module of {owner}, whose modules are of the "
-                f"classes {kinds}, with names such as {_shown(layers or parts)}; pass some of these, or True"
-            )
-        found |= matching
+    parts = {name: part for name, part in module.named_modules() if name}
+    if choice is True and not layers:
+        raise ValueError(
+            f"activation_checkpointing=True: no module of {owner} is an nn.Sequential or an nn.ModuleList with "
+            f"parameters; pass classes or names of modules, such as {_shown(parts)}"
+        )
+    found = layers if choice is True else _matching(choice or (), parts, "module", owner, layers or parts)
     return [name for name in parts if name in found and not any(name.startswith(f"{outer}.") for outer in found)]
-
-
-def _check_not_compiled(module: Module, names: Sequence[str]) -> None:
-    for name, part in module.named_modules():
-        inside = next((each for each in names if name and each.startswith(f"{name}.")), None)
-        if inside and (part._compiled_call_impl is not None or "_orig_mod" in part._modules):
-            raise ValueError(
-                f"{name} is compiled as a whole, and activation_checkpointing runs {inside} inside of it by itself: "
-                "compile each layer with layer.compile(), or leave one of the two out"
-            )
 
 
 def layers_of(chain: str, layers: Sequence[tuple[str, Module]], choice: Choice) -> frozenset[int]:
@@ -136,20 +124,37 @@ def layers_of(chain: str, layers: Sequence[tuple[str, Module]], choice: Choice) 
     Raises:
         ValueError: an entry selects no layer; the message lists the layers.
     """
-    if isinstance(choice, bool):
-        return frozenset(range(len(layers))) if choice else frozenset()
-    found: set[int] = set()
+    named = dict(layers)
+    found = named if choice is True else _matching(choice or (), named, "layer", repr(chain), named)
+    return frozenset(index for index, name in enumerate(named) if name in found)
+
+
+def _matching(
+    choice: Sequence[str | type], parts: Mapping[str, Module], kind: str, owner: str, shown: Iterable[str]
+) -> Collection[str]:
+    """The names of the parts that the entries of a choice select; further arguments are for the message."""
+    found = set[str]()
     for entry in choice:
-        matching = {index for index, (name, layer) in enumerate(layers) if _matches(name, layer, entry)}
+        matching = {
+            name
+            for name, part in parts.items()
+            if (entry in (name, type(part).__name__) if isinstance(entry, str) else isinstance(part, entry))
+        }
         if not matching:
-            kinds = ", ".join(sorted({type(layer).__name__ for _, layer in layers}))
+            text = entry.__name__ if isinstance(entry, type) else repr(entry)
+            classes = ", ".join(sorted({type(part).__name__ for part in parts.values()}))
             raise ValueError(
-                f"activation_checkpointing=[{_text(entry)}] names no layer of {chain!r}, whose layers are of the "
-                f"classes {kinds}, from {layers[0][0]!r} to {layers[-1][0]!r}; pass some of these, or True for all "
-                "layers"
+                f"activation_checkpointing=[{text}] names no {kind} of {owner}, whose {kind}s are of the classes "
+                f"{classes}, with names such as {_shown(shown)}; pass some of these, or True"
             )
         found |= matching
-    return frozenset(found)
+    return found
+
+
+def _shown(names: Iterable[str]) -> str:
+    listed = [*names]
+    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    return f"{listed[:_SHOWN]}{more}"
 
 
 class Recomputation:
@@ -172,10 +177,16 @@ class Recomputation:
 
     def __init__(self, module: Module, choice: Choice, *, in_threads: bool = False) -> None:
         self.names = selected_layers(module, choice)
-        _check_not_compiled(module, self.names)
+        for name, part in module.named_modules():
+            inside = next((each for each in self.names if name and each.startswith(f"{name}.")), None)
+            if inside and (part._compiled_call_impl is not None or "_orig_mod" in part._modules):
+                raise ValueError(
+                    f"{name} is compiled as a whole, and activation_checkpointing runs {inside} inside of it by "
+                    "itself: compile each layer with layer.compile(), or leave one of the two out"
+                )
         self._choice = choice
+        self._in_threads = in_threads
         self._has_run = False
-        self._keep = _no_random_numbers if in_threads else _random_numbers
         self._checked: set[str] = set()
 
     def without_effect(self) -> str | None:
@@ -189,58 +200,57 @@ class Recomputation:
         )
 
     @contextmanager
-    def installed(self, module: Module) -> Iterator[None]:
+    def installed(self, *modules: Module) -> Iterator[None]:
         """Within the block layers run so that backward, also after the block, computes them again.
 
         Within the block Hugging Face models cache no keys and values: a layer's second run would find its own.
 
         Args:
-            module: the module, or a copy with layers of the same names.
+            modules: the module, or copies of it with layers of the same names.
 
         Raises:
             RecomputationError: a layer runs under ``torch.utils.checkpoint``, or changes its input or a buffer.
         """
         with ExitStack() as undo:
-            for name in self.names:
-                undo.enter_context(self._patched(name, module.get_submodule(name)))
-            for model in caching_models(module):
-                hook = partial(without_cache, "the blocks under activation_checkpointing would find their own keys")
-                undo.callback(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
+            for module in modules:
+                for name in self.names:
+                    layer = module.get_submodule(name)
+                    # torch calls a module's _compiled_call_impl, if set, instead of hooks and forward.
+                    attribute = "forward" if layer._compiled_call_impl is None else "_compiled_call_impl"
+                    own = vars(layer).get(attribute)
+                    undo.enter_context(replaced(layer, **{attribute: partial(self._call, name, layer, own)}))
+                for model in caching_models(module):
+                    hook = partial(without_cache, "the blocks under activation_checkpointing would find their own keys")
+                    undo.callback(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
             yield
 
-    @contextmanager
-    def _patched(self, name: str, layer: Module) -> Iterator[None]:
-        # torch calls a module's _compiled_call_impl, if set, instead of hooks and forward.
-        table, attribute = vars(layer), "forward" if layer._compiled_call_impl is None else "_compiled_call_impl"
-        before = table.get(attribute)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            # Looked up at each call: a split of the layers changes classes.
-            own = type(layer).forward.__get__(layer) if before is None else before
-            if runs_in_checkpoint():
+    def _call(self, name: str, layer: Module, own: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> Any:
+        """A call of a layer; ``own`` is its call before, unless it is its class's forward."""
+        own = own or type(layer).forward.__get__(layer)  # looked up at each call: a split of the layers changes classes
+        if runs_in_checkpoint():
+            raise RecomputationError(
+                f"{name} is called within torch.utils.checkpoint, and would be computed again twice: leave the "
+                "checkpoint around it out, or leave activation_checkpointing out"
+            )
+        if not torch.is_grad_enabled():
+            return own(*args, **kwargs)
+        self._has_run = True
+        again = (
+            _drawing_none if self._in_threads else partial(_drawing_again, random.getstate(), numpy.random.get_state())
+        )
+        before = {} if name in self._checked else _buffer_versions(layer)
+        output = recomputed(layer, own, args, kwargs, again, preserve_rng_state=True)
+        if name not in self._checked:
+            self._checked.add(name)
+            after = _buffer_versions(layer)
+            changed = next((buffer for buffer in before if before[buffer] != after.get(buffer)), None)
+            if changed is not None:
                 raise RecomputationError(
-                    f"{name} is called within torch.utils.checkpoint, and would be computed again twice: leave the "
-                    "checkpoint around it out, or leave activation_checkpointing out"
+                    f"{name} changes its buffer {changed!r} in its forward pass, and activation_checkpointing would "
+                    "compute it again with the changed one, and change it twice: leave it out of "
+                    "activation_checkpointing"
                 )
-            if not torch.is_grad_enabled():
-                return own(*args, **kwargs)
-            self._has_run = True
-            begin = self._keep()
-            values = {} if name in self._checked else _buffer_versions(layer)
-            output = recomputed(layer, own, args, kwargs, begin, preserve_rng_state=True)
-            if name not in self._checked:
-                self._checked.add(name)
-                _check_buffers(name, layer, values)
-            return output
-
-        table[attribute] = forward
-        try:
-            yield
-        finally:
-            if before is None:
-                table.pop(attribute, None)
-            else:
-                table[attribute] = before
+        return output
 
 
 def recomputed(
@@ -268,9 +278,14 @@ def recomputed(
     """
     dtype = torch.get_default_dtype()
     ran = False
+    leaves, structure = tree_flatten((args, kwargs))  # torch looks for tensors in the outermost arguments only
+    # A saved part of a split tensor is a plain tensor.
+    placed = [leaf.placed if isinstance(leaf, SplitTensor) else None for leaf in leaves]
+    leaves = [*map(local, leaves)]
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(*kept: Any) -> Any:
         nonlocal ran
+        args, kwargs = tree_unflatten(map(SplitTensor.again, kept, placed), structure)
         args, kwargs = safe_inputs(layer, args, kwargs)
         if not ran:
             ran = True
@@ -278,19 +293,9 @@ def recomputed(
         with again(), default_dtype(dtype), _preserved_statistics(layer):
             return forward(*args, **kwargs)
 
-    leaves, structure = tree_flatten((args, kwargs))  # torch looks for tensors in the outermost arguments only
-    placed = [
-        leaf.placed if isinstance(leaf, SplitTensor) else None for leaf in leaves
-    ]  # a saved part is a plain tensor
-    leaves = [*map(local, leaves)]
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
     versions = [tensor._version for tensor in inputs]
-    output = checkpoint(
-        lambda *kept: run(*tree_unflatten(map(SplitTensor.again, kept, placed), structure)),
-        *leaves,
-        use_reentrant=False,
-        preserve_rng_state=preserve_rng_state,
-    )
+    output = checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=preserve_rng_state)
     # torch checks this in backward only, and not at all while hooks on saved tensors are in use.
     if [tensor._version for tensor in inputs] != versions:
         raise RecomputationError(
@@ -300,90 +305,50 @@ def recomputed(
     return output
 
 
+def works_in_place(layer: Module) -> bool:
+    """Whether a part of the layer has a true attribute ``inplace``."""
+    return any(getattr(part, "inplace", False) for part in layer.modules())
+
+
 def safe_inputs(layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The layer's arguments, copied if a part of the layer has a true attribute ``inplace``."""
-    if any(getattr(part, "inplace", False) for part in layer.modules()):
+    """The layer's arguments, copied if it :func:`works_in_place`."""
+    if works_in_place(layer):
         args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
     return args, kwargs
 
 
-def _parts(module: Module) -> dict[str, Module]:
-    return {name: part for name, part in module.named_modules() if name}
+@contextmanager
+def _drawing_again(python_state: Any, numpy_state: Any) -> Iterator[None]:
+    """Within the block Python and NumPy draw from these states; torch keeps its own."""
+    with preserved_random_state(torch.device("cpu")):
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+        yield
 
 
-def _matches(name: str, layer: Module, entry: str | type) -> bool:
-    return entry in (type(layer).__name__, name) if isinstance(entry, str) else isinstance(layer, entry)
+@contextmanager
+def _drawing_none() -> Iterator[None]:
+    """Refuses a block that draws from the generators of Python and NumPy."""
+    before = other_random_states()
+    try:
+        yield
+    finally:  # torch ends the second run by an exception once it has all tensors
+        if other_random_states() != before:
+            raise RecomputationError(
+                "a layer under activation_checkpointing draws random numbers of Python or NumPy, from generators that "
+                "all replicas share: it would draw others when backward computes it again. Leave it out of "
+                "activation_checkpointing, or use strategy='ring_ddp'"
+            )
 
 
-def _text(entry: str | type) -> str:
-    return entry.__name__ if isinstance(entry, type) else repr(entry)
-
-
-def _shown(names: Mapping[str, Module]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{[*names][:_SHOWN]}{more}"
-
-
-def _random_numbers() -> Callable[[], AbstractContextManager[None]]:
-    """The random states of Python and NumPy; torch keeps its own."""
-    states = random.getstate(), numpy.random.get_state()
-
-    @contextmanager
-    def drawn_again() -> Iterator[None]:
-        before = random.getstate(), numpy.random.get_state()
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        try:
-            yield
-        finally:
-            random.setstate(before[0])
-            numpy.random.set_state(before[1])
-
-    return drawn_again
-
-
-def _no_random_numbers() -> Callable[[], AbstractContextManager[None]]:
-    """Refuses a second run that draws from the generators of Python and NumPy."""
-
-    @contextmanager
-    def drawing_none() -> Iterator[None]:
-        before = random.getstate(), numpy.random.get_state(legacy=False)
-        try:
-            yield
-        finally:  # torch ends the second run by an exception once it has all tensors
-            if random.getstate() != before[0] or not _is_same(numpy.random.get_state(legacy=False), before[1]):
-                raise RecomputationError(
-                    "a layer under activation_checkpointing draws random numbers of Python or NumPy, from generators "
-                    "that all replicas share: it would draw others when backward computes it again. Leave it out of "
-                    "activation_checkpointing, or use strategy='ring_ddp'"
-                )
-
-    return drawing_none
-
-
-def _is_same(first: Any, second: Any) -> bool:
-    """Whether two states of NumPy's generator are the same."""
-    places = [(state["state"]["pos"], state["has_gauss"]) for state in (first, second)]
-    return places[0] == places[1] and bool(numpy.array_equal(first["state"]["key"], second["state"]["key"]))
-
-
-def _buffer_versions(layer: Module) -> dict[str, tuple[Tensor, int]]:
-    """The buffers of a layer with their versions, without the ones that :func:`_preserved_statistics` preserves."""
+def _buffer_versions(layer: Module) -> dict[str, tuple[int, int]]:
+    """The buffers of a layer and their versions, without the ones that :func:`_preserved_statistics` preserves."""
     return {
-        f"{name}.{key}".removeprefix("."): (buffer, buffer._version)
+        f"{name}.{key}".removeprefix("."): (id(buffer), buffer._version)
         for name, part in layer.named_modules()
         for key, buffer in part._buffers.items()
         if buffer is not None and not buffer.is_inference() and part._buffers.get("num_batches_tracked") is None
     }
-
-
-def _check_buffers(name: str, layer: Module, before: Mapping[str, tuple[Tensor, int]]) -> None:
-    for buffer, (value, version) in _buffer_versions(layer).items():
-        if buffer in before and (before[buffer][0] is not value or before[buffer][1] != version):
-            raise RecomputationError(
-                f"{name} changes its buffer {buffer!r} in its forward pass, and activation_checkpointing would compute "
-                "it again with the changed one, and change it twice: leave it out of activation_checkpointing"
-            )
 
 
 @contextmanager
@@ -423,9 +388,7 @@ def recomputing(
     if recomputation is None:
         yield
         return
-    with ExitStack() as undo:
-        for module in modules:
-            undo.enter_context(recomputation.installed(module))
+    with recomputation.installed(*modules):
         yield
     if (problem := recomputation.without_effect()) is not None:
         warn(problem)

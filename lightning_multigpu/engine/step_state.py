@@ -22,6 +22,7 @@ from torch.nn import Module, Parameter
 
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
+from lightning_multigpu.engine.replaced_attributes import replaced
 
 
 def seed_of(*parts: int) -> int:
@@ -50,6 +51,13 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
         finally:
             random.setstate(python_state)
             numpy.random.set_state(numpy_state)
+
+
+def other_random_states() -> tuple[Any, ...]:
+    """The states of the generators of Python and NumPy, to compare."""
+    state: Any = numpy.random.get_state()
+    _, keys, *rest = state
+    return (random.getstate(), keys.tobytes(), *rest)
 
 
 class OwnDraws:
@@ -85,7 +93,7 @@ def without_differentiation() -> Iterator[None]:
     Raises:
         PipelineError: the step asks for either; a stage would get only its own part of such gradients.
     """
-    backward, grad = torch.autograd.backward, torch.autograd.grad
+    grad = torch.autograd.grad
 
     def refuse(what: str) -> None:
         raise PipelineError(
@@ -99,12 +107,8 @@ def without_differentiation() -> Iterator[None]:
             refuse(f"computes a gradient with respect to {lost.source}, which is on another stage")
         return grad(*args, **kwargs)
 
-    torch.autograd.backward = lambda *args, **kwargs: refuse("calls backward")
-    torch.autograd.grad = checked
-    try:
+    with replaced(torch.autograd, backward=lambda *args, **kwargs: refuse("calls backward"), grad=checked):
         yield
-    finally:
-        torch.autograd.backward, torch.autograd.grad = backward, grad
 
 
 @contextmanager

@@ -211,6 +211,28 @@ def test_a_whole_module_trains_as_without() -> None:
         module(torch.zeros(1, 3))
 
 
+class Named(nn.Linear):
+    def forward(self, x: Tensor, *, name: str, layer: int, own: Tensor) -> Tensor:
+        return super().forward(x) * own
+
+
+def test_arguments_of_a_layer_may_have_any_name() -> None:
+    module = nn.Sequential(Named(3, 3))
+    with Recomputation(module, True).installed(module):
+        module[0](torch.ones(1, 3), name="first", layer=0, own=torch.ones(3)).sum().backward()
+    assert module[0].weight.grad is not None
+
+
+def test_a_layer_in_two_containers_is_computed_again_once() -> None:
+    """It was patched for each of them, and then refused as if a checkpoint were around it."""
+    shared = nn.Linear(3, 3)
+    module = nn.ModuleDict({"first": nn.Sequential(shared), "second": nn.Sequential(shared, nn.Linear(3, 1))})
+    again = Recomputation(module, True)
+    assert again.names == ["first.0", "second.1"]
+    with again.installed(module):
+        module["second"](module["first"](torch.ones(1, 3))).sum().backward()
+
+
 class Counting(Whole.Block):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1

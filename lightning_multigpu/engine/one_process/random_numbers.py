@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_multigpu.engine.activation_checkpointing import runs_in_checkpoint
+from lightning_multigpu.engine.replaced_attributes import replaced
 
 _DRAWS_NOTHING_ON_CPUS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # runs without dropout only
 
@@ -50,7 +51,6 @@ def same_generator() -> Iterator[None]:
     forward pass: the next step would then draw the same numbers again. Two threads have also been seen to wait for each
     other for ever, one reading the state and one setting it.
     """
-    before = {name: getattr(torch, name) for name in ("get_rng_state", "set_rng_state")}
     state, turn = torch.get_rng_state(), threading.Lock()
 
     def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,10 +61,7 @@ def same_generator() -> Iterator[None]:
         return call
 
     try:
-        for name, function in before.items():
-            setattr(torch, name, in_turn(function))
-        yield
+        with replaced(torch, get_rng_state=in_turn(torch.get_rng_state), set_rng_state=in_turn(torch.set_rng_state)):
+            yield
     finally:
-        for name, function in before.items():
-            setattr(torch, name, function)
         torch.set_rng_state(state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from lightning.pytorch.plugins import Precision
 
 from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
 from lightning_multigpu.engine.gradient_check import gradient_tolerance
+from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.step_state import preserved_state
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ def without_trace(module: pl.LightningModule) -> Iterator[None]:
             trainer.should_stop, trainer.loggers = stops, loggers
 
 
+def _only_closure(closure: Any = None, *_: Any, **__: Any) -> Any:
+    return closure() if callable(closure) else None
+
+
 @contextmanager
 def without_updates(module: pl.LightningModule) -> Iterator[None]:
     """Within the block a step that optimizes manually runs backward, and updates neither weights nor schedulers.
@@ -61,19 +66,15 @@ def without_updates(module: pl.LightningModule) -> Iterator[None]:
     """
     known = (module.optimizers(), module.optimizers(use_pl_optimizer=False), module.lr_schedulers())
     stepping = [each for some in known if some is not None for each in (some if isinstance(some, list) else [some])]
-    own = [(each, {name: step for name, step in vars(each).items() if name == "step"}) for each in stepping]
     parameters = [*module.parameters()]
     values = [parameter.data.clone() for parameter in parameters]
-    object.__setattr__(module, "manual_backward", lambda loss, *args, **options: loss.backward(*args, **options))
-    for each in stepping:
-        vars(each)["step"] = lambda closure=None, *_, **__: closure() if callable(closure) else None
     try:
-        yield
+        with ExitStack() as undo:
+            undo.enter_context(replaced(module, manual_backward=lambda loss, *args, **kw: loss.backward(*args, **kw)))
+            for each in stepping:
+                undo.enter_context(replaced(each, step=_only_closure))
+            yield
     finally:
-        object.__delattr__(module, "manual_backward")
-        for each, step in reversed(own):
-            del vars(each)["step"]
-            vars(each).update(step)
         for parameter, value in zip(parameters, values, strict=True):
             parameter.data.copy_(value)
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_multigpu.communication.metering.clocks import CoreWait, synchronise, timed
 from lightning_multigpu.engine.activation_checkpointing import recomputed, safe_inputs
 from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.gradient_check import without_gradients
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages.layer_interception import (
     Activations,
@@ -101,7 +102,7 @@ class CostProbe:
         self._parts = {part: costs[:1] for part, costs in self._parts.items()}
         with (
             preserved_random_state(self._device),
-            self._preserved_gradients(),
+            without_gradients(self._ownership.held()),
             self._layers.installed(),
             self._core_wait,
         ):
@@ -115,13 +116,10 @@ class CostProbe:
         ownership = self._ownership
         start, stop = ownership.bounds[stage]
         self._layers.select(start, stop)
-        arrived: list[Activations] = []
 
+        @functools.cache
         def receive() -> Activations:
-            if not arrived:
-                found = ownership.group.receive_activations(ownership.previous, self._device, gradients=True)
-                arrived.append(found)
-            return arrived[0]
+            return ownership.group.receive_activations(ownership.previous, self._device, gradients=True)
 
         held = [*ownership.held(), *ownership.buffers()]
         for run in range(1 if self._is_warm else 0, 1 + _MOST_RUNS):
@@ -216,18 +214,6 @@ class CostProbe:
         set_random_state(seed_of(self._seed, part), self._device)
         if part == 0:
             self._start_clock()
-
-    @contextmanager
-    def _preserved_gradients(self) -> Iterator[None]:
-        held = self._ownership.held()
-        gradients = [parameter.grad for parameter in held]
-        for parameter in held:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in zip(held, gradients, strict=True):
-                parameter.grad = gradient
 
 
 def _fastest(costs: Sequence[PartCost]) -> PartCost:

@@ -10,6 +10,7 @@ is a placeholder. A layer, or the part after the layers, uses such a tensor if i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -76,17 +77,15 @@ class UseProbe:
         ownership = self._ownership
         start, stop = ownership.bounds[stage]
         self._layers.select(start, stop)
-        arrived: list[Activations] = []
 
+        @functools.cache
         def receive() -> Activations:
-            if not arrived:
-                group, previous = ownership.group, ownership.previous
-                if not group.receive_object(previous):
-                    raise _Abandoned
-                found = group.receive_activations(previous, self._device, gradients=True)
-                # Copies, so that a layer may work in place, which autograd forbids on leaves.
-                arrived.append(Activations(found.structure, tuple(tensor.clone() for tensor in found.tensors)))
-            return arrived[0]
+            group, previous = ownership.group, ownership.previous
+            if not group.receive_object(previous):
+                raise _Abandoned
+            found = group.receive_activations(previous, self._device, gradients=True)
+            # Copies, so that a layer may work in place, which autograd forbids on leaves.
+            return Activations(found.structure, tuple(tensor.clone() for tensor in found.tensors))
 
         output = None
         self._watch.runs_first_stage = start == 0
@@ -102,7 +101,7 @@ class UseProbe:
         except PipelineError as error:
             if not self._watch.lacks(error.lacking):
                 raise
-            if start and not arrived:
+            if start:
                 with suppress(_Abandoned):
                     receive()
         if stop < len(ownership.chain):

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.placeholder import Placeholder, exchange, first_placeholder
+from lightning_multigpu.engine.replaced_attributes import replaced
 
 _Registered = Callable[[Module, str, Tensor | None], None]
 
@@ -102,12 +103,10 @@ def _following(registered: _Registered, *, draw: bool) -> Iterator[None]:
             truncated(_with_memory(tensor), *args, **kwargs)
         return tensor
 
-    init._no_grad_trunc_normal_ = fill_truncated
     try:
-        with _Draws(draw):
+        with _Draws(draw), replaced(init, _no_grad_trunc_normal_=fill_truncated):
             yield
     finally:
-        init._no_grad_trunc_normal_ = truncated
         for hook in hooks:
             hook.remove()
 

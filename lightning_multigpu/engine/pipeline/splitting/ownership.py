@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter, RNNBase
 from torch.optim import Optimizer
@@ -217,12 +218,22 @@ class Ownership:
             else:
                 holding.tensor.data.copy_(value)
 
-    def _share(self, holdings: Sequence[Holding], group: MeteredGroup, source: int) -> None:
+    def _share(
+        self, holdings: Sequence[Holding], group: MeteredGroup, source: int, *, everywhere: bool = False
+    ) -> None:
+        """Gives the values that the global rank ``source`` has to the holders, or to all ranks of the group."""
+        is_source = dist.get_rank() == source
         for part in _in_parts(holdings):
-            values = [_with_values(holding.tensor) for holding in part]
+            values = [
+                h.tensor.detach().cpu() if is_source else torch.empty(h.tensor.shape, dtype=h.tensor.dtype)
+                for h in part
+            ]
             group.broadcast_tensors(values, src=source)
             for holding, value in zip(part, values, strict=True):
-                if isinstance(holding.tensor, Placeholder) and self.position in holding.holders:
+                if not isinstance(holding.tensor, Placeholder):
+                    if not is_source:
+                        holding.tensor.data.copy_(value)
+                elif everywhere or self.position in holding.holders:
                     self._exchange(holding, value)
 
     def drop(self) -> None:
@@ -261,16 +272,8 @@ class Ownership:
 
     def restore(self, peers: MeteredGroup) -> None:
         """Copies all values to the host's memory of every rank of the pipeline, whose collectives ``peers`` has."""
-        for part in _in_parts(self.holdings):
-            for position in range(self.num_ranks):
-                mine = [holding for holding in part if holding.holders[-1] == position]
-                values = [self._host_copy(holding) for holding in mine]
-                peers.broadcast_tensors(values, src=self.group.ranks[position])
-                for holding, value in zip(mine, values, strict=True):
-                    if isinstance(holding.tensor, Placeholder):
-                        self._exchange(holding, value)
-                    elif position != self.position:
-                        holding.tensor.data.copy_(value)
+        for position, rank in enumerate(self.group.ranks):
+            self._share([h for h in self.holdings if h.holders[-1] == position], peers, rank, everywhere=True)
 
     def split_again(
         self,
@@ -311,12 +314,6 @@ class Ownership:
                     "balance='parameters'"
                 )
         return bool(moving)
-
-    def _host_copy(self, holding: Holding) -> Tensor:
-        tensor = holding.tensor
-        if self.position == holding.holders[-1]:
-            return tensor.detach().to("cpu")
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
 
     def _exchange(self, holding: Holding, value: Tensor) -> None:
         """Replaces a tensor by ``value``: in the same Python object or, if a graph uses that, in all modules."""
@@ -400,13 +397,6 @@ def _is_replicated(chain: Chain, names: Sequence[str]) -> bool:
     if isinstance(chain.replicated, bool):
         return chain.replicated
     return any(f"{name}.".startswith(f"{wanted}.") for name in names for wanted in chain.replicated)
-
-
-def _with_values(tensor: Tensor) -> Tensor:
-    """The tensor, or memory for the values of a placeholder."""
-    if isinstance(tensor, Placeholder):
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return tensor
 
 
 def _named_tensors(module: Module) -> Iterator[tuple[str, Tensor]]:

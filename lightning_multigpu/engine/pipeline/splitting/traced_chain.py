@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain, modules_around, smallest_around, uncompiled
-from lightning_multigpu.engine.pipeline.splitting.tracing import Trace, traced
+from lightning_multigpu.engine.pipeline.splitting.tracing import GraphPiece, Trace, traced
+from lightning_multigpu.engine.replaced_attributes import replaced
 
 _MANY_TRACES = 12  # the checks of the first batch make up to four
 
@@ -27,26 +28,21 @@ class TracedPiece(Module):
 
     Args:
         whole: the module that is cut.
-        index: the number of the piece.
+
+    Attributes:
+        names: its parameters and buffers.
     """
 
-    def __init__(self, whole: Module, index: int) -> None:
+    def __init__(self, whole: Module) -> None:
         super().__init__()
         self._owners: dict[str, Module] = dict(whole.named_modules(remove_duplicate=False))
-        self.index = index
         self.names: tuple[str, ...] = ()
 
-    def forward(self, arrived: tuple[Tensor, ...], trace: Trace, leaves: list[Any]) -> tuple[Any, ...]:
-        """Runs the piece on the previous piece's result and on the whole module's arguments that it uses."""
-        piece = trace.pieces[self.index]
+    def forward(self, arrived: tuple[Tensor, ...], piece: GraphPiece, arguments: list[Any]) -> tuple[Any, ...]:
+        """Runs a graph's piece on the previous piece's result and on the whole module's arguments that it uses."""
         if piece.changes_arrived:
             arrived = tuple(tensor.clone() for tensor in arrived)
-        num_tensors = len(trace.tensors)
-        inputs = [
-            self._tensor(trace.tensors[index]) if index < num_tensors else leaves[index - num_tensors]
-            for index in piece.inputs
-        ]
-        result: tuple[Any, ...] = piece.module(*arrived, *inputs)
+        result: tuple[Any, ...] = piece.module(*arrived, *map(self._tensor, piece.tensors), *arguments)
         return result
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[Module]:
@@ -99,13 +95,12 @@ class TracedChain(Chain):
     ) -> None:
         name = smallest_around(module, points) if name == "auto" else name
         self._whole = _checked(module, name, points)
-        pieces = tuple(TracedPiece(self._whole, i) for i in range(len(points) + 1))
+        pieces = tuple(TracedPiece(self._whole) for _ in range(len(points) + 1))
         super().__init__(name or type(module).__name__, pieces, modules_around(module, name), points, schedule)
         self._prefix = f"{name}." if name else ""
         self._points = [point.removeprefix(self._prefix) for point in points]
         self._device = device
         self._traces: dict[Any, Trace] = {}
-        self._arranging = self._will_train = False
         self.is_arranged = False
         self._is_all = self._whole is module  # code before its forward pass may need any parameter
         self._parts = tuple(self._whole.modules())
@@ -137,57 +132,44 @@ class TracedChain(Chain):
         Raises:
             PipelineError: the step does not call the module, or the module cannot be traced.
         """
-        self._arranging, self._will_train = True, will_train
-        try:
-            with self.entered():
-                step()
-        except _Arranged:
-            self.is_arranged = True
-            return
-        finally:
-            self._arranging = False
-        raise PipelineError(f"the step returned without calling {self.name!r}; every step must run the split part")
+        own = self._whole.forward
+
+        def trace(*args: Any, **kwargs: Any) -> None:
+            self._traced(own, args, kwargs)
+            if will_train and not (self._whole.training and torch.is_grad_enabled()):
+                with ExitStack() as undo:
+                    for part in self._parts:
+                        undo.enter_context(replaced(part, training=True))
+                    undo.enter_context(torch.inference_mode(False))
+                    undo.enter_context(torch.enable_grad())
+                    self._traced(own, args, kwargs)
+            raise _Arranged
+
+        with suppress(_Arranged), replaced(self._whole, forward=uncompiled(trace)):
+            step()
+            raise PipelineError(f"the step returned without calling {self.name!r}; every step must run the split part")
+        self.is_arranged = True
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Runs the module in pieces within the block."""
-        table = vars(self._whole)
-        before = {"forward": table["forward"]} if "forward" in table else {}
         forward = self._whole.forward
-        table["forward"] = uncompiled(lambda *args, **kwargs: self._forward(forward, args, kwargs))
-        try:
+        in_pieces = uncompiled(lambda *args, **kwargs: self._forward(forward, args, kwargs))
+        with replaced(self._whole, forward=in_pieces):
             yield
-        finally:
-            del table["forward"]
-            table.update(before)
 
     def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves, structure = tree_flatten((args, kwargs))
-        trace = self._trace(forward, leaves, structure)
-        if self._arranging:
-            if self._will_train and not (self._whole.training and torch.is_grad_enabled()):
-                with self._as_in_training():
-                    self._trace(forward, leaves, structure)
-            raise _Arranged
+        trace, leaves = self._traced(forward, args, kwargs)
         values: Any = ()
-        for piece in self.layers:
-            used = {index - len(trace.tensors) for index in trace.pieces[piece.index].inputs}
-            values = piece(values, trace, [leaf if i in used else None for i, leaf in enumerate(leaves)])
+        for layer, piece in zip(self.layers, trace.pieces, strict=True):
+            values = layer(values, piece, [leaves[index] for index in piece.arguments])
         return tree_unflatten(list(values), trace.output)
 
-    @contextmanager
-    def _as_in_training(self) -> Iterator[None]:
-        modes = [part.training for part in self._parts]
-        for part in self._parts:
-            part.training = True
-        try:
-            with torch.inference_mode(False), torch.enable_grad():
-                yield
-        finally:
-            for part, mode in zip(self._parts, modes, strict=True):
-                part.training = mode
-
-    def _trace(self, forward: Callable[..., Any], leaves: list[Any], structure: TreeSpec) -> Trace:
+    def _traced(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Trace, list[Any]]:
+        """The trace for arguments of this kind in the present mode, and the leaves of the arguments."""
+        leaves, structure = tree_flatten((args, kwargs))
         key = (
             tuple(_kind(leaf) for leaf in leaves),
             structure,
@@ -198,7 +180,6 @@ class TracedChain(Chain):
         )
         if key not in self._traces:
             began_s = time.perf_counter()
-            args, kwargs = tree_unflatten(leaves, structure)
             trace = traced(self._whole, forward, self._points, args, kwargs, self._device)
             self._assign_tensors(trace)
             self._traces[key] = trace
@@ -209,7 +190,7 @@ class TracedChain(Chain):
                     "padding and drop_last=True for example",
                     stacklevel=2,
                 )
-        return self._traces[key]
+        return self._traces[key], leaves
 
     def _assign_tensors(self, trace: Trace) -> None:
         """Records which piece uses which tensors.
@@ -217,19 +198,18 @@ class TracedChain(Chain):
         Raises:
             PipelineError: another piece used one of them in earlier traces.
         """
-        for piece in self.layers:
-            for name in trace.tensors_of(piece.index):
-                users = [other.index for other in self.layers if name in other.names]
-                if self.is_arranged and piece.index not in users and (users or name in trace.written_by(piece.index)):
+        for stage, (layer, piece) in enumerate(zip(self.layers, trace.pieces, strict=True)):
+            for name in piece.tensors:
+                users = [other for other, one in enumerate(self.layers) if name in one.names]
+                if self.is_arranged and stage not in users and (users or name in piece.written):
                     others = ", ".join(map(str, users)) or "none"
                     raise PipelineError(
-                        f"stage {piece.index} uses {self._prefix + name!r} for these arguments in this mode, and the "
+                        f"stage {stage} uses {self._prefix + name!r} for these arguments in this mode, and the "
                         f"stages that used it before are: {others}; move the split points so that it stays on one "
                         "stage"
                     )
-        if not self.is_arranged:
-            for piece in self.layers:
-                piece.names = tuple(dict.fromkeys((*piece.names, *trace.tensors_of(piece.index))))
+            if not self.is_arranged:
+                layer.names = tuple(dict.fromkeys((*layer.names, *piece.tensors)))
 
 
 def _kind(leaf: Any) -> Any:
@@ -238,33 +218,34 @@ def _kind(leaf: Any) -> Any:
     return type(leaf), leaf if isinstance(leaf, Hashable) else repr(leaf)
 
 
-def _part(module: Module, name: str) -> Module | None:
-    return dict(module.named_modules()).get(name)
-
-
 def _checked(module: Module, name: str, points: Sequence[str]) -> Module:
-    whole = _part(module, name)
-    if whole is None:
-        raise ValueError(f"module={name!r} is no part of the module; {_children(module, '')}")
+    """The submodule called ``name``.
+
+    Raises:
+        ValueError: it, or a point, is no submodule; a point is not within it; or it has a backward hook inside.
+    """
+    parts: dict[str, Module] = dict(module.named_modules())
+    if name not in parts:
+        raise ValueError(f"module={name!r} is no part of the module; {_children(parts, '')}")
     for point in points:
-        if _part(module, point) is None:
-            parent = point.rpartition(".")[0]
-            raise ValueError(
-                f"split_points names {point!r}, which is no part of the module; {_children(module, parent)}"
-            )
+        if point not in parts:
+            children = _children(parts, point.rpartition(".")[0])
+            raise ValueError(f"split_points names {point!r}, which is no part of the module; {children}")
         if name and not point.startswith(f"{name}."):
             raise ValueError(f"split_points names {point!r}, which is not within module={name!r}; leave module= out")
-    for path, part in whole.named_modules():
-        if part is not whole and (part._backward_hooks or part._backward_pre_hooks):
+    whole = parts[name]
+    for path, part in parts.items():
+        is_inside = path.startswith(f"{name}.") if name else path
+        if is_inside and (part._backward_hooks or part._backward_pre_hooks):
             raise ValueError(
-                f"{'.'.join(filter(None, (name, path)))!r} has a backward hook, which a traced forward pass would "
-                "leave out; remove it, or split a chain of layers with module="
+                f"{path!r} has a backward hook, which a traced forward pass would leave out; remove it, or split a "
+                "chain of layers with module="
             )
     return whole
 
 
-def _children(module: Module, parent: str) -> str:
-    found = _part(module, parent) if parent else None
-    prefix, title = (f"{parent}.", repr(parent)) if found is not None else ("", "the module")
-    names = [f"{prefix}{child}" for child, _ in (found or module).named_children()]
-    return f"{title} has {', '.join(map(repr, names)) or 'no parts'}"
+def _children(parts: Mapping[str, Module], parent: str) -> str:
+    parent = parent if parent in parts else ""
+    prefix, title = (f"{parent}.", repr(parent)) if parent else ("", "the module")
+    names = [repr(f"{prefix}{child}") for child, _ in parts[parent].named_children()]
+    return f"{title} has {', '.join(names) or 'no parts'}"

@@ -7,17 +7,20 @@ tied, and trained or loaded values are used.
 
 Each piece of the graph gets the results of earlier pieces from the previous piece::
 
-    piece 0    arguments, tensors                  -> results for later pieces
-    piece 1    received values, arguments, tensors -> results for later pieces
-    piece 2    received values, arguments, tensors -> the output of the forward pass
+    piece 0    tensors, arguments                  -> results for later pieces
+    piece 1    received values, tensors, arguments -> results for later pieces
+    piece 2    received values, tensors, arguments -> the output of the forward pass
 
 A value that a later piece needs is sent through all pieces between. Arguments are not sent: every stage has them.
+
+``torch.distributed.pipelining.pipeline``, which cuts the same graph, copies a parameter that two stages use, so that no
+optimizer has it; returns the output without its containers; and lets stages write into each other's buffers unseen. It
+leaves the module's forward patched: to trace another shape or mode is a "maximum recursion depth exceeded". Functional
+graphs (``run_decompositions``), in which nothing is written, compute gradients within ``torch.no_grad()``.
 """
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -30,15 +33,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.pipelining import pipe_split
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import Module
-from torch.utils._pytree import TreeSpec, tree_map_only
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only
 
 from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.step_state import other_random_states
 
 # Operations that write into running statistics, although their schemas do not say so.
 _WRITES_STATISTICS: dict[Any, tuple[int, ...]] = {
     torch.ops.aten.batch_norm.default: (3, 4),
     torch.ops.aten.instance_norm.default: (3, 4),
 }
+_MARK = torch.ops.pippy._pipe_split.default  # the node of pipe_split() in a graph
 
 
 @dataclass(frozen=True)
@@ -46,53 +51,60 @@ class GraphPiece:
     """One piece of a graph.
 
     Attributes:
-        module: takes received values, then arguments, then tensors; returns a tuple of tensors, the last piece a tuple
+        module: takes received values, then tensors, then arguments; returns a tuple of tensors, the last piece a tuple
             of the forward pass's results.
-        inputs: indices of the graph's inputs (arguments and tensors) that the piece takes.
-        written: the inputs that the piece writes into.
+        tensors: names of the parameters and buffers that the piece takes.
+        arguments: indices of the leaves of ``(args, kwargs)`` that the piece takes.
+        written: the tensors that the piece writes into.
         changes_arrived: the piece writes into received values.
     """
 
     module: GraphModule
-    inputs: tuple[int, ...]
-    written: Collection[int]
+    tensors: tuple[str, ...]
+    arguments: tuple[int, ...]
+    written: Collection[str]
     changes_arrived: bool
 
 
-class GraphCuts:
-    """Cuts a graph at its marks.
+class _Cuts:
+    """Cuts a graph at its marks, which are left out.
 
     Args:
         root: the graph's module.
-        mark: the target of the nodes between two pieces; these nodes are left out.
-        names: the names of the graph's inputs, for messages.
-        num_shared: the first so many inputs are parameters and buffers; a piece may write into them.
+        tensors: names of the parameters and buffers, the graph's first inputs; the arguments follow.
 
     Raises:
         PipelineError: the pieces cannot run apart from each other.
     """
 
-    def __init__(self, root: GraphModule, mark: Any, names: Sequence[str], num_shared: int) -> None:
+    def __init__(self, root: GraphModule, tensors: Sequence[str]) -> None:
         self._root = root
-        self._nodes = [node for node in root.graph.nodes if node.target is not mark]
-        self._inputs = {n: i for i, n in enumerate(n for n in self._nodes if n.op == "placeholder")}
-        self._names, self._num_shared = names, num_shared
         self._piece: dict[Node, int] = {}
         self.num_pieces = 1
         for node in root.graph.nodes:
-            if node.target is mark:
+            if node.target is _MARK:
                 self.num_pieces += 1
             else:
                 self._piece[node] = self.num_pieces - 1
-        self._last_use = {
-            node: max((self._piece[user] for user in node.users if user in self._piece), default=0)
-            for node in self._nodes
-        }
-        self._check_crossing()
-        self._written: set[int] = set()
+        inputs = [node for node in self._piece if node.op == "placeholder"]
+        self._tensors = dict(zip(inputs, tensors, strict=False))
+        self._arguments = {node: index for index, node in enumerate(inputs[len(tensors) :])}
+        self._last_use = {node: max((self._piece[user] for user in node.users), default=0) for node in self._piece}
+        self._written: set[str] = set()
         self._changed: set[int] = set()
-        self._check_writes()
-        self.pieces = tuple(self._cut(piece) for piece in range(self.num_pieces))
+
+    def pieces(self) -> tuple[GraphPiece, ...]:
+        """The pieces, in the order in which they run."""
+        for piece in range(1, self.num_pieces):
+            self._check_crossing(piece)
+        aliases: dict[int, list[Node]] = defaultdict(list)
+        for node in self._piece:
+            for tensor in _tensors_of(node):
+                aliases[_storage(tensor)].append(node)
+        for node in self._piece:
+            for tensor in [tensor for written in _written(node) for tensor in _tensors_of(written)]:
+                self._check_write(node, aliases[_storage(tensor)])
+        return tuple(map(self._cut, range(self.num_pieces)))
 
     def _is_everywhere(self, node: Node) -> bool:
         """Whether every stage has the value without a message."""
@@ -102,60 +114,49 @@ class GraphCuts:
         """The values that ``piece`` gets from the previous piece, in the order in which they are computed."""
         return [
             node
-            for node in self._nodes
-            if not self._is_everywhere(node) and self._piece[node] < piece <= self._last_use[node]
+            for node, its_piece in self._piece.items()
+            if not self._is_everywhere(node) and its_piece < piece <= self._last_use[node]
         ]
 
-    def _check_crossing(self) -> None:
-        for piece in range(1, self.num_pieces):
-            arriving = self._arriving(piece)
-            if not arriving:
+    def _check_crossing(self, piece: int) -> None:
+        arriving = self._arriving(piece)
+        if not arriving:
+            raise PipelineError(
+                f"nothing that is computed before split point {piece} is needed after it, so that the stages would not "
+                "depend on each other; move the split point"
+            )
+        for node in arriving:
+            if not isinstance(node.meta.get("val"), Tensor):
                 raise PipelineError(
-                    f"nothing that is computed before split point {piece} is needed after it, so that the stages "
-                    "would not depend on each other; move the split point"
+                    f"{node.target} before split point {piece} gives a {type(node.meta.get('val')).__name__} that is "
+                    "needed after it, and only tensors travel; move the split point"
                 )
-            for node in arriving:
-                if not isinstance(node.meta.get("val"), Tensor):
-                    raise PipelineError(
-                        f"{node.target} before split point {piece} gives a {type(node.meta.get('val')).__name__} that "
-                        "is needed after it, and only tensors travel; move the split point"
-                    )
-
-    def _check_writes(self) -> None:
-        """Finds the inputs that pieces write into.
-
-        Raises:
-            PipelineError: a piece writes into an input that another piece uses.
-        """
-        aliases: dict[int, list[Node]] = defaultdict(list)
-        for node in self._nodes:
-            for tensor in _tensors_of(node):
-                aliases[_storage(tensor)].append(node)
-        for node in self._nodes:
-            for written in _written(node):
-                for tensor in _tensors_of(written):
-                    self._check_write(node, aliases[_storage(tensor)])
 
     def _check_write(self, writer: Node, aliases: list[Node]) -> None:
-        """``aliases`` are the nodes with the memory that ``writer`` writes into."""
+        """Checks that no other piece sees what a node writes.
+
+        Args:
+            writer: the node.
+            aliases: the nodes with the memory that it writes into.
+
+        Raises:
+            PipelineError: another piece uses this memory.
+        """
         piece = self._piece[writer]
-        for node in aliases:
-            if not self._is_everywhere(node):
-                continue
-            number = self._inputs.get(node)
-            if number is None or number >= self._num_shared:
-                what = "a tensor that is no buffer" if number is None else self._names[number]
+        for node in filter(self._is_everywhere, aliases):
+            if node not in self._tensors:
+                what = "an argument" if node in self._arguments else "a tensor that is no buffer"
                 raise PipelineError(
                     f"the forward pass changes {what} in place ({writer.target}), which other stages would not see; "
                     "work on a copy, or make it a buffer"
                 )
-            users = {self._piece[user] for alias in aliases for user in alias.users if user in self._piece}
+            users = {self._piece[user] for alias in aliases for user in alias.users}
             if users != {piece}:
                 raise PipelineError(
-                    f"stage {piece} changes {self._names[number]} in place, and the stages {sorted(users)} use it; "
+                    f"stage {piece} changes {self._tensors[node]!r} in place, and the stages {sorted(users)} use it; "
                     "move the split points so that one stage does"
                 )
-            self._written.add(number)
+            self._written.add(self._tensors[node])
         arriving = [node for node in self._arriving(piece) if node in aliases]
         if len(arriving) > 1:
             raise PipelineError(
@@ -168,23 +169,25 @@ class GraphCuts:
 
     def _cut(self, piece: int) -> GraphPiece:
         graph = Graph()
-        values: dict[Node, Any] = {node: graph.placeholder(node.name) for node in self._arriving(piece)}
-        own = [node for node in self._nodes if self._piece[node] == piece and not self._is_everywhere(node)]
+        own = [node for node, its_piece in self._piece.items() if its_piece == piece and not self._is_everywhere(node)]
         needed = {source for node in own for source in node.all_input_nodes}
-        inputs = [node for node in self._inputs if node in needed]
-        values.update((node, graph.placeholder(node.name)) for node in inputs)
-        values.update((node, graph.node_copy(node)) for node in self._nodes if node.op == "get_attr" and node in needed)
+        tensors, arguments = (
+            [node for node in inputs if node in needed] for inputs in (self._tensors, self._arguments)
+        )
+        values = {node: graph.placeholder(node.name) for node in (*self._arriving(piece), *tensors, *arguments)}
+        values.update((node, graph.node_copy(node)) for node in self._piece if node.op == "get_attr" and node in needed)
         for node in own:
-            if node.op == "output":
-                (results,) = node.args
-                graph.output(torch.fx.map_arg(results, lambda source: values[source]))
-            else:
-                values[node] = graph.node_copy(node, lambda source: values[source])
+            values[node] = graph.node_copy(node, lambda source: values[source])
         if piece < self.num_pieces - 1:
             graph.output(tuple(values[node] for node in self._arriving(piece + 1)))
-        numbers = tuple(self._inputs[node] for node in inputs)
-        written = self._written.intersection(numbers)
-        return GraphPiece(GraphModule(self._root, graph), numbers, written, piece in self._changed)
+        names = tuple(self._tensors[node] for node in tensors)
+        return GraphPiece(
+            GraphModule(self._root, graph),
+            names,
+            tuple(self._arguments[node] for node in arguments),
+            self._written.intersection(names),
+            piece in self._changed,
+        )
 
 
 def _written(node: Node) -> list[Node]:
@@ -195,21 +198,15 @@ def _written(node: Node) -> list[Node]:
     for index, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
-    flat = [entry for value in found for entry in (value if isinstance(value, (list, tuple)) else [value])]
-    return [entry for entry in flat if isinstance(entry, Node)]
+    return [entry for entry in tree_leaves(found) if isinstance(entry, Node)]
 
 
 def _tensors_of(node: Node) -> list[Tensor]:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [entry for entry in values if isinstance(entry, Tensor)]
+    return [entry for entry in tree_leaves(node.meta.get("val")) if isinstance(entry, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-_MARK = torch.ops.pippy._pipe_split.default  # the node of pipe_split() in a graph
 
 
 @dataclass(frozen=True)
@@ -218,22 +215,11 @@ class Trace:
 
     Attributes:
         pieces: the pieces, in the order in which they run.
-        tensors: names of the parameters and buffers, the first inputs of the graph; the leaves of ``(args, kwargs)``
-            follow.
         output: the containers that the forward pass returns.
     """
 
     pieces: tuple[GraphPiece, ...]
-    tensors: tuple[str, ...]
     output: TreeSpec
-
-    def tensors_of(self, piece: int) -> list[str]:
-        """The names of the parameters and buffers that a piece uses."""
-        return [self.tensors[index] for index in self.pieces[piece].inputs if index < len(self.tensors)]
-
-    def written_by(self, piece: int) -> list[str]:
-        """The names of the parameters and buffers that a piece writes into."""
-        return [self.tensors[index] for index in sorted(self.pieces[piece].written)]
 
 
 def traced(
@@ -270,7 +256,7 @@ def traced(
     with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True):
         tensors = [_fake(tensor, device) for tensor in named.values()]
         fake_args, fake_kwargs = tree_map_only(Tensor, lambda tensor: _fake(tensor, tensor.device), (args, kwargs))
-    before = _other_random_states()
+    before = other_random_states()
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(grad), saved_tensors_hooks(_itself, _itself):
             program = torch.export.export(
@@ -285,23 +271,20 @@ def traced(
     finally:
         for hook in hooks:
             hook.remove()
-    if _other_random_states() != before:
+    if other_random_states() != before:
         raise PipelineError(
             f"the forward pass of {type(module).__name__} draws random numbers of Python's random or of NumPy, which "
             "would stay the same in every batch; draw them with torch"
         )
     _check_called(points, called)
-    graph = program.module(check_guards=False)
-    num_inputs = sum(node.op == "placeholder" for node in graph.graph.nodes)
-    names = [*map(repr, named), *["an argument"] * (num_inputs - len(named))]
-    cuts = GraphCuts(graph, _MARK, names, len(named))
+    cuts = _Cuts(program.module(check_guards=False), list(named))
     if cuts.num_pieces != len(points) + 1:
         raise PipelineError(
             f"the forward pass of {type(module).__name__} is cut into {cuts.num_pieces} pieces, and the split points "
             f"{_listed(points)} make {len(points) + 1}; leave pipe_split() out of its code, and do not call the "
             "submodules in a block such as torch.no_grad()"
         )
-    return Trace(cuts.pieces, tuple(named), program.call_spec.out_spec)
+    return Trace(cuts.pieces(), program.call_spec.out_spec)
 
 
 class _Call(Module):
@@ -342,12 +325,6 @@ def _check_called(points: Sequence[str], called: Sequence[str]) -> None:
             )
     if list(called) != list(points):
         raise PipelineError(f"the split points run in the order {_listed(called)}; name them in that order")
-
-
-def _other_random_states() -> list[Any]:
-    numpy = sys.modules.get("numpy")
-    drawn = [] if numpy is None else [str(entry) for entry in numpy.random.get_state()[2:]]
-    return [random.getstate(), *drawn]
 
 
 def _first_lines(error: Exception) -> str:

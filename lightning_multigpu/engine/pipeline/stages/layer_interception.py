@@ -25,7 +25,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import Module
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.engine.activation_checkpointing import runs_in_checkpoint
 from lightning_multigpu.engine.errors import PipelineError
@@ -39,23 +39,11 @@ T = TypeVar("T")
 _PLAIN = (type(None), bool, int, float, str)
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors within nested containers, in order.
+def map_only(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
+    """Nested containers with every object of ``kind`` replaced by what ``function`` returns for it.
 
     As ``torch.utils._pytree``, but fast for tuples, lists and dictionaries: it runs at every layer call.
     """
-    if isinstance(value, Tensor):
-        return [value]
-    exact = type(value)
-    if exact is tuple or exact is list:
-        return [tensor for entry in value for tensor in tensors_of(entry)]
-    if exact is dict:
-        return [tensor for entry in value.values() for tensor in tensors_of(entry)]
-    return [] if exact in _PLAIN else [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def map_only(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
-    """Nested containers with every object of ``kind`` replaced by what ``function`` returns for it; fast likewise."""
     if isinstance(value, kind):
         return function(value)
     exact = type(value)
@@ -66,6 +54,13 @@ def map_only(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
     if exact in _PLAIN or isinstance(value, Tensor):
         return value
     return tree_map_only(kind, function, value)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors within nested containers, in order; fast likewise."""
+    found: list[Tensor] = []
+    map_only(Tensor, found.append, value)
+    return found
 
 
 @dataclass(frozen=True)

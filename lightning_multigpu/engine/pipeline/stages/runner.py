@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_multigpu.engine.activation_checkpointing import recomputed
+from lightning_multigpu.engine.activation_checkpointing import recomputed, works_in_place
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
@@ -67,11 +67,7 @@ class PipelineRunner:
         own = [bounds[index] for index in ownership.stages]
         self._parts = [0, *(1 + index for start, stop in own for index in range(start, stop)), 1 + len(chain)]
         # An operation in place must not overwrite a received tensor: its gradient is needed.
-        self._clones_input = {
-            index: any(getattr(part, "inplace", False) for layer in own[:1] for part in layer.modules())
-            for index in ownership.stages
-            for own in [chain.layers[slice(*bounds[index])]]
-        }
+        self._clones_input = {i for i in ownership.stages if i > 0 and works_in_place(chain.layers[bounds[i][0]])}
         self._order = (
             TorchSchedules(self.stages, group.process_group, ownership.device, schedule)
             if group.in_batches
@@ -202,7 +198,7 @@ class PipelineRunner:
 
     def _arrived(self, stage: Stage, chunk: int) -> tuple[Tensor, ...]:
         tensors = stage.arrived(chunk)
-        return tuple(tensor.clone() for tensor in tensors) if self._clones_input[stage.index] else tensors
+        return tuple(tensor.clone() for tensor in tensors) if stage.index in self._clones_input else tensors
 
     def _begin_part(self, part: int) -> None:
         set_random_state(self._seed_of_part(part), self._device)
@@ -215,11 +211,5 @@ class PipelineRunner:
     def _run_layer(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if index not in self._recompute or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        seed = self._seed_of_part(1 + index)  # the seed that _begin_part has set
-        layer = self._ownership.chain.layers[index]
-
-        def begin() -> AbstractContextManager[None]:
-            set_random_state(seed, self._device)
-            return nullcontext()
-
-        return recomputed(layer, forward, args, kwargs, begin)
+        begin = functools.partial(set_random_state, self._seed_of_part(1 + index), self._device)
+        return recomputed(self._ownership.chain.layers[index], forward, args, kwargs, lambda: nullcontext(begin()))
