@@ -27,7 +27,7 @@ from tests.strategies.tasks import (
     assert_same_weights,
     make_strategy,
     make_trainer,
-    regimes_with_a_whole_model,
+    rows_with_a_whole_model,
     state,
     train_loader,
 )
@@ -401,7 +401,7 @@ def clamp(strategy: str | None, ranks: int) -> dict[str, Any]:
     return {"weights": state(module)}
 
 
-@pytest.mark.parametrize("name", [*(regime.name for regime in regimes_with_a_whole_model()), "tensor_split"])
+@pytest.mark.parametrize("name", [*(row.name for row in rows_with_a_whole_model()), "tensor_split"])
 def test_assigned_data(name: str, world2: World) -> None:
     """ddp_sharded lost such values, and layers that tensor_split has split used them in backward."""
     expected = clamp(None, 1)

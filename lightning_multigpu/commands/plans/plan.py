@@ -59,10 +59,10 @@ from lightning_multigpu.commands.early_checks import checked_settings
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number, strategies_of
 from lightning_multigpu.commands.settings.spelling import check_strategy
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.registry import STRATEGIES
 from lightning_multigpu.report.schedule_picture import check_picture
 
-SCHEDULES = {regime.name: regime.options["schedule"] for regime in REGIMES if "schedule" in regime.options}
+SCHEDULES = {row.name: row.options["schedule"] for row in STRATEGIES if "schedule" in row.options}
 """The schedule of each pipeline's name."""
 # The option that asks for a view; the view's module, and the further options that it takes.
 _VIEWS = {
