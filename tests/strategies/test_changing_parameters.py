@@ -204,7 +204,7 @@ def test_stages_and_servers_follow_the_changes(strategy: str, names: tuple[str, 
 @pytest.mark.parametrize("strategy", ["ddp_sharded", "cpu_ps", "sync_ps"])
 def test_optimizers_whose_states_have_owners_are_not_replaced(strategy: str, world2: World) -> None:
     """Each rank stepped another optimizer with its own gradients, until the end of the fit compared the weights."""
-    words = r"optimizer 0 \((SGD|Adam)\) was put in place during a fit.*use strategy='ring_ddp'"
+    words = r"optimizer 0 \((SGD|Adam)\) was set during a fit.*use strategy='ring_ddp'"
     for name in OTHER_OPTIMIZERS:
         world2.run_raising(ValueError, words, train, STORIES[name], 2, strategy)
 

@@ -140,8 +140,8 @@ def _parser(name: str) -> OptionParser:
     add("--nodes", type=whole, nargs="+", metavar="N", help="numbers of hosts")
     add("--devices", type=whole, nargs="+", metavar="N", help="numbers of ranks on each host")
     add("--machine", type=Path, metavar="PATH", help="the machine.json of calibrate")
-    add("--preset", metavar="NAME", help="a machine that is known by name, in place of --machine, such as a100_100gbit")
-    add("--example", metavar="NAME", help="a model that is known by name, in place of a configuration, such as "
+    add("--preset", metavar="NAME", help="a machine by name, instead of --machine, such as a100_100gbit")
+    add("--example", metavar="NAME", help="a model by name, instead of a configuration, such as "
         "gpt3_1.3b, on a --preset; or seed, the arithmetic of data parallel training")  # fmt: skip
     add("--batch", type=whole, metavar="B", help="samples of a rank's batch of the --example")
     add("--micro-batches", type=whole, nargs="*", metavar="M", help="a pipeline's plan for each of these numbers of "

@@ -52,7 +52,7 @@ def check_strategy_name(strategy: object) -> None:
         return
     names = [row.name for row in STRATEGIES if row.strategy.__name__ == strategy.rpartition(".")[2]]
     if names:
-        raise ValueError(f"strategy={strategy!r} is a class; pass a name that stands for it: {', '.join(names)}")
+        raise ValueError(f"strategy={strategy!r} is a class; pass a name of it: {', '.join(names)}")
     raise ValueError(
         f"strategy={strategy!r} is unknown. {did_you_mean(strategy, [*ours, *lightnings])}\n"
         f"  this pack's: {', '.join(ours)}\n"
