@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.strange_modules import NUM_SAMPLES, STRANGERS, Stranger
 from lightning_multigpu.engine.errors import PipelineError
-from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.registry import STRATEGIES
 
 NUM_RANKS = 2
 BATCH_SIZE = 4
@@ -149,15 +149,15 @@ def _rank(
 def _strategy(name: str, options: Mapping[str, Any]) -> Any:
     if not options:
         return name
-    regime = next(regime for regime in REGIMES if regime.name == name)
-    return regime.strategy(**{**regime.options, **options})
+    row = next(row for row in STRATEGIES if row.name == name)
+    return row.strategy(**{**row.options, **options})
 
 
 def outcome(stranger: Stranger, strategy: str, options: Mapping[str, Any]) -> Any:
     """The weights of rank 0 by name, or of the rank that failed (whether it refused, reason, traceback)."""
-    regime = next((regime for regime in REGIMES if regime.name == strategy), None)
-    num_processes = NUM_RANKS if regime is not None and regime.strategy.starts_ranks else 1
-    num_devices = 1 if regime is None else NUM_RANKS
+    row = next((row for row in STRATEGIES if row.name == strategy), None)
+    num_processes = NUM_RANKS if row is not None and row.strategy.starts_ranks else 1
+    num_devices = 1 if row is None else NUM_RANKS
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -222,10 +222,10 @@ def _second_attempt(stranger: Stranger, strategy: str, first: Verdict) -> dict[s
     """Options for a strategy that has refused the module; empty where there are none."""
     if "find_unused_parameters" in first.reason and strategy in ("ring_ddp", "ddp_sharded"):
         return {"find_unused_parameters": True}
-    regime = next(regime for regime in REGIMES if regime.name == strategy)
-    if first.kind != "refused" or "schedule" not in regime.options or not stranger.split_points:
+    row = next(row for row in STRATEGIES if row.name == strategy)
+    if first.kind != "refused" or "schedule" not in row.options or not stranger.split_points:
         return {}
-    looped = regime.options["schedule"] in ("interleaved", "zero_bubble")
+    looped = row.options["schedule"] in ("interleaved", "zero_bubble")
     points = stranger.split_points
     return {"split_points": list(points) if looped else [points[len(points) // 2]]}
 
@@ -283,7 +283,7 @@ def markdown(rows: Mapping[str, Mapping[str, Verdict]], strategies: Sequence[str
 
 
 def main() -> None:
-    names = [regime.name for regime in REGIMES if not regime.name.endswith("_spawn")]
+    names = [row.name for row in STRATEGIES if not row.name.endswith("_spawn")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of modules")
     parser.add_argument("--strategies", nargs="+", default=names, choices=names)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_multigpu.communication.metering.meter import Meter
     from lightning_multigpu.engine.errors import PipelineError
     from lightning_multigpu.guardian import RankFailedError
-    from lightning_multigpu.registry import REGIMES, Regime, register_all
+    from lightning_multigpu.registry import STRATEGIES, StrategyRow, register_all
     from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import find_last_checkpoint
     from lightning_multigpu.strategies import (
         CPUParameterServerStrategy,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __version__ = version("lightning-multigpu")
 __all__ = [
-    "REGIMES",
+    "STRATEGIES",
     "CPUParameterServerStrategy",
     "DataParallelStrategy",
     "HybridStrategy",
@@ -44,9 +44,9 @@ __all__ = [
     "PipelineError",
     "PipelineStrategy",
     "RankFailedError",
-    "Regime",
     "RingDDPStrategy",
     "ShardedStrategy",
+    "StrategyRow",
     "TensorSplitStrategy",
     "find_last_checkpoint",
     "register_all",
@@ -54,7 +54,6 @@ __all__ = [
 
 # Public names are imported when they are first used: most of them import Lightning.
 _MODULES = {
-    "REGIMES": "lightning_multigpu.registry",
     "CPUParameterServerStrategy": "lightning_multigpu.strategies",
     "DataParallelStrategy": "lightning_multigpu.strategies",
     "HybridStrategy": "lightning_multigpu.strategies",
@@ -64,9 +63,10 @@ _MODULES = {
     "PipelineError": "lightning_multigpu.engine.errors",
     "PipelineStrategy": "lightning_multigpu.strategies",
     "RankFailedError": "lightning_multigpu.guardian",
-    "Regime": "lightning_multigpu.registry",
     "RingDDPStrategy": "lightning_multigpu.strategies",
+    "STRATEGIES": "lightning_multigpu.registry",
     "ShardedStrategy": "lightning_multigpu.strategies",
+    "StrategyRow": "lightning_multigpu.registry",
     "TensorSplitStrategy": "lightning_multigpu.strategies",
     "find_last_checkpoint": "lightning_multigpu.runtime.checkpoint_files.last_checkpoint",
     "register_all": "lightning_multigpu.registry",

@@ -67,9 +67,11 @@ class Command:
                 raise SystemExit(0)
             if not word or word.startswith("-"):
                 known = ", ".join(self.words)
-                raise UsageError(f"{name} takes a word first, one of {known}; {PROGRAM} {name} --help describes them")
+                raise UsageError(
+                    f"{name} takes a subcommand first, one of {known}; {PROGRAM} {name} --help describes them"
+                )
             if word not in self.words:
-                raise UsageError(_unknown(f"{word!r} is no word of {name}", word, self.words))
+                raise UsageError(_unknown(f"{word!r} is no subcommand of {name}", word, self.words))
             name, module = f"{name} {word}", f"{module}_{word}"
         run: Callable[[str, Sequence[str]], int] = import_module(f"lightning_multigpu.commands.{module}").run
         return run(name, arguments)
@@ -78,7 +80,7 @@ class Command:
         width = max(map(len, self.words))
         lines = [f"  {word:<{width}}  {summary}" for word, summary in self.words.items()]
         usage = f"usage: {PROGRAM} {self.name} {{{','.join(self.words)}}} [options]"
-        return "\n".join([usage, "", *lines, "", "--help after a word lists its options."])
+        return "\n".join([usage, "", *lines, "", "--help after a subcommand lists its options."])
 
 
 _BENCHES = {
@@ -152,7 +154,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if not name:
         raise UsageError(f"a command is needed, one of {known}; {PROGRAM} --help describes them")
     if name.startswith("-"):
-        raise UsageError(f"{name!r} stands before the command; the command comes first, one of {known}")
+        raise UsageError(f"{name!r} comes before the command; the command comes first, one of {known}")
     raise UsageError(_unknown(f"{name!r} is not a command", name, commands))
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Regime:
+class StrategyRow:
     """A registered strategy: a name, its class and options, and a description.
 
     Args:
@@ -91,34 +91,34 @@ _PIPELINE: dict[str, Any] = {
 
 _LOOPED_PIPELINE = {**_PIPELINE, "bytes_per_step": "A sent forward and A back at each of the vP-1 cuts"}
 
-REGIMES: tuple[Regime, ...] = (
-    Regime(
+STRATEGIES: tuple[StrategyRow, ...] = (
+    StrategyRow(
         name="ring_ddp",
         class_path="lightning_multigpu.RingDDPStrategy",
         summary="data parallel training, gradients averaged by a ring all-reduce",
         **_RING_DDP,
     ),
-    Regime(
+    StrategyRow(
         name="ring_ddp_spawn",
         class_path="lightning_multigpu.RingDDPStrategy",
         options={"start_method": "spawn"},
         summary="ring_ddp with processes spawned from a running interpreter, for notebooks and REPLs",
         **_RING_DDP,
     ),
-    Regime(
+    StrategyRow(
         name="ddp_sharded",
         class_path="lightning_multigpu.ShardedStrategy",
         summary="data parallel training with 1/N of the gradients and of the optimizer's states on each rank",
         **_DDP_SHARDED,
     ),
-    Regime(
+    StrategyRow(
         name="ddp_sharded_spawn",
         class_path="lightning_multigpu.ShardedStrategy",
         options={"start_method": "spawn"},
         summary="ddp_sharded with processes spawned from a running interpreter, for notebooks and REPLs",
         **_DDP_SHARDED,
     ),
-    Regime(
+    StrategyRow(
         name="dp",
         class_path="lightning_multigpu.DataParallelStrategy",
         summary="data parallel training in one process, which drives all devices of one machine",
@@ -128,7 +128,7 @@ REGIMES: tuple[Regime, ...] = (
         bytes_per_step="(N-1) x S from the first of N devices and (N-1) x S back to it",
         transport="one process",
     ),
-    Regime(
+    StrategyRow(
         name="cpu_ps",
         class_path="lightning_multigpu.CPUParameterServerStrategy",
         summary="data parallel training, the optimizer on the host: its CPU averages gradients and updates the weights",
@@ -138,20 +138,20 @@ REGIMES: tuple[Regime, ...] = (
         bytes_per_step="S out and S in for each rank, in the host's memory; nothing on a network",
         transport="host memory",
     ),
-    Regime(
+    StrategyRow(
         name="sync_ps",
         class_path="lightning_multigpu.ParameterServerStrategy",
         summary="data parallel training with a parameter server, a process that averages and updates",
         **_PARAMETER_SERVER,
     ),
-    Regime(
+    StrategyRow(
         name="sharded_ps",
         class_path="lightning_multigpu.ParameterServerStrategy",
         options={"num_servers": "nodes"},
         summary="sync_ps with a shard of the model on each of K servers, one a node and 2 at least",
         **_PARAMETER_SERVER,
     ),
-    Regime(
+    StrategyRow(
         name="async_ps",
         class_path="lightning_multigpu.ParameterServerStrategy",
         options={"mode": "async"},
@@ -159,7 +159,7 @@ REGIMES: tuple[Regime, ...] = (
         **{**_PARAMETER_SERVER, "compute": "all ranks, each at its own pace; the servers update with what comes"},
         synchronous=False,
     ),
-    Regime(
+    StrategyRow(
         name="model_parallel",
         class_path="lightning_multigpu.PipelineStrategy",
         options={"schedule": "gpipe", "num_micro_batches": 1},
@@ -167,7 +167,7 @@ REGIMES: tuple[Regime, ...] = (
         compute="one stage at a time: each device is idle for (P-1)/P of a step",
         **_PIPELINE,
     ),
-    Regime(
+    StrategyRow(
         name="gpipe",
         class_path="lightning_multigpu.PipelineStrategy",
         options={"schedule": "gpipe"},
@@ -175,7 +175,7 @@ REGIMES: tuple[Regime, ...] = (
         compute="all stages at once; each is idle for (P-1)/(M+P-1) of a step",
         **_PIPELINE,
     ),
-    Regime(
+    StrategyRow(
         name="pipeline_1f1b",
         class_path="lightning_multigpu.PipelineStrategy",
         options={"schedule": "1f1b"},
@@ -183,7 +183,7 @@ REGIMES: tuple[Regime, ...] = (
         compute="all stages at once, one forward and one backward in turn; idle as under gpipe",
         **_PIPELINE,
     ),
-    Regime(
+    StrategyRow(
         name="pipeline_interleaved",
         class_path="lightning_multigpu.PipelineStrategy",
         options={"schedule": "interleaved"},
@@ -191,7 +191,7 @@ REGIMES: tuple[Regime, ...] = (
         compute="all devices at once; each is idle for (P-1)/(vM+P-1) of a step",
         **_LOOPED_PIPELINE,
     ),
-    Regime(
+    StrategyRow(
         name="pipeline_zero_bubble",
         class_path="lightning_multigpu.PipelineStrategy",
         options={"schedule": "zero_bubble"},
@@ -199,7 +199,7 @@ REGIMES: tuple[Regime, ...] = (
         compute="all devices at once, with little idle time; more micro-batches are in memory",
         **_LOOPED_PIPELINE,
     ),
-    Regime(
+    StrategyRow(
         name="tensor_split",
         class_path="lightning_multigpu.TensorSplitStrategy",
         summary="each large layer split over all devices, which train on the same batch",
@@ -209,7 +209,7 @@ REGIMES: tuple[Regime, ...] = (
         bytes_per_step="2(N-1)/N x A twice forward and twice back for each transformer block, inside its layers",
         transport="collectives",
     ),
-    Regime(
+    StrategyRow(
         name="hybrid",
         class_path="lightning_multigpu.HybridStrategy",
         summary="pipelines side by side, with the layers of each stage split over devices: three sizes of a mesh",
@@ -229,7 +229,7 @@ class _Names(list[str]):
     @override
     def __contains__(self, name: object) -> bool:
         found = super().__contains__(name)
-        hint = "" if found or not isinstance(name, str) else did_you_mean(name, [regime.name for regime in REGIMES])
+        hint = "" if found or not isinstance(name, str) else did_you_mean(name, [row.name for row in STRATEGIES])
         if hint:
             raise ValueError(f"strategy={name!r}: there is no such strategy. {hint}")
         return found
@@ -242,8 +242,6 @@ def register_all() -> None:
     if "available_strategies" not in vars(StrategyRegistry):
         names = StrategyRegistry.available_strategies
         vars(StrategyRegistry)["available_strategies"] = lambda: _Names(names())
-    for regime in REGIMES:
-        if regime.name not in StrategyRegistry:
-            StrategyRegistry.register(
-                regime.name, regime.strategy, description=regime.summary, override=False, **regime.options
-            )
+    for row in STRATEGIES:
+        if row.name not in StrategyRegistry:
+            StrategyRegistry.register(row.name, row.strategy, description=row.summary, override=False, **row.options)

@@ -140,7 +140,7 @@ class TestFrame:
         assert message.endswith("Did you mean 'strategies'?")
 
     def test_options_before_the_command(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "'--config' stands before the command" in error_of(capsys, "--config", "run.yaml", "fit")
+        assert "'--config' comes before the command" in error_of(capsys, "--config", "run.yaml", "fit")
 
     def test_only_one_rank_of_a_host_reports(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -452,7 +452,7 @@ class TestRefused:
 
     def test_no_model(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert error_of(capsys, "fit") == (
-            "lightning-multigpu fit: error: no model is given; pass --model=package.module.Class, or 'model:' in a "
+            "lightning-multigpu fit: error: there is no model; pass --model=package.module.Class, or 'model:' in a "
             "configuration file"
         )
 

@@ -134,9 +134,9 @@ def test_the_program_on_cpus(
 
 
 def test_every_strategy_has_a_row() -> None:
-    from lightning_multigpu.registry import REGIMES
+    from lightning_multigpu.registry import STRATEGIES
 
-    assert {regime.name for regime in REGIMES} <= {check.row for check in program.all_checks()}
+    assert {row.name for row in STRATEGIES} <= {check.row for check in program.all_checks()}
     names = [check.name for check in program.all_checks()]
     assert len(names) == len(set(names))
 

@@ -29,16 +29,16 @@ from packaging.version import Version
 
 import lightning_multigpu
 from lightning_multigpu import (
-    REGIMES,
+    STRATEGIES,
     CPUParameterServerStrategy,
     DataParallelStrategy,
     HybridStrategy,
     MultiGPUStrategy,
     ParameterServerStrategy,
     PipelineStrategy,
-    Regime,
     RingDDPStrategy,
     ShardedStrategy,
+    StrategyRow,
     TensorSplitStrategy,
 )
 
@@ -204,11 +204,11 @@ class TestImports:
         }
         assert modules - sys.stdlib_module_names <= {_OURS}
 
-    @pytest.mark.parametrize("regime", REGIMES, ids=lambda regime: regime.name)
-    def test_a_strategy_is_a_base_and_a_family(self, regime: Regime) -> None:
+    @pytest.mark.parametrize("row", STRATEGIES, ids=lambda row: row.name)
+    def test_a_strategy_is_a_base_and_a_family(self, row: StrategyRow) -> None:
         """TensorSplitStrategy had six classes of the pack above Lightning's, three of them mixins."""
-        own = [each for each in regime.strategy.__mro__ if each.__module__.startswith(f"{_OURS}.")]
-        shares_a_family = issubclass(regime.strategy, HybridStrategy)
+        own = [each for each in row.strategy.__mro__ if each.__module__.startswith(f"{_OURS}.")]
+        shares_a_family = issubclass(row.strategy, HybridStrategy)
         assert len(own) <= 2 + shares_a_family
         assert all(issubclass(each, Strategy) and len(set(each.__bases__) - {*own}) <= 1 for each in own)
 
@@ -263,7 +263,7 @@ class TestImports:
 class TestPublicNames:
     def test_root(self) -> None:
         assert set(lightning_multigpu.__all__) == {
-            "REGIMES",
+            "STRATEGIES",
             "CPUParameterServerStrategy",
             "DataParallelStrategy",
             "HybridStrategy",
@@ -273,7 +273,7 @@ class TestPublicNames:
             "PipelineError",
             "PipelineStrategy",
             "RankFailedError",
-            "Regime",
+            "StrategyRow",
             "RingDDPStrategy",
             "ShardedStrategy",
             "TensorSplitStrategy",
@@ -282,11 +282,11 @@ class TestPublicNames:
         }
         assert all(hasattr(lightning_multigpu, name) for name in lightning_multigpu.__all__)
 
-    def test_importing_registers_every_regime_and_again_changes_nothing(self) -> None:
+    def test_importing_registers_every_strategy_and_again_changes_nothing(self) -> None:
         lightning_multigpu.register_all()
-        for regime in REGIMES:
-            assert StrategyRegistry[regime.name]["strategy"] is regime.strategy
-            assert StrategyRegistry[regime.name]["init_params"] == dict(regime.options)
+        for row in STRATEGIES:
+            assert StrategyRegistry[row.name]["strategy"] is row.strategy
+            assert StrategyRegistry[row.name]["init_params"] == dict(row.options)
 
 
 # Runs each line of its input, the repr of a code and a file for what that prints, in a fork of its own.
@@ -491,14 +491,14 @@ class TestDocuments:
     def test_readme_is_short(self) -> None:
         assert len(self.README.splitlines()) <= 200
 
-    @pytest.mark.parametrize("regime", REGIMES, ids=lambda regime: regime.name)
-    def test_pages_have_every_strategy(self, regime: Regime) -> None:
+    @pytest.mark.parametrize("row", STRATEGIES, ids=lambda row: row.name)
+    def test_pages_have_every_strategy(self, row: StrategyRow) -> None:
         page = (ROOT / "docs/choosing.md").read_text()
-        [row] = [line for line in page.splitlines() if line.startswith(f"| `{regime.name}` |")]
-        for text in (regime.compute, regime.gradients, regime.model, regime.bytes_per_step):
-            assert text in row
-        if not regime.name.endswith("_spawn"):
-            assert f"`{regime.name}`" in self.README
+        [line] = [line for line in page.splitlines() if line.startswith(f"| `{row.name}` |")]
+        for text in (row.compute, row.gradients, row.model, row.bytes_per_step):
+            assert text in line
+        if not row.name.endswith("_spawn"):
+            assert f"`{row.name}`" in self.README
 
     @pytest.mark.parametrize(
         "strategy",
@@ -556,13 +556,11 @@ class TestDocuments:
                 text = path.read_text()
                 assert not resource.findall(text) + imported.findall(text), path
 
-    @pytest.mark.parametrize(
-        "name", [regime.name for regime in REGIMES if (ROOT / f"configs/{regime.name}.yaml").exists()]
-    )
+    @pytest.mark.parametrize("name", [row.name for row in STRATEGIES if (ROOT / f"configs/{row.name}.yaml").exists()])
     def test_configuration_shows_the_defaults(self, name: str) -> None:
         config = yaml.safe_load((ROOT / f"configs/{name}.yaml").read_text())
-        [regime] = [regime for regime in REGIMES if regime.name == name]
-        defaults = {**options(regime.strategy), **regime.options}
+        [row] = [row for row in STRATEGIES if row.name == name]
+        defaults = {**options(row.strategy), **row.options}
         for name, value in config["trainer"]["strategy"]["init_args"].items():
             assert value == (str(defaults[name]) if name == "timeout" else defaults[name]), name
 

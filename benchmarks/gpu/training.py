@@ -15,12 +15,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from benchmarks.gpu.card import Card
 from benchmarks.gpu.table import Check, NotPossibleError, Place
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.registry import Regime
+from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import (
     Case,
     Classifier,
     dataset,
-    distinct_regimes,
+    distinct_rows,
     make_strategy,
     make_trainer,
     state,
@@ -417,8 +417,8 @@ def nccl_algorithm(place: Place, *, algorithm: str) -> str:
 def checks() -> list[Check]:
     """Those of every registered name, and those of the options with code for GPUs."""
     found: list[Check] = []
-    for regime in distinct_regimes():
-        found += _checks_of(regime)
+    for row in distinct_rows():
+        found += _checks_of(row)
     for name, options in _OPTIONS.items():
         for column, chosen in options.items():
             function = partial(options_of, name=name, options=chosen, exact=column not in _INEXACT)
@@ -447,9 +447,9 @@ def checks() -> list[Check]:
     return found
 
 
-def _checks_of(regime: Regime) -> list[Check]:
-    name, ranks = regime.name, world_of(regime.name)
-    if not regime.synchronous:
+def _checks_of(row: StrategyRow) -> list[Check]:
+    name, ranks = row.name, world_of(row.name)
+    if not row.synchronous:
         return [Check(row=name, column="trains", function=partial(converges, name=name), ranks=ranks)]
     columns: dict[str, Callable[[Place], str]] = {
         "as one process": partial(equal, name=name, case=PLAIN, check_times=True),

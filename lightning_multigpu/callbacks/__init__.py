@@ -1,6 +1,6 @@
 """Callbacks that measure a run's throughput, communication and devices.
 
-They read the strategy's meter, Lightning's hooks and the devices, never a strategy's inside.
+They read the strategy's meter and public properties, Lightning's hooks, and the devices.
 """
 
 import lightning.pytorch  # noqa: F401  # first: its import registers all strategies

@@ -83,7 +83,7 @@ class GlobalBatchSize(Callback):
         share = self._share(trainer)
         if given != share:
             raise ValueError(
-                f"{self._name}: the training loader gives {given} samples a batch, and {share} are due, for "
+                f"{self._name}: the training loader has {given} samples a batch, and {share} are due, for "
                 f"{self._divisor_text(trainer)}. Make it with batch_size=self.batch_size in train_dataloader() of a "
                 "LightningDataModule or LightningModule that has this attribute, which is then set; or with "
                 f"batch_size={share}"

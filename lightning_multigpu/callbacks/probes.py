@@ -97,7 +97,7 @@ class NvmlProbe:
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         except pynvml.NVMLError as error:
             self.close()
-            raise RuntimeError(f"NVML gives no access to {uuid}: {error}") from error
+            raise RuntimeError(f"NVML refuses access to {uuid}: {error}") from error
         self._readings: dict[str, Callable[[], float]] = {
             "device/utilization_percent": lambda: pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu,
             "device/memory_used_bytes": lambda: pynvml.nvmlDeviceGetMemoryInfo(self._handle).used,

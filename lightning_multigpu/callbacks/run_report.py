@@ -241,7 +241,9 @@ class RunReport(SilentMonitors):
         picture_path = path.with_name(f"{schedule_picture.FILE_STEM}{self._picture_suffix}")
         try:
             if "://" in directory:
-                raise OSError("the folder is not on this machine; give the Trainer a local default_root_dir or logger")
+                raise OSError(
+                    "the folder is not on this machine; set a local default_root_dir or logger of the Trainer"
+                )
             document.write(self.report, path)
             if picture is None:
                 picture_path.unlink(missing_ok=True)

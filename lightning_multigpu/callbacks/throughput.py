@@ -148,8 +148,8 @@ class ThroughputMonitor(Monitor):
         tokens = self._tokens(batch)
         if tokens is not None and tokens < (samples or 1):
             raise ValueError(
-                f"tokens_fn={self._tokens_fn!r} gave {tokens} tokens for a batch of {samples} samples: a sample has at "
-                "least 1 token; count all tokens of the batch"
+                f"tokens_fn={self._tokens_fn!r} returned {tokens} tokens for a batch of {samples} samples: a sample "
+                "has at least 1 token; count all tokens of the batch"
             )
         self._work.add(samples, tokens, self._flops(pl_module, batch, samples))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from lightning_multigpu.commands.early_checks import settings_of
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.registry import STRATEGIES
 
 SHELLS = ("bash", "zsh")
 _ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
@@ -60,7 +60,7 @@ def script(shell: str, commands: Mapping[str, Sequence[str]], run: Callable[[Seq
     }
     text = _FUNCTION
     for place, words in (
-        ("@strategies@", " ".join(regime.name for regime in REGIMES)),
+        ("@strategies@", " ".join(row.name for row in STRATEGIES)),
         ("@first@", " ".join([*commands, "--help", "--version"])),
         ("@options@", _cases({f'"{name}"*': words for name, words in options.items()})),
         ("@words@", _cases({name: words for name, words in commands.items() if words})),

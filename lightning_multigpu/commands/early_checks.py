@@ -21,7 +21,7 @@ from lightning_multigpu.commands.settings.spelling import check_strategy
 from lightning_multigpu.commands.settings.training_help import ALL_OPTIONS, page
 from lightning_multigpu.commands.settings.wrong_key import checked_keys
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.registry import STRATEGIES
 
 # Of LightningCLI and of TrainingCLI; the arguments of Trainer and of its methods are read from Lightning's source.
 _SETTINGS = ("config", "seed_everything", "model", "data", "optimizer", "lr_scheduler")
@@ -126,10 +126,10 @@ def _runs_script_again(settings: Settings) -> bool:
     name = "trainer.strategy"
     strategy = settings.get(f"{name}.class_path", settings.get(name))
     method = settings.get(f"{name}.start_method", settings.get(f"{name}.init_args.start_method", "popen"))
-    for regime in REGIMES:
-        if strategy == regime.name:
-            return bool(regime.options.get("start_method", "popen") == "popen")
-    classes = {regime.class_path.rpartition(".")[2] for regime in REGIMES}
+    for row in STRATEGIES:
+        if strategy == row.name:
+            return bool(row.options.get("start_method", "popen") == "popen")
+    classes = {row.class_path.rpartition(".")[2] for row in STRATEGIES}
     return str(strategy).rpartition(".")[2] in classes and method == "popen"
 
 

@@ -101,7 +101,7 @@ def problems_of(facts: Facts) -> list[Problem]:
     found: list[Problem] = []
     if (free := facts["shm_free_bytes"]) is not None and free < _LEAST_SHM_BYTES:
         what = f"{size(free)} are free in /dev/shm, too little for the gradients of ranks, NCCL and data loaders"
-        found.append((what, "give the container more (docker run --shm-size=8g), or remove files of ended jobs there"))
+        found.append((what, "allow the container more (docker run --shm-size=8g), or remove files of ended jobs there"))
     for name, what, fix in _LIMITS:
         if isinstance(facts[name], int) and facts[name] < _LEAST:
             found.append((f"only {facts[name]} {what} are allowed; ranks and data loaders need more", fix))

@@ -93,7 +93,7 @@ def strategies_of(given: Sequence[str]) -> list[str]:
         elif part.strip():
             found.append(part.strip())
     if not found or len({*found}) < len(found):
-        raise UsageError(f"--strategies={' '.join(given)}: give each strategy once, with spaces or commas between")
+        raise UsageError(f"--strategies={' '.join(given)}: name each strategy once, with spaces or commas between")
     return found
 
 

@@ -49,7 +49,7 @@ class Resumption(NamedTuple):
             UsageError: a checkpoint was given as well.
         """
         if any(option.partition("=")[0] == "--ckpt_path" for option in given):
-            raise UsageError(f"--resume and --ckpt_path are both given; --resume takes {self.file} by itself")
+            raise UsageError(f"--resume and --ckpt_path exclude each other; --resume takes {self.file} by itself")
         saved = [] if self.config is None else [f"--config={short(str(self.config))}"]
         return [*saved, *given, "--ckpt_path=null"]  # set once all is parsed: the saved settings may name another file
 

@@ -59,7 +59,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
 def _checked(options: argparse.Namespace) -> argparse.Namespace:
     if not options.master_addr or options.master_port is None:
         raise UsageError(
-            "a server finds the job by the address of rank 0: give --master-addr and --master-port, or set MASTER_ADDR "
+            "a server finds the job by the address of rank 0: pass --master-addr and --master-port, or set MASTER_ADDR "
             "and MASTER_PORT"
         )
     for option, value, smallest, largest in (

@@ -16,7 +16,7 @@ keys do not. ::
           "gradients": "...",                            how gradients travel
           "model": "...",                                how the model travels
           "bytes_per_step": "2(N-1)/N x S ...",          a formula in the symbols
-          "transport": "collectives",                    how bytes travel, see registry.Regime
+          "transport": "collectives",                    how bytes travel, see registry.StrategyRow
           "synchronous": true                            it computes what one device computes
         }
       ]
@@ -38,7 +38,7 @@ from rich.text import Text
 
 from lightning_multigpu.commands.option_parser import OptionParser
 from lightning_multigpu.commands.usage import PROGRAM
-from lightning_multigpu.registry import REGIMES, Regime
+from lightning_multigpu.registry import STRATEGIES, StrategyRow
 
 SCHEMA_VERSION = 1
 SYMBOLS = {
@@ -70,36 +70,35 @@ def run(name: str, arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object with stable keys instead of a table")
     if parser.parse(arguments).json:
-        print(json.dumps(as_json(REGIMES), indent=2))
+        print(json.dumps(as_json(STRATEGIES), indent=2))
     else:
-        Console(file=sys.stdout).print(as_table(REGIMES))
+        Console(file=sys.stdout).print(as_table(STRATEGIES))
     return 0
 
 
-def as_json(regimes: Sequence[Regime]) -> dict[str, Any]:
+def as_json(rows: Sequence[StrategyRow]) -> dict[str, Any]:
     """The object that ``--json`` prints; its keys are in the module's docstring."""
     strategies = [
-        {"class" if name == "class_path" else name: value for name, value in asdict(regime).items()}
-        for regime in regimes
+        {"class" if name == "class_path" else name: value for name, value in asdict(row).items()} for row in rows
     ]
     return {"schema_version": SCHEMA_VERSION, "symbols": SYMBOLS, "strategies": strategies}
 
 
-def as_table(regimes: Sequence[Regime]) -> Table:
+def as_table(rows: Sequence[StrategyRow]) -> Table:
     """A table with one block of rows a strategy: six columns of sentences would not fit on 80 characters."""
-    used = _letters(f"{regime.summary} {regime.compute} {regime.bytes_per_step}" for regime in regimes)
+    used = _letters(f"{row.summary} {row.compute} {row.bytes_per_step}" for row in rows)
     symbols = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in SYMBOLS.items() if symbol in used)
     table = Table(title="Trainer(strategy=...)", caption=symbols, show_header=False, title_justify="left")
     table.caption_justify = "left"
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    for regime in regimes:
+    for row in rows:
         details = Table.grid(padding=(0, 1))
         details.add_column(no_wrap=True, style="dim")
         details.add_column()
-        for label, value in _details(regime):
+        for label, value in _details(row):
             details.add_row(label, Text(value))
-        table.add_row(regime.name, details, end_section=True)
+        table.add_row(row.name, details, end_section=True)
     return table
 
 
@@ -109,13 +108,13 @@ def _letters(texts: Iterable[str]) -> set[str]:
     return {letter for word in words if set(word) <= SYMBOLS.keys() for letter in word}
 
 
-def _details(regime: Regime) -> list[tuple[str, str]]:
-    options = ", ".join(f"{name}={value!r}" for name, value in regime.options.items())
+def _details(row: StrategyRow) -> list[tuple[str, str]]:
+    options = ", ".join(f"{name}={value!r}" for name, value in row.options.items())
     return [
-        ("summary", regime.summary),
-        ("class", regime.class_path + (f" with {options}" if options else "")),
-        ("compute", regime.compute),
-        ("gradients", regime.gradients),
-        ("model", regime.model),
-        ("bytes/step", regime.bytes_per_step),
+        ("summary", row.summary),
+        ("class", row.class_path + (f" with {options}" if options else "")),
+        ("compute", row.compute),
+        ("gradients", row.gradients),
+        ("model", row.model),
+        ("bytes/step", row.bytes_per_step),
     ]

@@ -36,7 +36,7 @@ from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.planning import topology
 from lightning_multigpu.planning.numbers import number, size
 from lightning_multigpu.planning.scaling.machine_model import from_json
-from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.registry import STRATEGIES
 from lightning_multigpu.report.terminal import columns
 
 SCHEMA_VERSION = 1
@@ -80,8 +80,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
         slowest = max((host.pop("network") for host in hosts), key=topology.NETWORKS.index)
         for host in hosts:
             inside, found = host.pop("inside"), dict[tuple[str, str | None], list[str]]()
-            for regime in REGIMES:
-                found.setdefault(topology.paths(regime.transport, inside, slowest), []).append(regime.name)
+            for row in STRATEGIES:
+                found.setdefault(topology.paths(row.transport, inside, slowest), []).append(row.name)
             host["paths"] = [{"strategies": found[path], "one_host": path[0], "two_hosts": path[1]} for path in found]
         named = {f"node {node} ({host.pop('host')})": host for node, host in enumerate(hosts)}
         document = {"schema_version": SCHEMA_VERSION, "bytes_per_s": bytes_per_s, "hosts": named}

@@ -24,7 +24,7 @@ from lightning_multigpu.commands.early_checks import check_checkpoint
 from lightning_multigpu.commands.settings.trainer_settings import check_trainer_settings, path_of_strategy_class
 from lightning_multigpu.commands.settings.wrong_key import explained
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.registry import STRATEGIES
 
 _REFUSALS = (ValueError, TypeError, MisconfigurationException)
 # What these refuse is a setting of the user's, not a bug that needs a traceback.
@@ -113,7 +113,7 @@ class TrainingCLI(LightningCLI):
 
     def __init__(self, arguments: Sequence[str], wanted: Any = None) -> None:
         self._wanted = wanted
-        names = ", ".join(regime.name for regime in REGIMES)
+        names = ", ".join(row.name for row in STRATEGIES)
         self._command = arguments[0]
         self._seed_lines: list[logging.LogRecord] = []
         described = f"Strategies of this pack: {names}; '{PROGRAM} strategies' describes them. Else as LightningCLI."

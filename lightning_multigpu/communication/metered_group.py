@@ -33,7 +33,7 @@ _SAME_ORDER = (
     "trainer.save_checkpoint and barriers on all ranks, not under `if self.trainer.is_global_zero`"
 )
 _SAME_SHAPE = (
-    "Every rank has to give a tensor of the same shape and dtype: pad it to the largest, leave the last batch out "
+    "Every rank has to pass a tensor of the same shape and dtype: pad it to the largest, leave the last batch out "
     "(drop_last=True), or use a metric of torchmetrics, which gathers tensors of different lengths"
 )
 

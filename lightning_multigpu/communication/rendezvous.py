@@ -138,7 +138,7 @@ class Rendezvous:
         key = f"offer/{name}"
         self._wait(
             lambda: self._store.check([key]),
-            lambda: f"within {self._timeout_s:g} s {self._own.name()} was not given the {name} that rank 0 offers",
+            lambda: f"within {self._timeout_s:g} s {self._own.name()} did not get the {name} of rank 0",
         )
         return self._guard(lambda: json.loads(self._store.get(key)))
 
@@ -168,8 +168,8 @@ class Rendezvous:
                 except (ValueError, TypeError, RecursionError) as error:
                     return (
                         f"{self._own.name()} cannot read a note in the store of rank 0 ({error}): it is of another "
-                        "version, or another program's. Install the same version on all hosts, and give each job a "
-                        "MASTER_PORT of its own"
+                        "version, or another program's. Install the same version on all hosts, and set another "
+                        "MASTER_PORT for each job"
                     )
         return conflict(list(self._arrivals.values()))
 
@@ -240,8 +240,8 @@ def conflict(arrivals: list[Arrival]) -> str | None:
         other = by_rank.setdefault(arrival.rank, arrival)
         if other is not arrival:
             return (
-                f"two processes claim to be rank {arrival.rank}: {other.name()} and {arrival.name()}; give each host a "
-                "NODE_RANK of its own, and each of its processes a LOCAL_RANK (or each process a RANK)"
+                f"two processes claim to be rank {arrival.rank}: {other.name()} and {arrival.name()}; set another "
+                "NODE_RANK on each host, and another LOCAL_RANK (or RANK) in each of its processes"
             )
     tables = {rank: {"world size": str(a.world_size), **a.table} for rank, a in by_rank.items()}
     found = disagreement(tables, "are not set up alike")

@@ -252,8 +252,8 @@ def _balance(strategy: StrategyOptions) -> str:
     if strategy.of_pipeline("split_points"):
         return "Move split_points, so that the stages have as much work as each other."
     if strategy.of_pipeline("balance") == "time":
-        return f'balance="time" cannot divide a layer: cut the largest layers into smaller ones, or give {counts}.'
-    return f"Let the measured time of the layers decide: {strategy.with_pipeline(balance='time')}, or give {counts}."
+        return f'balance="time" cannot divide a layer: cut the largest layers into smaller ones, or pass {counts}.'
+    return f"Let the measured time of the layers decide: {strategy.with_pipeline(balance='time')}, or pass {counts}."
 
 
 def _shards(step: CommonStep, shards: Sequence[float], strategy: StrategyOptions) -> Iterator[Finding]:

@@ -148,8 +148,8 @@ def check_loaders(trainer: pl.Trainer, num_replicas: int) -> None:
             named = [p.name for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
             if further := [name for name in named if name not in ("batch_size", "drop_last")]:
                 raise ValueError(
-                    f"{kind.__name__} cannot get the ranks' sampler, since nobody knows its further arguments "
-                    f"({', '.join(further)}): give them defaults, return the loader from a hook such as "
+                    f"{kind.__name__} cannot get the ranks' sampler, because of its further arguments "
+                    f"({', '.join(further)}): set defaults for them, return the loader from a hook such as "
                     "train_dataloader(), or pass Trainer(use_distributed_sampler=False) and a batch sampler with "
                     "each rank's batches"
                 )

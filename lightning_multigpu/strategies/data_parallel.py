@@ -328,8 +328,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
             return [batch]
         if leading_size(batch) is None:
             raise ValueError(
-                f"the batch is a {type(batch).__name__} without a tensor: dp cannot tell its samples, which the "
-                f"{len(self.devices)} devices would share; have collate_fn make tensors with a dimension of samples, "
+                f"the batch is a {type(batch).__name__} without a tensor: dp cannot cut it into samples for the "
+                f"{len(self.devices)} devices; have collate_fn make tensors with a dimension of samples, "
                 "or use devices=1"
             )
         refuse_list_of_samples(batch, _WORDING)

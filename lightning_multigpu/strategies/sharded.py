@@ -206,7 +206,7 @@ class ShardedStrategy(MultiGPUStrategy):
                     if numbers.setdefault(parameter, number) != number:
                         raise ValueError(
                             f"{called} and optimizer {numbers[parameter]} both have a parameter of shape "
-                            f"{tuple(parameter.shape)}, which would belong to two ranks; give each to one optimizer"
+                            f"{tuple(parameter.shape)}, which would belong to two ranks; put each into one optimizer"
                         )
 
     def _wrap(self) -> None:

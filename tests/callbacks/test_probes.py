@@ -114,7 +114,7 @@ def test_a_reading_that_fails_now_may_succeed_later(nvml: FakeNvml) -> None:
 
 
 def test_a_gpu_that_nvml_does_not_know_is_named(nvml: FakeNvml) -> None:
-    with pytest.raises(RuntimeError, match="NVML gives no access to GPU-1111: no such device"):
+    with pytest.raises(RuntimeError, match="NVML refuses access to GPU-1111: no such device"):
         NvmlProbe("GPU-1111")
     assert nvml.users == 0
 

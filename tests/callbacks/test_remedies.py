@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from torch.utils.data import DataLoader
 
 import lightning_multigpu
-from lightning_multigpu import REGIMES, HybridStrategy, ParameterServerStrategy, PipelineStrategy, ShardedStrategy
+from lightning_multigpu import STRATEGIES, HybridStrategy, ParameterServerStrategy, PipelineStrategy, ShardedStrategy
 from lightning_multigpu.callbacks.strategy_identity import strategy_options
 from lightning_multigpu.planning.diagnosis import diagnose
 from lightning_multigpu.planning.launch_queue import LaunchQueue
@@ -72,7 +72,7 @@ class _Trainer:
         assert options.keys() <= inspect.signature(L.Trainer.__init__).parameters.keys()
 
 
-ALL = [make_strategy(regime.name) for regime in REGIMES]
+ALL = [make_strategy(row.name) for row in STRATEGIES]
 CHOSEN = [
     SingleDeviceStrategy(),
     DDPStrategy(),
@@ -105,7 +105,7 @@ def test_the_strategy_of_the_run_takes_the_options_that_remedies_name(strategy: 
 
 
 def test_the_right_option_for_each_strategy() -> None:
-    found = {regime.name: remedies(make_strategy(regime.name)) for regime in REGIMES}
+    found = {row.name: remedies(make_strategy(row.name)) for row in STRATEGIES}
     compressed = {name: re.findall(r'\w+Strategy\([^)]*"bf16"\)', of["communication"]) for name, of in found.items()}
     assert {name for name, of in compressed.items() if of} == {
         "ring_ddp", "ring_ddp_spawn", "tensor_split", "hybrid", "ddp_sharded", "ddp_sharded_spawn",

@@ -12,10 +12,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.callbacks.strategy_identity import identify
-from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.registry import STRATEGIES
 
 
-@pytest.mark.parametrize("name", [*(regime.name for regime in REGIMES), "ddp", "ddp_spawn", "ddp_notebook"])
+@pytest.mark.parametrize("name", [*(row.name for row in STRATEGIES), "ddp", "ddp_spawn", "ddp_notebook"])
 def test_a_registered_name_is_found_again(name: str) -> None:
     found, options = identify(StrategyRegistry.get(name))
     # Lightning has two names for the strategy that forks.

@@ -161,7 +161,7 @@ def test_tokens_that_are_not_there_are_named(tmp_path: Path, clock: HandClock) -
 
 def test_fewer_tokens_than_samples_are_a_mistake(tmp_path: Path, clock: HandClock) -> None:
     fit = trainer(tmp_path, callbacks=[ThroughputMonitor(tokens_fn=lambda batch: 3)])
-    with pytest.raises(ValueError, match="gave 3 tokens for a batch of 4 samples"):
+    with pytest.raises(ValueError, match="returned 3 tokens for a batch of 4 samples"):
         fit.fit(Regression(clock), batches(8))
 
 

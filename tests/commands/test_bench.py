@@ -31,8 +31,8 @@ def _starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "bench takes a word first, one of collectives, strategies"),
-        ("--devices=2", "bench takes a word first, one of collectives, strategies"),
+        ("", "bench takes a subcommand first, one of collectives, strategies"),
+        ("--devices=2", "bench takes a subcommand first, one of collectives, strategies"),
         ("colectives", "Did you mean 'collectives'?"),
         ("collectives --operations all_reduc", "--operations: 'all_reduc' is unknown. Did you mean 'all_reduce'?"),
         ("collectives --backends ring,glo", "--backends: 'glo' is unknown. Did you mean 'gloo'?"),

@@ -43,7 +43,7 @@ def test_a_row_for_each_strategy_that_trains(
     ("arguments", "words"),
     [
         (["--config=nowhere.yaml", "--strategies=auto"], "--config=nowhere.yaml: there is no such file"),
-        ([f"--config={CONFIG}", "--strategies", "auto,auto"], "--strategies=auto,auto: give each strategy once"),
+        ([f"--config={CONFIG}", "--strategies", "auto,auto"], "--strategies=auto,auto: name each strategy once"),
         ([f"--config={CONFIG}"], "required: --strategies"),
         (
             [f"--config={CONFIG}", "--strategies=auto,ring_dpp"],

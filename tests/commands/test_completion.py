@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lightning_multigpu.cli import COMMANDS, main
-from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.registry import STRATEGIES
 
-STRATEGIES = [regime.name for regime in REGIMES]
+NAMES = [row.name for row in STRATEGIES]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_settings_and_options(script: Path) -> None:
     ],
 )
 def test_names_of_strategies(words: list[str], prefix: str, script: Path) -> None:
-    assert completed(script, "fit", *words) == [prefix + name for name in STRATEGIES]
+    assert completed(script, "fit", *words) == [prefix + name for name in NAMES]
 
 
 def test_files_are_left_to_the_shell(script: Path) -> None:

@@ -23,5 +23,5 @@ def test_strategies_with_spaces_or_commas_between(given: list[str], found: list[
 
 @pytest.mark.parametrize("given", [[","], ["ddp", "ddp"]])
 def test_no_strategy_or_one_twice(given: list[str]) -> None:
-    with pytest.raises(UsageError, match="give each strategy once"):
+    with pytest.raises(UsageError, match="name each strategy once"):
         strategies_of(given)

@@ -313,7 +313,7 @@ def test_nothing_is_trained() -> None:
         ("--trainer.strategy=auto --trainer.devices=1", "strategy=SingleDeviceStrategy is no pipeline; pass"),
         ("--trainer.callbacks=ModelPruning --trainer.callbacks.pruning_fn=l1_unstructured",
          "callbacks=[ModelPruning()] chooses among all weights"),
-        ("--trainer.limit_train_batches=0", "the training loader has given no batch to measure"),
+        ("--trainer.limit_train_batches=0", "the training loader has no batch to measure"),
         ("--trainer.max_epoch=1", "--trainer.max_epoch is not a setting. Did you mean '--trainer.max_epochs'?"),
         ("--model=tests.commands.planned.Residual", "the input of layer layers.1 is not the output of layer layers.0: "
          "something is computed between the two, such as a residual x + layer(x), and would be lost between stages; "

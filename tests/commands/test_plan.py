@@ -19,7 +19,7 @@ from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.links import Link
 from lightning_multigpu.planning.scaling.machine_model import Machine
 from lightning_multigpu.planning.scaling.model_profile import Phases
-from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.registry import STRATEGIES
 from lightning_multigpu.strategies.steps.lone_steps import LoneRank, LoneStepsError
 from tests.commands.planned import Model, events
 
@@ -41,7 +41,7 @@ MACHINE = Machine(
     inside=Link(1e-5, 1e-10),
     between=Link(1e-4, 1e-8),
 )
-NAMES = {regime.name for regime in REGIMES if not regime.name.endswith("_spawn")}
+NAMES = {row.name for row in STRATEGIES if not row.name.endswith("_spawn")}
 
 
 def steps(module: Model, *arguments: Any, tensor_parallel_size: int = 1, **options: Any) -> LoneRank:

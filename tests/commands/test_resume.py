@@ -167,7 +167,9 @@ def test_what_cannot_be_resumed(project: Path, capsys: pytest.CaptureFixture[str
     beyond = "runs/run/version_1/checkpoints/last.ckpt (epoch 2, step 18) is beyond max_epochs=1; pass --trainer.max_ep"
     assert error_of(capsys, "fit", "--config=run.yaml", "--ckpt_path=last").startswith(beyond)
     assert error_of(capsys, "fit", "--resume=runs/run/version_1", "--trainer.max_epochs=1").startswith(beyond)
-    assert error_of(capsys, *resume, "--ckpt_path=a.ckpt").startswith("--resume and --ckpt_path are both given; --res")
+    assert error_of(capsys, *resume, "--ckpt_path=a.ckpt").startswith(
+        "--resume and --ckpt_path exclude each other; --res"
+    )
     assert error_of(capsys, "fit", "--resume=rnus").startswith("--resume=rnus: there is no such directory")
     assert error_of(capsys, "fit", "--resume").startswith("--resume takes a run's directory")
     assert error_of(capsys, "test", "--resume=runs").startswith("--resume is not a setting.")

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_multigpu.cli import main
 from lightning_multigpu.commands.strategies import as_table
-from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.registry import STRATEGIES
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -31,27 +31,27 @@ def test_table_is_80_characters_wide_when_it_is_piped(
 def test_table_has_every_cell_in_full(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     words = printed(capsys).replace("│", " ").split()
-    for regime in REGIMES:
-        for text in (regime.name, regime.summary, regime.compute, regime.gradients, regime.model):
+    for row in STRATEGIES:
+        for text in (row.name, row.summary, row.compute, row.gradients, row.model):
             assert " ".join(text.split()) in " ".join(words)
-        assert regime.bytes_per_step in " ".join(words)
+        assert row.bytes_per_step in " ".join(words)
 
 
 def test_table_explains_the_letters_in_use_and_no_others() -> None:
     """It explained servers and the number of ranks, which no formula of its rows named."""
-    explained = str(as_table(REGIMES).caption)
+    explained = str(as_table(STRATEGIES).caption)
     for letter in "SNKnPvMAdpt":
         assert f"{letter}: " in explained
-    explained = str(as_table([regime for regime in REGIMES if regime.name in ("ring_ddp", "gpipe")]).caption)
+    explained = str(as_table([row for row in STRATEGIES if row.name in ("ring_ddp", "gpipe")]).caption)
     for letter in "NKvdpt":
         assert f"{letter}: " not in explained
 
 
-def test_json_has_the_documented_keys_and_one_entry_a_regime(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_documented_keys_and_one_entry_a_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     listed = json.loads(printed(capsys, "--json"))
     assert list(listed) == ["schema_version", "symbols", "strategies"]
     assert listed["schema_version"] == 1
-    assert [entry["name"] for entry in listed["strategies"]] == [regime.name for regime in REGIMES]
+    assert [entry["name"] for entry in listed["strategies"]] == [row.name for row in STRATEGIES]
     for entry in listed["strategies"]:
         assert list(entry) == [
             "name",
@@ -68,9 +68,9 @@ def test_json_has_the_documented_keys_and_one_entry_a_regime(capsys: pytest.Capt
 
 
 def test_json_class_can_be_imported_and_made_with_the_options(capsys: pytest.CaptureFixture[str]) -> None:
-    for entry, regime in zip(json.loads(printed(capsys, "--json"))["strategies"], REGIMES, strict=True):
-        assert locate(entry["class"]) is regime.strategy
-        regime.strategy(**entry["options"])
+    for entry, row in zip(json.loads(printed(capsys, "--json"))["strategies"], STRATEGIES, strict=True):
+        assert locate(entry["class"]) is row.strategy
+        row.strategy(**entry["options"])
 
 
 def test_unknown_option(capsys: pytest.CaptureFixture[str]) -> None:

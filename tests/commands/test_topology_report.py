@@ -15,7 +15,7 @@ from lightning_multigpu.cli import main
 from lightning_multigpu.commands import topology_report
 from lightning_multigpu.planning.scaling.links import Link
 from lightning_multigpu.planning.scaling.machine_model import Machine
-from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.registry import STRATEGIES
 from tests import preforked
 from tests.fake_nvml import SWITCH, FakeNvml
 from tests.planning.machines import DGX_GPUS, dgx_a100, workstation
@@ -39,7 +39,7 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert host["gpus"] == []
     assert host["processor"]["threads"] == psutil.cpu_count()
     assert {device["interface"] for device in host["network_devices"]} >= psutil.net_if_addrs().keys() - {"lo"}
-    assert sorted(name for path in host["paths"] for name in path["strategies"]) == sorted(r.name for r in REGIMES)
+    assert sorted(name for path in host["paths"] for name in path["strategies"]) == sorted(r.name for r in STRATEGIES)
     printed = capsys.readouterr().out
     assert (
         "none (pip install 'lightning-multigpu[gpu]'): the devices are the cores on which CPU ranks compute" in printed

@@ -21,7 +21,7 @@ from lightning_multigpu.planning.topology import (
     paths,
     processor,
 )
-from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.registry import STRATEGIES
 from tests.planning.machines import DGX_GPUS, dgx_a100, laptop, workstation
 
 # Rows that "nvidia-smi topo -m" prints on a DGX A100.
@@ -130,11 +130,11 @@ def test_what_stands_in_the_way_of_gpudirect_rdma() -> None:
 
 
 def test_paths_of_every_strategy() -> None:
-    on_cpus = {regime.name: paths(regime.transport, None, NETWORKS[-1]) for regime in REGIMES}
+    on_cpus = {row.name: paths(row.transport, None, NETWORKS[-1]) for row in STRATEGIES}
     assert on_cpus["ring_ddp"] == on_cpus["tensor_split"] == on_cpus["sync_ps"] == ("shared memory", "TCP")
     assert on_cpus["gpipe"] == on_cpus["ddp_sharded"] == ("TCP inside the host", "TCP")
     assert on_cpus["dp"] == ("memory of the process", None)
-    on_gpus = {regime.name: paths(regime.transport, "NVLink", NETWORKS[0]) for regime in REGIMES}
+    on_gpus = {row.name: paths(row.transport, "NVLink", NETWORKS[0]) for row in STRATEGIES}
     assert on_gpus["ring_ddp"] == on_gpus["gpipe"] == on_gpus["hybrid"] == ("NVLink", "GPUDirect RDMA")
     assert on_gpus["async_ps"] == ("PCIe to the host, then shared memory", "TCP through the host's memory")
     assert on_gpus["cpu_ps"] == ("PCIe to the host, then shared memory", None)

@@ -31,9 +31,9 @@ class OneProcess:
 
 def _of_strategy(request: pytest.FixtureRequest, ranks: World) -> World | OneProcess:
     callspec = getattr(request.node, "callspec", None)
-    regime = None if callspec is None else callspec.params.get("regime")
-    is_one_process = regime is not None and not regime.strategy.starts_ranks
-    return OneProcess(regime.name, ranks) if is_one_process else ranks
+    row = None if callspec is None else callspec.params.get("row")
+    is_one_process = row is not None and not row.strategy.starts_ranks
+    return OneProcess(row.name, ranks) if is_one_process else ranks
 
 
 @pytest.fixture

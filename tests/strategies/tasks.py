@@ -13,7 +13,7 @@ from lightning.pytorch import callbacks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_multigpu.registry import REGIMES, Regime
+from lightning_multigpu.registry import STRATEGIES, StrategyRow
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 NUM_FEATURES, NUM_CLASSES = 6, 3
@@ -22,43 +22,43 @@ NUM_FEATURES, NUM_CLASSES = 6, 3
 IS_LIGHTNING_2_5 = L.__version__.startswith("2.5.")
 
 
-def distinct_regimes() -> list[Regime]:
-    """The registered regimes, without those that differ from an earlier one only in how processes are started."""
+def distinct_rows() -> list[StrategyRow]:
+    """The registered strategies, without those that differ from an earlier one only in how processes are started."""
     seen: set[tuple[Any, ...]] = set()
-    regimes = []
-    for regime in REGIMES:
-        kind = (regime.strategy, *sorted((k, str(v)) for k, v in regime.options.items() if k != "start_method"))
+    rows = []
+    for row in STRATEGIES:
+        kind = (row.strategy, *sorted((k, str(v)) for k, v in row.options.items() if k != "start_method"))
         if kind not in seen:
             seen.add(kind)
-            regimes.append(regime)
-    return regimes
+            rows.append(row)
+    return rows
 
 
-def synchronous_regimes() -> list[Regime]:
+def synchronous_rows() -> list[StrategyRow]:
     """Those that compute what one device computes."""
-    return [regime for regime in distinct_regimes() if regime.synchronous]
+    return [row for row in distinct_rows() if row.synchronous]
 
 
-def regimes_of_each_strategy() -> list[Regime]:
-    """The first regime of each class: for what does not depend on the options that a name fixes."""
-    return list({regime.strategy: regime for regime in reversed(distinct_regimes())}.values())
+def rows_of_each_class() -> list[StrategyRow]:
+    """The first row of each class: for what does not depend on the options that a name fixes."""
+    return list({row.strategy: row for row in reversed(distinct_rows())}.values())
 
 
-def regimes_with_a_whole_model() -> list[Regime]:
+def rows_with_a_whole_model() -> list[StrategyRow]:
     """Those synchronous ones whose ranks hold all layers, and batches of their own."""
     return [
-        regime
-        for regime in synchronous_regimes()
-        if issubclass(regime.strategy, MultiGPUStrategy)
-        and (regime.strategy.pipeline_parallel_size, regime.strategy.tensor_parallel_size) == (1, 1)
+        row
+        for row in synchronous_rows()
+        if issubclass(row.strategy, MultiGPUStrategy)
+        and (row.strategy.pipeline_parallel_size, row.strategy.tensor_parallel_size) == (1, 1)
     ]
 
 
 def make_strategy(name: str, **options: Any) -> Any:
     """The strategy of a registered name for ranks that already run."""
-    regime = next(regime for regime in REGIMES if regime.name == name)
-    ranks = {"start_method": "popen"} if issubclass(regime.strategy, MultiGPUStrategy) else {}
-    return regime.strategy(**{**regime.options, **ranks, **options})
+    row = next(row for row in STRATEGIES if row.name == name)
+    ranks = {"start_method": "popen"} if issubclass(row.strategy, MultiGPUStrategy) else {}
+    return row.strategy(**{**row.options, **ranks, **options})
 
 
 def moving_average(decay: float = 0.9) -> L.Callback:

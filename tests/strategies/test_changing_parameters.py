@@ -27,7 +27,7 @@ from tests.strategies.tasks import (
     assert_same_weights,
     make_strategy,
     make_trainer,
-    regimes_with_a_whole_model,
+    rows_with_a_whole_model,
     state,
     train_loader,
 )
@@ -204,7 +204,7 @@ def test_stages_and_servers_follow_the_changes(strategy: str, names: tuple[str, 
 @pytest.mark.parametrize("strategy", ["ddp_sharded", "cpu_ps", "sync_ps"])
 def test_optimizers_whose_states_have_owners_are_not_replaced(strategy: str, world2: World) -> None:
     """Each rank stepped another optimizer with its own gradients, until the end of the fit compared the weights."""
-    words = r"optimizer 0 \((SGD|Adam)\) was put in place during a fit.*use strategy='ring_ddp'"
+    words = r"optimizer 0 \((SGD|Adam)\) was set during a fit.*use strategy='ring_ddp'"
     for name in OTHER_OPTIMIZERS:
         world2.run_raising(ValueError, words, train, STORIES[name], 2, strategy)
 
@@ -401,7 +401,7 @@ def clamp(strategy: str | None, ranks: int) -> dict[str, Any]:
     return {"weights": state(module)}
 
 
-@pytest.mark.parametrize("name", [*(regime.name for regime in regimes_with_a_whole_model()), "tensor_split"])
+@pytest.mark.parametrize("name", [*(row.name for row in rows_with_a_whole_model()), "tensor_split"])
 def test_assigned_data(name: str, world2: World) -> None:
     """ddp_sharded lost such values, and layers that tensor_split has split used them in backward."""
     expected = clamp(None, 1)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.communication.rendezvous import RendezvousError
-from lightning_multigpu.registry import Regime
+from lightning_multigpu.registry import StrategyRow
 from lightning_multigpu.runtime.checkpoint_files import last_checkpoint
 from tests.strategies.tasks import (
     Case,
@@ -26,7 +26,7 @@ from tests.strategies.tasks import (
     fit,
     make_strategy,
     make_trainer,
-    regimes_of_each_strategy,
+    rows_of_each_class,
     state,
 )
 from tests.strategies.tasks import train_loader as loader_for
@@ -34,7 +34,7 @@ from tests.world import World, rank
 
 CASE = Case(optimizer="groups", num_samples=29)  # 4 steps an epoch, the last of them uneven
 STEPS_AN_EPOCH = 4
-regimes = pytest.mark.parametrize("regime", regimes_of_each_strategy(), ids=lambda regime: regime.name)
+rows = pytest.mark.parametrize("row", rows_of_each_class(), ids=lambda row: row.name)
 
 
 def saver(directory: str | Path, step: int, at_epoch_end: bool) -> ModelCheckpoint:
@@ -135,59 +135,57 @@ def files_of_one_device(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@regimes
-def test_resumes_from_a_single_device_file(regime: Regime, world2: World, files_of_one_device: Path) -> None:
-    _assert_all_continue(world2.run(resume_everywhere, regime.name, 2, files_of_one_device))
+@rows
+def test_resumes_from_a_single_device_file(row: StrategyRow, world2: World, files_of_one_device: Path) -> None:
+    _assert_all_continue(world2.run(resume_everywhere, row.name, 2, files_of_one_device))
 
 
-@regimes
-def test_resumes_from_its_own_file(regime: Regime, world2: World, tmp_path: Path, files_of_one_device: Path) -> None:
+@rows
+def test_resumes_from_its_own_file(row: StrategyRow, world2: World, tmp_path: Path, files_of_one_device: Path) -> None:
     """Where in its epoch a file was saved is told by the state of the loops, which is that of one device's file."""
-    world2.run(save_everywhere, regime.name, 2, tmp_path)
+    world2.run(save_everywhere, row.name, 2, tmp_path)
     for place, (step, _) in WHERE.items():
         files = [directory / place / f"step={step}.ckpt" for directory in (tmp_path, files_of_one_device)]
         ours, theirs = (torch.load(file, weights_only=True)["loops"] for file in files)
         assert ours == theirs, place
     some = ("within the first epoch", "at its last batch", "at the second's end")
-    _assert_all_continue(world2.run(resume_everywhere, regime.name, 2, tmp_path, some))
+    _assert_all_continue(world2.run(resume_everywhere, row.name, 2, tmp_path, some))
 
 
-@regimes
-def test_one_device_resumes_from_its_file(regime: Regime, world2: World, tmp_path: Path) -> None:
-    world2.run(save, CASE, regime.name, 2, str(tmp_path), 4, True)
+@rows
+def test_one_device_resumes_from_its_file(row: StrategyRow, world2: World, tmp_path: Path) -> None:
+    world2.run(save, CASE, row.name, 2, str(tmp_path), 4, True)
     _assert_continues(resume(CASE, None, 1, str(tmp_path / "step=4.ckpt")), 8, STOCK_RTOL)
 
 
-@regimes
-def test_stock_ddp_resumes_from_its_file(regime: Regime, world2: World, tmp_path: Path) -> None:
+@rows
+def test_stock_ddp_resumes_from_its_file(row: StrategyRow, world2: World, tmp_path: Path) -> None:
     case = Case(optimizer="groups", num_samples=32)  # stock ddp repeats samples where a global batch is uneven
-    world2.run(save, case, regime.name, 2, str(tmp_path), 4, True)
+    world2.run(save, case, row.name, 2, str(tmp_path), 4, True)
     whole = fit(case, None, 1)
     for result in world2.run(resume, case, "ddp", 2, str(tmp_path / "step=4.ckpt")):
         for name, value in whole["weights"].items():
             torch.testing.assert_close(result["weights"][name], value, rtol=STOCK_RTOL, atol=STOCK_RTOL * 1e-2)
 
 
-@regimes
+@rows
 def test_the_number_of_ranks_may_change_within_an_epoch(
-    regime: Regime, world2: World, world4: World, tmp_path: Path
+    row: StrategyRow, world2: World, world4: World, tmp_path: Path
 ) -> None:
-    world2.run(save, CASE, regime.name, 2, str(tmp_path), 3, False)
-    for result in world4.run(resume, CASE, regime.name, 4, str(tmp_path / "step=3.ckpt")):
+    world2.run(save, CASE, row.name, 2, str(tmp_path), 3, False)
+    for result in world4.run(resume, CASE, row.name, 4, str(tmp_path / "step=3.ckpt")):
         _assert_continues(result, 9)
 
 
-@pytest.mark.parametrize(
-    "regime", [r for r in regimes_of_each_strategy() if r.name in ("dp", "sync_ps")], ids=lambda r: r.name
-)
+@pytest.mark.parametrize("row", [r for r in rows_of_each_class() if r.name in ("dp", "sync_ps")], ids=lambda r: r.name)
 @pytest.mark.parametrize("size", [4, 16])
 def test_the_next_epoch_is_whole_if_its_batches_are_more_or_fewer(
-    regime: Regime, size: int, world2: World, files_of_one_device: Path
+    row: StrategyRow, size: int, world2: World, files_of_one_device: Path
 ) -> None:
     """After a save at the last of 4 batches the next epoch began at batch 4 of 8, as under stock Lightning."""
     case = Case(optimizer="groups", num_samples=29, global_batch_size=size)
     path = str(files_of_one_device / "at its last batch" / "step=4.ckpt")
-    for result in world2.run(resume, case, regime.name, 2, path):
+    for result in world2.run(resume, case, row.name, 2, path):
         assert len(result["learning_rates"]) == 2 * -(-29 // size)
 
 
@@ -212,10 +210,10 @@ def test_the_next_epoch_of_a_stream_is_whole(world2: World, tmp_path: Path) -> N
     assert world2.run(streams, str(tmp_path), str(tmp_path / "step=3.ckpt")) == [3, 3]
 
 
-@regimes
-def test_the_file_is_a_single_device_file(regime: Regime, world2: World, tmp_path: Path) -> None:
+@rows
+def test_the_file_is_a_single_device_file(row: StrategyRow, world2: World, tmp_path: Path) -> None:
     own, single = tmp_path / "own", tmp_path / "single"
-    world2.run(save, CASE, regime.name, 2, str(own), 4, True)
+    world2.run(save, CASE, row.name, 2, str(own), 4, True)
     _save_on_one_device(single, 4, True)
     ours, theirs = (torch.load(path / "step=4.ckpt", weights_only=True) for path in (own, single))
     assert ours.keys() == theirs.keys()

@@ -16,7 +16,7 @@ from tests.strategies.tasks import (
     eval_loader,
     make_strategy,
     make_trainer,
-    regimes_with_a_whole_model,
+    rows_with_a_whole_model,
 )
 from tests.world import World
 
@@ -73,9 +73,9 @@ def ask(strategy_name: str) -> dict[str, Any]:
     return probe.answers
 
 
-@pytest.mark.parametrize("regime", regimes_with_a_whole_model(), ids=lambda regime: regime.name)
-def test_collectives_of_the_base(regime: Any, world2: World) -> None:
-    answers = world2.run(ask, regime.name)
+@pytest.mark.parametrize("row", rows_with_a_whole_model(), ids=lambda row: row.name)
+def test_collectives_of_the_base(row: Any, world2: World) -> None:
+    answers = world2.run(ask, row.name)
     for rank, answer in enumerate(answers):
         assert answer["mean of integers"] == [1.5, 5.0]
         assert answer["mean is the default"] == 1.5

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_multigpu.registry import Regime
+from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -17,7 +17,7 @@ from tests.strategies.tasks import (
     eval_loader,
     make_strategy,
     make_trainer,
-    regimes_with_a_whole_model,
+    rows_with_a_whole_model,
     state,
     train_loader,
 )
@@ -105,7 +105,7 @@ def train(kind: type[Classifier], strategy: str | None, ranks: int, **options: A
     return {"weights": state(module)}
 
 
-NAMES = [*(regime.name for regime in regimes_with_a_whole_model()), "tensor_split"]
+NAMES = [*(row.name for row in rows_with_a_whole_model()), "tensor_split"]
 LR = r"'lr' of parameter group 0 \(SGD\): "
 
 
@@ -119,15 +119,15 @@ def test_learning_rates_that_differ_are_an_error(name: str, world2: World) -> No
         world2.run_raising(RuntimeError, words, train, ChangesItsLearningRate, name, 2)
 
 
-@pytest.mark.parametrize("regime", regimes_with_a_whole_model(), ids=lambda regime: regime.name)
-def test_parameters_that_a_step_changes(regime: Regime, world2: World) -> None:
+@pytest.mark.parametrize("row", rows_with_a_whole_model(), ids=lambda row: row.name)
+def test_parameters_that_a_step_changes(row: StrategyRow, world2: World) -> None:
     """ddp_sharded and the servers trained other weights, in silence; ring_ddp said so at the end of the fit."""
-    world2.run_raising(ValueError, r"self.rows = nn.Embedding\(..., max_norm=0.5\)", train, LooksUp, regime.name, 2)
+    world2.run_raising(ValueError, r"self.rows = nn.Embedding\(..., max_norm=0.5\)", train, LooksUp, row.name, 2)
     for kind, name in ((ShortensRows, "rows"), (MovesCentres, "centre")):
         words = rf"{name}: changed to checksum .* on rank 0; changed to checksum .* on rank 1"
-        world2.run_raising(RuntimeError, words, train, kind, regime.name, 2)
+        world2.run_raising(RuntimeError, words, train, kind, row.name, 2)
     expected = train(KeepsUnitRows, None, 1)
-    for found in world2.run(train, KeepsUnitRows, regime.name, 2):
+    for found in world2.run(train, KeepsUnitRows, row.name, 2):
         assert_same_weights(found, expected)
 
 

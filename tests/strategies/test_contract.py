@@ -1,4 +1,4 @@
-"""What every regime promises, run for each row of the registry: it trains as one device does."""
+"""What every strategy promises, run for each row of the registry: it trains as one device does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_multigpu import HybridStrategy
-from lightning_multigpu.registry import Regime
+from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import Case as TrainingCase
 from tests.strategies.tasks import (
     Classifier,
@@ -19,9 +19,9 @@ from tests.strategies.tasks import (
     global_losses,
     make_strategy,
     make_trainer,
-    regimes_of_each_strategy,
+    rows_of_each_class,
     state,
-    synchronous_regimes,
+    synchronous_rows,
     train_loader,
 )
 from tests.world import World
@@ -57,9 +57,9 @@ CASES = {
     "many small buckets": Case(strategy={"bucket_cap_mb": 0.0001}),
 }
 
-regimes = pytest.mark.parametrize("regime", synchronous_regimes(), ids=lambda regime: regime.name)
+rows = pytest.mark.parametrize("row", synchronous_rows(), ids=lambda row: row.name)
 strategies = pytest.mark.parametrize(
-    "regime", [r for r in synchronous_regimes() if r in regimes_of_each_strategy()], ids=lambda regime: regime.name
+    "row", [r for r in synchronous_rows() if r in rows_of_each_class()], ids=lambda row: row.name
 )
 
 
@@ -73,10 +73,10 @@ def _one_device(case_name: str) -> dict[str, Any]:
     return _found[None, case_name][0]
 
 
-def _two_ranks(regime_name: str, case_name: str, world2: World) -> list[dict[str, Any]]:
-    if (regime_name, case_name) not in _found:
-        _found[regime_name, case_name] = world2.run(fit, CASES[case_name], regime_name, 2)
-    return _found[regime_name, case_name]
+def _two_ranks(strategy_name: str, case_name: str, world2: World) -> list[dict[str, Any]]:
+    if (strategy_name, case_name) not in _found:
+        _found[strategy_name, case_name] = world2.run(fit, CASES[case_name], strategy_name, 2)
+    return _found[strategy_name, case_name]
 
 
 def _assert_same(value: torch.Tensor, expected: torch.Tensor, rtol: float) -> None:
@@ -87,31 +87,31 @@ def _assert_same(value: torch.Tensor, expected: torch.Tensor, rtol: float) -> No
         torch.testing.assert_close(value, expected, rtol=rtol, atol=atol)
 
 
-# What the further regimes of a strategy are run with: they differ from the first one in the order of the work.
+# What the further rows of a class are run with: they differ from the first one in the order of the work.
 ORDER_MATTERS = ("sgd float32", "accumulation and clipping", "bf16-mixed", "uneven last batch and accumulation")
 
 
-def _applies(regime: Regime, name: str) -> bool:
-    """Options of a case belong to the regimes that have them."""
+def _applies(row: StrategyRow, name: str) -> bool:
+    """Options of a case belong to the rows that have them."""
     case = CASES[name]
-    if regime not in regimes_of_each_strategy() and name not in ORDER_MATTERS:
+    if row not in rows_of_each_class() and name not in ORDER_MATTERS:
         return False
-    accepted = {name for cls in regime.strategy.__mro__ for name in inspect.signature(cls.__init__).parameters}
-    if regime.strategy is HybridStrategy:
+    accepted = {name for cls in row.strategy.__mro__ for name in inspect.signature(cls.__init__).parameters}
+    if row.strategy is HybridStrategy:
         accepted.remove("activation_checkpointing")  # an option of its pipeline
     return set(case.strategy) <= accepted
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if {"regime", "case_name"} <= set(metafunc.fixturenames):
-        pairs = [(r, name) for r in synchronous_regimes() for name in CASES if _applies(r, name)]
-        metafunc.parametrize(("regime", "case_name"), pairs, ids=[f"{r.name}-{name}" for r, name in pairs])
+    if {"row", "case_name"} <= set(metafunc.fixturenames):
+        pairs = [(r, name) for r in synchronous_rows() for name in CASES if _applies(r, name)]
+        metafunc.parametrize(("row", "case_name"), pairs, ids=[f"{r.name}-{name}" for r, name in pairs])
 
 
-def test_trains_as_one_device_does(regime: Regime, case_name: str, world2: World) -> None:
+def test_trains_as_one_device_does(row: StrategyRow, case_name: str, world2: World) -> None:
     case = CASES[case_name]
     reference = _one_device(case_name)
-    ranks = _two_ranks(regime.name, case_name, world2)
+    ranks = _two_ranks(row.name, case_name, world2)
 
     for result in ranks:
         assert result["global_step"] == reference["global_step"]
@@ -142,18 +142,18 @@ def _one_device_for_four_ranks() -> dict[str, Any]:
     return fit(FOUR_RANKS, None, 1)
 
 
-@regimes
-def test_four_ranks(regime: Regime, world4: World) -> None:
+@rows
+def test_four_ranks(row: StrategyRow, world4: World) -> None:
     reference = _one_device_for_four_ranks()
-    for result in world4.run(fit, FOUR_RANKS, regime.name, 4):
+    for result in world4.run(fit, FOUR_RANKS, row.name, 4):
         for name, value in result["weights"].items():
             _assert_same(value, reference["weights"][name], FOUR_RANKS.rtol)
 
 
 @strategies
-def test_runs_repeat_bit_for_bit(regime: Regime, world2: World) -> None:
-    first, *_ = _two_ranks(regime.name, "sgd float32", world2)
-    again, *_ = world2.run(fit, CASES["sgd float32"], regime.name, 2)
+def test_runs_repeat_bit_for_bit(row: StrategyRow, world2: World) -> None:
+    first, *_ = _two_ranks(row.name, "sgd float32", world2)
+    again, *_ = world2.run(fit, CASES["sgd float32"], row.name, 2)
     assert all(torch.equal(first["weights"][name], again["weights"][name]) for name in first["weights"])
     assert first["seen"] == again["seen"]
 
@@ -171,10 +171,10 @@ def scaled(strategy_name: str | None, ranks: int) -> dict[str, Any]:
 
 
 @strategies
-def test_gradient_scaling_agrees_over_ranks(regime: Regime, world2: World) -> None:
+def test_gradient_scaling_agrees_over_ranks(row: StrategyRow, world2: World) -> None:
     reference = scaled(None, 1)
     assert reference["scale"] < 2.0**24, "nothing has overflowed: the test shows nothing"
-    first, second = world2.run(scaled, regime.name, 2)
+    first, second = world2.run(scaled, row.name, 2)
     # A loss over half of the samples has gradients that overflow at half the scale; those of a micro-batch are smaller.
     assert reference["scale"] / 2 <= first["scale"] == second["scale"] <= reference["scale"] * 2
     start = state(Classifier())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, StochasticWeightAveraging
 
-from lightning_multigpu.registry import Regime
+from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -18,14 +18,14 @@ from tests.strategies.tasks import (
     eval_loader,
     make_strategy,
     make_trainer,
-    regimes_of_each_strategy,
-    regimes_with_a_whole_model,
+    rows_of_each_class,
+    rows_with_a_whole_model,
     state,
     train_loader,
 )
 from tests.world import World
 
-regimes = pytest.mark.parametrize("regime", regimes_of_each_strategy(), ids=lambda regime: regime.name)
+rows = pytest.mark.parametrize("row", rows_of_each_class(), ids=lambda row: row.name)
 
 
 def evaluate(strategy_name: str | None, ranks: int, num_samples: int) -> dict[str, Any]:
@@ -49,14 +49,14 @@ evaluate_on_one_device = functools.cache(functools.partial(evaluate, None, 1))
 
 # Batches of 8, the last one whole, of 5, of 1, or the only one. How they are dealt out is the same for all strategies
 # with batches of a rank's own (engine/test_batch_distribution.py); the others have no batch that one rank lacks.
-NUM_SAMPLES = {"ring_ddp": [24, 21, 17, 2], **{r.name: [21, 17, 2] for r in regimes_with_a_whole_model()[1:]}}
-EVALUATED = [(regime, num) for regime in regimes_of_each_strategy() for num in NUM_SAMPLES.get(regime.name, [21, 2])]
+NUM_SAMPLES = {"ring_ddp": [24, 21, 17, 2], **{r.name: [21, 17, 2] for r in rows_with_a_whole_model()[1:]}}
+EVALUATED = [(row, num) for row in rows_of_each_class() for num in NUM_SAMPLES.get(row.name, [21, 2])]
 
 
-@pytest.mark.parametrize(("regime", "num_samples"), EVALUATED, ids=lambda value: getattr(value, "name", value))
-def test_every_sample_once_and_values_of_one_device(regime: Regime, num_samples: int, world2: World) -> None:
+@pytest.mark.parametrize(("row", "num_samples"), EVALUATED, ids=lambda value: getattr(value, "name", value))
+def test_every_sample_once_and_values_of_one_device(row: StrategyRow, num_samples: int, world2: World) -> None:
     reference = evaluate_on_one_device(num_samples)
-    ranks = world2.run(evaluate, regime.name, 2, num_samples)
+    ranks = world2.run(evaluate, row.name, 2, num_samples)
     for result in ranks:
         assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-6)
     predicted = {result["data rank"]: result["predicted"] for result in ranks}
@@ -99,9 +99,9 @@ def decisions(strategy_name: str, directory: str) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")  # the test is about that
-@regimes
-def test_ranks_decide_together(regime: Regime, world2: World, tmp_path: Any) -> None:
-    first, second = world2.run(decisions, regime.name, str(tmp_path))
+@rows
+def test_ranks_decide_together(row: StrategyRow, world2: World, tmp_path: Any) -> None:
+    first, second = world2.run(decisions, row.name, str(tmp_path))
     assert first == second
     assert first["epochs"] == 2, "rank 0 wants to stop after two epochs, and one rank is enough"
     assert first["best_path"]
@@ -119,10 +119,10 @@ def averaged(strategy_name: str | None, ranks: int) -> dict[str, torch.Tensor]:
 averaged_on_one_device = functools.cache(functools.partial(averaged, None, 1))
 
 
-@pytest.mark.parametrize("regime", regimes_with_a_whole_model(), ids=lambda regime: regime.name)
-def test_stochastic_weight_averaging(regime: Regime, world2: World) -> None:
+@pytest.mark.parametrize("row", rows_with_a_whole_model(), ids=lambda row: row.name)
+def test_stochastic_weight_averaging(row: StrategyRow, world2: World) -> None:
     reference = averaged_on_one_device()
-    for result in world2.run(averaged, regime.name, 2):
+    for result in world2.run(averaged, row.name, 2):
         for name, value in reference.items():
             torch.testing.assert_close(result[name], value, rtol=1e-9, atol=1e-11)
 
@@ -139,9 +139,9 @@ def twice(strategy_name: str) -> list[float]:
     return losses
 
 
-@regimes
-def test_two_runs_in_one_process(regime: Regime, world2: World) -> None:
-    first, second = world2.run(twice, regime.name)
+@rows
+def test_two_runs_in_one_process(row: StrategyRow, world2: World) -> None:
+    first, second = world2.run(twice, row.name)
     assert first == second
     assert first[1] != first[0], "the second run goes on from the weights of the first"
 
@@ -176,7 +176,7 @@ def limited(strategy_name: str, options: dict[str, Any]) -> tuple[int, int]:
     ids=["limits of reloaded loaders", "overfit", "fast dev run", "max steps", "max time"],
 )
 @pytest.mark.filterwarnings("ignore:You requested to overfit but enabled")
-@regimes
-def test_the_trainers_limits(regime: Regime, options: dict[str, Any], batches: int, world2: World) -> None:
-    for seen, steps in world2.run(limited, regime.name, options):
+@rows
+def test_the_trainers_limits(row: StrategyRow, options: dict[str, Any], batches: int, world2: World) -> None:
+    for seen, steps in world2.run(limited, row.name, options):
         assert (seen, steps) == (batches, batches)

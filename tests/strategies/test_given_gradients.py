@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_multigpu.registry import Regime
+from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import (
     Case,
     Classifier,
     assert_same_weights,
     make_strategy,
     make_trainer,
-    regimes_with_a_whole_model,
+    rows_with_a_whole_model,
     state,
     train_loader,
 )
@@ -103,10 +103,10 @@ def train(ways: tuple[str, ...], strategy: str | None, ranks: int) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize("regime", regimes_with_a_whole_model(), ids=lambda regime: regime.name)
-def test_gradients_that_the_module_sets_are_averaged(regime: Regime, world2: World) -> None:
+@pytest.mark.parametrize("row", rows_with_a_whole_model(), ids=lambda row: row.name)
+def test_gradients_that_the_module_sets_are_averaged(row: StrategyRow, world2: World) -> None:
     """Under ddp_sharded each owner stepped with gradients of its own samples; servers took those of one worker."""
     expected = train(WAYS, None, 1)
-    for found in world2.run(train, WAYS, regime.name, 2):
+    for found in world2.run(train, WAYS, row.name, 2):
         for way in WAYS:
             assert_same_weights(found[way], expected[way])

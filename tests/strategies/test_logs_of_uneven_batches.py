@@ -13,7 +13,7 @@ from tests.strategies.tasks import (
     Classifier,
     make_strategy,
     make_trainer,
-    regimes_with_a_whole_model,
+    rows_with_a_whole_model,
     train_loader,
 )
 from tests.world import World
@@ -68,7 +68,7 @@ def assert_same_logs(found: list[list[dict[str, Any]]]) -> None:
             assert own == {key: pytest.approx(value, rel=1e-9) for key, value in alone.items()}
 
 
-@pytest.mark.parametrize("name", [regime.name for regime in regimes_with_a_whole_model()])
+@pytest.mark.parametrize("name", [row.name for row in rows_with_a_whole_model()])
 def test_logs_of_uneven_batches(name: str, world2: World) -> None:
     """A rank without a sample counted the batch that it repeats, and step values were means without weights."""
     assert_same_logs(world2.run(logged, name, 2))

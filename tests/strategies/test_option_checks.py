@@ -17,12 +17,12 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_multigpu import ShardedStrategy
-from lightning_multigpu.registry import Regime
+from lightning_multigpu.registry import StrategyRow
 from lightning_multigpu.runtime import shared_gpus
 from lightning_multigpu.runtime.run_context import RunContext
 from lightning_multigpu.runtime.shared_gpus import SHARING_VARIABLE
 from lightning_multigpu.strategies import option_checks
-from tests.strategies.tasks import regimes_of_each_strategy
+from tests.strategies.tasks import rows_of_each_class
 
 CPU = torch.device("cpu")
 
@@ -51,14 +51,14 @@ class TestOptions:
             "uneven_inputs=None is not one of the choices: 'stop', 'join'."
         )
 
-    @pytest.mark.parametrize("regime", regimes_of_each_strategy(), ids=lambda regime: regime.name)
-    def test_a_string_is_no_bool(self, regime: Regime) -> None:
+    @pytest.mark.parametrize("row", rows_of_each_class(), ids=lambda row: row.name)
+    def test_a_string_is_no_bool(self, row: StrategyRow) -> None:
         """``find_unused_parameters="no"`` was taken as True."""
-        options = inspect.signature(regime.strategy.__init__).parameters.values()
+        options = inspect.signature(row.strategy.__init__).parameters.values()
         for option in options:
             if str(option.annotation) in ("bool", "bool | None"):
                 with pytest.raises(ValueError, match=rf"^{option.name}='no' is not a bool; pass True or False"):
-                    regime.strategy(**{**regime.options, option.name: "no"})
+                    row.strategy(**{**row.options, option.name: "no"})
 
     def test_options_are_listed_once(self) -> None:
         names = ShardedStrategy.option_names()

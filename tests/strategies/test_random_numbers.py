@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_multigpu.registry import Regime
+from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import (
     Case,
     Classifier,
     assert_same_weights,
-    distinct_regimes,
+    distinct_rows,
     make_strategy,
     make_trainer,
-    regimes_with_a_whole_model,
+    rows_with_a_whole_model,
     state,
     train_loader,
 )
@@ -74,20 +74,20 @@ def draws(name: str, is_seeded: bool) -> dict[tuple[int, int], list[float]]:
     return {key: values for key, values in module.draws.items() if key > (0, 0)}  # the first one has trials
 
 
-RANKED = [regime for regime in distinct_regimes() if regime.strategy.starts_ranks]
+RANKED = [row for row in distinct_rows() if row.strategy.starts_ranks]
 
 
-@pytest.mark.parametrize("regime", RANKED, ids=lambda regime: regime.name)
-def test_which_ranks_draw_the_same_numbers(regime: Regime, world2: World) -> None:
+@pytest.mark.parametrize("row", RANKED, ids=lambda row: row.name)
+def test_which_ranks_draw_the_same_numbers(row: StrategyRow, world2: World) -> None:
     """Without seed_everything all ranks added the same noise to their samples."""
-    has_own_batches = regime in regimes_with_a_whole_model() or not regime.synchronous
-    first, second = world2.run(draws, regime.name, False)
+    has_own_batches = row in rows_with_a_whole_model() or not row.synchronous
+    first, second = world2.run(draws, row.name, False)
     if has_own_batches:
         assert not {x for values in first.values() for x in values} & {x for values in second.values() for x in values}
     else:
         assert {key: set(values) for key, values in first.items()} == {key: set(v) for key, v in second.items()}
-    if has_own_batches and regime.synchronous:
-        first, second = world2.run(draws, regime.name, True)
+    if has_own_batches and row.synchronous:
+        first, second = world2.run(draws, row.name, True)
         assert first == second
 
 
@@ -121,7 +121,7 @@ def train(name: str | None, ranks: int) -> dict[str, Any]:
     return {"weights": state(module)}
 
 
-@pytest.mark.parametrize("name", [regime.name for regime in regimes_with_a_whole_model()])
+@pytest.mark.parametrize("name", [row.name for row in rows_with_a_whole_model()])
 def test_layers_that_draws_leave_out(name: str, world2: World) -> None:
     """After seed_everything all ranks leave out the layers that one device leaves out."""
     expected = train(None, 1)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_multigpu import HybridStrategy, MultiGPUStrategy, RingDDPStrategy
-from lightning_multigpu.registry import Regime
+from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import (
     NUM_CLASSES,
     NUM_FEATURES,
@@ -27,8 +27,8 @@ from tests.strategies.tasks import (
     dataset,
     make_strategy,
     make_trainer,
-    regimes_of_each_strategy,
-    regimes_with_a_whole_model,
+    rows_of_each_class,
+    rows_with_a_whole_model,
     state,
     train_loader,
 )
@@ -96,16 +96,16 @@ def train(name: str, choice: Any) -> dict[str, Any]:
 
 
 WHOLE = [
-    regime
-    for regime in regimes_of_each_strategy()
-    if regime in regimes_with_a_whole_model() and issubclass(regime.strategy, MultiGPUStrategy)
+    row
+    for row in rows_of_each_class()
+    if row in rows_with_a_whole_model() and issubclass(row.strategy, MultiGPUStrategy)
 ]
 
 
-@pytest.mark.parametrize("regime", WHOLE, ids=lambda regime: regime.name)
-def test_trains_as_without_and_keeps_less(regime: Regime, world2: World) -> None:
+@pytest.mark.parametrize("row", WHOLE, ids=lambda row: row.name)
+def test_trains_as_without_and_keeps_less(row: StrategyRow, world2: World) -> None:
     """Dropout draws the same numbers again, and goes on behind backward as without."""
-    plain, again = world2.run(train, regime.name, False), world2.run(train, regime.name, True)
+    plain, again = world2.run(train, row.name, False), world2.run(train, row.name, True)
     for result, reference in zip(again, plain, strict=True):
         assert_same_weights(result, reference)
         assert result["calls"] == reference["calls"] == 4, "hooks of a layer run once"

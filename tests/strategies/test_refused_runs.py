@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lightning_multigpu.registry import Regime
+from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -16,15 +16,15 @@ from tests.strategies.tasks import (
     eval_loader,
     make_strategy,
     make_trainer,
-    regimes_of_each_strategy,
+    rows_of_each_class,
     train_loader,
 )
 from tests.world import World
 
-regimes = pytest.mark.parametrize(
-    "regime",
-    [regime for regime in regimes_of_each_strategy() if regime.name != "dp"],  # data_parallel/test_data_parallel.py
-    ids=lambda regime: regime.name,
+rows = pytest.mark.parametrize(
+    "row",
+    [row for row in rows_of_each_class() if row.name != "dp"],  # data_parallel/test_data_parallel.py
+    ids=lambda row: row.name,
 )
 
 
@@ -39,10 +39,10 @@ def fit_lazy(name: str) -> None:
     trainer.fit(Lazy(), train_loader(Case(), trainer))
 
 
-@regimes
-def test_a_lazy_layer(regime: Regime, world2: World) -> None:
+@rows
+def test_a_lazy_layer(row: StrategyRow, world2: World) -> None:
     """torch's error about uninitialized parameters came after the start of the ranks, and named no layer."""
-    world2.run_raising(ValueError, r"layers\.0 \(LazyLinear\) is lazy", fit_lazy, regime.name)
+    world2.run_raising(ValueError, r"layers\.0 \(LazyLinear\) is lazy", fit_lazy, row.name)
 
 
 class Further(BatchSampler):

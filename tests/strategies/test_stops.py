@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 
-from lightning_multigpu.registry import Regime
+from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -16,9 +16,9 @@ from tests.strategies.tasks import (
     eval_loader,
     make_strategy,
     make_trainer,
-    regimes_of_each_strategy,
+    rows_of_each_class,
     state,
-    synchronous_regimes,
+    synchronous_rows,
     train_loader,
 )
 from tests.world import World
@@ -55,12 +55,10 @@ fit_on_one_device = functools.cache(functools.partial(fit, None, 1))
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(
-    "regime", [r for r in regimes_of_each_strategy() if r in synchronous_regimes()], ids=lambda regime: regime.name
-)
-def test_a_stop_of_one_rank_is_a_stop_of_all(regime: Regime, place: str, world2: World) -> None:
+@pytest.mark.parametrize("row", [r for r in rows_of_each_class() if r in synchronous_rows()], ids=lambda row: row.name)
+def test_a_stop_of_one_rank_is_a_stop_of_all(row: StrategyRow, place: str, world2: World) -> None:
     """The rank left the loop, and the ranks waited for each other until the timeout."""
     reference = fit_on_one_device(place)
     assert reference["steps"] == PLACES[place]
-    for result in world2.run(fit, regime.name, 2, place):
+    for result in world2.run(fit, row.name, 2, place):
         assert (result["steps"], result["validations"]) == (reference["steps"], reference["validations"])

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 
-from lightning_multigpu.registry import Regime
+from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -17,14 +17,14 @@ from tests.strategies.tasks import (
     data_ranks,
     make_strategy,
     make_trainer,
-    regimes_of_each_strategy,
+    rows_of_each_class,
     state,
     train_loader,
 )
 from tests.world import World
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
-regimes = pytest.mark.parametrize("regime", regimes_of_each_strategy(), ids=lambda regime: regime.name)
+rows = pytest.mark.parametrize("row", rows_of_each_class(), ids=lambda row: row.name)
 CASE = Case(max_epochs=3)
 
 
@@ -53,11 +53,11 @@ def tune(strategy_name: str | None, ranks: int, *, by_callback: bool = False) ->
 
 
 @pytest.mark.parametrize("by_callback", [False, True], ids=["Tuner", "callback"])
-@regimes
-def test_finds_a_learning_rate_and_trains(regime: Regime, by_callback: bool, world2: World) -> None:
+@rows
+def test_finds_a_learning_rate_and_trains(row: StrategyRow, by_callback: bool, world2: World) -> None:
     expected = tune(None, 1, by_callback=by_callback)
     assert expected["rate"] != 0.01
-    for result in world2.run(tune, regime.name, 2, by_callback=by_callback):
+    for result in world2.run(tune, row.name, 2, by_callback=by_callback):
         assert result["rate"] != 0.01
         if result["data ranks"] == 1:  # else Lightning looks at the loss of each rank's own part of a batch
             assert result["loss"] == pytest.approx(expected["loss"], rel=1e-6)

@@ -174,7 +174,7 @@ class ProfilerReport(SilentMonitors):
         if not all(of_rank["steps"] for of_rank in told):
             rank_zero_warn(
                 f"ProfilerReport profiled no step: training ended within the first {self._first} steps, or each later "
-                "step had a validation or the end of an epoch in it; give it a smaller wait or warmup, or train longer"
+                "step had a validation or the end of an epoch in it; pass a smaller wait or warmup, or train longer"
             )
             return
         name, options = identify(trainer.strategy)
@@ -223,7 +223,9 @@ class ProfilerReport(SilentMonitors):
         page_path = path.with_name(profile_page.FILE_NAME)
         try:
             if "://" in directory:
-                raise OSError("the folder is not on this machine; give the Trainer a local default_root_dir or logger")
+                raise OSError(
+                    "the folder is not on this machine; set a local default_root_dir or logger of the Trainer"
+                )
             document.write(self.profile, path, indent=None)
             document.write(chrome_trace.trace(profile, events), trace_path, indent=None)
             document.write_bytes(profile_page.page(profile).encode(), page_path)

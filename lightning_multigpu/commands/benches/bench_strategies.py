@@ -157,7 +157,7 @@ def _subject(options: argparse.Namespace) -> Subject:
         if "model" not in settings:
             raise UsageError(f"{of}it has no 'model'")
         if "optimizer" in settings:
-            raise UsageError(f"{of}'optimizer' is not read here; give the model configure_optimizers()")
+            raise UsageError(f"{of}'optimizer' is not read here; write the model's configure_optimizers()")
     from lightning.pytorch import LightningDataModule, LightningModule
 
     from lightning_multigpu.bench.strategies.models import MODELS, Subject, brings_batch, made

@@ -13,7 +13,7 @@ from lightning_multigpu.planning.scaling.machine_model import Machine, World
 from lightning_multigpu.planning.scaling.presets import MACHINES, MODELS, USUAL_UTILISATION, profile_of
 from lightning_multigpu.planning.scaling.ranking import Ranking, ranked
 from lightning_multigpu.planning.scaling.step_model import Candidate
-from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.registry import STRATEGIES
 from lightning_multigpu.report import scaling_table
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ def _ranking(wanted: argparse.Namespace) -> Ranking:
 
         candidates = [Candidate(*strategy_of(strategy)) for strategy in wanted.strategies]
     else:
-        candidates = [Candidate(regime.name) for regime in REGIMES if not regime.name.endswith("_spawn")]
+        candidates = [Candidate(row.name) for row in STRATEGIES if not row.name.endswith("_spawn")]
     return ranked(profile, machine, candidates, worlds)
 
 

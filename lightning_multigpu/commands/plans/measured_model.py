@@ -16,7 +16,7 @@ from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePl
 from lightning_multigpu.planning.scaling.machine_model import Machine, World
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases, SplitPart
 from lightning_multigpu.planning.scaling.step_model import PIPELINES
-from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.registry import STRATEGIES
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner, PlanError
 from lightning_multigpu.strategies.steps.lone_steps import LoneRank, LoneStepsError, lone_steps
@@ -189,7 +189,7 @@ def _pipelines(
 
 
 def _usual_options() -> PipelineOptions:
-    regime = next(each for each in REGIMES if each.name == "pipeline_1f1b")
-    strategy: Any = regime.strategy(**regime.options)
+    row = next(each for each in STRATEGIES if each.name == "pipeline_1f1b")
+    strategy: Any = row.strategy(**row.options)
     found: PipelineOptions = strategy.pipeline_options
     return found

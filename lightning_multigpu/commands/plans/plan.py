@@ -59,10 +59,10 @@ from lightning_multigpu.commands.early_checks import checked_settings
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number, strategies_of
 from lightning_multigpu.commands.settings.spelling import check_strategy
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.registry import STRATEGIES
 from lightning_multigpu.report.schedule_picture import check_picture
 
-SCHEDULES = {regime.name: regime.options["schedule"] for regime in REGIMES if "schedule" in regime.options}
+SCHEDULES = {row.name: row.options["schedule"] for row in STRATEGIES if "schedule" in row.options}
 """The schedule of each pipeline's name."""
 # The option that asks for a view; the view's module, and the further options that it takes.
 _VIEWS = {
@@ -140,8 +140,8 @@ def _parser(name: str) -> OptionParser:
     add("--nodes", type=whole, nargs="+", metavar="N", help="numbers of hosts")
     add("--devices", type=whole, nargs="+", metavar="N", help="numbers of ranks on each host")
     add("--machine", type=Path, metavar="PATH", help="the machine.json of calibrate")
-    add("--preset", metavar="NAME", help="a machine that is known by name, in place of --machine, such as a100_100gbit")
-    add("--example", metavar="NAME", help="a model that is known by name, in place of a configuration, such as "
+    add("--preset", metavar="NAME", help="a machine by name, instead of --machine, such as a100_100gbit")
+    add("--example", metavar="NAME", help="a model by name, instead of a configuration, such as "
         "gpt3_1.3b, on a --preset; or seed, the arithmetic of data parallel training")  # fmt: skip
     add("--batch", type=whole, metavar="B", help="samples of a rank's batch of the --example")
     add("--micro-batches", type=whole, nargs="*", metavar="M", help="a pipeline's plan for each of these numbers of "

@@ -22,7 +22,7 @@ from lightning_multigpu.planning.scaling.machine_model import Machine, World, di
 from lightning_multigpu.planning.scaling.presets import moved
 from lightning_multigpu.planning.scaling.ranking import Ranking, ranked
 from lightning_multigpu.planning.scaling.step_model import Candidate
-from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.registry import STRATEGIES
 from lightning_multigpu.report import scaling_table
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from lightning_multigpu.strategies.steps.lone_steps import LoneStepsError
@@ -69,7 +69,7 @@ class ScalingCLI(TrainingCLI):
         accumulate = trainer.accumulate_grad_batches
         candidates = [
             Candidate(name, options, accumulate)
-            for name, options in map(strategy_of, wanted.strategies or [regime.name for regime in REGIMES])
+            for name, options in map(strategy_of, wanted.strategies or [row.name for row in STRATEGIES])
             if not name.endswith("_spawn")
         ]
         subject = PlannedModule(
@@ -108,12 +108,12 @@ class ScalingCLI(TrainingCLI):
     def configuration(self) -> str:
         """The configuration that ``fit`` takes, with the strategy that is ranked first."""
         settings, first = self._settings(), self.ranking.first
-        classes = {regime.name: regime for regime in REGIMES}
-        regime = classes[first.candidate.strategy]
-        options = {**regime.options, **first.candidate.options}
+        classes = {row.name: row for row in STRATEGIES}
+        row = classes[first.candidate.strategy]
+        options = {**row.options, **first.candidate.options}
         trainer = settings["trainer"]
         trainer["strategy"] = (
-            {"class_path": regime.class_path, "init_args": options} if first.candidate.options else regime.name
+            {"class_path": row.class_path, "init_args": options} if first.candidate.options else row.name
         )
         trainer["devices"], trainer["num_nodes"] = first.world.devices, first.world.nodes
         return yaml.safe_dump(settings, sort_keys=False)
@@ -132,7 +132,7 @@ def strategy_of(text: str) -> tuple[str, dict[str, Any]]:
         found = contender(text)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    fixed = next((regime.options for regime in REGIMES if regime.name == name.lower()), {})
+    fixed = next((row.options for row in STRATEGIES if row.name == name.lower()), {})
     options = {option: value for option, value in found.options.items() if fixed.get(option) != value}
     return name.lower(), options
 

@@ -54,7 +54,7 @@ class SplitCLI(TrainingCLI):
         self.trainer.fit(model, datamodule=datamodule)
         if not shown.is_over:
             raise UsageError(
-                "the training loader has given no batch to try the split on; check that fit would train on one "
+                "the training loader has no batch to try the split on; check that fit would train on one "
                 "(data, limit_train_batches, max_epochs, max_steps)"
             )
 

@@ -18,7 +18,7 @@ from pydoc import ErrorDuringImport, locate
 
 import lightning_multigpu
 from lightning_multigpu._suggest import did_you_mean, nearest
-from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.registry import STRATEGIES
 
 _CLOSE = 0.85
 _MAKES_NAMES = re.compile(r"import \*|__getattr__|\b(?:exec|globals|locals|setattr|vars)\(|sys\.modules")
@@ -43,7 +43,7 @@ def check_strategy(name: str) -> None:
     Raises:
         ValueError: it is one; the message lists the names of this pack.
     """
-    ours, given = [regime.name for regime in REGIMES], name.lower()
+    ours, given = [row.name for row in STRATEGIES], name.lower()
     near = nearest(given, ours)
     if near is None or near in given or SequenceMatcher(None, given, near).ratio() < _CLOSE:
         return
@@ -107,9 +107,9 @@ def find_class(path: str) -> type | None:
 
 def no_such_class(name: str) -> str:
     """What is wrong with a bare name that jsonargparse does not know."""
-    for regime in REGIMES:
-        if regime.name == name:
-            return f"a strategy's name takes no options; with options, pass its class {regime.strategy.__name__}"
+    for row in STRATEGIES:
+        if row.name == name:
+            return f"a strategy's name takes no options; with options, pass its class {row.strategy.__name__}"
     return f"there is no such class. {did_you_mean_class(name)}".rstrip()
 
 

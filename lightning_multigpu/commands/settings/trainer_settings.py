@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu.commands.usage import UsageError
-from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.registry import STRATEGIES
 from lightning_multigpu.strategies import DataParallelStrategy, MultiGPUStrategy, option_checks
 
 _PRECISION_ALIASES = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
@@ -46,13 +46,13 @@ def check_strategy_name(strategy: object) -> None:
     """
     if not isinstance(strategy, str):
         return
-    ours = [regime.name for regime in REGIMES]
+    ours = [row.name for row in STRATEGIES]
     lightnings = ["auto", *(name for name in StrategyRegistry.available_strategies() if name not in ours)]
     if strategy.lower() in (*ours, *lightnings):
         return
-    names = [regime.name for regime in REGIMES if regime.strategy.__name__ == strategy.rpartition(".")[2]]
+    names = [row.name for row in STRATEGIES if row.strategy.__name__ == strategy.rpartition(".")[2]]
     if names:
-        raise ValueError(f"strategy={strategy!r} is a class; pass a name that stands for it: {', '.join(names)}")
+        raise ValueError(f"strategy={strategy!r} is a class; pass a name of it: {', '.join(names)}")
     raise ValueError(
         f"strategy={strategy!r} is unknown. {did_you_mean(strategy, [*ours, *lightnings])}\n"
         f"  this pack's: {', '.join(ours)}\n"
@@ -63,7 +63,7 @@ def check_strategy_name(strategy: object) -> None:
 def path_of_strategy_class(strategy: str) -> str | None:
     """The path of this pack's strategy class of that name, given with or without its modules; None for other names."""
     name = strategy.rpartition(".")[2]
-    return f"lightning_multigpu.{name}" if any(regime.strategy.__name__ == name for regime in REGIMES) else None
+    return f"lightning_multigpu.{name}" if any(row.strategy.__name__ == name for row in STRATEGIES) else None
 
 
 def check_devices(devices: object, device_type: str) -> None:
@@ -127,7 +127,7 @@ def _device_type(accelerator: object) -> str | None:
 
 def _is_ours(strategy: object) -> bool:
     if isinstance(strategy, str):
-        return strategy.lower() in {regime.name for regime in REGIMES}
+        return strategy.lower() in {row.name for row in STRATEGIES}
     path = strategy.get("class_path") if hasattr(strategy, "get") else None
     found = locate(path) if isinstance(path, str) else None
     return isinstance(found, type) and issubclass(found, MultiGPUStrategy | DataParallelStrategy)

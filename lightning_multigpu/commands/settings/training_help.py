@@ -28,7 +28,7 @@ _COMMON = (
 )
 _OF_TRAINING = (
     ("resume", "RUN", "a run's directory: continue from its newest checkpoint, with its settings"),
-    ("optimizer", "CLASS", "in place of the model's configure_optimizers()"),
+    ("optimizer", "CLASS", "instead of the model's configure_optimizers()"),
     ("lr_scheduler", "CLASS", "the same for the learning rate"),
     ("trainer.max_epochs", "N", "stop after N epochs"),
     ("trainer.max_steps", "N", "stop after N optimizer steps"),
@@ -37,7 +37,7 @@ _OF_TRAINING = (
     ("trainer.limit_train_batches", "N", "batches of an epoch, or their share"),
 )
 _PRINTING = (
-    ("print_config", "", "print all settings as YAML, with those given, and run nothing"),
+    ("print_config", "", "print all settings as YAML, those of the command line included, and run nothing"),
     (
         ALL_OPTIONS.removeprefix("--"),
         "",

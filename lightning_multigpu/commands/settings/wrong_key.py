@@ -119,7 +119,7 @@ def arguments_of(cls: type | None) -> list[str]:
 def condensed(message: str) -> str:
     """A message of jsonargparse in one line, where it only says which types a value could have."""
     if message.startswith("the following arguments are required") and message.endswith(".model"):
-        return "no model is given; pass --model=package.module.Class, or 'model:' in a configuration file"
+        return "there is no model; pass --model=package.module.Class, or 'model:' in a configuration file"
     key = re.match(r'Parser key "(.+?)":\s*', message)
     value = re.search(r"(?:Given value|Got value): (.*)$", message, re.DOTALL)
     if not key or not value or "Expected a" not in message or "Problem with" in message:

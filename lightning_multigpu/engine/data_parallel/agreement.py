@@ -243,8 +243,8 @@ class AgreedLoader(LoaderWrapper):
             if batch is _END:
                 if last is _END:
                     raise ValueError(
-                        f"rank {dist.get_rank()} has no batch at all, so it cannot go on with weight 0: give every "
-                        "rank at least one batch, or use uneven_inputs='stop'"
+                        f"rank {dist.get_rank()} has no batch at all, so it cannot go on with weight 0: load at "
+                        "least one batch on every rank, or use uneven_inputs='stop'"
                     )
                 batch = last
             self.announced.append(announcement)

@@ -98,7 +98,7 @@ def check_belong(module: Module, optimizers: Iterable[Optimizer]) -> None:
                     f"optimizer {number} ({type(optimizer).__name__}) trains a parameter of shape "
                     f"{tuple(parameter.shape)} that is not in {type(module).__name__}.parameters(): its gradients "
                     "would differ from rank to rank. Make it a part of the module: self.name = nn.Parameter(...), and "
-                    "nn.ModuleList in place of a list of layers"
+                    "nn.ModuleList instead of a list of layers"
                 )
 
 
@@ -107,8 +107,8 @@ def check_owned(optimizers: Iterable[Optimizer], owned: Collection[Optimizer]) -
     for number, optimizer in enumerate(optimizers):
         if owned and optimizer not in owned:
             raise ValueError(
-                f"optimizer {number} ({type(optimizer).__name__}) was put in place during a fit, and the strategy "
-                "deals out the states of optimizers when a fit starts: change its param_groups, or "
+                f"optimizer {number} ({type(optimizer).__name__}) was set during a fit, and the strategy "
+                "divides the states of optimizers when a fit starts: change its param_groups, or "
                 "start another fit with it, or use strategy='ring_ddp'"
             )
 

@@ -6,7 +6,7 @@ The layers and functions below are usable with a process group alone, without a 
     block = nn.Sequential(ColumnSplitLinear(512, 2048, group=group), nn.GELU(), RowSplitLinear(2048, 512, group=group))
 
 In their docstrings N is the number of ranks, and bytes are those of the whole tensor that a collective sums or makes;
-:class:`TensorGroup` tells which share of them a rank sends.
+:class:`TensorGroup` lists the share that a rank sends.
 """
 
 from lightning_multigpu.engine.tensor_split.attention import SplitMultiheadAttention

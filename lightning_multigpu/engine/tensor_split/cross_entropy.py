@@ -58,7 +58,7 @@ def split_cross_entropy(
         ValueError: the shapes do not fit, or the reduction is unknown.
     """
     if logits.dim() != 2 or target.shape != logits.shape[:1]:
-        raise ValueError(f"logits {tuple(logits.shape)} and target {tuple(target.shape)}: give (rows, classes), (rows)")
+        raise ValueError(f"logits {tuple(logits.shape)} and target {tuple(target.shape)}: pass (rows, classes), (rows)")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} is none of 'mean', 'sum' and 'none'")
     counts = target != ignore_index

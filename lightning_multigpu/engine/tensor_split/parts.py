@@ -269,7 +269,7 @@ def own_values(part: Tensor, *, changes: str = "") -> Tensor:
         if view.is_changed() or (changes and not view.storage.expired()):
             raise RuntimeError(
                 f"{changes or view.operation} in place: the output of {part.placed.layer} is split over the ranks, and "  # type: ignore[attr-defined]
-                f"what {view.operation} has given is a view of a gathered copy, which does not change with it. Change "
+                f"the result of {view.operation} is a view of a gathered copy, which does not change with it. Change "
                 f"the tensor itself before {view.operation}, as in hidden[..., 0] = value, or use an operation that "
                 "returns a new tensor, such as masked_fill"
             )

@@ -168,7 +168,7 @@ def span(timelines: Sequence[Timeline]) -> tuple[float, float]:
     """
     passes = [interval for timeline in timelines for interval in timeline if interval.kind in BUSY]
     if not passes:
-        raise ValueError("the timelines have no forward, backward or weight pass: give those of a step that was run")
+        raise ValueError("the timelines have no forward, backward or weight pass: pass those of a step that was run")
     return min(interval.start_s for interval in passes), max(interval.end_s for interval in passes)
 
 

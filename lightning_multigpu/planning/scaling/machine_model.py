@@ -196,7 +196,7 @@ class Machine:
         if self.between is None:
             raise ValueError(
                 f"{world} needs the link between hosts, which {self.name} does not have; calibrate on two hosts or "
-                "more, or give --link-gbit"
+                "more, or pass --link-gbit"
             )
         return self.between
 

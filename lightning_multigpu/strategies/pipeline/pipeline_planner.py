@@ -233,7 +233,7 @@ class PipelinePlanner:
             Trainer(**settings).fit(module, datamodule=datamodule)
         if not self._is_over:
             raise PlanError(
-                "the training loader has given no batch to measure; see to it that fit would train on one (data, "
+                "the training loader has no batch to measure; see to it that fit would train on one (data, "
                 "limit_train_batches, max_epochs, max_steps)"
             )
         return self._found

@@ -243,7 +243,7 @@ class SplitModel:
         raise PipelineError(
             f"stages have optimizers with different parameters: only one of two has {sorted(known[0] ^ known[1])}. "
             "Lightning's callbacks for fine-tuning leave out parameters with the same values as one that the optimizer "
-            "already has; add param groups by name, or give such parameters different values before the first step"
+            "already has; add param groups by name, or set different values of such parameters before the first step"
         )
 
     def _holders(self, optimizer: Optimizer) -> list[tuple[int, ...]]:

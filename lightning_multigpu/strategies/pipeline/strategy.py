@@ -414,7 +414,7 @@ class PipelineStrategy(MultiGPUStrategy):
     def _settle_values(self) -> None:
         if self._in_step:
             raise PipelineError(
-                "a checkpoint is saved within a step, at a place that only the last stage reaches; save it in "
+                "a checkpoint is saved within a step, in code that only the last stage reaches; save it in "
                 "on_train_batch_end, or by ModelCheckpoint(every_n_train_steps=...)"
             )
 

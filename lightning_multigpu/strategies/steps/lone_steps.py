@@ -374,7 +374,7 @@ def _answer(connection: Connection) -> LoneRank | str:
             return connection.recv()  # type: ignore[no-any-return]
         return f"a step took longer than {_TIMEOUT_S:g} s"
     return (
-        "the training loader has given no batch to measure, or the process has died; see to it that fit would train on "
+        "the training loader has no batch to measure, or the process has died; see to it that fit would train on "
         "one device (data, limit_train_batches, memory)"
     )
 

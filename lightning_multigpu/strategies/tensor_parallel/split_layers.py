@@ -61,7 +61,7 @@ def check_plan(plan: Plan) -> None:
     """Checks the option ``plan``."""
     if not callable(plan) and plan != "auto":
         if not isinstance(plan, Mapping) or not plan:
-            raise ValueError(f"plan={plan!r}: give 'auto', a mapping such as {{'*.up': 'column'}}, or a function")
+            raise ValueError(f"plan={plan!r}: pass 'auto', a mapping such as {{'*.up': 'column'}}, or a function")
         for style in plan.values():
             option_checks.check_choice("plan", style, _STYLES)
 
@@ -116,7 +116,7 @@ def _nearest_layers(pattern: str, module: Module) -> list[str]:
 def check_sequence_split(value: SequenceSplit) -> None:
     """Checks the option ``sequence_split``."""
     if value not in (False, True, "gather_again"):
-        raise ValueError(f"sequence_split={value!r}: give True, 'gather_again' or False")
+        raise ValueError(f"sequence_split={value!r}: pass True, 'gather_again' or False")
 
 
 def plan_text(plan: Plan) -> Any:
@@ -294,8 +294,8 @@ class SplitLayers:
             plain = plain_optimizer(optimizer)
             if shards_of(plain) != "elements" and any(split_of(p) for g in plain.param_groups for p in g["params"]):
                 raise ValueError(
-                    f"{type(plain).__name__} may need whole tensors, and tensor_split gives it parts: use an optimizer "
-                    "of torch that works element by element, such as AdamW or SGD, or strategy='ring_ddp'"
+                    f"{type(plain).__name__} may need whole tensors, and it gets parts under tensor_split: use an "
+                    "optimizer of torch that works element by element, such as AdamW or SGD, or strategy='ring_ddp'"
                 )
 
     def _note(self, layer: str, operation: str) -> None:

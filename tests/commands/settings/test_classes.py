@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning_multigpu import PipelineStrategy, RingDDPStrategy
 from lightning_multigpu.commands.settings.spelling import ClassNotFoundError, find_class, no_such_class
 from lightning_multigpu.commands.settings.wrong_key import arguments_of, class_parser, condensed, explained
-from lightning_multigpu.registry import REGIMES, Regime
+from lightning_multigpu.registry import STRATEGIES, StrategyRow
 
 
 @pytest.mark.parametrize(
@@ -63,18 +63,18 @@ def test_a_module_that_fails_on_import(tmp_path: Path, monkeypatch: pytest.Monke
         find_class("fails_on_import.Model")
 
 
-@pytest.mark.parametrize("regime", REGIMES, ids=lambda regime: regime.name)
-def test_a_file_may_give_a_strategy_its_own_options_only(regime: Regime) -> None:
+@pytest.mark.parametrize("row", STRATEGIES, ids=lambda row: row.name)
+def test_a_file_may_give_a_strategy_its_own_options_only(row: StrategyRow) -> None:
     """jsonargparse followed ``**options`` into torch's DDP, offered ``dim`` and passed it where it was refused."""
     own = {
         name
-        for cls in regime.strategy.__mro__
+        for cls in row.strategy.__mro__
         if cls.__module__.startswith("lightning_multigpu.") and "__init__" in vars(cls)
-        if cls is not PipelineStrategy or regime.strategy is PipelineStrategy  # hybrid has them in pipeline=
+        if cls is not PipelineStrategy or row.strategy is PipelineStrategy  # hybrid has them in pipeline=
         for name, parameter in inspect.signature(cls.__init__).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
-    assert set(arguments_of(regime.strategy)) == own
+    assert set(arguments_of(row.strategy)) == own
 
 
 def test_a_wrong_value_in_one_line() -> None:

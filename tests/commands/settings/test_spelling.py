@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_multigpu.commands.settings.spelling import ClassNotFoundError, check_class, check_strategy, find_class
-from lightning_multigpu.registry import REGIMES
+from lightning_multigpu.registry import STRATEGIES
 
 MODULE = """
 from torch.nn import Linear
@@ -38,7 +38,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["auto", "ddp", "fsdp", "my_ring_ddp", "ring_ddp2", "RING_DDP", "ddp_spawn", *(r.name for r in REGIMES)]
+    "name", ["auto", "ddp", "fsdp", "my_ring_ddp", "ring_ddp2", "RING_DDP", "ddp_spawn", *(r.name for r in STRATEGIES)]
 )
 def test_names_that_may_be_right(name: str) -> None:
     check_strategy(name)

@@ -102,9 +102,7 @@ def test_unknown_strategy_like_no_other() -> None:
 def test_a_class_in_place_of_a_name(name: str) -> None:
     with pytest.raises(ValueError, match="is a class") as caught:
         trainer_settings.check_strategy_name(name)
-    assert str(caught.value) == (
-        f"strategy={name!r} is a class; pass a name that stands for it: ring_ddp, ring_ddp_spawn"
-    )
+    assert str(caught.value) == (f"strategy={name!r} is a class; pass a name of it: ring_ddp, ring_ddp_spawn")
 
 
 @pytest.mark.parametrize("path", [None, "", "best", "last", "s3://bucket/last.ckpt", "registry:model"])

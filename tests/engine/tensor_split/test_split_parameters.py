@@ -133,7 +133,7 @@ def _changes_a_view() -> None:
 
 
 def test_a_view_that_is_changed_is_refused(world2: World) -> None:
-    world2.run_raising(RuntimeError, "what __getitem__ has given is a view of a gathered copy", _changes_a_view)
+    world2.run_raising(RuntimeError, "the result of __getitem__ is a view of a gathered copy", _changes_a_view)
 
 
 def _read_by_one_rank() -> str:

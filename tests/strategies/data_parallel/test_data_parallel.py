@@ -521,7 +521,7 @@ class _Listed(torch.utils.data.Dataset[Any]):
     ("collate", "message"),
     [
         (list, r"the batch is a list of 4 samples \(dict each\).*parts for the devices of dp.*or use devices=1"),
-        (lambda samples: [each["name"] for each in samples], "the batch is a list without a tensor: dp cannot tell"),
+        (lambda samples: [each["name"] for each in samples], "the batch is a list without a tensor: dp cannot cut it"),
         (
             lambda samples: {"x": torch.zeros(4), "z": torch.zeros(3, 4)},
             r"batch\['z'\] has the shape \(3, 4\), and the batch has 4 samples: .*as a buffer, or use devices=1",

@@ -260,5 +260,5 @@ def test_a_later_fit_has_nothing_of_an_earlier_pipeline(tmp_path: Path) -> None:
     assert "pipeline" not in callback.report
 
 
-def test_other_regimes_have_no_such_section(tmp_path: Path, world2: World) -> None:
+def test_other_strategies_have_no_such_section(tmp_path: Path, world2: World) -> None:
     assert "pipeline" not in world2.run(whole, tmp_path, "ring_ddp")[0]

@@ -928,9 +928,9 @@ def test_ranks_of_a_group_that_drift_apart_are_found(world2: World) -> None:
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not make the 2 ranks"),
         ({"data_parallel_size": 2}, "tensor_parallel_size=1: layers are split over 2 ranks or more"),
         ({"plan": {"*.up": "colum"}}, "plan='colum'"),
-        ({"plan": {}}, "give 'auto', a mapping"),
+        ({"plan": {}}, "pass 'auto', a mapping"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
-        ({"sequence_split": "again"}, "sequence_split='again': give True, 'gather_again' or False"),
+        ({"sequence_split": "again"}, "sequence_split='again': pass True, 'gather_again' or False"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], words: str) -> None:
@@ -1055,7 +1055,7 @@ def changes_a_view() -> None:
 
 
 def test_a_view_of_a_gradient_that_a_hook_changes_is_refused(world2: World) -> None:
-    world2.run_raising(RuntimeError, "what __getitem__ has given is a view of a gathered copy", changes_a_view)
+    world2.run_raising(RuntimeError, "the result of __getitem__ is a view of a gathered copy", changes_a_view)
 
 
 class ReadsWeights(Task):
