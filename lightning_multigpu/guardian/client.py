@@ -19,7 +19,7 @@ from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
 from lightning_multigpu.guardian.hang.stacks import answer_stack_signal
 from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS
-from lightning_multigpu.guardian.link.protocol import Connection, Message, foreign, nonce, proof, proves
+from lightning_multigpu.guardian.link.protocol import Connection, Message, foreign
 from lightning_multigpu.guardian.proc import STOPPED, StoppedTime, WatchedProcess
 from lightning_multigpu.guardian.start import ADDRESS, SECRET, GuardianError
 from lightning_multigpu.guardian.workers import remove_temporary
@@ -47,8 +47,7 @@ class GuardianClient:
 
     Args:
         address: the guardian's address.
-        secret: the secret of the job; None to ask the guardian for it, which answers processes of its own user if it
-            was started with an address.
+        secret: the guardian's secret; None if it was started with an address.
         rank: the global rank of this process.
         on_failure: called once, in another thread.
         timeout_s: seconds that the guardian may take to answer.
@@ -62,7 +61,7 @@ class GuardianClient:
         flight_recorder: the record of this rank's steps and collectives, for the guardian to read.
 
     Raises:
-        GuardianError: no guardian listens there, it refuses this rank, or it does not know the secret.
+        GuardianError: no guardian listens there, or it refuses this rank.
     """
 
     def __init__(
@@ -101,16 +100,22 @@ class GuardianClient:
         self._connection = Connection(sock)
         self._early: list[Message] = []
         try:
-            welcome = self._introduce(secret, time.monotonic() + timeout_s)
+            self._connection.send("hello", secret=secret, rank=rank)
+            welcome = self._welcome(time.monotonic() + timeout_s)
+            self.guardian_pid, failure_timeout_s = int(welcome["pid"]), float(welcome["failure_timeout_s"])
+            self._guardian = WatchedProcess(self.guardian_pid)
+            self.flight_recorder = FlightRecorder(self._map_pages(int(welcome["num_slots"])), int(welcome["slot"]))
+        except ProcessLookupError as error:
+            self._connection.close()
+            raise GuardianError(f"the guardian (pid {self.guardian_pid}) of rank {rank} has ended") from error
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            self._connection.close()
+            raise GuardianError(f"what answers at the guardian's address is another program: {error}") from error
         except BaseException:
             self._connection.close()
             raise
-        self.guardian_pid = int(welcome["pid"])
-        self._guardian = self._find_guardian()
-        failure_timeout_s = float(welcome["failure_timeout_s"])
         self._end_s, self._stopped_limit_s = 0.9 * failure_timeout_s, 0.5 * failure_timeout_s
         self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 10)  # between checks for a stopped guardian
-        self.flight_recorder = FlightRecorder(self._map_pages(int(welcome["num_slots"])), int(welcome["slot"]))
         self._offer_stacks()
         self._thread = threading.Thread(target=self._listen, name="guardian-client", daemon=True)
         self._thread.start()
@@ -132,13 +137,17 @@ class GuardianClient:
             )
         return cls(variables[ADDRESS], variables[SECRET], rank=rank, on_failure=on_failure)
 
-    def failed(self, failure: Failure) -> None:
-        """Reports this rank's own failure to the guardian, which informs the other ranks; all have to end.
+    def failed(self, failure: Failure, *, age_s: float = 0.0) -> None:
+        """Reports a failure of this rank or of a link to the guardian, which informs the other ranks; all have to end.
 
         Returns when the guardian has read the other ranks' waits, or after five seconds. If the failure has no step,
-        the guardian takes the step that this rank has noted.
+        the guardian takes the step that its rank has noted.
+
+        Args:
+            failure: the failure.
+            age_s: seconds since it happened.
         """
-        self._send("failed", failure=failure.to_message())
+        self._send("failed", failure=failure.to_message(), age_s=age_s)
         if threading.current_thread() is not self._thread:
             self._seen.wait(_SEEN_S)
 
@@ -223,7 +232,7 @@ class GuardianClient:
         Args:
             address: an address of this host that the others reach.
             num_nodes: hosts of the job, this one included.
-            secret: hexadecimal digits that only the hosts of the job know.
+            secret: a text that only the hosts of the job know.
 
         Returns:
             The port for :meth:`join_hosts` of the other hosts.
@@ -286,6 +295,10 @@ class GuardianClient:
         self._connection.close()
         self._guardian.close()
         self.flight_recorder.detach()
+
+    def has_left(self, timeout_s: float) -> bool:
+        """Whether :meth:`leave` has been called; waits for that."""
+        return self._leaving.wait(timeout_s)
 
     # The other thread
 
@@ -370,36 +383,14 @@ class GuardianClient:
             with self._sending:
                 self._connection.send(kind, descriptors=descriptors, **fields)
 
-    def _introduce(self, given: str | None, deadline_s: float) -> Message:
-        challenge = self._wait_for("challenge", deadline_s)
-        try:
-            secret = bytes.fromhex(self._ask(deadline_s) if given is None else given)
-        except ValueError as error:
-            raise GuardianError(f"the secret of rank {self.rank} is not valid: {error}") from error
-        own = nonce()
-        answer = proof(secret, "rank", str(challenge.get("nonce")))
-        self._connection.send("hello", proof=answer, nonce=own, rank=self.rank)
-        welcome = self._wait_for("welcome", deadline_s)
-        if not proves(welcome, secret, "guardian", own):
-            raise GuardianError(
-                "what answers at the guardian's address does not know the secret: it is another program"
-            )
-        return welcome
-
-    def _ask(self, deadline_s: float) -> str:
-        """Asks the guardian for the secret. Both ends have checked through the kernel that the user is the same."""
-        self._connection.send("ask")
-        return str(self._wait_for("secret", deadline_s).get("secret"))
-
-    def _wait_for(self, kind: str, deadline_s: float) -> Message:
+    def _welcome(self, deadline_s: float) -> Message:
         while True:
-            if self._early:
+            while self._early:
                 message = self._early.pop(0)
                 if message["kind"] == "refused":
                     raise GuardianError(f"the guardian refuses rank {self.rank}: {message.get('why')}")
-                if message["kind"] == kind:
+                if message["kind"] == "welcome":
                     return message
-                continue
             if self._connection.closed:
                 raise GuardianError(f"the guardian has closed the connection to rank {self.rank}; has it ended?")
             left_s = deadline_s - time.monotonic()
@@ -407,13 +398,6 @@ class GuardianClient:
                 raise GuardianError(f"the guardian does not answer rank {self.rank} in time; is it stopped?")
             select.select([self._connection], [], [], left_s)
             self._early += self._connection.receive()
-
-    def _find_guardian(self) -> WatchedProcess:
-        try:
-            return WatchedProcess(self.guardian_pid)
-        except ProcessLookupError as error:
-            self._connection.close()
-            raise GuardianError(f"the guardian (pid {self.guardian_pid}) of rank {self.rank} has ended") from error
 
     def _offer_stacks(self) -> None:
         how = answer_stack_signal()

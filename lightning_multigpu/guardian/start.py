@@ -69,8 +69,8 @@ class Guardian:
             hang_report_s: seconds that a rank may wait in a collective before a report names the missing ranks, 1 or
                 more; None for no report.
             directory: the directory of files about a failure or a hang, or None for no file.
-            address: the address for ranks that do not inherit the environment; the guardian then sends its secret to
-                processes of the same user. None for a random name; the secret is then sent to no process.
+            address: the address for ranks that do not inherit the environment; the guardian then takes all processes
+                of this user and PID namespace. None for a random name, and a secret that ranks inherit.
 
         Raises:
             ValueError: a number is out of its range.
@@ -80,9 +80,8 @@ class Guardian:
         if num_ranks < 1:
             raise ValueError(f"num_ranks={num_ranks}: a guardian needs 1 rank or more to watch")
         _check_seconds(failure_timeout_s=failure_timeout_s, join_timeout_s=join_timeout_s, hang_report_s=hang_report_s)
-        secret = os.urandom(32).hex()
+        secret = os.urandom(32).hex() if address is None else None
         # An abstract address is no file: the kernel removes it with the last socket.
-        is_public = address is not None
         address = address or f"lightning-multigpu-guardian-{os.urandom(8).hex()}"
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(_listening_at(address))
@@ -100,7 +99,6 @@ class Guardian:
                 "directory": None if directory is None else os.path.abspath(directory),
                 "owner_pid": os.getpid(),
                 "secret": secret,
-                "is_public": is_public,
                 "listener": listener.fileno(),
                 "owner_link": theirs.fileno(),
                 "pages": pages,
@@ -111,7 +109,7 @@ class Guardian:
             except GuardianError:
                 own.close()
                 raise
-        environment = {ADDRESS: address, SECRET: secret}
+        environment = {ADDRESS: address, **({} if secret is None else {SECRET: secret})}
         os.environ.update(environment)
         return cls(pid, environment, own)
 

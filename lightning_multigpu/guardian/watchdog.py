@@ -19,17 +19,8 @@ from lightning_multigpu.guardian.hang.hang_reports import KINDS, HangReports, sh
 from lightning_multigpu.guardian.hang.stacks import StackSignal
 from lightning_multigpu.guardian.hang.waits import HangWatch, in_message, last_waits
 from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS, Interrupts, signal_of
-from lightning_multigpu.guardian.link.host_links import Hosts
-from lightning_multigpu.guardian.link.protocol import (
-    Connection,
-    Message,
-    accepted,
-    foreign,
-    nonce,
-    peer_of,
-    proof,
-    proves,
-)
+from lightning_multigpu.guardian.link.host_links import Hosts, age_of
+from lightning_multigpu.guardian.link.protocol import Connection, Message, accepted, foreign, knows, peer_of
 from lightning_multigpu.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
 from lightning_multigpu.guardian.ranks import Raised, Ranks, WatchedRank
 from lightning_multigpu.guardian.shutdown import OWN_TIME, Shutdown
@@ -49,19 +40,18 @@ class Watchdog:
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self._secret = bytes.fromhex(settings["secret"])
+        self._secret: str | None = settings["secret"]
         self._timeout_s: float = settings["failure_timeout_s"]
         self._join_timeout_s: float = settings["join_timeout_s"]
         self._directory: str | None = settings["directory"]
         self._node_rank: int | None = None
-        self._is_public: bool = settings["is_public"]
         self._tick_s = min(0.5, self._timeout_s / 20)
         self._now_s = self._started_s = clock_s()
         self._owner = WatchedProcess(settings["owner_pid"])
         self._owner_gone = self._stopping = False
         self._ranks = Ranks(settings["num_ranks"], self._timeout_s / 2)
         self._connections: dict[Connection, WatchedRank] = {}
-        self._strangers: dict[Connection, str] = {}
+        self._strangers: list[Connection] = []
         self._shutdown: Shutdown | None = None
         self._have_told_waits: set[Hashable] = set()
         self._interrupts, self._workers = Interrupts(), Workers()
@@ -143,7 +133,7 @@ class Watchdog:
 
     def _awaits_late_ranks(self, shutdown: Shutdown) -> bool:
         """True while ranks may still connect: without a guardian they would wait for long."""
-        return self._is_public and len(self._ranks) < self._ranks.num_ranks and not shutdown.is_late(self._now_s)
+        return self._secret is None and len(self._ranks) < self._ranks.num_ranks and not shutdown.is_late(self._now_s)
 
     def _observe(self) -> None:
         self._observe_interrupts()
@@ -211,7 +201,7 @@ class Watchdog:
             self._fail(Failure(f"a second {name} has ended the job at once", host=host_name()), self._now_s)
             assert self._shutdown is not None
             self._shutdown.hurry(self._now_s)
-            self._hosts.send_end_now(status)
+            self._hosts.send("end now", status=status)
             for connection in self._connections:
                 connection.send("end now", status=status)
 
@@ -328,13 +318,13 @@ class Watchdog:
                 connection.close()
                 continue
             if len(self._strangers) >= _MAX_STRANGERS + self._ranks.num_ranks:  # the oldest makes room for others
-                self._close(next(iter(self._strangers)))
-            self._strangers[connection] = nonce()
+                self._close(self._strangers[0])
+            self._strangers.append(connection)
             self._watch(connection.socket, partial(self._read, connection))
-            connection.send("challenge", nonce=self._strangers[connection])
 
     def _close(self, connection: Connection) -> None:
-        self._strangers.pop(connection, None)
+        if connection in self._strangers:
+            self._strangers.remove(connection)
         self._connections.pop(connection, None)
         self._forget(connection.socket)
         connection.close()
@@ -354,11 +344,8 @@ class Watchdog:
             self._close(connection)
 
     def _welcome(self, connection: Connection, message: Message) -> None:
-        challenge = self._strangers[connection]
-        if self._is_public and message["kind"] == "ask":
-            connection.send("secret", secret=self._secret.hex())
-            return
-        if not proves(message, self._secret, "rank", challenge):
+        # Without a secret the kernel's word counts: see foreign().
+        if message["kind"] != "hello" or (self._secret is not None and not knows(message, self._secret)):
             raise ValueError(
                 "the secret is not this job's; let the rank inherit the environment of the guardian's starter"
             )
@@ -374,13 +361,12 @@ class Watchdog:
             if len(self._ranks) < self._ranks.num_ranks:  # a missing rank has sent a wrong number
                 self._fail(Failure(str(error), host=host_name()), self._now_s)
             raise
-        del self._strangers[connection]
+        self._strangers.remove(connection)
         connection.trust()
         self._connections[connection] = rank
         connection.send(
             "welcome",
             descriptors=(self._pages_descriptor,),
-            proof=proof(self._secret, "guardian", str(message.get("nonce"))),
             pid=os.getpid(),
             slot=rank.slot,
             num_slots=self._ranks.num_ranks,
@@ -430,7 +416,7 @@ class Watchdog:
         elif kind == "signalled":
             self._interrupts.reported(int(message["number"]), int(message["status"]))
         elif kind == "failed":
-            self._fail(Failure.from_message(message.get("failure")), self._now_s)
+            self._fail(Failure.from_message(message.get("failure")), self._now_s - age_of(message))
             connection.send("seen", waited=[] if self._shutdown is None else in_message(self._shutdown.waits))
         elif kind == "announced" and self._shutdown is not None:
             self._shutdown.announcer = rank
@@ -446,7 +432,7 @@ class Watchdog:
 
     def _meet_hosts(self, connection: Connection, message: Message) -> None:
         is_first = message["kind"] == "listen"
-        secret, number = bytes.fromhex(message["secret"]), int(message["num_nodes" if is_first else "node_rank"])
+        secret, number = str(message["secret"]), int(message["num_nodes" if is_first else "node_rank"])
         descriptor = connection.take_descriptor(stat.S_ISSOCK)
         if descriptor is None:
             return

@@ -27,9 +27,11 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError, conflict, own_host
 from lightning_multigpu.guardian import Guardian, GuardianClient
 from lightning_multigpu.guardian.discovery import address_of_job, find, start_at
+from lightning_multigpu.guardian.link.host_links import node_name
 from lightning_multigpu.guardian.start import ADDRESS, SECRET
 from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import with_last_found
 from lightning_multigpu.runtime.failure_watch import FailureWatch
+from lightning_multigpu.runtime.link_watch import LinkWatch
 from lightning_multigpu.runtime.process_groups import CONNECTIONS
 from lightning_multigpu.runtime.run_context import RunContext
 
@@ -209,6 +211,13 @@ class Joining:
             f"{own} cannot connect to {listed}. Check the routes and firewalls between the two hosts, or name another "
             "interface by GLOO_SOCKET_IFNAME"
         )
+
+    def watch_links(self, run: RunContext) -> None:
+        """Watches links that guardians do not: those between two hosts other than node 0's."""
+        if self.watch.client is not None and run.num_nodes > 2:
+            hosts = {each.address: node_name(each.node_rank, each.host) for each in self._arrivals}
+            own = node_name(run.node_rank, own_host())
+            LinkWatch(self.watch.client, own=own, hosts=hosts, failure_timeout_s=run.failure_timeout_s).start()
 
     def watch_again(self, run: RunContext, world: MeteredGroup) -> None:
         """Connects this rank to a new guardian if an earlier run has kept the world; a collective of it."""

@@ -1,23 +1,18 @@
-"""The connections between the guardians of several hosts.
+"""The connections between the guardians of several hosts: a star around node 0.
 
 ::
 
-      node 0 ---- node 1       all of them know each other, up to 32 hosts; beyond that each knows node 0
-         | \\    / |            and its neighbours in the ring
-         |  \\  /  |
-         |   \\/   |            each line is a TCP connection over which both ends say once a second
-         |   /\\   |            that they are alive
-         |  /  \\  |
-      node 2 ---- node 3
+      node 1    node 2    node 3     each line is a TCP connection over which both ends say once a second that they
+          \\       |       /         are alive
+           \\      |      /
+              node 0
 
 Silence, a closed connection and a reported failure are failures of the job on all hosts. The guardian that finds one
-ends its own ranks and passes the failure on. So a host that is cut off reports the failure itself, and all hosts learn
-of a cut between two others.
+ends its own ranks and informs node 0's, which informs all others. A host that is cut off reports that itself. Links
+between two other hosts are watched by their ranks: see :mod:`lightning_multigpu.runtime.link_watch`.
 
-Each message carries a keyed digest with the job's secret. This keeps out other jobs, port scanners, and everybody who
-can send or alter packets. Rank 0 makes the secret; the other hosts get it through the process group or the store of the
-job, which encrypt nothing: a reader of their traffic has the secret too. Only a private network protects the secret, as
-it protects gradients and exceptions.
+The guardian that connects sends the secret of the job first; node 0's reads little, and waits a limited time, before
+it. Nothing is encrypted: only a private network protects the secret, as it protects gradients and exceptions.
 """
 
 from __future__ import annotations
@@ -27,118 +22,64 @@ import math
 import socket
 from collections import Counter
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from lightning_multigpu.guardian.failure import Failure, host_name
-from lightning_multigpu.guardian.link.protocol import Connection, Message, Seal, accepted, nonce, proof, proves
+from lightning_multigpu.guardian.link.protocol import Connection, Message, accepted, knows
 from lightning_multigpu.guardian.proc import clock_s
 from lightning_multigpu.guardian.ranks import Found
 
-ASKING, ASKED = "asking host", "asked host"
-
 _MAX_NAME = 255
 _SEND_BUFFER_BYTES = 1 << 18  # a message that does not fit in as a whole would end the connection
+_LONGEST_BEAT_S = 1.0
+_ARRIVAL_S = 0.5
+_MAX_STRANGERS = 256
+_MAX_NODES = 1 << 14
 
 
+@dataclass(eq=False)
 class Peer:
     """The guardian of another host, at the other end of a connection.
 
-    Args:
-        connection: the connection to it.
-        secret: the secret of the job; the other guardian has to prove that it knows it before it is trusted, see
-            :mod:`~lightning_multigpu.guardian.link.protocol`.
-        now_s: time on this guardian's clock.
-        node_rank: its host's node rank, if this guardian has connected to it; None for a stranger that has connected.
-
     Attributes:
-        host: the name of its host.
-        where: its address and port for further guardians.
-        came_from: the address of a stranger.
-        trusted: True once it has proved that it knows the secret.
+        connection: the connection to it.
         received_s: time of its last message.
-        paused: True while all ranks of its host are stopped.
+        node_rank: its host's node rank; None for a stranger that has connected.
+        host: the name of its host.
+        came_from: the address of a stranger.
+        trusted: True once it has sent the secret or, as node 0's, its welcome.
+        paused: True while all ranks of its host are stopped; for node 0 those of all other hosts too.
         end_key: once its ranks have reached the end of their run, the exception that all have raised, or empty.
         done: True once its ranks have finished, and it may leave.
     """
 
-    def __init__(self, connection: Connection, *, secret: bytes, now_s: float, node_rank: int | None = None) -> None:
-        self.connection = connection
-        self.node_rank = node_rank
-        self.received_s = now_s
-        self.host = ""
-        self.where = ("", 0)
-        self.came_from = ""
-        self.trusted = False
-        self.paused = False
-        self.end_key: str | None = None
-        self.done = False
-        self._secret = secret
-        self._nonce = nonce()
-        self._seals: tuple[str, str] | None = None
+    connection: Connection
+    received_s: float
+    node_rank: int | None = None
+    host: str = ""
+    came_from: str = ""
+    trusted: bool = False
+    paused: bool = False
+    end_key: str | None = None
+    done: bool = False
+
+    def __post_init__(self) -> None:
         with contextlib.suppress(OSError):
-            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+            self.connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+            self.connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @property
     def name(self) -> str:
         """The name in messages."""
         return node_name(self.node_rank, self.host)
 
-    def challenge(self) -> None:
-        """Asked: sends the stranger a challenge to prove that it knows the secret."""
-        self.connection.send("challenge", nonce=self._nonce)
-
-    def introduce(self, message: Message, *, node_rank: int, port: int) -> None:
-        """Asking: answers the challenge.
-
-        Args:
-            message: the challenge.
-            node_rank: this host's node rank.
-            port: this guardian's port for further guardians.
-        """
-        if self._seals is not None:
-            raise ValueError("it has sent a second challenge")
-        theirs = str(message.get("nonce"))
-        self._seals = (theirs, self._nonce)
-        own = proof(self._secret, f"{ASKING} {node_rank}", theirs)
-        self.connection.send("hello", proof=own, nonce=self._nonce, node_rank=node_rank, host=host_name(), port=port)
-
-    def why_not(self, message: Message) -> str:
-        """Asked: what is wrong with the stranger's answer; empty, with node rank and host set, if it can be trusted."""
-        node_rank, port = message.get("node_rank"), message.get("port")
-        if not proves(message, self._secret, f"{ASKING} {node_rank}", self._nonce):
-            return "its secret is not this job's"
-        if not isinstance(node_rank, int) or not isinstance(port, int) or not 0 <= port < 1 << 16:
-            return f"its node rank {node_rank!r:.80} and port {port!r:.80} must be integers, the port below 65536"
-        self.node_rank, self.host = node_rank, str(message.get("host"))[:_MAX_NAME]
-        self.where = (self.came_from, port)
-        return ""
-
-    def welcome(self, message: Message, *, num_nodes: int, others: list[tuple[int, str, str, int]]) -> None:
-        """Asked: trusts the stranger, and seals all later messages.
-
-        Args:
-            message: its answer.
-            num_nodes: hosts of the job.
-            others: the guardians that it has to connect to as well: node rank, host name, address and port.
-        """
-        theirs = str(message.get("nonce"))
-        own = proof(self._secret, ASKED, theirs)
-        self.connection.send("welcome", proof=own, host=host_name(), num_nodes=num_nodes, others=others)
-        self._trust(ASKED, ASKING, (self._nonce, theirs))
-
-    def is_welcomed_by(self, message: Message) -> bool:
-        """Asking: whether the other end knows the secret too; all later messages are then sealed."""
-        if self._seals is None or not proves(message, self._secret, ASKED, self._nonce):
-            return False
+    def trust(self, message: Message) -> None:
+        """Reads all that it sends from now on."""
         self.host = str(message.get("host"))[:_MAX_NAME]
-        self._trust(ASKING, ASKED, self._seals)
-        return True
-
-    def _trust(self, own: str, other: str, nonces: tuple[str, str]) -> None:
         self.trusted = True
         self.connection.trust()
-        self.connection.seal(outgoing=Seal(self._secret, own, nonces), incoming=Seal(self._secret, other, nonces))
 
 
 def node_name(node_rank: int | None, host: str) -> str:
@@ -146,15 +87,27 @@ def node_name(node_rank: int | None, host: str) -> str:
     return f"node {node_rank} (host {host})" if host else f"node {node_rank}"
 
 
-_LONGEST_BEAT_S = 1.0
-_ARRIVAL_S = 0.5
-_MAX_MESH = 32
-_MAX_STRANGERS = 256
-_MAX_NODES = 1 << 14
+def silence(own: str, others: str, silent_s: float) -> str:
+    """The failure of a link that the host ``own`` has found."""
+    return (
+        f"{own} has received nothing from {others} for {silent_s:.1f} s: a host, its guardian, or the link between "
+        "them is down"
+    )
+
+
+def age_of(message: Message) -> float:
+    """The age of the failure in a message, in seconds; clocks of hosts differ.
+
+    Raises:
+        ValueError: no failure has that age.
+    """
+    if not 0 <= (age_s := float(message["age_s"])) < math.inf:
+        raise ValueError(f"a failure is {age_s} s old; it must be 0 or more")
+    return age_s
 
 
 class Hosts:
-    """This host's connections to other hosts' guardians.
+    """This host's connections to other hosts' guardians: to all of them on node 0, to node 0's on the others.
 
     Args:
         silence_s: seconds that another host may be silent.
@@ -180,9 +133,8 @@ class Hosts:
         self._beat_every_s = min(_LONGEST_BEAT_S, silence_s / 4)
         self._join_timeout_s = join_timeout_s
         self._watch, self._forget, self._on_message = watch, forget, on_message
-        self._secret = b""
+        self._secret = ""
         self._own_rank = 0
-        self._num_nodes = 1
         self._on_met: Callable[[], None] = lambda: None
         self._finished = self._paused = False
         self._at_end = self._all_at_end = False
@@ -190,14 +142,14 @@ class Hosts:
         self._peers: list[Peer] = []
         self._strangers: list[Peer] = []
         self._listener: socket.socket | None = None  # while hosts have yet to connect
-        self._awaited: set[int] = set()  # known node ranks that have yet to connect
+        self._awaited: set[int] = set()  # node ranks that have yet to connect
         self._since_s = self._now_s = self._beat_s = 0.0
         self._found: Found | None = None
 
     @property
     def others_wait(self) -> bool:
         """True if another host's ranks may wait for this one's: the host is connected, and its ranks are at work."""
-        return any(not (peer.paused or peer.done) for peer in self._known())
+        return bool(self._at_work())
 
     @property
     def is_first(self) -> bool:
@@ -211,22 +163,26 @@ class Hosts:
             return all(peer.trusted for peer in self._peers)
         return not self._awaited and all(peer.done for peer in self._peers)
 
-    def listen(self, listener: socket.socket, *, num_nodes: int, secret: bytes, now_s: float) -> None:
+    def listen(self, listener: socket.socket, *, num_nodes: int, secret: str, now_s: float) -> None:
         """On node 0: accepts the other hosts' guardians."""
         self._begin(secret, now_s)
-        self._since_s = now_s
-        self._expect(num_nodes)
-        self._open(listener)
+        if not 1 <= num_nodes <= _MAX_NODES:
+            raise ValueError(f"the job has {num_nodes} hosts; it must be 1 to {_MAX_NODES}")
+        self._since_s, self._awaited = now_s, set(range(1, num_nodes))
+        listener.setblocking(False)
+        self._listener = listener
+        self._watch(listener, lambda: self._accept(listener))
 
     def join(
-        self, sock: socket.socket, *, node_rank: int, secret: bytes, now_s: float, on_met: Callable[[], None]
+        self, sock: socket.socket, *, node_rank: int, secret: str, now_s: float, on_met: Callable[[], None]
     ) -> None:
         """On the other nodes: joins through ``sock``, which is connected to node 0's guardian."""
         self._begin(secret, now_s)
         self._own_rank, self._on_met = node_rank, on_met
-        with contextlib.suppress(OSError):  # other hosts report that they cannot connect
-            self._open(socket.create_server((sock.getsockname()[0], 0), family=sock.family))
-        self._ask(Connection(sock), 0, "")
+        peer = Peer(Connection(sock), now_s, node_rank=0)
+        self._peers.append(peer)
+        self._watch(sock, partial(self._read, peer))
+        peer.connection.send("hello", secret=secret, node_rank=node_rank, host=host_name())
 
     def restart_timers(self, now_s: float) -> None:
         """Restarts the time of each silence: this guardian was paused, and may have missed messages."""
@@ -243,8 +199,7 @@ class Hosts:
         self._now_s = now_s
         if now_s - self._beat_s >= self._beat_every_s or paused != self._paused:
             self._beat_s, self._paused = now_s, paused
-            for peer in self._known():
-                peer.connection.send("alive", paused=paused)
+            self._send_alive()
         for stranger in self._strangers[:]:
             if stranger.connection.closed or now_s - stranger.received_s > self._silence_s:
                 self._drop(stranger)
@@ -260,29 +215,22 @@ class Hosts:
             )
             for peer in silent:
                 self._drop(peer)
-        if self.is_first and self._awaited and now_s - self._since_s > self._join_timeout_s:
+        if self._awaited and now_s - self._since_s > self._join_timeout_s:
             came = ", ".join(peer.name for peer in self._known()) or "none"
             self._find(f"{len(self._awaited)} hosts have not come within {self._join_timeout_s:g} s; there are: {came}")
         found, self._found = self._found, None
         return found
 
     def send_failure(self, failure: Failure, since_s: float) -> None:
-        """Sends a failure, with its age since clocks differ, to all hosts that this one knows."""
-        age_s = max(0.0, self._now_s - since_s)
-        for peer in self._known():
-            peer.connection.send("failure", failure=failure.to_message(), age_s=age_s)
+        """Sends a failure with its age."""
+        self.send("failure", failure=failure.to_message(), age_s=max(0.0, self._now_s - since_s))
 
     def send(self, kind: str, *, to: Hashable | None = None, **fields: Any) -> list[Hashable]:
         """Sends to ``to``; by default node 0 sends to all others, and they to node 0. Returns the receivers."""
-        peers = [p for p in self._known() if p is to or (to is None and (self.is_first or p.node_rank == 0))]
+        peers = [peer for peer in self._known() if to is None or peer is to]
         for peer in peers:
             peer.connection.send(kind, **fields)
         return list(peers)
-
-    def send_end_now(self, status: int) -> None:
-        """Sends to all known hosts that the job has to end at once, with that exit status."""
-        for peer in self._known():
-            peer.connection.send("end now", status=status)
 
     def come_to_end(self, key: str = "") -> bool:
         """Called when all ranks of this host have reached the end of their run; True once the ranks of all hosts have.
@@ -305,9 +253,7 @@ class Hosts:
     def finish(self) -> None:
         """This host's ranks have finished: its end is no failure from now on; node 0 stays until all hosts have."""
         if not self.is_first and not self._finished:
-            for peer in self._known():
-                self._finished = True
-                peer.connection.send("done")
+            self._finished = bool(self.send("done"))
 
     def close(self) -> None:
         """Closes all connections; sent messages still arrive, unless that takes long."""
@@ -320,6 +266,16 @@ class Hosts:
 
     def _known(self) -> list[Peer]:
         return [peer for peer in self._peers if peer.trusted and not peer.connection.closed]
+
+    def _at_work(self) -> list[Peer]:
+        return [peer for peer in self._known() if not (peer.paused or peer.done)]
+
+    def _send_alive(self) -> None:
+        at_work = self._at_work()
+        for peer in self._known():
+            # Node 0 speaks for all hosts but the receiver.
+            paused = self._paused and (not self.is_first or at_work in ([], [peer]))
+            peer.connection.send("alive", paused=paused)
 
     # Failures
 
@@ -341,18 +297,10 @@ class Hosts:
             self._cannot_reach(peers[0], f": no answer for {self._now_s - since_s:.1f} s")
             return
         names = " and ".join(peer.name for peer in peers)
-        self._find(
-            f"{self._own_name} has received nothing from {names} for {self._now_s - since_s:.1f} s: a host, its "
-            "guardian, or the link between them is down",
-            since_s,
-        )
+        self._find(silence(self._own_name, names, self._now_s - since_s), since_s)
 
     def _cannot_reach(self, peer: Peer, why: str) -> None:
-        address, port = peer.where
-        at = f" at {address} port {port}" if address else ""
-        self._find(
-            f"{self._own_name} cannot reach the guardian of {peer.name}{at}{why}; are all ports open between the hosts?"
-        )
+        self._find(f"{self._own_name} cannot reach the guardian of {peer.name}{why}; is its port open to this host?")
 
     @property
     def _own_name(self) -> str:
@@ -360,15 +308,10 @@ class Hosts:
 
     # Connections
 
-    def _begin(self, secret: bytes, now_s: float) -> None:
+    def _begin(self, secret: str, now_s: float) -> None:
         if self._secret:
             raise ValueError("this guardian knows the other hosts already")
         self._secret, self._now_s = secret, now_s
-
-    def _open(self, listener: socket.socket) -> None:
-        listener.setblocking(False)
-        self._listener = listener
-        self._watch(listener, lambda: self._accept(listener))
 
     def _close_listener(self) -> None:
         if self._listener is not None:
@@ -378,43 +321,18 @@ class Hosts:
 
     def _accept(self, listener: socket.socket) -> None:
         for connection in accepted(listener):
-            peer = Peer(connection, secret=self._secret, now_s=self._now_s)
+            peer = Peer(connection, self._now_s)
             with contextlib.suppress(OSError):  # it may have disconnected
                 peer.came_from = connection.socket.getpeername()[0]
             if len(self._strangers) >= _MAX_STRANGERS:
                 self._drop(self._stranger_to_drop())
             self._strangers.append(peer)
             self._watch(connection.socket, partial(self._read, peer))
-            peer.challenge()
 
     def _stranger_to_drop(self) -> Peer:
         """The oldest stranger of the address with the most strangers."""
         crowd = Counter(stranger.came_from for stranger in self._strangers).most_common(1)[0][0]
         return next(stranger for stranger in self._strangers if stranger.came_from == crowd)
-
-    def _expect(self, num_nodes: int) -> None:
-        """Sets the number of hosts, which node 0 knows."""
-        if not 1 <= num_nodes <= _MAX_NODES:
-            raise ValueError(f"the job has {num_nodes} hosts; it must be 1 to {_MAX_NODES}")
-        self._num_nodes = num_nodes
-        near = {0, (self._own_rank - 1) % num_nodes, (self._own_rank + 1) % num_nodes}
-        everybody = set(range(num_nodes)) if self.is_first or num_nodes <= _MAX_MESH else near
-        self._awaited = everybody - {self._own_rank} - {peer.node_rank for peer in self._peers if peer.trusted}
-
-    def _came(self, peer: Peer) -> None:
-        """Notes a trusted guardian; after the last one no other is accepted."""
-        if peer.node_rank is not None:
-            self._awaited.discard(peer.node_rank)
-        if not self._awaited and self._num_nodes > 1:
-            self._close_listener()
-            for stranger in self._strangers[:]:
-                self._drop(stranger)
-
-    def _ask(self, connection: Connection, node_rank: int, host: str, where: tuple[str, int] = ("", 0)) -> None:
-        peer = Peer(connection, secret=self._secret, now_s=self._now_s, node_rank=node_rank)
-        peer.host, peer.where = host, where
-        self._peers.append(peer)
-        self._watch(connection.socket, lambda: self._read(peer))
 
     def _drop(self, peer: Peer) -> None:
         for peers in (self._peers, self._strangers):
@@ -441,10 +359,11 @@ class Hosts:
         elif not peer.trusted:
             self._introduce(peer, message)
         elif kind == "alive":
-            peer.paused = message.get("paused") is True
+            was_paused, peer.paused = peer.paused, message.get("paused") is True
+            if self.is_first and peer.paused != was_paused:
+                self._send_alive()
         elif kind == "failure" and self._found is None:
-            if not 0 <= (age_s := float(message["age_s"])) < math.inf:
-                raise ValueError(f"a failure is {age_s} s old; it must be 0 or more")
+            age_s = age_of(message)
             self._found = Found(Failure.from_message(message.get("failure")), self._now_s - age_s)
         elif kind == "at end":
             peer.end_key = str(message["key"])
@@ -458,61 +377,42 @@ class Hosts:
             self._on_message(peer, message)
 
     def _introduce(self, peer: Peer, message: Message) -> None:
-        """Asking: one step of the handshake; the welcome names the other guardians that this one connects to."""
-        kind = message["kind"]
-        if kind == "challenge":
-            port = 0 if self._listener is None else int(self._listener.getsockname()[1])
-            peer.introduce(message, node_rank=self._own_rank, port=port)
-        elif kind == "refused":
+        """Handles the answer of node 0's guardian."""
+        if message["kind"] == "refused":
             self._find(
                 f"the guardian of {peer.name} has refused that of {self._own_name}: {message.get('why')!s:.1000}"
             )
-        elif kind == "welcome" and peer.is_welcomed_by(message):
-            if peer.node_rank == 0:
-                self._expect(int(message["num_nodes"]))
-            self._came(peer)
-            for node_rank, host, address, port in message.get("others") or ():
-                family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                socket.inet_pton(family, address.partition("%")[0])  # raises for a name: a lookup may take long
-                if not isinstance(port, int) or not 0 <= port < 1 << 16:
-                    raise ValueError(f"node {node_rank} has the port {port!r:.80}; it must be below 65536")
-                sock = socket.socket(family)
-                sock.setblocking(False)
-                sock.connect_ex((address, port))  # a later read shows the result
-                self._ask(Connection(sock), node_rank, host, (address, port))
-            if all(other.trusted for other in self._peers):
-                self._on_met()
+        elif message["kind"] == "welcome":
+            peer.trust(message)
+            self._on_met()
         else:
-            raise ValueError(f"it says {kind!r:.80} and does not know the secret: it is another program")
+            raise ValueError(f"it says {message['kind']!r:.80} before welcome: it is another program")
 
     def _welcome(self, peer: Peer, message: Message) -> None:
-        """Asked: handles the stranger's answer."""
-        if message["kind"] != "hello":
-            raise ValueError(f"a stranger says {message['kind']!r:.80} before hello")
-        why = peer.why_not(message)
-        if not why and (peer.node_rank == self._own_rank or any(p.node_rank == peer.node_rank for p in self._peers)):
-            why = f"there is a node {peer.node_rank} already; give each host a node rank of its own"
-        elif not why and self._num_nodes > 1 and peer.node_rank not in self._awaited:
-            why = f"node {peer.node_rank} is not awaited here: the job has {self._num_nodes} hosts, from node 0 on"
+        """On node 0: handles the first message of a stranger."""
+        why = self._why_not(message)
         if why:
             peer.connection.send("refused", why=why)
             peer.connection.closed = True
             return
         self._strangers.remove(peer)
-        others = self._others_for(peer) if self.is_first else []
-        peer.welcome(message, num_nodes=self._num_nodes, others=others)
+        peer.node_rank, peer.received_s = message["node_rank"], self._now_s
+        peer.trust(message)
         self._peers.append(peer)
-        peer.received_s = self._now_s
-        self._came(peer)
+        peer.connection.send("welcome", host=host_name())
+        self._awaited.discard(message["node_rank"])
+        if not self._awaited:  # no other is accepted
+            self._close_listener()
+            for stranger in self._strangers[:]:
+                self._drop(stranger)
 
-    def _others_for(self, newcomer: Peer) -> list[tuple[int, str, str, int]]:
-        """On node 0: the connected guardians that the new one has to connect to."""
-        assert newcomer.node_rank is not None
-        neighbours = {(newcomer.node_rank + step) % self._num_nodes for step in (-1, 1)}
-        return [
-            (peer.node_rank, peer.host, *peer.where)
-            for peer in self._known()
-            if peer.node_rank is not None
-            and not peer.done
-            and (self._num_nodes <= _MAX_MESH or peer.node_rank in neighbours)
-        ]
+    def _why_not(self, message: Message) -> str:
+        """What is wrong with a stranger's first message; empty if the stranger can be trusted."""
+        node_rank = message.get("node_rank")
+        if message["kind"] != "hello" or not knows(message, self._secret):
+            return "its secret is not this job's"
+        if node_rank == 0 or any(peer.node_rank == node_rank for peer in self._peers):
+            return f"there is a node {node_rank!r:.80} already; give each host a node rank of its own"
+        if type(node_rank) is not int or node_rank not in self._awaited:
+            return f"node {node_rank!r:.80} is not awaited here; see num_nodes and the node ranks of all hosts"
+        return ""

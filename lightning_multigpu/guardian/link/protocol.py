@@ -1,22 +1,14 @@
-"""Messages of a guardian: one JSON object a line, of bounded length, after both ends have proved that they know the
-job's secret.
+"""Messages of a guardian: one JSON object a line, of bounded length. The first one carries the job's secret.
 
 ::
 
-    asked (the guardian, or that of node 0)          asking (a rank, or another guardian)
-      challenge  nonce A                   ------>
-                                           <------     hello    nonce B, proof(A), who it is
-      welcome    proof(B), ...             ------>
-      or: refused  why                     ------>
+    asking (a rank, or another guardian)      asked (the guardian, or that of node 0)
+      hello      secret, who it is     ------>
+                                       <------     welcome
+                                                   or: refused  why
 
-A proof is an HMAC of the role and the other's nonce, so that the secret never travels and no proof is valid twice. The
-one exception: a rank that could inherit no secret may ask for it before its ``hello`` (``ask``, ``secret``), over the
-UNIX socket, where both ends ask the kernel for the other's process: see :func:`foreign`.
-
-A process without that proof is a stranger: at most :data:`MAX_STRANGER_BYTES` bytes are read from a stranger, and no
-file descriptor is accepted.
-
-Between hosts, every line after that is sealed: see :class:`Seal`.
+Until then the other end is a stranger: at most :data:`MAX_STRANGER_BYTES` bytes are read from it, and no file
+descriptor is accepted. Over a UNIX socket both ends also ask the kernel for the other's process: see :func:`foreign`.
 """
 
 from __future__ import annotations
@@ -82,20 +74,10 @@ def decode(line: bytes) -> Message:
     return message
 
 
-def nonce() -> str:
-    """Sixteen random bytes, as text."""
-    return os.urandom(16).hex()
-
-
-def proof(secret: bytes, role: str, challenge: str) -> str:
-    """The answer to ``challenge``, which takes the secret to compute; each role has a different answer."""
-    return hmac.new(secret, f"{role}:{challenge}".encode(), "sha256").hexdigest()
-
-
-def proves(message: Message, secret: bytes, role: str, challenge: str) -> bool:
-    """True if the message carries the right proof."""
-    given = message.get("proof")
-    return isinstance(given, str) and hmac.compare_digest(given.encode(), proof(secret, role, challenge).encode())
+def knows(message: Message, secret: str) -> bool:
+    """True if the message carries the secret."""
+    given = message.get("secret")
+    return isinstance(given, str) and hmac.compare_digest(given.encode(), secret.encode())
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
@@ -136,45 +118,6 @@ def _namespaces(pid: int) -> int | None:
         return None
 
 
-class Seal:
-    """Seals the lines of one direction of a connection, or checks their seals at the other end.
-
-    A seal is an HMAC over the line's number and the line. A line that is forged, altered, repeated, left out or sent
-    back to its sender has a wrong seal. Nothing is encrypted.
-
-    Args:
-        secret: the secret of the job.
-        sender: the role of the sending end.
-        nonces: the nonces of both ends, the asked one's first, so that lines of another connection do not fit.
-    """
-
-    def __init__(self, secret: bytes, sender: str, nonces: tuple[str, str]) -> None:
-        self._key = hmac.digest(secret, f"seal:{sender}:{nonces[0]}:{nonces[1]}".encode(), "sha256")
-        self._number = 0
-
-    def put_on(self, line: bytes) -> bytes:
-        """The line with its seal."""
-        return self._next(line) + b" " + line
-
-    def take_off(self, line: bytes) -> bytes:
-        """The line without its seal.
-
-        Raises:
-            ProtocolError: the seal is not the right one.
-        """
-        seal, _, rest = line.partition(b" ")
-        if not hmac.compare_digest(seal, self._next(rest)):
-            raise ProtocolError(
-                "a message came that the other guardian has not sent, or not now; does another program send it?"
-            )
-        return rest
-
-    def _next(self, line: bytes) -> bytes:
-        numbered = self._number.to_bytes(8, "big") + line
-        self._number += 1
-        return hmac.new(self._key, numbered, "sha256").hexdigest().encode()
-
-
 class Connection:
     """Messages over a non-blocking stream socket. A UNIX socket may also carry file descriptors.
 
@@ -196,8 +139,6 @@ class Connection:
         self._descriptors: list[int] = []
         self._lines: deque[bytes] = deque()
         self._rest = b""
-        self._outgoing: Seal | None = None
-        self._incoming: Seal | None = None
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -205,10 +146,6 @@ class Connection:
     def trust(self) -> None:
         """Trusts the other end: all that it sends is read from now on."""
         self._left_bytes = None
-
-    def seal(self, *, outgoing: Seal, incoming: Seal) -> None:
-        """From now on sent messages are sealed, and received ones must be."""
-        self._outgoing, self._incoming = outgoing, incoming
 
     def send(self, kind: str, *, descriptors: tuple[int, ...] = (), **fields: Any) -> None:
         """Sends; closes the connection if its buffer is full, because the other end does not read.
@@ -218,8 +155,6 @@ class Connection:
         if self.closed:
             return
         line = encode(kind, **fields)
-        if self._outgoing is not None:
-            line = self._outgoing.put_on(line[:-1]) + b"\n"
         try:
             if descriptors:
                 sent = socket.send_fds(self.socket, [line], list(descriptors))
@@ -237,7 +172,7 @@ class Connection:
         return list(self.arriving())
 
     def arriving(self) -> Iterator[Message]:
-        """As :meth:`receive`, but decodes each message only when it is asked for: the one before may have sealed."""
+        """As :meth:`receive`, but decodes each message only when it is asked for: none after one that has closed it."""
         chunks = 0
         while not self.closed:
             if not self._lines:
@@ -246,7 +181,7 @@ class Connection:
                 chunks += 1
             line = self._lines.popleft()
             try:
-                message = decode(line if self._incoming is None else self._incoming.take_off(line))
+                message = decode(line)
             except ProtocolError as error:
                 self._close(str(error))
                 return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import select
 import socket
 from collections.abc import Callable, Iterator
@@ -12,10 +11,10 @@ import pytest
 
 from lightning_multigpu.guardian.failure import Failure, host_name
 from lightning_multigpu.guardian.link import host_links as hosts_module
-from lightning_multigpu.guardian.link.host_links import ASKING, Hosts
-from lightning_multigpu.guardian.link.protocol import Connection, encode, proof
+from lightning_multigpu.guardian.link.host_links import Hosts
+from lightning_multigpu.guardian.link.protocol import Connection, encode
 
-SECRET = b"of the job"
+SECRET = "of the job"
 SILENCE_S = 3.0
 JOIN_TIMEOUT_S = 100.0
 
@@ -51,15 +50,15 @@ class Network:
     Of ``expected`` nodes, those beyond ``num_nodes`` are still to come.
     """
 
-    def __init__(self, num_nodes: int, *, order: int = 1, expected: int | None = None) -> None:
+    def __init__(self, num_nodes: int, *, expected: int | None = None) -> None:
         self.now_s = 1000.0
         self.nodes = [Node(node_rank) for node_rank in range(num_nodes)]
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.nodes[0].hosts.listen(self.listener, num_nodes=expected or num_nodes, secret=SECRET, now_s=self.now_s)
-        for node in self.nodes[1:][::order]:
+        for node in self.nodes[1:]:
             self.join(node)
 
-    def join(self, node: Node, secret: bytes = SECRET) -> None:
+    def join(self, node: Node, secret: str = SECRET) -> None:
         def on_met() -> None:
             node.met += 1
 
@@ -113,45 +112,30 @@ def name(node_rank: int) -> str:
     return f"node {node_rank} (host {host_name()})"
 
 
-def test_all_know_each_other_and_are_well(three: Network) -> None:
-    assert [node.neighbours() for node in three.nodes] == [[1, 2], [0, 2], [0, 1]]
+def test_all_know_node_0_and_are_well(three: Network) -> None:
+    assert [node.neighbours() for node in three.nodes] == [[1, 2], [0], [0]]
     assert [node.met for node in three.nodes] == [0, 1, 1]
     three.go_on(60)
     assert [node.found for node in three.nodes] == [[], [], []]
 
 
-@pytest.mark.parametrize("order", [1, -1], ids=["in order", "the last one first"])
-def test_many_know_node_0_and_their_neighbours_in_the_ring(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts_module, "_MAX_MESH", 4)
-    with Network(5, order=order) as network:
-        assert [node.neighbours() for node in network.nodes] == [[1, 2, 3, 4], [0, 2], [0, 1, 3], [0, 2, 4], [0, 3]]
-        network.go_on(30)
-        assert [node.found for node in network.nodes] == [[]] * 5
-        network.cut(2, 3)
-        network.go_on(6)
-        assert f"{name(2)} has received nothing from {name(3)}" in network.nodes[2].found[0]
-        assert network.nodes[0].found
-
-
-def test_a_cut_between_two_others_is_seen_by_both_and_told_to_node_0(three: Network) -> None:
-    three.cut(1, 2)
+def test_a_cut_is_named_by_both_ends_and_the_others_are_told(three: Network) -> None:
+    three.cut(0, 2)
     three.go_on(6)
     first, second, third = (node.found[0] for node in three.nodes)
-    assert second.startswith(f"{name(1)} has received nothing from {name(2)} for 3.")
-    assert third.startswith(f"{name(2)} has received nothing from {name(1)} for 3.")
-    assert first in (second, third)
+    assert first.startswith(f"{name(0)} has received nothing from {name(2)} for 3.")
+    assert third.startswith(f"{name(2)} has received nothing from {name(0)} for 3.")
+    assert second == first
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2])
-def test_a_host_that_is_cut_off_says_so_itself(three: Network, lost: int) -> None:
-    others = [node for node in range(3) if node != lost]
-    for other in others:
-        three.cut(lost, other)
+def test_hosts_that_are_silent_together_are_named_together(three: Network) -> None:
+    for other in (1, 2):
+        three.cut(0, other)
     three.go_on(6)
-    expected = f"{name(lost)} has received nothing from {name(others[0])} and {name(others[1])} for"
-    assert three.nodes[lost].found[0].startswith(expected), "both, because it may be this host's own fault"
-    for other in others:
-        assert f"has received nothing from {name(lost)} for" in three.nodes[other].found[0]
+    expected = f"{name(0)} has received nothing from {name(1)} and {name(2)} for"
+    assert three.nodes[0].found[0].startswith(expected), "both, because it may be this host's own fault"
+    for other in (1, 2):
+        assert f"has received nothing from {name(0)} for" in three.nodes[other].found[0]
 
 
 def test_a_failure_and_its_age_reach_all(three: Network) -> None:
@@ -162,6 +146,8 @@ def test_a_failure_and_its_age_reach_all(three: Network) -> None:
         assert found is not None
         assert found.failure.describe() == "rank 5 (host h) was ended by SIGKILL"
         assert found.since_s == pytest.approx(three.now_s - 2)
+        node.hosts.send_failure(found.failure, found.since_s)  # node 0 passes it on
+        three.deliver()
 
 
 def test_what_a_host_says_before_it_ends_counts_more_than_its_end(three: Network) -> None:
@@ -177,6 +163,7 @@ def test_what_a_host_says_before_it_ends_counts_more_than_its_end(three: Network
 def test_a_guardian_that_ends_is_named(three: Network) -> None:
     three.nodes[1].hosts.close()
     three.deliver()
+    three.go_on(0.5)
     three.go_on(0.5)
     for node in (0, 2):
         assert three.nodes[node].found[0].startswith(f"the guardian of {name(1)} has ended, or its connection to")
@@ -194,19 +181,6 @@ def test_ranks_that_all_are_stopped_wait_for_nobody(three: Network) -> None:
     three.nodes[1].paused = False
     three.go_on(0.5)
     assert [node.hosts.others_wait for node in three.nodes] == [True, False, True]
-
-
-def test_a_host_that_cannot_be_reached_is_named_with_its_address() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    with Network(3, expected=4) as network:
-        network.nodes[0].hosts._peers[0].where = ("127.0.0.1", port)
-        network.nodes.append(Node(3))
-        network.join(network.nodes[3])
-        assert network.nodes[3].met == 0, "it does not know all of them"
-        network.go_on(0.5)
-        expected = f"{name(3)} cannot reach the guardian of {name(1)} at 127.0.0.1 port {port}: Connection refused"
-        assert expected in network.nodes[3].found[0]
 
 
 def test_two_with_one_node_rank() -> None:
@@ -229,21 +203,19 @@ def test_strangers_are_nobodys_loss_and_do_not_stay() -> None:
             network.go_on(SILENCE_S + 1)
             for stranger in (loud, silent):
                 stranger.settimeout(10)
-                assert b"challenge" in stranger.recv(1000)
-                assert stranger.recv(1000) == b"", "closed"
+                received = stranger.recv(1000)
+                assert not received or b"refused" in received
+                assert not received or stranger.recv(1000) == b"", "closed"
         assert network.nodes[0].hosts._strangers == []
         assert [node.found for node in network.nodes] == [[], []]
 
 
-@pytest.mark.parametrize("num_nodes", [3, 5], ids=["all know each other", "a ring"])
-def test_once_all_have_come_nobody_listens_any_more(num_nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Listeners that stayed open all run were there for strangers only."""
-    monkeypatch.setattr(hosts_module, "_MAX_MESH", 4)
-    with Network(num_nodes) as network:
-        assert [node.hosts._listener for node in network.nodes] == [None] * num_nodes
-        assert network.listener.fileno() == -1
-        network.go_on(10)
-        assert [node.found for node in network.nodes] == [[]] * num_nodes
+def test_once_all_have_come_nobody_listens_any_more(three: Network) -> None:
+    """A listener that stayed open all run was there for strangers only."""
+    assert [node.hosts._listener for node in three.nodes] == [None] * 3
+    assert three.listener.fileno() == -1
+    three.go_on(10)
+    assert [node.found for node in three.nodes] == [[]] * 3
 
 
 def test_a_crowd_of_strangers_keeps_no_host_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,23 +246,6 @@ def test_a_node_rank_beyond_the_job_is_refused(node_rank: int) -> None:
         assert network.nodes[0].neighbours() == []
 
 
-def test_what_answers_in_node_0s_place_and_does_not_know_the_secret() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        node = Node(1)
-        sock = socket.create_connection(listener.getsockname())
-        node.hosts.join(sock, node_rank=1, secret=SECRET, now_s=0.0, on_met=lambda: None)
-        impostor, _ = listener.accept()
-        with impostor:
-            impostor.send(encode("challenge", nonce="n") + encode("welcome", proof="no", num_nodes=2, others=[]))
-            (peer,) = node.hosts._peers
-            node.readers[sock]()
-        found = node.hosts.observe(0.0, paused=False)
-        assert found is not None
-        assert "does not know the secret" in found.failure.what
-        assert not peer.trusted
-        node.hosts.close()
-
-
 def test_the_last_message_of_a_guardian_arrives_although_it_has_left_others_unread() -> None:
     """A socket that is closed with something unread drops what it has not sent yet. So a second Ctrl-C did not reach
     the other hosts now and then, and their ranks went on until they were killed."""
@@ -300,29 +255,7 @@ def test_the_last_message_of_a_guardian_arrives_although_it_has_left_others_unre
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)  # sends 0.2 s later
         first.hosts.observe(network.now_s + 1, paused=False)
         assert select.select([link], [], [], 10)[0]
-        second.hosts.send_end_now(143)
+        second.hosts.send("end now", status=143)
         second.hosts.close()
         network.deliver()
         assert first.hosts.end_now == 143
-
-
-def test_a_message_behind_the_proof_of_another_is_not_believed(three: Network) -> None:
-    """Whoever can write into a connection may add to what a guardian says: only what is sealed counts."""
-    victim = three.nodes[1]
-    forged = encode("failure", failure=Failure("forged").to_message(), age_s=0)
-    # Into the stream from node 1 to node 0, as somebody between them would.
-    victim.connection_to(0).socket.send(forged)
-    three.go_on(1)
-    assert "forged" not in str(three.nodes[0].found)
-    assert "a message came that the other guardian has not sent" in three.nodes[0].found[0]
-
-
-def test_what_is_appended_to_the_hello_is_not_believed_either() -> None:
-    with Network(2, expected=6) as network, socket.create_connection(network.listener.getsockname()) as between:
-        network.deliver()
-        challenge = json.loads(between.recv(1000))["nonce"]
-        own = proof(SECRET, f"{ASKING} 5", challenge)  # recorded on its way
-        hello = encode("hello", proof=own, nonce="n", node_rank=5, host="h", port=1)
-        between.send(hello + encode("failure", failure=Failure("forged").to_message(), age_s=0))
-        network.go_on(1)
-        assert "forged" not in str(network.nodes[0].found)
