@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing.util import Finalize
 
-from lightning_multigpu.guardian.failure import Failure, host_name
+from lightning_multigpu.guardian.failure import Failure, closing_lines, host_name
 from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
 from lightning_multigpu.guardian.hang.stacks import answer_stack_signal
 from lightning_multigpu.guardian.interrupts import INTERRUPTED_STATUS
@@ -337,8 +337,9 @@ class GuardianClient:
         what = f"the guardian (pid {self.guardian_pid}) has ended, and nobody watches the ranks any more"
         self._report(Failure(what, host=host_name()))
         if not self._leaving.wait(self._end_s):
-            why = "" if self.failure is None else f"The job failed: {self.failure.describe()}\n"
-            sys.stderr.write(f"Rank {self.rank} has not ended {self._end_s:g} s later, so it is ended now.\n{why}")
+            why = [] if self.failure is None else closing_lines(self.failure, [])
+            lines = [f"Rank {self.rank} has not ended {self._end_s:g} s later, so it is ended now.", *why]
+            sys.stderr.write("".join(f"{line}\n" for line in lines))
             if self._temporary is not None:
                 remove_temporary(self._temporary)
             os.kill(self._process, signal.SIGKILL)

@@ -18,6 +18,7 @@ TRACEBACK = "LIGHTNING_MULTIGPU_TRACEBACK"
 MAX_WHAT_BYTES = 8_000
 MAX_TRACEBACK_BYTES = 64_000
 _MAX_NAME_BYTES = 1_000
+_MAX_LINES = 8
 _CHAR_BYTES = 12  # the most for a character: two escapes beyond the BMP
 
 
@@ -144,6 +145,25 @@ class Failure(NamedTuple):
             if not isinstance(value, wanted) or (isinstance(value, int) and not -1 << 63 <= value < 1 << 63):
                 raise ValueError(f"the field {name} of a failure is {value!r:.80}; it must be {wanted[0].__name__}")
         return cls(**numbers, **texts)  # type: ignore[arg-type]
+
+
+def closing_lines(failure: Failure, waited: list[str], *, goes_on: bool = False, in_one: bool = False) -> list[str]:
+    """The collectives in which ranks waited and, last, the failure: what a terminal shows of it, beside a traceback.
+
+    Args:
+        failure: the failure.
+        waited: the collectives, one line for each rank; of many ranks the first are shown.
+        goes_on: whether the job goes on without the failed rank.
+        in_one: in one line: many hosts may share a terminal.
+    """
+    headline = f"The job {'goes on without a rank' if goes_on else 'failed'}: {failure.sentence()}"
+    if in_one:
+        more = f", and {len(waited) - 1} more ranks waited too" if len(waited) > 1 else ""
+        return [f"{headline}; meanwhile {waited[0]}{more}" if waited else headline]
+    shown = [f"Meanwhile {line}" for line in waited[:_MAX_LINES]]
+    if len(waited) > _MAX_LINES:
+        shown.append(f"Meanwhile {len(waited) - _MAX_LINES} more ranks waited too")
+    return [*shown, headline]
 
 
 def text_of(error: BaseException) -> str:

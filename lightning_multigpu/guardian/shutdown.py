@@ -9,8 +9,7 @@ import sys
 import time
 
 from lightning_multigpu.guardian.blocking import done_within, no_link
-from lightning_multigpu.guardian.failure import Failure, folded, host_name
-from lightning_multigpu.guardian.hang.waits import in_one_line, shortened
+from lightning_multigpu.guardian.failure import Failure, closing_lines, folded, host_name
 from lightning_multigpu.guardian.interrupts import signal_of
 from lightning_multigpu.guardian.proc import ENDED, STOPPED, clock_s
 from lightning_multigpu.guardian.ranks import Ranks, WatchedRank
@@ -90,7 +89,8 @@ class Shutdown:
         signal.alarm(_WRITE_LIMIT_S)
         with contextlib.suppress(OSError, ValueError):
             is_here = self.failure.rank is None or ranks.get(self.failure.rank) is not None
-            sys.stderr.write(self._text(folded(self.failure.traceback)) if is_here else f"{self._line()}\n")
+            line = closing_lines(self.failure, self.waits, in_one=True)[0]
+            sys.stderr.write(self._text(folded(self.failure.traceback)) if is_here else f"{line}\n")
             sys.stderr.flush()
         signal.alarm(0)
 
@@ -119,13 +119,7 @@ class Shutdown:
             lines.append(
                 f"Ended with SIGKILL on {host_name()}, because still there {self._own_time_s:g} s later: rank {names}"
             )
-        lines += [f"Meanwhile {line}" for line in shortened(self.waits)]
-        lines.append(f"The job failed: {self.failure.sentence()}")
-        return "\n".join(lines) + "\n"
-
-    def _line(self) -> str:
-        """The message on a host without the failed rank, in one line: many hosts may share a terminal."""
-        return f"The job failed: {self.failure.sentence()}{in_one_line(self.waits)}"
+        return "\n".join([*lines, *closing_lines(self.failure, self.waits)]) + "\n"
 
 
 def _heading(ranks: Ranks) -> str:

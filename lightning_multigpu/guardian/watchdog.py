@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
-from lightning_multigpu.guardian.failure import Failure, host_name
+from lightning_multigpu.guardian.failure import Failure, closing_lines, host_name
 from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, read_steps
 from lightning_multigpu.guardian.hang.hang_reports import KINDS, HangReports, show
 from lightning_multigpu.guardian.hang.stacks import StackSignal
@@ -291,7 +291,7 @@ class Watchdog:
         for connection, rank in self._connections.items():
             if rank is not lost:
                 connection.send("lost", rank=lost.rank)
-        show(f"The job goes on without a rank: {failure.summary()}\n")
+        show(closing_lines(failure, [], goes_on=True)[0] + "\n")
 
     def _handle_host(self, host: Hashable, message: Message) -> None:
         """Handles a message of another host's guardian that is not about the connection itself."""

@@ -32,7 +32,6 @@ from lightning_multigpu.communication.rendezvous import RendezvousError
 from lightning_multigpu.guardian import Failure, Guardian, GuardianClient, RankFailedError
 from lightning_multigpu.guardian.failure import text_of
 from lightning_multigpu.guardian.hang.flight_recorder import FlightRecorder
-from lightning_multigpu.guardian.hang.waits import shortened
 from lightning_multigpu.guardian.interrupts import report_of, signal_of
 from lightning_multigpu.guardian.proc import ended_text
 from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import last_checkpoint_of
@@ -209,15 +208,9 @@ class FailureWatch:
                 raise
             step = trainer.global_step if trainer is not None and self._world_size else None
             failure = self.settle(error, run, step)
-            speaks = failure is None or run.local_rank == _printing_rank(failure, run)
-            if not isinstance(error, Exception):
-                if speaks:
-                    self.announce()
-                    self._print_end(failure)
+            if failure is None or not isinstance(error, Exception):
                 raise
-            if failure is None:
-                raise
-            if speaks:
+            if run.local_rank == _printing_rank(failure, run):
                 raise failure.exception() from None
             log.info("Rank %d ends because %s", run.rank, failure.sentence())
             raise SystemExit(1) from None
@@ -247,14 +240,6 @@ class FailureWatch:
         return FailureMessage(
             failure, in_full, waited, checkpoint, is_first_host=run.node_rank == 0, goes_on=self.is_lost
         )
-
-    def _print_end(self, failure: Failure | None) -> None:
-        """Prints the waits and the failure, after the end of a run by a signal or by an exit of the user's program."""
-        if self.client is not None:
-            sys.stderr.write("".join(f"Meanwhile {line}\n" for line in shortened(self.client.waited)))
-        if failure is not None and signal_of(failure.what) is None:
-            # A launcher that has seen a rank end sends SIGTERM to the others; the cause is the rank's failure.
-            sys.stderr.write(f"The job failed: {failure.sentence()}\n")
 
     def settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
         """Finds the rank whose failure has caused ``error``; reports to the guardian if it is this rank.

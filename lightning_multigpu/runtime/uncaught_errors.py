@@ -23,8 +23,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from lightning_multigpu.guardian import Failure
-from lightning_multigpu.guardian.failure import folded
-from lightning_multigpu.guardian.hang.waits import in_one_line, shortened
+from lightning_multigpu.guardian.failure import closing_lines, folded
 from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import short
 
 PROGRAM = "lightning-multigpu"
@@ -58,23 +57,16 @@ class FailureMessage:
         # The message is pickled with its exception, which a program may send to another process.
         return {**vars(self), "checkpoint": self.checkpoint if isinstance(self.checkpoint, str) else None}
 
-    def brief(self) -> str:
+    def brief(self, *, in_one: bool = False) -> list[str]:
         """The lines that need no exception."""
-        lines = [*(f"Meanwhile {line}" for line in shortened(self.waited)), self._headline]
-        return "".join(f"{line}\n" for line in lines)
-
-    @property
-    def _headline(self) -> str:
-        what = "The job goes on without a rank" if self.goes_on else "The job failed"
-        return f"{what}: {self.failure.sentence()}"
+        return closing_lines(self.failure, self.waited, goes_on=self.goes_on, in_one=in_one)
 
     def text(self, error: BaseException) -> str:
         """The lines for ``error``: the failure's exception, or one that was raised from it."""
-        headline = self._headline
-        lines = [f"Meanwhile {line}" for line in shortened(self.waited)]
         if not self.in_full and getattr(error, _MESSAGE, None) is self:
-            lines = [*lines, headline] if self.is_first_host else [f"{headline}{in_one_line(self.waited)}"]
+            lines = self.brief(in_one=not self.is_first_host)
         else:
+            *lines, headline = self.brief()
             if self.in_full and getattr(error, _MESSAGE, None) is self:  # the traceback ends with the text
                 raised = self.failure.what.partition(":")[0]
                 headline = headline.partition(raised)[0] + raised
@@ -128,7 +120,8 @@ def _show_before_sigterm(message: FailureMessage) -> None:
 
     torchrun sends SIGTERM to this rank as soon as another rank has ended; this rank has announced to print the cause.
     """
-    text = message.brief().encode(errors="replace")  # the exception would keep its frames alive
+    # Not the exception, which would keep its frames alive.
+    text = "".join(f"{line}\n" for line in message.brief()).encode(errors="replace")
 
     def show_and_end(signum: int, frame: FrameType | None) -> None:
         give_sigterm_back()

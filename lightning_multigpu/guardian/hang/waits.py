@@ -186,7 +186,6 @@ def _gone(rank: WatchedRank) -> str:
     return "it has ended" if rank.process.state() == ENDED else ""
 
 
-MAX_LINES = 8
 _MAX_MESSAGE_LINES = 128
 _MAX_LINE_BYTES = 300
 # Looks for answers at a failure, and pauses between them. They are counted, without a clock: on a busy machine both the
@@ -239,15 +238,3 @@ def last_waits(
 def in_message(lines: Iterable[object]) -> list[str]:
     """The lines, cut to fit into a message beside a failure."""
     return [start_within(str(line), _MAX_LINE_BYTES) for line in itertools.islice(lines, _MAX_MESSAGE_LINES)]
-
-
-def shortened(lines: list[str]) -> list[str]:
-    """The first lines, and the number of further ones."""
-    more = len(lines) - MAX_LINES
-    return lines if more <= 0 else [*lines[:MAX_LINES], f"{more} more ranks waited too"]
-
-
-def in_one_line(lines: list[str]) -> str:
-    """The first line, as the end of a sentence about the failure, and the number of further ones; empty without any."""
-    more = f", and {len(lines) - 1} more ranks waited too" if len(lines) > 1 else ""
-    return f"; meanwhile {lines[0]}{more}" if lines else ""
