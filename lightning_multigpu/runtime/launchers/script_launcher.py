@@ -7,9 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -27,8 +26,8 @@ from lightning_multigpu.runtime.uncaught_errors import show_if_uncaught
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_POLL_S = 0.2
-_STARTED: dict[int, subprocess.Popen[bytes]] = {}  # children by rank; they run this script to its end
+# Children by rank; they run this script to its end. They are not collected before: the guardian reads their statuses.
+_STARTED: dict[int, subprocess.Popen[bytes]] = {}
 _HELD = contextlib.ExitStack()  # the port of the first run; later runs of this process use it too
 _PATIENCE = 0.6  # of failure_timeout_s; before its end the guardian ends the first rank, too
 
@@ -62,15 +61,15 @@ class ScriptLauncher(SubprocessScriptLauncher):
             _HELD.enter_context(self._run.chosen_port_held())
             guardian = start_guardian(self._run)
             self._start_ranks(guardian)
-            first_rank = self._run.node_rank * self.num_processes
-            children = ChildWatch(dict(enumerate(self.procs, first_rank + 1)), guardian)
-            _STARTED.update(children.ranks)
+            children = dict(enumerate(self.procs, self._run.node_rank * self.num_processes + 1))
+            _STARTED.update(children)
+            if guardian is not None:
+                for rank, child in children.items():
+                    guardian.started(rank, child.pid)
         else:
-            watch.earlier_children = dict(_STARTED)
-            children = ChildWatch(watch.earlier_children, None)
+            watch.earlier_children = children = dict(_STARTED)
         try:
             self._joining.begin(self._run, guardian=guardian)
-            children.start()
         except RuntimeError as error:
             note_refused_worker(error, self._run.rank)
             raise
@@ -83,7 +82,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             show_if_uncaught(error, watch.message(self._run, trainer))
             watch.announce()
             if not (watch.is_lost or watch.all_raised):
-                children.end_all(_PATIENCE * self._run.failure_timeout_s)
+                _end(children.values(), _PATIENCE * self._run.failure_timeout_s)
             raise
 
     def _start_ranks(self, guardian: Guardian | None) -> None:
@@ -131,39 +130,12 @@ class ScriptLauncher(SubprocessScriptLauncher):
             raise SystemExit(INTERRUPTED_STATUS)
 
 
-class ChildWatch(threading.Thread):
-    """Reports the exit statuses of children to the guardian; some kernels give them to the parent only.
-
-    Args:
-        ranks: the children by their global ranks.
-        guardian: the guardian, or None without one.
-    """
-
-    def __init__(self, ranks: dict[int, subprocess.Popen[bytes]], guardian: Guardian | None) -> None:
-        super().__init__(name="child-watch", daemon=True)
-        self.ranks = ranks
-        self._guardian = guardian
-        if guardian is not None:
-            for rank, child in ranks.items():
-                guardian.started(rank, child.pid)
-
-    @override
-    def run(self) -> None:
-        left = dict(self.ranks)
-        while left and self._guardian is not None:
-            for rank, child in list(left.items()):
-                code = child.poll()
-                if code is not None:
-                    del left[rank]
-                    self._guardian.ended(rank, code)
-            time.sleep(_POLL_S)
-
-    def end_all(self, patience_s: float) -> None:
-        """Gives the children time to end by themselves, then ends them."""
-        _wait(self.ranks.values(), patience_s)
-        for child in self.ranks.values():
-            child.kill()
-            child.wait()
+def _end(children: Collection[subprocess.Popen[bytes]], patience_s: float) -> None:
+    """Gives the children time to end by themselves, then ends them."""
+    _wait(children, patience_s)
+    for child in children:
+        child.kill()
+        child.wait()
 
 
 def _wait(children: Iterable[subprocess.Popen[bytes]], timeout_s: float) -> None:
