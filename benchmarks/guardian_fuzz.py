@@ -29,11 +29,11 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 
 from benchmarks import guardian_fuzz_trusted
 from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError
-from lightning_multigpu.guardian import GuardianClient, GuardianError
-from lightning_multigpu.guardian.link.host_links import Hosts
-from lightning_multigpu.guardian.link.protocol import encode
-from lightning_multigpu.guardian.start import ADDRESS
-from tests.guardian.job import DEADLINE_S, Job, is_alive
+from lightning_multigpu.job.guardian import GuardianClient, GuardianError
+from lightning_multigpu.job.guardian.host_links import Hosts
+from lightning_multigpu.job.guardian.protocol import encode
+from lightning_multigpu.job.guardian.start import ADDRESS
+from tests.job.guardian.job import DEADLINE_S, Job, is_alive
 
 MAX_GROWTH_KB = 5_000
 _SECRET = os.urandom(32).hex()

@@ -20,14 +20,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning_multigpu.guardian.failure import Failure
-from lightning_multigpu.guardian.hang.flight_recorder import AWAITED, PAGE_BYTES, Entry, FlightRecorder
-from lightning_multigpu.guardian.hang.stacks import Frame, Stacks
-from lightning_multigpu.guardian.hang.waiting_graph import View
-from lightning_multigpu.guardian.link.protocol import encode
-from lightning_multigpu.guardian.proc import clock_s
-from lightning_multigpu.guardian.watchdog import Watchdog
-from lightning_multigpu.guardian.workers import remove_temporary
+from lightning_multigpu.job.guardian.failure import Failure
+from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, PAGE_BYTES, Entry, FlightRecorder
+from lightning_multigpu.job.guardian.hang.stacks import Frame, Stacks
+from lightning_multigpu.job.guardian.hang.waiting_graph import View
+from lightning_multigpu.job.guardian.proc import clock_s
+from lightning_multigpu.job.guardian.protocol import encode
+from lightning_multigpu.job.guardian.watchdog import Watchdog
+from lightning_multigpu.job.guardian.workers import remove_temporary
 
 _SECRET = os.urandom(32).hex()
 _LONGEST_STEP_S = 5.0
