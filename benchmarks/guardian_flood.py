@@ -38,8 +38,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.guardian_fuzz import listening_port, resident_kb
 from lightning_multigpu import RingDDPStrategy
-from lightning_multigpu.guardian.link.protocol import encode
-from tests.guardian.job import eventually
+from lightning_multigpu.job.guardian.protocol import encode
+from tests.job.guardian.job import eventually
 from tests.world import free_port
 
 _NOBODY = 65534

@@ -1,4 +1,4 @@
-"""Malformed messages of ranks that have introduced themselves, and of hosts that have proved that they know the secret.
+"""Malformed messages of ranks that have introduced themselves, and of hosts that have sent the secret.
 
 The guardian's loop runs in this process, so that any exception that would end it is seen. Each kind of message comes
 whole, without a field, with a field of a wrong type, huge, negative, NaN or nested; cut, repeated and in any order;
@@ -20,17 +20,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning_multigpu.guardian.failure import Failure
-from lightning_multigpu.guardian.hang.flight_recorder import AWAITED, PAGE_BYTES, Entry, FlightRecorder
-from lightning_multigpu.guardian.hang.stacks import Frame, Stacks
-from lightning_multigpu.guardian.hang.waiting_graph import View
-from lightning_multigpu.guardian.link.host_links import ASKED, ASKING
-from lightning_multigpu.guardian.link.protocol import Seal, encode, nonce, proof
-from lightning_multigpu.guardian.proc import clock_s
-from lightning_multigpu.guardian.watchdog import Watchdog
-from lightning_multigpu.guardian.workers import remove_temporary
+from lightning_multigpu.job.guardian.failure import Failure
+from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, PAGE_BYTES, Entry, FlightRecorder
+from lightning_multigpu.job.guardian.hang.stacks import Frame, Stacks
+from lightning_multigpu.job.guardian.hang.waiting_graph import View
+from lightning_multigpu.job.guardian.proc import clock_s
+from lightning_multigpu.job.guardian.protocol import encode
+from lightning_multigpu.job.guardian.watchdog import Watchdog
+from lightning_multigpu.job.guardian.workers import remove_temporary
 
-_SECRET = os.urandom(32)
+_SECRET = os.urandom(32).hex()
 _LONGEST_STEP_S = 5.0
 _MAX_TURNS = 50
 _FAILURE = Failure("raised ValueError: x", 0, "h", 1, 2, "Traceback", "ValueError", "x").to_message()
@@ -49,9 +48,9 @@ OF_RANKS: dict[str, dict[str, Any]] = {
     "failed": {"failure": _FAILURE},
     "announced": {},
     "stacks": {"number": 60, "main_thread": 7},
-    "listen": {"num_nodes": 2, "secret": _SECRET.hex()},
-    "join": {"node_rank": 1, "secret": _SECRET.hex()},
-    "hello": {"proof": "", "nonce": "", "rank": 0},
+    "listen": {"num_nodes": 2, "secret": _SECRET},
+    "join": {"node_rank": 1, "secret": _SECRET},
+    "hello": {"secret": "", "rank": 0},
 }
 OF_HOSTS: dict[str, dict[str, Any]] = {
     "alive": {"paused": False},
@@ -66,8 +65,7 @@ OF_HOSTS: dict[str, dict[str, Any]] = {
     "next": {},
     "seen": {},
     "waited": {"lines": ["rank 0 waited in all_reduce #3 of group data for 9.0 s"]},
-    "challenge": {"nonce": "n"},
-    "welcome": {"proof": "", "num_nodes": 3, "others": [[2, "h", "127.0.0.1", 1]]},
+    "welcome": {"host": "h"},
     "refused": {"why": "x"},
 }
 _DEEP = "deep in here"
@@ -141,7 +139,7 @@ class Guarded:
         os.ftruncate(self.pages, PAGE_BYTES)
         settings = {
             "num_ranks": 1, "failure_timeout_s": 600.0, "join_timeout_s": 600.0, "directory": None,
-            "owner_pid": os.getpid(), "secret": _SECRET.hex(), "is_public": False, "listener": listener.detach(),
+            "owner_pid": os.getpid(), "secret": _SECRET, "listener": listener.detach(),
             "owner_link": theirs.detach(), "pages": self.pages, "hang_report_s": 1.0,
         }  # fmt: skip
         self.watchdog = Watchdog(settings)
@@ -213,9 +211,8 @@ def _as_rank(guarded: Guarded) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.setblocking(False)
         sock.connect("\0" + guarded.address)
+        sock.send(encode("hello", secret=_SECRET, rank=0))
         guarded.turn()
-        challenge = json.loads(sock.recv(1_000))["nonce"]
-        sock.send(encode("hello", proof=proof(_SECRET, "rank", challenge), nonce=nonce(), rank=0))
         guarded.turn()
         data, descriptors, _, _ = socket.recv_fds(sock, 1_000, 1)
         for descriptor in descriptors:
@@ -268,7 +265,7 @@ def _misuse_page(pages: int, choice: random.Random) -> None:
 
 
 def hosts(number: int, seed: int) -> str:
-    """Sends so many sealed messages as another host, as often to node 0 as in node 0's place."""
+    """Sends so many messages as another host, as often to node 0 as in node 0's place."""
     fuzzer, sent, longest_s = Misspeaker(seed, OF_HOSTS), 0, 0.0
 
     def send_all() -> None:
@@ -276,8 +273,8 @@ def hosts(number: int, seed: int) -> str:
         while sent < number:
             guarded = Guarded()
             try:
-                with (_as_host if fuzzer.random.random() < 0.5 else _as_node_0)(guarded, fuzzer) as (sock, seal):
-                    sent += _speak(guarded, fuzzer, sock, seal)
+                with (_as_host if fuzzer.random.random() < 0.5 else _as_node_0)(guarded, fuzzer) as sock:
+                    sent += _speak(guarded, fuzzer, sock)
                 longest_s = max(longest_s, guarded.longest_s)
             finally:
                 guarded.end()
@@ -285,7 +282,7 @@ def hosts(number: int, seed: int) -> str:
     return _problem_of(send_all) or _too_slow(longest_s)
 
 
-def _speak(guarded: Guarded, fuzzer: Misspeaker, sock: socket.socket, seal: Seal) -> int:
+def _speak(guarded: Guarded, fuzzer: Misspeaker, sock: socket.socket) -> int:
     choice = fuzzer.random
     if choice.random() < 0.2:
         guarded.watchdog._fail(Failure("x"), clock_s())  # what ranks have waited in is heard from then on
@@ -295,8 +292,7 @@ def _speak(guarded: Guarded, fuzzer: Misspeaker, sock: socket.socket, seal: Seal
         lines = [*good, *(fuzzer.line("view") for _ in range(3)), encode("seen")[:-1], *good]
     sent = 0
     for line in lines:
-        sealed = seal.put_on(line)
-        for message in [fuzzer.cut(sealed)] * (2 if choice.random() < 0.02 else 1):
+        for message in [fuzzer.cut(line)] * (2 if choice.random() < 0.02 else 1):
             with contextlib.suppress(OSError):
                 sock.send(message + b"\n", socket.MSG_NOSIGNAL)
             sent += 1
@@ -307,38 +303,27 @@ def _speak(guarded: Guarded, fuzzer: Misspeaker, sock: socket.socket, seal: Seal
 
 
 @contextlib.contextmanager
-def _as_host(guarded: Guarded, fuzzer: Misspeaker) -> Iterator[tuple[socket.socket, Seal]]:
+def _as_host(guarded: Guarded, fuzzer: Misspeaker) -> Iterator[socket.socket]:
     listener = socket.create_server(("127.0.0.1", 0))
     where = listener.getsockname()
     guarded.watchdog._hosts.listen(listener, num_nodes=3, secret=_SECRET, now_s=clock_s())
     with socket.create_connection(where) as sock:
-        challenge, own = json.loads(_line_from(sock, guarded))["nonce"], nonce()
-        host, port = fuzzer.random.choice((("h", 1), ("é" * 300, 0)))
-        sock.send(
-            encode(
-                "hello", proof=proof(_SECRET, f"{ASKING} 1", challenge), nonce=own, node_rank=1, host=host, port=port
-            )
-        )
+        sock.send(encode("hello", secret=_SECRET, node_rank=1, host=fuzzer.random.choice(("h", "é" * 300))))
         if b'"welcome"' not in _line_from(sock, guarded):
             raise ValueError("a host is not welcome")
-        yield sock, Seal(_SECRET, ASKING, (challenge, own))
+        yield sock
 
 
 @contextlib.contextmanager
-def _as_node_0(guarded: Guarded, fuzzer: Misspeaker) -> Iterator[tuple[socket.socket, Seal]]:
+def _as_node_0(guarded: Guarded, fuzzer: Misspeaker) -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         theirs = socket.create_connection(listener.getsockname())
         guarded.watchdog._hosts.join(theirs, node_rank=1, secret=_SECRET, now_s=clock_s(), on_met=lambda: None)
         sock, _ = listener.accept()
         with sock:
-            sock.send(encode("challenge", nonce="n"))
-            challenge = json.loads(_line_from(sock, guarded))["nonce"]
-            line = fuzzer.line("welcome").replace(
-                b'"proof":""', b'"proof":"%s"' % proof(_SECRET, ASKED, challenge).encode()
-            )
-            sock.send(line + b"\n")
+            sock.send(fuzzer.line("welcome") + b"\n")
             guarded.turn()
-            yield sock, Seal(_SECRET, ASKED, ("n", challenge))
+            yield sock
 
 
 def _line_from(sock: socket.socket, guarded: Guarded) -> bytes:

@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks.heading import heading
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
+from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
 
 BUCKETS = 4
 ROUNDS = 2000

@@ -17,9 +17,9 @@ from lightning_multigpu._registration import register_with_lightning
 if TYPE_CHECKING:
     from lightning_multigpu.communication.metering.meter import Meter
     from lightning_multigpu.engine.errors import PipelineError
-    from lightning_multigpu.guardian import RankFailedError
+    from lightning_multigpu.job.checkpoint_files.last_checkpoint import find_last_checkpoint
+    from lightning_multigpu.job.guardian import RankFailedError
     from lightning_multigpu.registry import STRATEGIES, StrategyRow, register_all
-    from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import find_last_checkpoint
     from lightning_multigpu.strategies import (
         CPUParameterServerStrategy,
         DataParallelStrategy,
@@ -62,13 +62,13 @@ _MODULES = {
     "ParameterServerStrategy": "lightning_multigpu.strategies",
     "PipelineError": "lightning_multigpu.engine.errors",
     "PipelineStrategy": "lightning_multigpu.strategies",
-    "RankFailedError": "lightning_multigpu.guardian",
+    "RankFailedError": "lightning_multigpu.job.guardian",
     "RingDDPStrategy": "lightning_multigpu.strategies",
     "STRATEGIES": "lightning_multigpu.registry",
     "ShardedStrategy": "lightning_multigpu.strategies",
     "StrategyRow": "lightning_multigpu.registry",
     "TensorSplitStrategy": "lightning_multigpu.strategies",
-    "find_last_checkpoint": "lightning_multigpu.runtime.checkpoint_files.last_checkpoint",
+    "find_last_checkpoint": "lightning_multigpu.job.checkpoint_files.last_checkpoint",
     "register_all": "lightning_multigpu.registry",
 }
 

@@ -18,7 +18,8 @@ from types import ModuleType
 _LIGHTNING = "lightning.pytorch"
 _OTHER_ROOT = "pytorch_lightning"
 # Modules with the strategies, and that import Lightning: they cannot be registered in the middle of their import.
-_ADAPTERS = tuple(f"lightning_multigpu.{name}" for name in ("_lightning_internals", "runtime", "strategies"))
+_ADAPTERS = tuple(f"lightning_multigpu.{name}" for name in ("_lightning_internals", "job.", "strategies"))
+_NO_ADAPTERS = tuple(f"lightning_multigpu.job.{name}" for name in ("guardian", "waiting_ranks"))
 
 
 def register_with_lightning() -> None:
@@ -52,7 +53,7 @@ class _ImportWatch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname in _ADAPTERS:
+        if fullname.startswith(_ADAPTERS) and not fullname.startswith(_NO_ADAPTERS):
             sys.meta_path.remove(self)
             import_module(_LIGHTNING)
         elif fullname not in (_LIGHTNING, _OTHER_ROOT):

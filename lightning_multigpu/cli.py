@@ -32,8 +32,8 @@ from importlib import import_module
 from importlib.metadata import version
 
 from lightning_multigpu._suggest import did_you_mean
-from lightning_multigpu._waiting_ranks import wait_if_started_early
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
+from lightning_multigpu.job.waiting_ranks import wait_if_started_early
 
 
 @dataclass(frozen=True)

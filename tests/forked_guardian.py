@@ -24,7 +24,7 @@ _NAMES = ("listener", "owner_link", "pages")  # descriptors among the settings o
 
 def fork_guardians() -> None:
     """Starts the server; from here on this process forks its guardians."""
-    from lightning_multigpu.guardian import start
+    from lightning_multigpu.job.guardian import start
 
     channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     main = os.path.join(os.path.dirname(start.__file__), "__main__.py")

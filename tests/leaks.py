@@ -107,7 +107,7 @@ def leaks_since(
 ) -> list[str]:
     """What came since ``before`` and is still there; threads, children and sockets get ``patience_s`` to end."""
     deadline = time.monotonic() + patience_s
-    if (groups := sys.modules.get("lightning_multigpu.runtime.process_groups")) is not None and groups.KEPT:
+    if (groups := sys.modules.get("lightning_multigpu.job.process_groups")) is not None and groups.KEPT:
         with_files = False  # a group in which Gloo has lost a transfer keeps its sockets, since it cannot be destroyed
         groups.KEPT.clear()
     while True:

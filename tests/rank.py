@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lightning_multigpu.guardian import RankFailedError
+from lightning_multigpu.job.guardian import RankFailedError
 from tests.forked_guardian import fork_guardians
 from tests.leaks import ProcessState, leaks_since
 

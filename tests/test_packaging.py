@@ -51,23 +51,22 @@ PINS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().spl
 _OURS = "lightning_multigpu"
 LAYERS = {
     "planning": {f"{_OURS}.planning"},
-    "guardian": {f"{_OURS}.guardian"},
+    "job/guardian": {f"{_OURS}.job.guardian"},
     "communication": {f"{_OURS}.communication", f"{_OURS}._suggest", "torch"},
     "placement": {f"{_OURS}.placement", "torch"},
     "engine": {
         *(f"{_OURS}.{layer}" for layer in ("engine", "placement", "communication", "planning", "_torch_compat")),
         "torch",
     },
-    "runtime": {
-        *(f"{_OURS}.{layer}" for layer in ("runtime", "engine", "communication", "guardian", "_lightning_internals")),
-        *(f"{_OURS}.{module}" for module in ("_torch_compat", "_waiting_ranks")),
+    "job": {
+        *(f"{_OURS}.{layer}" for layer in ("job", "engine", "communication", "_lightning_internals", "_torch_compat")),
         "lightning",
         "torch",
     },
-    "emulation": {f"{_OURS}.{layer}" for layer in ("emulation", "guardian")},
+    "emulation": {f"{_OURS}.{layer}" for layer in ("emulation", "job.guardian")},
     "report": {f"{_OURS}.{layer}" for layer in ("report", "planning", "communication.metering")},
     "strategies": {
-        *(f"{_OURS}.{layer}" for layer in ("strategies", "runtime", "engine", "placement", "communication")),
+        *(f"{_OURS}.{layer}" for layer in ("strategies", "job", "engine", "placement", "communication")),
         *(f"{_OURS}.{module}" for module in ("planning", "report", "_lightning_internals", "_suggest")),
         f"{_OURS}._torch_compat",
         "lightning",
@@ -175,6 +174,15 @@ class TestImports:
         ]
         assert not strays
 
+    def test_strategies_leave_the_guardian_to_the_rest_of_the_job(self) -> None:
+        strays = [
+            f"{path.relative_to(ROOT)}: {module}"
+            for path in python_files(f"{_OURS}/strategies")
+            for module in imported_modules(path)
+            if module.startswith(f"{_OURS}.job.guardian")
+        ]
+        assert not strays
+
     def test_other_families_do_not_need_the_pipeline(self) -> None:
         """What several families use lies in ``engine/`` and ``strategies/`` themselves; hybrid is a pipeline."""
         strays = [
@@ -200,7 +208,7 @@ class TestImports:
     def test_the_guardian_needs_the_standard_library_alone(self) -> None:
         """It runs with ``-S``, without site-packages, so that it is small and starts at once."""
         modules = {
-            module.split(".")[0] for path in python_files(f"{_OURS}/guardian") for module in imported_modules(path)
+            module.split(".")[0] for path in python_files(f"{_OURS}/job/guardian") for module in imported_modules(path)
         }
         assert modules - sys.stdlib_module_names <= {_OURS}
 
@@ -364,7 +372,7 @@ class TestImport:
         assert output.splitlines()[-2:] == ["True RingDDPStrategy", "SourceFileLoader"]
 
     @pytest.mark.parametrize(
-        "first", ["from lightning_multigpu import RingDDPStrategy", "import lightning_multigpu.runtime.joining"]
+        "first", ["from lightning_multigpu import RingDDPStrategy", "import lightning_multigpu.job.joining"]
     )
     def test_registers_when_a_part_of_the_package_imports_lightning(
         self, first: str, with_torch: Any, tmp_path: Path
@@ -413,7 +421,7 @@ class TestImport:
         )
         assert output.splitlines()[-1] == "True"
 
-    @pytest.mark.parametrize("module", ["registry", "runtime.loader_workers"])
+    @pytest.mark.parametrize("module", ["registry", "job.loader_workers"])
     def test_any_module_may_be_the_first(self, module: str, with_torch: Any, tmp_path: Path) -> None:
         """A spawned worker of a loader imports the module that its rank names, and nothing before it."""
         registered = "from lightning.pytorch.strategies import StrategyRegistry; print('ring_ddp' in StrategyRegistry)"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import Strategy
 
-from lightning_multigpu.runtime.shared_gpus import (
+from lightning_multigpu.job.shared_gpus import (
     ask_nccl_to_share,
     nccl_version,
     place,

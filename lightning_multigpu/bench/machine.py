@@ -17,7 +17,7 @@ import torch
 from lightning_multigpu.bench.jobs.placement import Placement
 from lightning_multigpu.callbacks.probes import machine_of
 from lightning_multigpu.commands.usage import PROGRAM
-from lightning_multigpu.runtime.shared_gpus import sharing_note
+from lightning_multigpu.job.shared_gpus import sharing_note
 
 _FILES = ("--json", "--plot", "--config")
 _PATH = re.compile(r"(?<![^\s'\"\[(=:,])(?:~|\.{0,2})/(?:[^\s:,;'\"\])/]+/)*([^\s:,;'\"\])/]+)")

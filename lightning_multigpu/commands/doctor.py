@@ -177,7 +177,7 @@ def all_reduce(settings: tuple[str, float], seat: Seat, turns: Turns) -> None:
     device = torch.device("cpu")
     if backend == "nccl":
         if seat.placement.devices > torch.cuda.device_count():
-            from lightning_multigpu.runtime.shared_gpus import ask_nccl_to_share  # imports Lightning
+            from lightning_multigpu.job.shared_gpus import ask_nccl_to_share  # imports Lightning
 
             ask_nccl_to_share()
         device = torch.device("cuda", seat.local_rank % torch.cuda.device_count())

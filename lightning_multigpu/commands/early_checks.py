@@ -15,12 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lightning_multigpu._suggest import nearest
-from lightning_multigpu._waiting_ranks import ranks_started
 from lightning_multigpu.commands.settings.sources import Settings, options
 from lightning_multigpu.commands.settings.spelling import check_strategy
 from lightning_multigpu.commands.settings.training_help import ALL_OPTIONS, page
 from lightning_multigpu.commands.settings.wrong_key import checked_keys
-from lightning_multigpu.commands.usage import PROGRAM, UsageError
+from lightning_multigpu.commands.usage import COMMAND, PROGRAM, UsageError
+from lightning_multigpu.job.waiting_ranks import ranks_started
 from lightning_multigpu.registry import STRATEGIES
 
 # Of LightningCLI and of TrainingCLI; the arguments of Trainer and of its methods are read from Lightning's source.
@@ -44,7 +44,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     # Ranks run the command line of this process again, and a program that calls main(arguments) has another one.
     is_own = Path(sys.argv[0]).name in (PROGRAM, "__main__.py") and sys.argv[1:] == [name, *arguments]
     only_prints = any(argument.startswith(("-h", "--help", "--print_config")) for argument in arguments)
-    with ranks_started(range(1, count) if is_own and not only_prints else (), sys.argv[1:]):
+    with ranks_started(range(1, count) if is_own and not only_prints else (), [*COMMAND, *sys.argv[1:]]):
         given = ["--help" if argument == ALL_OPTIONS else argument for argument in arguments]
         status: int = import_module("lightning_multigpu.commands.training").run(name, given)
     return status

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_multigpu.commands.early_checks import check_run
 from lightning_multigpu.commands.usage import UsageError
-from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import (
+from lightning_multigpu.job.checkpoint_files.last_checkpoint import (
     CheckpointFile,
     complete_checkpoints,
     folders_of,

@@ -17,14 +17,15 @@ import resource
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 _DESCRIPTORS = "/proc/self/fd"
 _CUT_AGAIN_S = 0.5
 _MOST_DESCRIPTORS = 1 << 20
-_NUM_PROBES = 3
-_TCP_INFO = struct.Struct("2xB53xI")  # linux/tcp.h, struct tcp_info: tcpi_retransmits and tcpi_last_ack_recv
+_NUM_PROBES = 127  # the kernel's most: who asks decides when a connection has ended
+_TCP_INFO = struct.Struct("2xBB52xI")  # linux/tcp.h, struct tcp_info: tcpi_retransmits, _probes and _last_ack_recv
 
 
 class Connections:
@@ -33,6 +34,7 @@ class Connections:
     def __init__(self) -> None:
         self._names: set[str] = set()
         self._before: list[set[str]] = []
+        self._probed_s: dict[str, float] = {}  # since when, by name
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -87,36 +89,51 @@ class Connections:
         return cut
 
     def cut_silent(self, limit_s: float) -> None:
-        """Shuts noted TCP connections down whose machine at the other end is down; to be called every second or so.
+        """Shuts down the connections that :meth:`silent` finds; to be called every second or so."""
+        for descriptor, *_ in self.silent(limit_s):
+            with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def silent(self, limit_s: float) -> list[tuple[int, str, float]]:
+        """Finds noted TCP connections whose other machine does not answer; to be called twice a second or so.
 
         The kernels of both machines answer each other even while the processes are busy or stopped. The kernel's
-        probes, which this turns on, find that a machine is down only while no data is under way to it; otherwise data
-        is repeated again and again. The kernel's limit for data under way (``TCP_USER_TIMEOUT``) would also end a
-        connection whose other process does not read.
+        probes, which this turns on, ask once a second while no data is under way; data under way is sent again and
+        again. The kernel's limit for data under way (``TCP_USER_TIMEOUT``) would also end a connection whose other
+        process does not read.
 
         Args:
             limit_s: how long the other machine may be silent, 1 or more.
+
+        Returns:
+            Of each: the descriptor, the address of the other machine, and the seconds since its last answer.
         """
+        found, now_s, probed = [], time.monotonic(), self._probed_s
+        self._probed_s = {}
         for descriptor, name in _sockets().items() if hasattr(socket, "TCP_INFO") else ():
             if name in self._names:
+                # Before the first probe the last answer may be old.
+                since_s = self._probed_s[name] = probed.get(name, now_s)
                 with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
-                    _end_if_silent(connection, limit_s)
+                    silent_s = min(_silent_s(connection, probes=name not in probed), now_s - since_s)
+                    if silent_s > limit_s:
+                        found.append((descriptor, str(connection.getpeername()[0]), silent_s))
+        return found
 
 
-def _end_if_silent(connection: socket.socket, limit_s: float) -> None:
+def _silent_s(connection: socket.socket, *, probes: bool) -> float:
+    """Seconds since the last answer, if one is overdue; turns the kernel's probes on."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
-        return
-    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
-        pause_s = max(1, round(limit_s / (1 + _NUM_PROBES)))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause_s)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause_s)
+        return 0.0
+    if probes:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    num_sent_again, last_answer_ms = _TCP_INFO.unpack(
+    num_sent_again, num_probes, last_answer_ms = _TCP_INFO.unpack(
         connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     )
-    if num_sent_again and last_answer_ms > 1e3 * limit_s:
-        connection.shutdown(socket.SHUT_RDWR)
+    return last_answer_ms / 1e3 if num_sent_again or num_probes else 0.0
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_multigpu.guardian.proc import refusal
+from lightning_multigpu.job.guardian.proc import refusal
 
 _PREFIX = "lmg"
 _LOCKS = Path("/run/lightning-multigpu")

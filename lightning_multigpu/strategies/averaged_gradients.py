@@ -27,7 +27,7 @@ from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, unlogged_loss, without_trace
 
 if TYPE_CHECKING:
-    from lightning_multigpu.runtime.run_context import RunContext
+    from lightning_multigpu.job.run_context import RunContext
     from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 CHECKPOINT_KEY = "lightning_multigpu"

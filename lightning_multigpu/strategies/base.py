@@ -24,14 +24,14 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong, check_owned
-from lightning_multigpu.runtime.batch_feed import BatchFeed
-from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import whole_io
-from lightning_multigpu.runtime.failure_watch import FailureWatch, advise_resuming
-from lightning_multigpu.runtime.joining import Joining
-from lightning_multigpu.runtime.library_messages import silence_tips
-from lightning_multigpu.runtime.process_groups import ProcessGroups, metered_group
-from lightning_multigpu.runtime.run_context import RunContext
-from lightning_multigpu.runtime.run_signals import RunSignals
+from lightning_multigpu.job.batch_feed import BatchFeed
+from lightning_multigpu.job.checkpoint_files.whole_checkpoint_io import whole_io
+from lightning_multigpu.job.failure_watch import FailureWatch, advise_resuming
+from lightning_multigpu.job.joining import Joining
+from lightning_multigpu.job.library_messages import silence_tips
+from lightning_multigpu.job.process_groups import ProcessGroups, metered_group
+from lightning_multigpu.job.run_context import RunContext
+from lightning_multigpu.job.run_signals import RunSignals
 from lightning_multigpu.strategies import callback_answers, option_checks
 from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
 from lightning_multigpu.strategies.checkpoints import RunCheckpoints

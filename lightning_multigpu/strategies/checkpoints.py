@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.engine.optimizer_state import plain_state
 from lightning_multigpu.engine.remote_values import RemoteValues
+from lightning_multigpu.job.checkpoint_files.last_checkpoint import await_file
+from lightning_multigpu.job.checkpoint_files.whole_checkpoint_io import WholeCheckpointIO, map_files
 from lightning_multigpu.placement.owned_step import groups_alone
-from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import await_file
-from lightning_multigpu.runtime.checkpoint_files.whole_checkpoint_io import WholeCheckpointIO, map_files
 from lightning_multigpu.strategies.steps.hook_detection import has_hook
 
 if TYPE_CHECKING:

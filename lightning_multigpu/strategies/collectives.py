@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.runtime.failure_watch import FailureWatch
-from lightning_multigpu.runtime.process_groups import ProcessGroups, leave_world
+from lightning_multigpu.job.failure_watch import FailureWatch
+from lightning_multigpu.job.process_groups import ProcessGroups, leave_world
 
 T = TypeVar("T")
 

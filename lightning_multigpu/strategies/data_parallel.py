@@ -39,10 +39,10 @@ from lightning_multigpu.engine.one_process.gathering import gathered, on_device
 from lightning_multigpu.engine.one_process.joint_loss import JointLoss
 from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
+from lightning_multigpu.job.batch_feed import batches_to_skip, complete_resumed_epoch
+from lightning_multigpu.job.failure_watch import SIGTERM_STATUS, advise_resuming
+from lightning_multigpu.job.library_messages import silence_tips
 from lightning_multigpu.planning.numbers import ms
-from lightning_multigpu.runtime.batch_feed import batches_to_skip, complete_resumed_epoch
-from lightning_multigpu.runtime.failure_watch import SIGTERM_STATUS, advise_resuming
-from lightning_multigpu.runtime.library_messages import silence_tips
 from lightning_multigpu.strategies import callback_answers, option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.checkpoints import RunCheckpoints

@@ -20,8 +20,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_multigpu._lightning_internals import asked_precision
 from lightning_multigpu._suggest import did_you_mean
-from lightning_multigpu.runtime.run_context import RunContext
-from lightning_multigpu.runtime.shared_gpus import refusal_of_nccl, share_a_gpu
+from lightning_multigpu.job.run_context import RunContext
+from lightning_multigpu.job.shared_gpus import refusal_of_nccl, share_a_gpu
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -10,13 +10,13 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_multigpu._lightning_internals import IS_INTERACTIVE
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_embeddings, check_has_shapes
-from lightning_multigpu.runtime.batch_feed import check_loaders, complete_resumed_epoch
-from lightning_multigpu.runtime.common_stop import share_stops
-from lightning_multigpu.runtime.joining import check_model, table_of
-from lightning_multigpu.runtime.launchers.script_launcher import ScriptLauncher, is_notebook_fork_needed
-from lightning_multigpu.runtime.launchers.spawn_launcher import SpawnLauncher
-from lightning_multigpu.runtime.process_groups import ProcessGroups
-from lightning_multigpu.runtime.run_context import RunContext
+from lightning_multigpu.job.batch_feed import check_loaders, complete_resumed_epoch
+from lightning_multigpu.job.common_stop import share_stops
+from lightning_multigpu.job.joining import check_model, table_of
+from lightning_multigpu.job.launchers.script_launcher import ScriptLauncher, is_notebook_fork_needed
+from lightning_multigpu.job.launchers.spawn_launcher import SpawnLauncher
+from lightning_multigpu.job.process_groups import ProcessGroups
+from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.strategies import option_checks
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ class RankRun:
             strategy.collectives.join(groups)
             strategy.joining.watch_again(run, strategy.collectives.world)
         watch.joined(groups.cut, run.world_size)
+        strategy.joining.watch_links(run)
         strategy.meter.notes = watch.flight_recorder
         counts = strategy.signals.begin(
             run.environment,

@@ -17,7 +17,7 @@ from lightning_multigpu.bench.machine import header, header_lines
 from lightning_multigpu.bench.strategies.contenders import Contender, contender
 from lightning_multigpu.bench.strategies.models import BenchMLP, Subject
 from lightning_multigpu.bench.strategies.strategy_rank import StrategySettings, _trainer
-from lightning_multigpu.runtime.shared_gpus import SHARING_VARIABLE, place, rank_devices, sharing_note
+from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE, place, rank_devices, sharing_note
 
 GPU = torch.device("cuda", 0)
 NCCL = {"new": (2, 31, 2), "old": (2, 28, 9)}

@@ -24,7 +24,7 @@ from lightning_multigpu.commands.host_facts import (
     shown_variables,
 )
 from lightning_multigpu.communication.job_secret import JOB_SECRET
-from lightning_multigpu.runtime import shared_gpus
+from lightning_multigpu.job import shared_gpus
 from tests import preforked
 from tests.bench.planted import broken, silent
 from tests.fake_nvml import FakeNvml

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.runtime.process_groups import metered_group
+from lightning_multigpu.job.process_groups import metered_group
 from tests.world import World, init_group
 
 

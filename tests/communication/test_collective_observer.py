@@ -13,7 +13,7 @@ from lightning_multigpu.communication.metering.collective_observer import ranks_
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.data_parallel.agreement import Announcer
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
-from lightning_multigpu.guardian.hang.flight_recorder import parse_ranks
+from lightning_multigpu.job.guardian.hang.flight_recorder import parse_ranks
 from tests.world import World, init_group
 
 

@@ -21,7 +21,7 @@ from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.communication.shared_memory.barrier import ConnectionLostError
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
-from lightning_multigpu.runtime.failure_watch import _is_connection_loss
+from lightning_multigpu.job.failure_watch import _is_connection_loss
 from tests.communication.shared import rank_of_a_job_with_a_killed_rank, shared_memory
 from tests.leaks import shared_memory_entries
 from tests.world import World, init_group

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import preforked
-from tests.guardian.job import eventually
+from tests.job.guardian.job import eventually
 from tests.launch import hang_script
 from tests.world import free_port
 

@@ -21,7 +21,7 @@ from lightning_multigpu import find_last_checkpoint
 from lightning_multigpu.emulation import EmulatedHosts, Host, HostsUnavailable
 from lightning_multigpu.emulation.job import HostsJob
 from lightning_multigpu.emulation.namespaces import existing, remove_leftovers
-from lightning_multigpu.guardian import Guardian, GuardianError, start
+from lightning_multigpu.job.guardian import Guardian, GuardianError, start
 from tests.launch import job
 from tests.launch.without_memory import without_memory
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from benchmarks.fault_job import FaultJob, Outcome
-from lightning_multigpu.runtime.checkpoint_files.last_checkpoint import complete_checkpoints
+from lightning_multigpu.job.checkpoint_files.last_checkpoint import complete_checkpoints
 from tests.strategies.tasks import Case, Classifier, eval_loader, fit, make_strategy, make_trainer, state, train_loader
 from tests.world import World
 

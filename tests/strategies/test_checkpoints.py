@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.communication.rendezvous import RendezvousError
+from lightning_multigpu.job.checkpoint_files import last_checkpoint
 from lightning_multigpu.registry import StrategyRow
-from lightning_multigpu.runtime.checkpoint_files import last_checkpoint
 from tests.strategies.tasks import (
     Case,
     Classifier,

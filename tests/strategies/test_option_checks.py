@@ -17,10 +17,10 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_multigpu import ShardedStrategy
+from lightning_multigpu.job import shared_gpus
+from lightning_multigpu.job.run_context import RunContext
+from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE
 from lightning_multigpu.registry import StrategyRow
-from lightning_multigpu.runtime import shared_gpus
-from lightning_multigpu.runtime.run_context import RunContext
-from lightning_multigpu.runtime.shared_gpus import SHARING_VARIABLE
 from lightning_multigpu.strategies import option_checks
 from tests.strategies.tasks import rows_of_each_class
 

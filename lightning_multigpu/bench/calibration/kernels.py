@@ -12,7 +12,7 @@ import torch
 from lightning_multigpu.bench.jobs.rank_process import Seat, Turns
 from lightning_multigpu.communication.compression import make_compressor
 from lightning_multigpu.communication.metering.clocks import clock_of
-from lightning_multigpu.runtime.shared_gpus import rank_devices
+from lightning_multigpu.job.shared_gpus import rank_devices
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CODINGS = ("fp16", "bf16", "int8")

@@ -17,7 +17,7 @@ from lightning_multigpu.bench.collectives.operations import BY_NAME, Buffers
 from lightning_multigpu.bench.collectives.pattern import Pattern
 from lightning_multigpu.bench.jobs.rank_process import Seat, Turns
 from lightning_multigpu.communication.metering.clocks import clock_of
-from lightning_multigpu.runtime.shared_gpus import rank_devices, refusal_of_nccl, share_a_gpu
+from lightning_multigpu.job.shared_gpus import rank_devices, refusal_of_nccl, share_a_gpu
 
 MAX_CALLS = 50
 _TURN_S = 0.05

@@ -22,8 +22,8 @@ from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.training_memory import SavedActivations, measured_bytes
+from lightning_multigpu.job.shared_gpus import place, rank_devices
 from lightning_multigpu.report.statistics import quantile
-from lightning_multigpu.runtime.shared_gpus import place, rank_devices
 
 
 @dataclass(frozen=True)

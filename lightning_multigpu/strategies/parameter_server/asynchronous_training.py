@@ -20,8 +20,8 @@ from lightning_multigpu.engine.parameter_server.coordination import Coordination
 from lightning_multigpu.engine.parameter_server.server_statistics import summary
 from lightning_multigpu.engine.parameter_server.server_transport import ServerTransport
 from lightning_multigpu.engine.parameter_server.servers import Servers
-from lightning_multigpu.runtime.batch_feed import add_to_all
-from lightning_multigpu.runtime.run_signals import RunSignals
+from lightning_multigpu.job.batch_feed import add_to_all
+from lightning_multigpu.job.run_signals import RunSignals
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -27,10 +27,10 @@ from lightning_multigpu.engine.parameter_server.server import EXTERNAL, RUNS, Jo
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.engine.parameter_server.server_transport import ServerTransport
 from lightning_multigpu.engine.parameter_server.servers import ServerError, Servers
+from lightning_multigpu.job.process_groups import leave_world
+from lightning_multigpu.job.run_context import RunContext
+from lightning_multigpu.job.server_process import ServerProcess
 from lightning_multigpu.placement.optimizer_split import Split
-from lightning_multigpu.runtime.process_groups import leave_world
-from lightning_multigpu.runtime.run_context import RunContext
-from lightning_multigpu.runtime.server_process import ServerProcess
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.parameter_server.asynchronous_training import AsynchronousTraining

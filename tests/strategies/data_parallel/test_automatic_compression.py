@@ -29,7 +29,7 @@ from lightning_multigpu.engine.data_parallel import compression_choice
 from lightning_multigpu.engine.data_parallel.compression_choice import reducer_of_choice
 from lightning_multigpu.engine.data_parallel.gradient_transport import pieces_of
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
-from lightning_multigpu.runtime.joining import table_of
+from lightning_multigpu.job.joining import table_of
 from lightning_multigpu.strategies.averaged_gradients import CHECKPOINT_KEY
 from tests.strategies.data_parallel.test_gradient_transport import TWO_HOSTS, as_hosts
 from tests.strategies.tasks import Case, Classifier, make_strategy, make_trainer, state, train_loader

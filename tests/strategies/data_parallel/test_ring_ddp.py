@@ -17,8 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from lightning_multigpu import PipelineStrategy, RingDDPStrategy
 from lightning_multigpu.communication.metering.traffic import StepTraffic
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader
+from lightning_multigpu.job import process_groups
 from lightning_multigpu.planning.scaling.step_model import usual_bucket_bytes
-from lightning_multigpu.runtime import process_groups
 from tests.strategies.tasks import Case, Classifier, eval_loader, fit, make_strategy, make_trainer, state, train_loader
 from tests.world import World, rank
 

@@ -1,1 +1,0 @@
-"""Connections between the guardians of several hosts."""

@@ -1,0 +1,191 @@
+"""The batches of a data rank: its share of the samples, and the agreement of the ranks on each training batch."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Sized
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_multigpu._lightning_internals import given_loaders
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.data_parallel.agreement import (
+    AgreedLoader,
+    Announcement,
+    Announcer,
+    LossReduction,
+    Share,
+    StatefulAgreedLoader,
+    UnevenInputs,
+    agreed_length,
+    is_stateful,
+    loss_scale,
+    shares_of,
+)
+from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
+from lightning_multigpu.job.loader_workers import leave_interrupts_to_rank
+from lightning_multigpu.job.run_signals import RunSignals
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class BatchFeed:
+    """Distributes batches over the data ranks, agrees on and weights each training batch, and resumes an epoch.
+
+    Args:
+        uneven_inputs, loss_reduction: as in :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
+        signals: the ranks' announcements of each training batch carry them.
+
+    Attributes:
+        loss_scale: the factor of this rank's loss of the present batch.
+        shares: the share of each rank's present batch; empty without an announcement.
+        counts: False if the present batch is a repeated one, of weight 0.
+    """
+
+    def __init__(self, uneven_inputs: UnevenInputs, loss_reduction: LossReduction, signals: RunSignals) -> None:
+        self.loss_scale = 1.0
+        self.shares: list[Share] = []
+        self.counts = True
+        self.uneven_inputs: UnevenInputs = uneven_inputs
+        self.loss_reduction: LossReduction = loss_reduction
+        self._signals = signals
+        self._filter: Any = None
+
+    def distribute(
+        self,
+        loader: Any,
+        trainer: pl.Trainer,
+        *,
+        rank: int,
+        num_replicas: int,
+        meter: Meter,
+        control_group: Callable[[], dist.ProcessGroup],
+        ranks_a_batch: int,
+        common: Callable[[], float],
+        on_agreed: Callable[[Announcement], None],
+    ) -> Any:
+        """The loader that rank ``rank`` of ``num_replicas`` data ranks iterates over; a collective in training.
+
+        In training all ranks agree on each batch over ``control_group()``, also the ``ranks_a_batch`` of each data
+        rank; ``common`` and ``on_agreed`` are those of :class:`.AgreedLoader`. Prediction keeps Lightning's own
+        sampler, which repeats nothing and keeps the indices for writers.
+        """
+        if trainer.predicting:
+            distributed: Any = loader
+            batches = None
+        else:
+            distributed, batches = distribute_batches(
+                loader, num_replicas=num_replicas, rank=rank, even=not trainer.training
+            )
+        if self._signals.holds_interrupts:
+            leave_interrupts_to_rank(distributed, trainer.global_rank)
+        if not trainer.training:
+            return distributed
+        group = control_group()
+
+        def agreed(announcement: Announcement) -> None:
+            self._act_on_signals(announcement, trainer)
+            on_agreed(announcement)
+
+        stateful = is_stateful(distributed)
+        kind = StatefulAgreedLoader if stateful else AgreedLoader
+        return kind(
+            distributed,
+            Announcer(group, meter, ranks_a_batch=ranks_a_batch),
+            batches=batches,
+            uneven_inputs=self.uneven_inputs,
+            loss_reduction=self.loss_reduction,
+            skip=lambda: 0 if stateful else batches_to_skip(trainer),
+            flags=lambda: self._signals.received,
+            common=common,
+            on_agreed=agreed,
+            on_uneven=rank_zero_warn,
+            length=agreed_length(distributed, group, self.uneven_inputs),
+        )
+
+    def start_batch(self, trainer: pl.Trainer, rank: int) -> None:
+        """Takes the ranks' announcement of the next training batch."""
+        self.loss_scale, self.shares, self.counts = 1.0, [], True
+        loader = trainer.train_dataloader
+        if isinstance(loader, AgreedLoader) and loader.announced:
+            announcement = loader.announced.popleft()
+            self.loss_scale = loss_scale(announcement, rank, self.loss_reduction)
+            self.shares = shares_of(announcement, self.loss_reduction)
+            self.counts = announcement.samples[rank] > 0
+
+    def silence_warning(self) -> None:
+        """Silences Lightning's warning about repeated samples in evaluation: this pack's samplers repeat none."""
+        warnings.filterwarnings("ignore", "Using `DistributedSampler` with the dataloaders")
+        self._filter = warnings.filters[0]
+
+    def restore_warning(self) -> None:
+        """Enables the warning again, for other strategies of this process."""
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+        self._filter = None
+
+    def _act_on_signals(self, announcement: Announcement, trainer: pl.Trainer) -> None:
+        # Gradients that are being accumulated are not part of a checkpoint.
+        may_act = batches_trained_on(trainer) % trainer.accumulate_grad_batches == 0
+        self._signals.agree(announcement.flags, may_act=may_act)
+
+
+def check_loaders(trainer: pl.Trainer, num_replicas: int) -> None:
+    """Checks that Lightning can distribute the given loaders over ``num_replicas`` data ranks.
+
+    Raises:
+        ValueError: a batch sampler cannot be made anew, or there are fewer samples to predict than ranks.
+    """
+    for loader in given_loaders(trainer):
+        kind = type(loader.batch_sampler)
+        if hasattr(loader.batch_sampler, "drop_last") and not hasattr(loader.batch_sampler, "__pl_saved_args"):
+            _, *others = inspect.signature(kind).parameters.values()
+            named = [p.name for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+            if further := [name for name in named if name not in ("batch_size", "drop_last")]:
+                raise ValueError(
+                    f"{kind.__name__} cannot get the ranks' sampler, because of its further arguments "
+                    f"({', '.join(further)}): set defaults for them, return the loader from a hook such as "
+                    "train_dataloader(), or pass Trainer(use_distributed_sampler=False) and a batch sampler with "
+                    "each rank's batches"
+                )
+        size = len(loader.dataset) if isinstance(loader.dataset, Sized) else num_replicas
+        if trainer.predicting and 0 < size < num_replicas:
+            raise ValueError(
+                f"predict: {size} samples are fewer than {num_replicas} data ranks, and each rank needs one: predict "
+                f"on devices={size} or fewer"
+            )
+
+
+def complete_resumed_epoch(trainer: pl.Trainer) -> None:
+    """Counts all batches of an epoch as trained on, if a checkpoint was saved after the epoch's last batch.
+
+    Lightning then begins the next epoch. With another number of ranks an epoch may have more batches or fewer, and
+    Lightning would go on at the same batch of the next epoch.
+    """
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    if trainer.fit_loop.restarting and progress.is_last_batch and math.isfinite(trainer.num_training_batches):
+        add_to_all(progress.current, int(trainer.num_training_batches) - progress.current.processed)
+
+
+def add_to_all(counts: Any, number: int) -> None:
+    """Adds to all of Lightning's counts of an event."""
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(counts, name, getattr(counts, name) + number)
+
+
+def batches_trained_on(trainer: pl.Trainer) -> int:
+    """Batches of this epoch that were trained on."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    return int(progress.current.processed)
+
+
+def batches_to_skip(trainer: pl.Trainer) -> int:
+    """Batches that a run which resumes within an epoch leaves out; none after the last batch of an epoch."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    is_within = trainer.fit_loop.restarting and not progress.is_last_batch
+    return batches_trained_on(trainer) if is_within else 0

@@ -1,0 +1,240 @@
+"""The newest complete checkpoint, to resume from."""
+
+from __future__ import annotations
+
+import os
+import pickletools
+import time
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+
+import psutil
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_multigpu._lightning_internals import place_of_checkpoint
+from lightning_multigpu.job.guardian.failure import host_name
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_SUFFIX = ".ckpt"
+_NEEDED = ("epoch", "global_step", "optimizer_states")  # the last is missing in a file of weights alone
+_FOUND_BY_RANK_0 = "the checkpoint that rank 0 has found"
+_SEEN_WITHIN_S = 30.0  # shared file systems show a new file late to other hosts than its writer
+_POLL_S = 0.2
+
+
+class CheckpointFile(NamedTuple):
+    """A checkpoint that a run can resume from.
+
+    Args:
+        path: the path of the file, or its URL.
+        global_step: optimizer steps before it was saved.
+        epoch: the epoch in which it was saved, from 0.
+        modified_s: when it was written, in seconds since 1970.
+    """
+
+    path: str
+    global_step: int
+    epoch: int
+    modified_s: float
+
+    @property
+    def folder(self) -> str:
+        return self.path.rpartition("/")[0] if "://" in self.path else os.path.dirname(self.path)
+
+    def __str__(self) -> str:
+        return f"{short(self.path)} (epoch {self.epoch}, step {self.global_step})"
+
+
+@overload
+def find_last_checkpoint(directory: str | os.PathLike[str], *, missing_ok: Literal[False] = False) -> str: ...
+@overload
+def find_last_checkpoint(directory: str | os.PathLike[str], *, missing_ok: bool) -> str | None: ...
+
+
+def find_last_checkpoint(directory: str | os.PathLike[str], *, missing_ok: bool = False) -> str | None:
+    """The path of the newest complete checkpoint in a directory or below it, for ``fit(ckpt_path=...)``.
+
+    ::
+
+        trainer.fit(model, ckpt_path=find_last_checkpoint("runs/digits"))
+
+    The checkpoints of one folder are compared by their global step, then their epoch, then their time, and not by their
+    names. If several folders hold checkpoints, as after several runs, the folder with the newest file counts. Temporary
+    files, and files with only weights, are left out. A truncated file is skipped with a warning. Only a small part of
+    each file is read, and no code in it is run.
+
+    Args:
+        directory: a run's directory, or one that holds several runs; or a URL that fsspec knows.
+        missing_ok: return None if there is no checkpoint: for a job that its scheduler starts repeatedly with the same
+            command, and that begins anew the first time.
+
+    Raises:
+        FileNotFoundError: there is no complete checkpoint, and ``missing_ok`` is False.
+    """
+    found = newest(complete_checkpoints(directory))
+    if found is None and not missing_ok:
+        raise FileNotFoundError(
+            f"there is no complete checkpoint in {str(directory)!r} or below it; pass the directory of a run that has "
+            "saved one, or missing_ok=True to begin anew without one"
+        )
+    return None if found is None else found.path
+
+
+def last_checkpoint_of(trainer: pl.Trainer) -> str | None:
+    """The newest complete checkpoint that a Trainer has written in this process or resumed from; None without one.
+
+    It looks where the Trainer's ``ModelCheckpoint`` callbacks save, ignores files of earlier programs, and does not
+    communicate.
+    """
+    begun_s = psutil.Process().create_time()
+    folders = {str(getattr(each, "dirpath", None) or "") for each in trainer.checkpoint_callbacks} - {""}
+    written = [file for folder in folders for file in complete_checkpoints(folder) if file.modified_s >= begun_s]
+    found = newest(written)
+    if found is not None:
+        return found.path
+    return None if trainer.ckpt_path is None else str(trainer.ckpt_path)
+
+
+def with_last_found(function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer) -> tuple[Any, ...]:
+    """The arguments of a Trainer's launched function, with the path of the newest checkpoint instead of ``"last"``.
+
+    Another rank than 0 that finds none takes the file that rank 0 has found, see :func:`await_file`.
+
+    Raises:
+        ValueError: rank 0 finds no complete checkpoint where this run saves; Lightning would begin anew with a warning.
+    """
+    place = place_of_checkpoint(function, args)
+    if place is None or args[place] != "last":
+        return args
+    folders = folders_of(trainer)
+    found = newest(file for folder in folders for file in complete_checkpoints(folder))
+    if found is None and trainer.is_global_zero:
+        raise ValueError(_nothing_found(folders, runs_of(trainer)))
+    return (*args[:place], _FOUND_BY_RANK_0 if found is None else found.path, *args[place + 1 :])
+
+
+def folders_of(trainer: pl.Trainer) -> list[str]:
+    """The folders in which the ``ModelCheckpoint`` callbacks of a Trainer save, before or after its launch."""
+    folders = []
+    for callback in trainer.checkpoint_callbacks:
+        given = getattr(callback, "dirpath", None)
+        if given is None and trainer.loggers:
+            version = trainer.loggers[0].version
+            version = version if isinstance(version, str) else f"version_{version}"
+            given = os.path.join(_root(trainer), str(trainer.loggers[0].name), version, "checkpoints")
+        folders.append(str(given or os.path.join(trainer.default_root_dir, "checkpoints")))
+    return list(dict.fromkeys(folders))
+
+
+def runs_of(trainer: pl.Trainer) -> str | None:
+    """The directory of the Trainer's logger for this run and others of the same name; None without a logger."""
+    name = trainer.loggers[0].name if trainer.loggers else None
+    return None if name is None else os.path.join(_root(trainer), name) if name else _root(trainer)
+
+
+def _root(trainer: pl.Trainer) -> str:
+    return str(trainer.loggers[0].save_dir or trainer.default_root_dir)
+
+
+def _nothing_found(folders: list[str], runs: str | None) -> str:
+    if not folders:
+        return "ckpt_path='last': this Trainer has no ModelCheckpoint that could have saved one; pass ckpt_path=None"
+    shown = " or ".join(map(short, folders))
+    problem = f"ckpt_path='last': there is no complete checkpoint in {shown}, where this run saves"
+    earlier = None if runs is None else newest(complete_checkpoints(runs))
+    if earlier is None:
+        return f"{problem}; pass ckpt_path=None to begin anew"
+    return (
+        f"{problem}. An earlier run has saved {earlier}: to go on from it, pass "
+        f"ckpt_path=lightning_multigpu.find_last_checkpoint({short(str(runs))!r})"
+    )
+
+
+def await_file(path: str | os.PathLike[str], check: Callable[[], object]) -> None:
+    """Waits until this host sees a file that rank 0 sees.
+
+    Args:
+        path: of the file.
+        check: raises if another rank has failed meanwhile.
+
+    Raises:
+        FileNotFoundError: it does not see the file within 30 s.
+    """
+    deadline_s = time.monotonic() + _SEEN_WITHIN_S
+    while not os.path.exists(path):
+        check()
+        if time.monotonic() > deadline_s:
+            raise FileNotFoundError(
+                f"host {host_name()} does not see {os.fspath(path)!r}, the checkpoint that rank 0 loads; save where "
+                "all hosts see the files, or copy them to the same path on each host"
+            )
+        time.sleep(_POLL_S)
+
+
+def complete_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointFile]:
+    """All checkpoints in ``directory`` or below it that a run can resume from, in any order."""
+    system, root = url_to_fs(os.fspath(directory))
+    found = []
+    for path in system.find(root):
+        if not path.endswith(_SUFFIX) or PurePath(path).name.startswith("."):
+            continue
+        shown = system.unstrip_protocol(path) if "://" in str(directory) else path
+        try:
+            with system.open(path, "rb") as file:
+                held = _held(file)
+            modified_s = system.modified(path).timestamp()
+        except FileNotFoundError:  # removed meanwhile, or a link to a removed file
+            continue
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            rank_zero_warn(f"{shown} is skipped: it is truncated, or no checkpoint ({error})")
+            continue
+        if held.keys() == set(_NEEDED):
+            found.append(CheckpointFile(shown, int(held["global_step"]), int(held["epoch"]), modified_s))
+    return found
+
+
+def newest(files: Iterable[CheckpointFile]) -> CheckpointFile | None:
+    """The file with the highest step in the folder with the newest file; None without files."""
+    files = list(files)
+    if not files:
+        return None
+    folder = max(files, key=lambda file: file.modified_s).folder
+    return max((file for file in files if file.folder == folder), key=lambda file: file[1:])
+
+
+def short(path: str) -> str:
+    """``path`` relative to the current directory, if it is below that."""
+    if "://" in path:
+        return path
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
+
+
+def _held(file: Any) -> dict[str, Any]:
+    """The values of the keys :data:`_NEEDED` in a file of ``torch.save``, without missing keys.
+
+    The archive's table of contents is written last, so it exists only if the file is complete. The pickle in the
+    archive is read as a list of operations: Lightning's dictionary begins with the epoch and the step.
+    """
+    held: dict[str, Any] = {}
+    key = None
+    with zipfile.ZipFile(file) as archive:
+        name = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
+        if name is None:
+            raise ValueError("it holds no data.pkl")
+        with archive.open(name) as pickled:
+            for operation, value, _ in pickletools.genops(pickled):
+                if isinstance(value, str) and "UNICODE" in operation.name:
+                    key = value if value in _NEEDED and value not in held else None
+                    if key == "optimizer_states":
+                        held[key] = True
+                elif key is not None and "INT" in operation.name:
+                    held[key], key = value, None
+                if len(held) == len(_NEEDED):
+                    break
+    return held

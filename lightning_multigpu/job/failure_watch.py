@@ -1,0 +1,374 @@
+"""Failure watch: the failure of one rank becomes a failure of all ranks, with its rank and cause.
+
+A rank that raises reports to the guardian of its host and aborts its process groups. The guardians inform all other
+ranks, which abort their groups too, so that no rank waits in a group. Each of these ranks then raises the exception
+that :meth:`~lightning_multigpu.job.guardian.Failure.exception` makes from the text of the failure.
+
+Guardians need Linux. Elsewhere the other ranks learn of a failure from torch: by a closed connection, or at the end of
+a collective's timeout.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import logging
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_multigpu._lightning_internals import EndOfRun
+from lightning_multigpu.communication.metering.collective_observer import ranks_text
+from lightning_multigpu.communication.rendezvous import RendezvousError
+from lightning_multigpu.job.checkpoint_files.last_checkpoint import last_checkpoint_of
+from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient, RankFailedError
+from lightning_multigpu.job.guardian.failure import text_of
+from lightning_multigpu.job.guardian.hang.flight_recorder import FlightRecorder
+from lightning_multigpu.job.guardian.interrupts import report_of, signal_of
+from lightning_multigpu.job.guardian.proc import ended_text
+from lightning_multigpu.job.loader_workers import ignoring_ends_of_workers, note_refused_worker
+from lightning_multigpu.job.run_signals import RunSignals
+from lightning_multigpu.job.uncaught_errors import FailureMessage, give_sigterm_back, resume_advice
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightning_multigpu.job.run_context import RunContext
+
+log = logging.getLogger(__name__)
+
+_SETTLE_S = 3.0
+_SETTLE_AFTER_SIGTERM_S = 1.0  # a launcher that sees a rank end may be faster with SIGTERM than the guardian
+SIGTERM_STATUS = 128 + signal.SIGTERM  # as a shell reports the end by a signal
+_CONNECTION_LOST = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket|gloo|nccl|timed out|timeout|abort|parameter server",
+    re.IGNORECASE,
+)
+
+
+class FailureWatch:
+    """Ends this rank's run when another rank fails, and informs the others when this rank fails.
+
+    Args:
+        signals: the signals of this run; a signal that has ended another rank ends this one too.
+
+    Attributes:
+        signals: the signals of this run.
+        client: the connection to the guardian of this host; None without a guardian.
+        guardian: the guardian of this host, if this process has started it for this rank's run.
+        failed: whether this run has failed.
+        failure: the failure that has ended this run, this rank's own or another's; None while there is none.
+        ranks_have_ended: in the process that has spawned ranks, whether they have failed, and their state is lost.
+        all_raised: whether all ranks have raised the same exception, which is the program's and no failure of a rank.
+        is_lost: whether this rank has failed and the job goes on without it.
+        on_can_be_lost: called by :meth:`can_be_lost`, for the process that has spawned this rank.
+        earlier_children: processes that an earlier run of this process has started, by their ranks; this run needs
+            them.
+    """
+
+    def __init__(self, signals: RunSignals) -> None:
+        self.client: GuardianClient | None = None
+        self.guardian: Guardian | None = None
+        self.failed = False
+        self.failure: Failure | None = None
+        self.ranks_have_ended = self.all_raised = False
+        self.is_lost = False
+        self.on_can_be_lost: Callable[[], object] | None = None
+        self.earlier_children: dict[int, subprocess.Popen[bytes]] = {}
+        self.signals = signals
+        self._cut: Callable[[], object] | None = None
+        self._world_size = 0  # once the ranks have joined
+        self._hooks_follow = False
+        self._cannot_join = self._can_be_lost = False
+
+    def begin(self, cut: Callable[[], object]) -> None:
+        """Begins a new run, whose ranks have yet to join; ``cut`` ends their waits until then."""
+        give_sigterm_back()
+        self.failed = self.is_lost = self.all_raised = self._can_be_lost = False
+        self.failure = None
+        self._cut, self._world_size = cut, 0
+
+    def joined(self, cut: Callable[[], object], world_size: int) -> None:
+        """Notes that the ranks have joined; ``cut`` aborts their groups when a rank fails.
+
+        Raises:
+            RankFailedError: a rank has failed meanwhile.
+        """
+        self._cut, self._world_size = cut, world_size
+        self.check()
+
+    def check(self) -> None:
+        """Raises RankFailedError if another rank has failed, or has ended since an earlier run."""
+        if self.failure is not None:
+            raise RankFailedError(self.failure.describe())
+        for rank, child in self.earlier_children.items():
+            code = child.poll()
+            if code is not None:
+                raise RankFailedError(
+                    f"rank {rank} (pid {child.pid}), which an earlier run of this program has started, "
+                    f"{ended_text(code)}; a rank that fails ends its program: start the job anew"
+                )
+
+    def can_be_lost(self) -> None:
+        """Declares that the job goes on without this rank if it fails in this run; not for rank 0.
+
+        Call it when the rank is in no process group with other ranks. It needs the guardian, and has no effect on other
+        systems than Linux.
+        """
+        if self.client is not None:
+            if self.on_can_be_lost is not None:  # first: the process that has spawned the ranks would end them all
+                self.on_can_be_lost()
+            self.client.can_be_lost()
+            self._can_be_lost = True
+
+    @property
+    def lost(self) -> list[int]:
+        """The ranks of this host that the job has lost so far; ranks of other hosts are not known."""
+        return [] if self.client is None else self.client.lost
+
+    @property
+    def flight_recorder(self) -> FlightRecorder | None:
+        """The page of shared memory in which this rank notes its steps and collectives for the guardian."""
+        return None if self.client is None else self.client.flight_recorder
+
+    def receive(self, failure: Failure) -> None:
+        """Receives another rank's failure from the guardian; called in a thread of its own."""
+        self.failure = self.failure or failure
+        if not self.failed:
+            self.signals.follow_failure(failure.what)
+        self._abort()
+
+    def cut_loose(self) -> None:
+        """Ends this rank's waits in collectives: a signal has come, and the main thread does not act on it."""
+        if self._cut is not None:
+            sys.stderr.write("The rank waits in a collective, and acts on no signal: the wait is ended now.\n")
+        self._abort()
+
+    def leave(self) -> None:
+        """Ends the watch at the strategy's teardown; if hooks of a good run follow, :meth:`guarded` does."""
+        if self.failed or not self._hooks_follow:
+            self.stop()
+
+    def stop(self) -> None:
+        """Ends the watch: from now on the end of this process is no failure, and it receives no failure."""
+        client, self.client = self.client, None
+        if client is not None:
+            client.leave()
+        guardian, self.guardian = self.guardian, None
+        if guardian is not None:
+            guardian.stop()
+        self._cut, self._world_size = None, 0
+
+    def guarded(
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        run: RunContext,
+        trainer: pl.Trainer | None,
+    ) -> Any:
+        """Runs a rank's work; if the job fails, raises the exception of the rank that failed.
+
+        An exception that all ranks raise at the same step is raised on all of them. Otherwise the first rank of each
+        host raises it, or the second if the first one has died; further ranks end with exit status 1 and one line in
+        the log.
+        """
+        self._hooks_follow = True
+        try:
+            return self._settled(partial(function, *args, **kwargs), run, trainer)
+        except BaseException as error:
+            if not self._hooks_follow:
+                raise
+            # torch raises at the end of a loader's worker wherever the main thread is, perhaps while it handles the end
+            # of another worker.
+            return self._settled(partial(_raise, error), run, trainer)
+
+    def _settled(self, work: Callable[[], Any], run: RunContext, trainer: pl.Trainer | None) -> Any:
+        """The result of ``work``; if it raises, settles the failure and raises as :meth:`guarded`."""
+        try:
+            result = work()
+            self._finish()
+            return result
+        except BaseException as error:
+            if isinstance(error, SIGTERMException):
+                error.code = SIGTERM_STATUS  # Lightning sets none, and the process would seem to have succeeded
+            # A rank that can be lost has no groups to agree on a signal in, and acts alone.
+            if (self.signals.agreed_on(error) and not self._can_be_lost) or isinstance(error, EndOfRun):
+                self._hooks_follow = False  # all ranks end together; later errors are no failures of the job
+                raise
+            step = trainer.global_step if trainer is not None and self._world_size else None
+            failure = self.settle(error, run, step)
+            if failure is None or not isinstance(error, Exception):
+                raise
+            if run.local_rank == _printing_rank(failure, run):
+                raise failure.exception() from None
+            log.info("Rank %d ends because %s", run.rank, failure.sentence())
+            raise SystemExit(1) from None
+
+    def announce(self) -> None:
+        """Informs the guardian that this rank prints the failure, so that the guardian does not."""
+        if self.client is not None:
+            self.client.announced()
+
+    def message(self, run: RunContext, trainer: pl.Trainer | None) -> FailureMessage:
+        """The text that this rank prints about the failure, if nobody catches its exception."""
+        failure = self.failure
+        assert failure is not None
+        is_own = failure.rank == run.rank and bool(failure.traceback)  # without a traceback, the guardian has found it
+        # Ranks that cannot join all raise the same exception.
+        alike = self._cannot_join or self.all_raised
+        in_full = is_own and (run.local_rank == 0 or not alike) and (run.node_rank == 0 or not self.all_raised)
+        is_first = run.node_rank == 0 and run.local_rank == _printing_rank(failure, run)
+        waited: list[str] = []
+        if self.client is not None and (in_full or not failure.traceback):  # else the rank that raised prints it
+            waited = self.client.waited
+        checkpoint = None
+        # torchrun and SLURM end the first rank as soon as another one has failed, before it can print.
+        advises = is_first or (in_full and not isinstance(run.environment, LightningEnvironment))
+        if advises and not self.is_lost and has_trained(trainer):
+            checkpoint = partial(last_checkpoint_of, trainer)
+        return FailureMessage(
+            failure, in_full, waited, checkpoint, is_first_host=run.node_rank == 0, goes_on=self.is_lost
+        )
+
+    def settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
+        """Finds the rank whose failure has caused ``error``; reports to the guardian if it is this rank.
+
+        Args:
+            error: the exception that has reached the launcher of this rank.
+            run: the run.
+            step: optimizer steps completed, or None if unknown.
+
+        Returns:
+            The failure of another rank, or None if ``error`` is this rank's own.
+        """
+        with ignoring_ends_of_workers():
+            return self._settle(error, run, step)
+
+    def _settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
+        self.failed = True
+        self._hooks_follow = False
+        self._cannot_join = isinstance(error, RendezvousError)  # each rank raises that for itself
+        if self._is_raised_by_all(error, run.rank, step):
+            self._abort()
+            self.stop()
+            return None
+        _limit_exit(run.failure_timeout_s, from_exit=not isinstance(error, Exception))
+        patience_s = _SETTLE_S if _is_connection_loss(error) else 0.0
+        if isinstance(error, SIGTERMException):
+            patience_s = _SETTLE_AFTER_SIGTERM_S
+        deadline_s = time.monotonic() + (patience_s if self.client is not None else 0.0)
+        while self.failure is None and not self._cannot_join and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        note_refused_worker(error, run.rank)
+        own = Failure.of(error, rank=run.rank, step=step)
+        if self.failure is None:
+            if not self._cannot_join:
+                error.add_note(own.summary())
+            if self.client is not None:
+                signum = {KeyboardInterrupt: signal.SIGINT, SIGTERMException: signal.SIGTERM}.get(type(error))
+                if signum is not None:  # the place at which a signal has struck is not the cause
+                    what = report_of(signum, late=self.signals.late)
+                    own = own._replace(what=what, traceback="")
+                self.client.failed(own)
+        other = None if self._cannot_join else self.failure  # the guardian may have found another failure first
+        self.failure = other or own
+        self.is_lost = self._can_be_lost and other is None and not isinstance(error, KeyboardInterrupt)
+        self._abort()
+        return other
+
+    def _is_raised_by_all(self, error: BaseException, rank: int, step: int | None) -> bool:
+        """Waits until all ranks have raised ``error`` at this step, or one certainly does not."""
+        if self.client is None or self._world_size < 2 or self.failure is not None or self._can_be_lost:
+            return False
+        if not isinstance(error, Exception) or isinstance(error, RankFailedError) or _is_connection_loss(error):
+            return False
+        failure, kind = Failure.of(error, rank=rank, step=step), type(error)
+        self.all_raised = self.client.all_raised(f"{kind.__module__}.{kind.__qualname__} at step {step}", failure)
+        if self.all_raised:
+            self.failure = failure
+        return self.all_raised
+
+    def _finish(self) -> None:
+        """Waits until the run has ended well for all ranks.
+
+        Raises:
+            RankFailedError: it has not; :meth:`settle` then finds the failure.
+        """
+        if self.client is not None and self._world_size:
+            note = self.client.flight_recorder.began(
+                "barrier",
+                group="end of the run",
+                ranks=ranks_text(range(self._world_size)),
+                group_size=self._world_size,
+                size_bytes=0,
+            )
+            failure = self.client.finish()
+            if note is not None:
+                note.ended()
+            if failure is not None:
+                raise RankFailedError(failure.describe())
+        self._hooks_follow = False
+        self.stop()
+
+    def _abort(self) -> None:
+        cut, self._cut = self._cut, None
+        if cut is not None:
+            cut()
+
+
+def has_trained(trainer: pl.Trainer | None) -> TypeGuard[pl.Trainer]:
+    """True in a fit that has completed a step, or has resumed from a checkpoint of one."""
+    return trainer is not None and trainer.state.fn == TrainerFn.FITTING and trainer.global_step > 0
+
+
+def advise_resuming(trainer: pl.Trainer | None, exception: BaseException) -> None:
+    """Prints on rank 0 how to resume, after the callbacks have saved, if a signal has ended the run."""
+    if isinstance(exception, KeyboardInterrupt | SIGTERMException) and has_trained(trainer):
+        advice = resume_advice(last_checkpoint_of(trainer))
+        if advice and trainer.is_global_zero:
+            sys.stderr.write(f"{advice}\n")
+
+
+def _printing_rank(failure: Failure, run: RunContext) -> int:
+    """The local rank that prints another rank's failure on its host: the first one, unless that has died."""
+    first_died = failure.rank == run.node_rank * run.ranks_per_host and not failure.traceback
+    by_signal = signal_of(failure.what) is not None
+    return 1 if first_died and not by_signal and run.ranks_per_host > 1 else 0
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _limit_exit(timeout_s: float, *, from_exit: bool) -> None:
+    """Limits the time that the exit of a process of a failed job may take.
+
+    The guardian does not watch any more then, and threads of a back end can wait for hosts that have ended. A program
+    that goes on after the failure is not limited before its exit. With ``from_exit`` the time begins at the exit: a
+    program that a signal ends may save before that.
+    """
+    failed_s = time.monotonic()
+
+    def end() -> None:
+        left_s = timeout_s if from_exit else failed_s + timeout_s - time.monotonic()
+        # The default action needs no Python: the interpreter may have ended by then.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, left_s if left_s > 0 else timeout_s)
+        gc.freeze()  # the interpreter's last collections take seconds on a busy machine
+
+    atexit.register(end)
+
+
+def _is_connection_loss(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and bool(_CONNECTION_LOST.search(text_of(error)))

@@ -1,0 +1,426 @@
+"""A rank's end of the connection to the guardian of its host."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.util import Finalize
+
+from lightning_multigpu.job.guardian.failure import Failure, closing_lines, host_name
+from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
+from lightning_multigpu.job.guardian.hang.stacks import answer_stack_signal
+from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS
+from lightning_multigpu.job.guardian.proc import STOPPED, StoppedTime, WatchedProcess
+from lightning_multigpu.job.guardian.protocol import Connection, Message, foreign
+from lightning_multigpu.job.guardian.start import ADDRESS, SECRET, GuardianError
+from lightning_multigpu.job.guardian.workers import remove_temporary
+
+OnFailure = Callable[[Failure], None]
+
+
+class NoGuardianError(GuardianError):
+    """No process listens at the guardian's address, or a process of another user or container does."""
+
+
+_LONGEST_LOOK_S = 0.5
+_SEEN_S = 5.0
+_IN_LINE_S = 0.02
+_BACKLOG = 256  # strangers may queue before the other hosts
+
+
+class GuardianClient:
+    """A rank's connection to the guardian of its host.
+
+    A thread reads the guardian's messages. It calls ``on_failure`` once, with the failure of another rank or host, or
+    of the guardian itself: the guardian has ended, or has been stopped for half of ``failure_timeout_s`` while this
+    process has not. After a failure of the guardian no other process would end this one, so it ends itself 0.9
+    ``failure_timeout_s`` after the failure began, if it still runs.
+
+    Args:
+        address: the guardian's address.
+        secret: the guardian's secret; None if it was started with an address.
+        rank: the global rank of this process.
+        on_failure: called once, in another thread.
+        timeout_s: seconds that the guardian may take to answer.
+        stands_in_line: wait for that time, too, while the queue of connections there is full.
+
+    Attributes:
+        failure: the failure that ``on_failure`` was called with, or None.
+        waited: the collectives in which the ranks of this host waited when the job failed, one line for each rank;
+            complete before ``on_failure`` is called, and a moment after :meth:`failed`.
+        lost: the ranks of this host that the job has lost, in that order. See :meth:`can_be_lost`.
+        flight_recorder: the record of this rank's steps and collectives, for the guardian to read.
+
+    Raises:
+        GuardianError: no guardian listens there, or it refuses this rank.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: str | None,
+        *,
+        rank: int,
+        on_failure: OnFailure,
+        timeout_s: float = 30.0,
+        stands_in_line: bool = True,
+    ) -> None:
+        self.rank = rank
+        self.failure: Failure | None = None
+        self.waited: list[str] = []
+        self.lost: list[int] = []
+        self._temporary: str | None = None
+        self._on_failure = on_failure
+        self._leaving, self._met, self._seen = threading.Event(), threading.Event(), threading.Event()
+        self._all_at_end = threading.Event()
+        self._is_alone = False  # with its exception
+        self._sending = threading.RLock()  # a signal's handler may send while its thread does
+        self._deciding = threading.RLock()  # whether a stopped guardian goes on or is killed
+        self._kill_at_s: float | None = None  # set when this rank has decided to kill the stopped guardian
+        self._process = os.getpid()
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(timeout_s)
+        try:
+            _connect(sock, address, time.monotonic() + (timeout_s if stands_in_line else 0.0))
+        except OSError as error:
+            sock.close()
+            raise NoGuardianError(f"rank {rank} finds no guardian on {host_name()}: {error}; has it ended?") from error
+        if why := foreign(sock):
+            sock.close()
+            raise NoGuardianError(f"the guardian's address belongs to {why}: it is not the guardian of rank {rank}")
+        self._connection = Connection(sock)
+        self._early: list[Message] = []
+        try:
+            self._connection.send("hello", secret=secret, rank=rank)
+            welcome = self._welcome(time.monotonic() + timeout_s)
+            self.guardian_pid, failure_timeout_s = int(welcome["pid"]), float(welcome["failure_timeout_s"])
+            self._guardian = WatchedProcess(self.guardian_pid)
+            self.flight_recorder = FlightRecorder(self._map_pages(int(welcome["num_slots"])), int(welcome["slot"]))
+        except ProcessLookupError as error:
+            self._connection.close()
+            raise GuardianError(f"the guardian (pid {self.guardian_pid}) of rank {rank} has ended") from error
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            self._connection.close()
+            raise GuardianError(f"what answers at the guardian's address is another program: {error}") from error
+        except BaseException:
+            self._connection.close()
+            raise
+        self._end_s, self._stopped_limit_s = 0.9 * failure_timeout_s, 0.5 * failure_timeout_s
+        self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 10)  # between checks for a stopped guardian
+        self._offer_stacks()
+        self._thread = threading.Thread(target=self._listen, name="guardian-client", daemon=True)
+        self._thread.start()
+        # Not atexit, whose functions do not run in a forked process of multiprocessing.
+        self._at_exit = Finalize(None, self._leave_none_stopped, exitpriority=0)
+
+    @classmethod
+    def from_variables(cls, variables: Mapping[str, str], *, rank: int, on_failure: OnFailure) -> GuardianClient:
+        """Connects to the guardian that :attr:`Guardian.environment` names.
+
+        Raises:
+            GuardianError: the variables are not set, or the guardian cannot be reached or trusted.
+        """
+        missing = [name for name in (ADDRESS, SECRET) if not variables.get(name)]
+        if missing:
+            raise GuardianError(
+                f"rank {rank} does not know its guardian: {' and '.join(missing)} not set; call Guardian.start() in "
+                "the first rank of the host, before the others are started"
+            )
+        return cls(variables[ADDRESS], variables[SECRET], rank=rank, on_failure=on_failure)
+
+    def failed(self, failure: Failure, *, age_s: float = 0.0) -> None:
+        """Reports a failure of this rank or of a link to the guardian, which informs the other ranks; all have to end.
+
+        Returns when the guardian has read the other ranks' waits, or after five seconds. If the failure has no step,
+        the guardian takes the step that its rank has noted.
+
+        Args:
+            failure: the failure.
+            age_s: seconds since it happened.
+        """
+        self._send("failed", failure=failure.to_message(), age_s=age_s)
+        if threading.current_thread() is not self._thread:
+            self._seen.wait(_SEEN_S)
+
+    def all_raised(self, key: str, failure: Failure) -> bool:
+        """Whether all ranks of the job have raised the same exception: it is the program's, and no failure of a rank.
+
+        Returns once all have, or once one certainly has not: that rank has ended its run well, waits for this one, or
+        has not come within a third of ``failure_timeout_s``. This rank's failure is then reported.
+
+        Args:
+            key: the exception, the same on all ranks.
+            failure: this rank's failure, if the others do not raise it.
+        """
+        self._send("raised", key=key, failure=failure.to_message())
+        self._all_at_end.wait()
+        return self.failure is None and not self._is_alone
+
+    def can_be_lost(self) -> None:
+        """Declares that the job goes on without this rank, however its process ends before its :meth:`leave`.
+
+        The guardian then prints a line and informs the other ranks of this host (:attr:`lost`). If this rank, or one of
+        its worker processes, is stopped, that is no failure either. No other rank may wait for this one from now on.
+
+        Raises:
+            ValueError: this is rank 0, whose end always is the end of the job.
+        """
+        if self.rank == 0:
+            raise ValueError("rank 0 cannot be lost, since it has the results: call can_be_lost on other ranks only")
+        self._send("can be lost")
+
+    def announced(self) -> None:
+        """Informs the guardian that this rank prints the failure in the terminal, so that the guardian does not."""
+        self._send("announced")
+
+    def uses_temporary(self, directory: str) -> None:
+        """Names multiprocessing's directory of this rank; the guardian removes it if the rank cannot."""
+        self._temporary = directory
+        self._send("temporary", directory=directory)
+
+    def report_to(self, directory: str, *, node_rank: int | None = None) -> None:
+        """Sets where the file that describes a failure is written.
+
+        Args:
+            directory: is made at a failure if it does not exist.
+            node_rank: this host's node rank, for the file's name: hosts may share one hostname.
+        """
+        self._send("directory", directory=os.path.abspath(directory), node_rank=node_rank)
+
+    def joining(self, limit_s: float) -> None:
+        """Reports that this rank is joining the others, which wait for it; after ``limit_s`` it has failed."""
+        self._send("joining", limit_s=limit_s)
+
+    def joined(self) -> None:
+        """Reports that this rank has joined the others."""
+        self._send("joined")
+
+    def counts_interrupts(self) -> None:
+        """Makes a second Ctrl-C end the job at once: the program has no handler of its own for SIGINT.
+
+        All ranks then end with exit status 130, this one included.
+        """
+        self._send("counts interrupts")
+
+    def signalled(self, status: int, number: int) -> None:
+        """Reports this rank's first, second... SIGINT or SIGTERM; the second ends the job with that exit status."""
+        self._send("signalled", status=status, number=number)
+
+    def finish(self) -> Failure | None:
+        """Reports that this rank has reached the end of its run; waits until all ranks have, or one has failed.
+
+        Returns:
+            The failure, or None if the run has ended well for all.
+        """
+        self._send("at end")
+        if not self._leaving.is_set():
+            self._all_at_end.wait()
+        return self.failure
+
+    def listen_for_hosts(self, address: str, *, num_nodes: int, secret: str) -> int:
+        """On node 0, by one rank: makes the guardian listen for the other hosts' guardians.
+
+        Args:
+            address: an address of this host that the others reach.
+            num_nodes: hosts of the job, this one included.
+            secret: a text that only the hosts of the job know.
+
+        Returns:
+            The port for :meth:`join_hosts` of the other hosts.
+
+        Raises:
+            GuardianError: the address is not one of this host's.
+        """
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            with socket.create_server((address, 0), family=family, backlog=num_nodes + _BACKLOG) as listener:
+                self._send("listen", descriptors=(listener.fileno(),), num_nodes=num_nodes, secret=secret)
+                return int(listener.getsockname()[1])
+        except OSError as error:
+            raise GuardianError(
+                f"the guardian cannot listen at {address}: {error}; give an address of {host_name()}"
+            ) from error
+
+    def join_hosts(self, address: str, port: int, *, node_rank: int, secret: str, timeout_s: float = 30.0) -> None:
+        """On each other node, by one rank: connects this host's guardian to node 0's, and waits for its welcome.
+
+        From then on node 0 knows of this host, and its end is a failure there.
+
+        Args:
+            address: of node 0, as given to :meth:`listen_for_hosts`.
+            port: what that has returned.
+            node_rank: of this host, 1 or more.
+            secret: of the job.
+            timeout_s: how long connecting may take, and then the welcome.
+
+        Raises:
+            GuardianError: node 0's guardian cannot be reached within ``timeout_s``, or refuses this host's.
+        """
+        try:
+            with socket.create_connection((address, port), timeout=timeout_s) as sock:
+                self._send("join", descriptors=(sock.fileno(),), node_rank=node_rank, secret=secret)
+        except OSError as error:
+            raise GuardianError(
+                f"node {node_rank} ({host_name()}) cannot reach the guardian of node 0 at {address} port {port}: "
+                f"{error}; is the address right, and the port open between the hosts?"
+            ) from error
+        self._met.wait(timeout_s)
+        if self.failure is not None or not self._met.is_set():
+            why = f"no answer within {timeout_s:g} s" if self.failure is None else self.failure.describe()
+            raise GuardianError(f"node {node_rank} ({host_name()}) is not accepted at {address} port {port}: {why}")
+
+    def leave(self) -> None:
+        """Ends the connection: from now on this rank's end is no failure, and it receives no failure."""
+        if self._leaving.is_set() or os.getpid() != self._process:
+            return
+        with self._deciding:
+            self._leaving.set()  # before the message: the guardian may end at once, which is no failure then
+        with self._sending:
+            self._connection.send("leave")
+        self._leave_none_stopped()
+        self._at_exit.cancel()
+        with contextlib.suppress(OSError):  # wakes the thread; sent messages still arrive
+            self._connection.socket.shutdown(socket.SHUT_RDWR)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5)
+        self._connection.close()
+        self._guardian.close()
+        self.flight_recorder.detach()
+
+    def has_left(self, timeout_s: float) -> bool:
+        """Whether :meth:`leave` has been called; waits for that."""
+        return self._leaving.wait(timeout_s)
+
+    # The other thread
+
+    def _listen(self) -> None:
+        stopped_time = StoppedTime(self._guardian, pause_s=4 * self._look_s)
+        messages, self._early = self._early, []
+        while True:
+            for message in messages:
+                self.waited += [str(line) for line in message.get("waited", ())]
+                if message["kind"] == "met":
+                    self._met.set()
+                elif message["kind"] == "seen":
+                    self._seen.set()
+                elif message["kind"] == "lost":
+                    self.lost.append(int(message["rank"]))
+                elif message["kind"] in ("all at end", "alone"):
+                    self._is_alone = message["kind"] == "alone"
+                    self._all_at_end.set()
+                elif message["kind"] == "end now" and not self._leaving.is_set():
+                    os._exit(int(message.get("status", INTERRUPTED_STATUS)))
+                elif message["kind"] == "failure":
+                    self._report(Failure.from_message(message.get("failure")))
+            if self._connection.closed:
+                break
+            readable, _, _ = select.select([self._connection], [], [], self._look_s)
+            messages = self._connection.receive() if readable else []
+            if (stopped_s := stopped_time.lasts_s()) > self._stopped_limit_s and self._gives_up():
+                what = f"the guardian (pid {self.guardian_pid}) has been stopped by a signal for {stopped_s:.1f} s"
+                self._report(Failure(what, host=host_name()))
+                self._end_s -= stopped_s + 2 * self._look_s
+                self._end_stopped()
+                break
+        self._seen.set()
+        if self._leaving.is_set():
+            return
+        what = f"the guardian (pid {self.guardian_pid}) has ended, and nobody watches the ranks any more"
+        self._report(Failure(what, host=host_name()))
+        if not self._leaving.wait(self._end_s):
+            why = [] if self.failure is None else closing_lines(self.failure, [])
+            lines = [f"Rank {self.rank} has not ended {self._end_s:g} s later, so it is ended now.", *why]
+            sys.stderr.write("".join(f"{line}\n" for line in lines))
+            if self._temporary is not None:
+                remove_temporary(self._temporary)
+            os.kill(self._process, signal.SIGKILL)
+
+    def _gives_up(self) -> bool:
+        """Decides to kill a stopped guardian. From then on no process resumes it, or its report would be cut off."""
+        with self._deciding:
+            if not self._leaving.is_set():
+                # By then the host's other ranks have decided so too, even if this one leaves.
+                self._kill_at_s = time.monotonic() + 2 * self._look_s
+        return self._kill_at_s is not None
+
+    def _end_stopped(self) -> None:
+        """Kills a stopped guardian if this rank has decided so; at once if Ctrl-C interrupts the wait."""
+        if self._kill_at_s is None:
+            return
+        try:
+            time.sleep(max(0.0, self._kill_at_s - time.monotonic()))
+        finally:
+            if self._guardian.state() == STOPPED:  # else another rank has resumed it, and it may be writing
+                self._guardian.kill()  # it would stay for ever; its end also informs the other hosts' guardians
+
+    def _leave_none_stopped(self) -> None:
+        """Resumes a stopped guardian, or kills it if this rank has decided so before the thread could."""
+        with self._deciding:
+            if self._kill_at_s is None and self._guardian.state() == STOPPED:
+                self._guardian.resume()  # else it would stay stopped for ever
+        self._end_stopped()
+
+    def _report(self, failure: Failure) -> None:
+        if self.failure is None and not self._leaving.is_set():
+            self.failure = failure
+            self._met.set()  # wakes join_hosts, which raises the failure
+            self._on_failure(failure)
+            self._all_at_end.set()
+
+    # Messages
+
+    def _send(self, kind: str, *, descriptors: tuple[int, ...] = (), **fields: object) -> None:
+        """Sends a message, but none from a forked child: it shares the connection, but is not this rank."""
+        if not self._leaving.is_set() and os.getpid() == self._process:
+            with self._sending:
+                self._connection.send(kind, descriptors=descriptors, **fields)
+
+    def _welcome(self, deadline_s: float) -> Message:
+        while True:
+            while self._early:
+                message = self._early.pop(0)
+                if message["kind"] == "refused":
+                    raise GuardianError(f"the guardian refuses rank {self.rank}: {message.get('why')}")
+                if message["kind"] == "welcome":
+                    return message
+            if self._connection.closed:
+                raise GuardianError(f"the guardian has closed the connection to rank {self.rank}; has it ended?")
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise GuardianError(f"the guardian does not answer rank {self.rank} in time; is it stopped?")
+            select.select([self._connection], [], [], left_s)
+            self._early += self._connection.receive()
+
+    def _offer_stacks(self) -> None:
+        how = answer_stack_signal()
+        if how is not None:
+            self._send("stacks", descriptors=(how.descriptor,), number=how.number, main_thread=how.main_thread)
+
+    def _map_pages(self, num_slots: int) -> mmap.mmap:
+        descriptor = self._connection.take_descriptor(stat.S_ISREG)
+        if descriptor is None:
+            raise GuardianError("the guardian's welcome came without its memory; is it of the same version?")
+        try:
+            return mmap.mmap(descriptor, PAGE_BYTES * num_slots)
+        finally:
+            os.close(descriptor)
+
+
+def _connect(sock: socket.socket, address: str, deadline_s: float) -> None:
+    """Connects; waits while the kernel's queue of connections is full."""
+    while True:
+        try:
+            return sock.connect("\0" + address)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise
+        time.sleep(_IN_LINE_S)

@@ -1,0 +1,142 @@
+"""Discovery of a host's guardian by ranks that this pack has not started.
+
+torchrun, srun or a shell start each rank separately, so that no rank inherits variables of another one. The ranks and
+their guardian meet at a UNIX address that is computed from the job. The kernel knows the user and the PID namespace of
+each process: only processes with the same ones trust each other, and the guardian sends the job's secret only to them.
+If another process has taken the address, the guardian listens at a longer one, which ranks find in the kernel's list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from lightning_multigpu.job.guardian.client import GuardianClient, NoGuardianError, OnFailure
+from lightning_multigpu.job.guardian.failure import host_name
+from lightning_multigpu.job.guardian.proc import read_stat
+from lightning_multigpu.job.guardian.protocol import foreign, peer_of
+from lightning_multigpu.job.guardian.start import AddressTakenError, Guardian, GuardianError
+
+# Variables that differ between jobs of a scheduler, or restarts of a job, at the same address and port.
+_JOB_VARIABLES = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+)
+_SHORTEST_POLL_S, _POLL_S = 0.005, 0.1
+_NO_ANSWER_S = 2.0
+
+
+def address_of_job(
+    main_address: str, main_port: int, *, node_rank: int, attempt: int, variables: Mapping[str, str]
+) -> str:
+    """The address of a host's guardian; equal for the ranks of the job on one host, and only for them.
+
+    Args:
+        main_address, main_port: the address and port of rank 0.
+        node_rank: the host's node rank, which differs for hosts on one machine.
+        attempt: how often the processes have joined there before.
+        variables: the environment: torchrun and SLURM name the job, and count its restarts.
+    """
+    job = [variables.get(name, "") for name in _JOB_VARIABLES]
+    parts = [str(os.getuid()), main_address, str(main_port), str(node_rank), str(attempt), *job]
+    return f"lightning-multigpu-job-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}"
+
+
+def start_at(
+    address: str, *, num_ranks: int, failure_timeout_s: float, join_timeout_s: float, hang_report_s: float | None = None
+) -> Guardian | None:
+    """Starts the guardian at the job's address; None if a living process has done so already.
+
+    The guardian of a job that has just failed may still run: it has time to end.
+
+    Raises:
+        GuardianError: the guardian does not start, or an earlier job's guardian does not end.
+    """
+    began_s = time.monotonic()
+    own_address = address
+    while True:
+        try:
+            return Guardian.start(
+                num_ranks=num_ranks,
+                failure_timeout_s=failure_timeout_s,
+                join_timeout_s=join_timeout_s,
+                hang_report_s=hang_report_s,
+                address=own_address,
+            )
+        except AddressTakenError:
+            owners = [_owner(name) for name in _addresses(address)]
+            known = [owner.pid for owner in owners if owner is not None and not owner.is_foreign]
+            if any((stat := read_stat(pid)) is not None and stat.state not in "ZX" for pid in known):
+                return None
+            waited_s = time.monotonic() - began_s
+            if not known and (owners[0] is not None or waited_s > _NO_ANSWER_S):
+                own_address = f"{address}-{os.urandom(8).hex()}"  # another user's process, which need not answer
+            elif waited_s > failure_timeout_s + 1:
+                raise
+        time.sleep(_POLL_S)
+
+
+def find(address: str, *, rank: int, on_failure: OnFailure, timeout_s: float) -> GuardianClient:
+    """Waits for the guardian at the job's address and connects to it.
+
+    Args:
+        address: the job's address.
+        rank: the global rank of this process.
+        on_failure: see :class:`GuardianClient`.
+        timeout_s: seconds in which the guardian has to start.
+
+    Raises:
+        GuardianError: it does not start in time, refuses this rank, or is another user's.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    pause_s = _SHORTEST_POLL_S
+    while True:
+        for name in _addresses(address):
+            try:
+                # A stranger's queue may be full for ever: the next name is tried at once, and this one again later.
+                return GuardianClient(name, None, rank=rank, on_failure=on_failure, stands_in_line=False)
+            except NoGuardianError as error:
+                if time.monotonic() > deadline_s:
+                    raise GuardianError(
+                        f"rank {rank} has found no guardian on {host_name()} within {timeout_s:g} s: the first rank "
+                        "of this host, which starts it, has not come. Are MASTER_ADDR, MASTER_PORT and NODE_RANK the "
+                        "same for all ranks of the host, and has one of them LOCAL_RANK=0? Do all belong to one user, "
+                        "and to one container?"
+                    ) from error
+        time.sleep(pause_s)
+        pause_s = min(_POLL_S, 1.5 * pause_s)
+
+
+class _Owner(NamedTuple):
+    """The process that listens at an address."""
+
+    pid: int
+    is_foreign: bool
+
+
+def _owner(address: str) -> _Owner | None:
+    """The owner, from the kernel; None if no process answers."""
+    with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
+        sock.settimeout(1)
+        sock.connect("\0" + address)
+        return _Owner(peer_of(sock)[0], bool(foreign(sock)))
+    return None
+
+
+def _addresses(address: str) -> list[str]:
+    """The job's address, and the longer ones in the kernel's list at which processes of this host listen."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError), open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            name = line.rstrip("\n").rpartition(" ")[2]
+            if name.startswith(f"@{address}-"):
+                found.add(name[1:])
+    return [address, *sorted(found)]

@@ -1,0 +1,242 @@
+"""The failure that ends a job: as text for messages between guardians and ranks, and as an exception."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import json
+import os
+import re
+import traceback
+from collections import Counter
+from typing import Any, NamedTuple
+
+from lightning_multigpu.job.guardian.hang.stacks import PYTHON, Frame
+
+TRACEBACK = "LIGHTNING_MULTIGPU_TRACEBACK"
+# As JSON, where a character takes 1 to 12 bytes; together they must fit into a message.
+MAX_WHAT_BYTES = 8_000
+MAX_TRACEBACK_BYTES = 64_000
+_MAX_NAME_BYTES = 1_000
+_MAX_LINES = 8
+_CHAR_BYTES = 12  # the most for a character: two escapes beyond the BMP
+
+
+class RankFailedError(RuntimeError):
+    """A rank in another process has failed. The message contains its rank, and its exception's message and traceback.
+
+    Frames of lightning, torch and this pack are folded, unless LIGHTNING_MULTIGPU_TRACEBACK is "full".
+    """
+
+
+class Failure(NamedTuple):
+    """The rank that failed, its host, and the cause.
+
+    Attributes:
+        what: the predicate of a sentence about the rank: "was ended by SIGKILL", "raised ValueError: no such file".
+        rank: the global rank, or None if a guardian, a host or a link has failed.
+        host: the name of the host.
+        pid: the failed process on its host, or None if there is none.
+        step: optimizer steps that the rank had completed, or None if unknown.
+        traceback: the traceback of the rank's exception with its notes, or empty.
+        error_type: the name of the exception's class if it is built into Python, or empty.
+        message: the exception's message, for an exception of that class on other ranks.
+    """
+
+    what: str
+    rank: int | None = None
+    host: str = ""
+    pid: int | None = None
+    step: int | None = None
+    traceback: str = ""
+    error_type: str = ""
+    message: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException, *, rank: int | None, step: int | None) -> Failure:
+        """The failure of this process by ``error``."""
+        kind, text = type(error), text_of(error)
+        if _BEGINS in text:  # a data loader puts the traceback of its worker into its message
+            text = f"{text.partition(chr(10))[0]} {text.rstrip().rpartition(chr(10))[2]}"
+        # str() of a KeyError is the quoted key, which another KeyError would quote again.
+        is_text = len(error.args) == 1 and isinstance(error.args[0], str)
+        return cls(
+            what=f"raised {kind.__name__}: {text}" if text else f"raised {kind.__name__}",
+            rank=rank,
+            host=host_name(),
+            pid=os.getpid(),
+            step=step,
+            traceback="".join(traceback.format_exception(error)),
+            error_type=kind.__name__ if kind.__module__ == "builtins" else "",
+            message=error.args[0] if is_text else text_of(error),
+        )
+
+    def exception(self) -> Exception:
+        """The exception that this failure, of a rank in another process, raises here.
+
+        A built-in exception keeps its class, and gets a note about the failure. Exceptions of all other classes become
+        a :class:`RankFailedError`.
+        """
+        kind = getattr(builtins, self.error_type, None) if self.error_type else None
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            with contextlib.suppress(Exception):  # some classes take more than a message
+                error: Exception = kind(self.message)
+                error.add_note(self.note())
+                return error
+        text = self.sentence() if self.rank is not None else f"the job failed: {self.sentence()}"
+        return RankFailedError(f"{text}\n{folded(self.traceback)}".rstrip())
+
+    def note(self) -> str:
+        """The note of an exception that this failure raises in another process."""
+        return f"Raised in another process: {self.summary()}\n{folded(self.traceback)}".rstrip()
+
+    @property
+    def place(self) -> str:
+        """The user's innermost line in the traceback: "train.py:42 in training_step"; empty without one."""
+        frames = [frame for line in self.traceback.splitlines() if (frame := _frame_of(line)) is not None]
+        return next((frame.text for frame in reversed(frames) if not frame.library), "")
+
+    def describe(self) -> str:
+        """One line: "rank 3 (host node7, pid 4242, last completed step 120) was ended by SIGKILL".
+
+        An exception's message may have further lines.
+        """
+        known = [
+            f"host {self.host}" if self.host else "",
+            "" if self.pid is None else f"pid {self.pid}",
+            "" if self.step is None else "no step completed" if self.step == 0 else f"last completed step {self.step}",
+            f"at {self.place}" if self.place else "",
+        ]
+        where = ", ".join(text for text in known if text)
+        subject = "" if self.rank is None else f"rank {self.rank} "
+        return f"{subject}({where}) {self.what}" if subject else f"{self.what} ({where})" if where else self.what
+
+    def summary(self) -> str:
+        """As :meth:`describe`, without further lines of a message."""
+        return self.describe().partition("\n")[0]
+
+    def sentence(self) -> str:
+        """:meth:`describe`, in one line where a traceback holds the whole message."""
+        return self.summary() if self.traceback else self.describe()
+
+    def to_message(self) -> dict[str, Any]:
+        """JSON values, cut to fit into one message; a traceback keeps its end."""
+        return self._replace(
+            what=start_within(self.what, MAX_WHAT_BYTES),
+            host=start_within(self.host, _MAX_NAME_BYTES),
+            error_type=start_within(self.error_type, _MAX_NAME_BYTES),
+            message=start_within(self.message, MAX_WHAT_BYTES),
+            traceback=end_within(self.traceback, MAX_TRACEBACK_BYTES),
+        )._asdict()
+
+    @classmethod
+    def from_message(cls, values: Any) -> Failure:
+        """The inverse of :meth:`to_message`.
+
+        Raises:
+            ValueError: the values are not those of a failure.
+        """
+        if not isinstance(values, dict):
+            raise ValueError(f"a failure is an object with the fields {', '.join(cls._fields)}, not {values!r:.80}")
+        numbers = {name: values.get(name) for name in ("rank", "pid", "step")}
+        texts = {name: values.get(name, "") for name in ("what", "host", "traceback", "error_type", "message")}
+        for name, value in {**numbers, **texts}.items():
+            wanted: tuple[type, ...] = (int, type(None)) if name in numbers else (str,)
+            if not isinstance(value, wanted) or (isinstance(value, int) and not -1 << 63 <= value < 1 << 63):
+                raise ValueError(f"the field {name} of a failure is {value!r:.80}; it must be {wanted[0].__name__}")
+        return cls(**numbers, **texts)  # type: ignore[arg-type]
+
+
+def closing_lines(failure: Failure, waited: list[str], *, goes_on: bool = False, in_one: bool = False) -> list[str]:
+    """The collectives in which ranks waited and, last, the failure: what a terminal shows of it, beside a traceback.
+
+    Args:
+        failure: the failure.
+        waited: the collectives, one line for each rank; of many ranks the first are shown.
+        goes_on: whether the job goes on without the failed rank.
+        in_one: in one line: many hosts may share a terminal.
+    """
+    headline = f"The job {'goes on without a rank' if goes_on else 'failed'}: {failure.sentence()}"
+    if in_one:
+        more = f", and {len(waited) - 1} more ranks waited too" if len(waited) > 1 else ""
+        return [f"{headline}; meanwhile {waited[0]}{more}" if waited else headline]
+    shown = [f"Meanwhile {line}" for line in waited[:_MAX_LINES]]
+    if len(waited) > _MAX_LINES:
+        shown.append(f"Meanwhile {len(waited) - _MAX_LINES} more ranks waited too")
+    return [*shown, headline]
+
+
+def text_of(error: BaseException) -> str:
+    """The exception's message; Python's own words where the ``str()`` of a user's class raises."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
+
+
+def start_within(text: str, limit_bytes: int) -> str:
+    """The start of the text that takes at most ``limit_bytes`` in a message."""
+    text = text[:limit_bytes]
+    while (excess := len(json.dumps(text)) - 2 - limit_bytes) > 0:
+        text = text[: len(text) - -(-excess // _CHAR_BYTES)]
+    return text
+
+
+def end_within(text: str, limit_bytes: int) -> str:
+    """As :func:`start_within`, for the text's end."""
+    return start_within(text[-limit_bytes:][::-1], limit_bytes)[::-1]
+
+
+_BEGINS = "Traceback (most recent call last):"
+_FRAME = re.compile(r'^([ |+]*)  File "(.*)", line (\d+), in (.*)$')
+
+
+def _frame_of(line: str) -> Frame | None:
+    found = _FRAME.match(line)
+    return None if found is None else Frame(found[2], int(found[3]), found[4])
+
+
+def folded(text: str) -> str:
+    """A traceback's text, with one line for successive frames of lightning, torch and this pack.
+
+    Frames of Python's own library are shown if the user's code has called them. All frames are shown if the variable
+    LIGHTNING_MULTIGPU_TRACEBACK is "full".
+
+    Args:
+        text: one or more tracebacks, as Python prints an exception with its causes or its group; other lines stay as
+            they are.
+    """
+    if os.environ.get(TRACEBACK) == "full":
+        return text
+    shown: list[str] = []
+    hidden: list[Frame] = []
+    is_hidden, margin, hint = True, "", f" ({TRACEBACK}=full shows all)"
+    for line in text.splitlines():
+        frame = _frame_of(line)
+        if frame is not None:
+            is_hidden = frame.library != "" and (frame.library != PYTHON or is_hidden)
+            if is_hidden:
+                hidden.append(frame)
+                margin = line.partition("  File")[0]
+                continue
+        elif hidden and line.startswith((f"{margin}    ", f"{margin}  [Previous line repeated")):
+            continue
+        if hidden:
+            # If the traceback ends within them, the last frame has raised the exception.
+            last = f", last {hidden[-1].text}" if frame is None else ""
+            shown.append(f"{margin}  ... {_counted(hidden)}{last}{hint}")
+            hidden, hint = [], ""
+        is_hidden = frame is None and (is_hidden or _BEGINS in line)
+        shown.append(line)
+    return "\n".join(shown)
+
+
+def _counted(frames: list[Frame]) -> str:
+    names = [name for name, _ in Counter(frame.library for frame in frames).most_common()]
+    listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    return f"{len(frames)} frame{'s' * (len(frames) > 1)} of {listed}"
+
+
+def host_name() -> str:
+    """The name of this host, from its kernel."""
+    return os.uname().nodename

@@ -1,0 +1,319 @@
+"""The waiting graph of a hang: ranks and the ranks that they wait for, found by comparing all ranks' collectives.
+
+A pure function of the views of the ranks, so that tests can give every case as a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
+
+from lightning_multigpu.job.guardian.failure import end_within, start_within
+from lightning_multigpu.job.guardian.hang.flight_recorder import (
+    AWAITED,
+    DEVICE,
+    NUM_ROWS,
+    UNDER_WAY,
+    Entry,
+    parse_ranks,
+)
+from lightning_multigpu.job.guardian.hang.stacks import Frame, Stacks
+
+_MAX_FRAMES = 40
+_MAX_STACKS_BYTES = 36_000
+_MAX_FILE_BYTES = 1_200
+_MAX_FUNCTION_BYTES = 300
+_MAX_TEXT = 1_500
+_MAX_OTHERS = 16
+
+# Operations that all ranks of a group call in the same order; and groups whose ranks count messages to one rank, too.
+_COLLECTIVES = ("all_gather", "all_reduce", "barrier", "broadcast", "reduce", "reduce_scatter")
+_POINT_TO_POINT = ("pipeline", "checkpoint")
+_OF_ALL_RANKS = "_broadcast_sigterm_tensor"  # Lightning's, at each batch
+
+_Row = TypeVar("_Row", bound=NamedTuple)
+
+
+class View(NamedTuple):
+    """One rank, as its host's guardian has seen it.
+
+    Attributes:
+        step: optimizer steps completed.
+        entries: the rows of its page; here ``since_s`` counts seconds back from now, since the clocks of hosts differ.
+        stacks: the stacks of its threads.
+        main_thread: the identity of the main thread; 0 if unknown.
+        gone: why it takes part in no collective any more ("it has finished"), or empty.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    entries: tuple[Entry, ...] = ()
+    stacks: Stacks = Stacks("its stacks are not known")
+    main_thread: int = 0
+    gone: str = ""
+
+    def to_message(self) -> dict[str, Any]:
+        """JSON values, cut to fit into one message."""
+        frames = [
+            frame._replace(
+                file=end_within(frame.file, _MAX_FILE_BYTES), function=start_within(frame.function, _MAX_FUNCTION_BYTES)
+            )
+            for frame in self.stacks.main[:_MAX_FRAMES]
+        ]
+        stacks = Stacks(end_within(self.stacks.text, _MAX_STACKS_BYTES), tuple(frames))
+        return self._replace(stacks=stacks)._asdict()
+
+    @classmethod
+    def from_message(cls, values: dict[str, Any]) -> View:
+        """The inverse of :meth:`to_message`.
+
+        Raises:
+            TypeError, ValueError: the values are not those of a view.
+        """
+        text, main = values["stacks"]
+        view = cls(**{
+            **values,
+            "entries": tuple(_checked(Entry(*entry)) for entry in values["entries"][:NUM_ROWS]),
+            "stacks": Stacks(str(text), tuple(_checked(Frame(*frame)) for frame in main[:_MAX_FRAMES])),
+        })  # fmt: skip
+        return _checked(view)
+
+
+def _checked(row: _Row) -> _Row:
+    for (name, wanted), value in zip(get_type_hints(type(row)).items(), row, strict=True):
+        if type(value) is not (get_origin(wanted) or wanted) or (isinstance(value, str) and len(value) > _MAX_TEXT):
+            raise TypeError(f"the field {name} of {type(row).__name__} is {value!r:.80}; it must be {wanted}")
+    return row
+
+
+class Call(NamedTuple):
+    """A collective in which a rank waits. ``number`` is 0 if only the stack shows it, and no note."""
+
+    rank: int
+    operation: str
+    group: str
+    ranks: str
+    number: int
+    for_s: float
+    place: str
+
+    @property
+    def name(self) -> str:
+        """ "all_reduce #118 of group data", or "all_reduce, called in train.py:42 in training_step"."""
+        if self.number:
+            return f"{self.operation} #{self.number} of group {self.group}"
+        return f"{self.operation}, called at {self.place}"
+
+
+def calls(view: View) -> list[Call]:
+    """The collectives in which a rank waits: the noted ones, and the main thread's if that has noted none.
+
+    If the device waits, the place is the main thread's, which waits for the device or has gone on.
+    """
+    if view.gone:
+        return []
+    noted = [entry for entry in view.entries if entry.state == AWAITED]
+    found = [
+        Call(
+            view.rank,
+            e.operation,
+            e.group,
+            e.ranks,
+            e.number,
+            e.since_s,
+            view.stacks.place if e.thread == DEVICE or _is_main(e, view) else "",
+        )
+        for e in noted
+    ]
+    seen = view.stacks.collective
+    if seen is not None and not any(_is_main(e, view) or (e.thread, e.operation) == (DEVICE, seen[0]) for e in noted):
+        found.append(Call(view.rank, seen.operation, "", "", 0, 0.0, seen.place))
+    return found
+
+
+def _is_main(entry: Entry, view: View) -> bool:
+    return not view.main_thread or entry.thread == view.main_thread
+
+
+def verdict(views: Iterable[View]) -> list[str]:
+    """The findings about ranks that wait in collectives, one in each line."""
+    by_rank = {view.rank: view for view in sorted(views)}
+    waiting: dict[tuple[str, str], list[Call]] = {}
+    for view in by_rank.values():
+        for call in calls(view):
+            waiting.setdefault((call.group, call.ranks), []).append(call)
+    lines = []
+    for (group, ranks), found in waiting.items():
+        if not group:
+            continue
+        members = sorted(parse_ranks(ranks) or by_rank)
+        for number in sorted({call.number for call in found}):
+            lines.append(_noted(by_rank, members, [call for call in found if call.number == number]))
+    if ("", "") in waiting:
+        lines += _not_noted(by_rank, waiting["", ""])
+    return lines
+
+
+def _noted(by_rank: dict[int, View], members: list[int], found: list[Call]) -> str:
+    """One collective of one group: the ranks that wait in it, and what the other members do."""
+    operations: dict[str, list[int]] = {}
+    for call in found:
+        operations.setdefault(call.operation, []).append(call.rank)
+    first = found[0]
+    for_s = max(call.for_s for call in found)
+    if len(operations) > 1:
+        what = ", ".join(f"{_ranks(ranks)} in {operation} #{first.number}" for operation, ranks in operations.items())
+        head = f"Mismatch: different collectives of group {first.group} at the same time: {what}, for {for_s:.0f} s"
+    else:
+        who = [call.rank for call in found]
+        at = f" ({first.place})" if first.place else ""
+        elsewhere = [by_rank.get(rank) for rank in members if rank not in who]
+        only = bool(elsewhere) and all(
+            v is not None and calls(v) and _begun(v, first) < first.number for v in elsewhere
+        )
+        verb = _plural(who, "is", "are") if only else _plural(who, "waits", "wait")
+        head = f"{_ranks(who)} {verb} in {first.name}{at} for {for_s:.0f} s"
+        head = f"Only {head}" if only else head[0].upper() + head[1:]
+    there = {call.rank for call in found}
+    absent = [rank for rank in members if rank not in there]
+    others = [_other(by_rank.get(rank), rank, first) for rank in absent[:_MAX_OTHERS]]
+    if absent[_MAX_OTHERS:]:
+        others.append(f"{len(absent) - _MAX_OTHERS} more ranks are not there")
+    if not others and len(operations) == 1:
+        others = ["all ranks of the group have come: their messages are slow or lost"]
+    return "; ".join([head, *others])
+
+
+def _other(view: View | None, rank: int, call: Call) -> str:
+    """A clause about a member that does not wait in ``call``."""
+    if view is None:
+        return f"nothing is known of rank {rank}"
+    entry = _entry(view, call)
+    if _begun(view, call) < call.number:
+        came = "has not come"
+    elif entry is not None and entry.number == call.number and entry.state == UNDER_WAY:
+        came = "has come, and does not wait"
+    else:
+        came = "has come and gone on"
+    return f"rank {rank} {came}: {_doing(view)}"
+
+
+def _entry(view: View, call: Call) -> Entry | None:
+    return next((e for e in view.entries if (e.group, e.ranks) == (call.group, call.ranks)), None)
+
+
+def _begun(view: View, call: Call) -> int:
+    """The number of the last collective that the rank has begun in the call's group."""
+    entry = _entry(view, call)
+    return 0 if entry is None else entry.begun
+
+
+def _doing(view: View) -> str:
+    if view.gone:
+        return view.gone
+    own = calls(view)
+    if own:
+        at = f" ({own[0].place})" if own[0].number and own[0].place else ""
+        return f"it is in another collective, {own[0].name}{at}"
+    return f"it is at {view.stacks.place}" if view.stacks.main else view.stacks.text
+
+
+def _not_noted(by_rank: dict[int, View], found: list[Call]) -> list[str]:
+    """Calls outside of the strategy, a user's own for example, which only stacks show."""
+    by_call: dict[tuple[str, str], list[int]] = {}
+    for call in found:
+        by_call.setdefault((call.operation, call.place), []).append(call.rank)
+    named = [f"{_ranks(ranks)} in {operation}, called at {place}" for (operation, place), ranks in by_call.items()]
+    if len({operation for operation, _ in by_call}) > 1:
+        head = f"Mismatch: different collectives at the same time: {'; '.join(named)}"
+    elif len(found) == len(by_rank):
+        where = " and ".join(f"at {place} ({_ranks(ranks)})" for (_, place), ranks in by_call.items())
+        return [f"All ranks are in {found[0].operation}, called {where}"]
+    else:
+        head = f"Only {'; '.join(named)}".replace(" in ", f" {_plural(found, 'is', 'are')} in ", 1)
+    there = {call.rank for call in found}
+    others = [f"rank {rank} is not: {_doing(view)}" for rank, view in sorted(by_rank.items()) if rank not in there]
+    return ["; ".join([head, *others])]
+
+
+def deadlock(views: Iterable[View], *, lasting: Container[str], at_least_s: float) -> str:
+    """The ranks that wait for each other and can never go on, with their collectives; empty if that is not certain.
+
+    A rank is stuck if it waits for another stuck rank::
+
+        rank 0   all_reduce #6 of group data   <-- rank 1 has not come, and none of its threads is in that group
+        rank 1   barrier #9 of group world     <-- rank 0 has not come
+
+    All ranks begin a group's collectives in the same order, so that neither can come before the other goes on.
+
+    Args:
+        views: all known ranks.
+        lasting: the names of waits that nobody has noted and two looks have shown.
+        at_least_s: the time that the views have taken: a noted wait has to be older.
+    """
+    by_rank = {view.rank: view for view in sorted(views)}
+    found: dict[int, list[tuple[Call, set[int]]]] = {}
+    for view in by_rank.values():
+        for call in calls(view):
+            noted = call.operation in _COLLECTIVES and call.for_s > at_least_s and call.group not in _POINT_TO_POINT
+            if noted if call.number else unnoted_name(call.rank, call.operation, call.place) in lasting:
+                found.setdefault(view.rank, []).append((call, _awaited(by_rank, view, call)))
+    stuck = set(found)
+    while free := {rank for rank in stuck if not any(awaited & stuck for _, awaited in found[rank])}:
+        stuck -= free
+    in_call: dict[str, list[int]] = {}
+    for rank in sorted(stuck):
+        call = next(call for call, awaited in found[rank] if awaited & stuck)
+        place = by_rank[rank].stacks.place if call.number else ""
+        in_call.setdefault(call.name + (f" ({place})" if place else ""), []).append(rank)
+    return "; ".join(f"{_ranks(ranks)} in {name}" for name, ranks in in_call.items())
+
+
+def waits_for(view: View, others: Iterable[View], *, at_least_s: float) -> bool:
+    """Whether a rank has waited for a message, or for one of ``others``, which will begin no collective any more."""
+    by_rank = {other.rank: other for other in others}
+    return any(
+        call.for_s >= at_least_s and (call.operation not in _COLLECTIVES or bool(_awaited(by_rank, view, call)))
+        for call in calls(view)
+    )
+
+
+def unnoted_name(rank: int, operation: str, place: str) -> str:
+    """The name of a wait that only a rank's stack shows."""
+    return f"{rank}: {operation} {place}"
+
+
+def _awaited(by_rank: dict[int, View], view: View, call: Call) -> set[int]:
+    """The ranks that certainly have not come to ``call``, or have come with another operation."""
+    if not call.number:
+        # Only the stack shows it, and not its group: ranks in the same operation may be all of the group.
+        same = {rank for rank, other in by_rank.items() if _calls_unnoted(other, call.operation)}
+        of_all_ranks = any(frame.function == _OF_ALL_RANKS for frame in view.stacks.main)
+        return set(by_rank) - same if same == {call.rank} or of_all_ranks else set()
+    members = parse_ranks(call.ranks) or by_rank
+    return {rank for rank in members if rank in by_rank and rank != call.rank and _is_elsewhere(by_rank[rank], call)}
+
+
+def _calls_unnoted(view: View, operation: str) -> bool:
+    return any(call.operation == operation and not call.number for call in calls(view))
+
+
+def _is_elsewhere(view: View, call: Call) -> bool:
+    entry = _entry(view, call)
+    if entry is None:
+        return True
+    if entry.state not in (UNDER_WAY, AWAITED):
+        return entry.begun < call.number
+    differs = entry.operation != call.operation and entry.operation in _COLLECTIVES
+    return entry.state == AWAITED and entry.number == call.number and differs
+
+
+def _ranks(ranks: list[int]) -> str:
+    *most, last = map(str, sorted(ranks))
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def _plural(items: list[Any], one: str, many: str) -> str:
+    return one if len(items) == 1 else many

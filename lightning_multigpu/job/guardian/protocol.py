@@ -1,0 +1,280 @@
+"""Messages of a guardian: one JSON object a line, of bounded length. The first one carries the job's secret.
+
+::
+
+    asking (a rank, or another guardian)      asked (the guardian, or that of node 0)
+      hello      secret, who it is     ------>
+                                       <------     welcome
+                                                   or: refused  why
+
+Until then the other end is a stranger: at most :data:`MAX_STRANGER_BYTES` bytes are read from it, and no file
+descriptor is accepted. Over a UNIX socket both ends also ask the kernel for the other's process: see :func:`foreign`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hmac
+import json
+import os
+import socket
+import stat
+import struct
+import sys
+import termios
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning_multigpu.job.guardian.proc import clock_s
+
+MAX_LINE_BYTES = 128 * 1024
+MAX_STRANGER_BYTES = 4 * 1024
+_CHUNK_BYTES = 64 * 1024
+_MAX_CHUNKS = 4  # of one connection before the others are read
+_MAX_DESCRIPTORS = 4
+_MAX_ACCEPTED = 64
+_NOTHING_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_NOTHING_LEFT_S = 0.02
+_ARRIVAL_LOOK_S = 0.005
+
+Message = dict[str, Any]
+
+
+class ProtocolError(ValueError):
+    """The other end has sent something other than a message, or a message that is not allowed now."""
+
+
+def encode(kind: str, **fields: Any) -> bytes:
+    """One message as a line.
+
+    Raises:
+        ProtocolError: it is longer than :data:`MAX_LINE_BYTES`.
+    """
+    line = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
+    if len(line) > MAX_LINE_BYTES:
+        raise ProtocolError(f"a message {kind!r} has {len(line)} bytes, the limit is {MAX_LINE_BYTES}; shorten it")
+    return line
+
+
+def decode(line: bytes) -> Message:
+    """One line as a message.
+
+    Raises:
+        ProtocolError: it is no JSON object with a text ``kind``.
+    """
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+        raise ProtocolError(f"not a message of a guardian: {line[:80]!r}; is the address another program's?")
+    return message
+
+
+def knows(message: Message, secret: str) -> bool:
+    """True if the message carries the secret."""
+    given = message.get("secret")
+    return isinstance(given, str) and hmac.compare_digest(given.encode(), secret.encode())
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end of a UNIX socket when it was connected, from the kernel."""
+    layout = "3i"
+    pid, user, _ = struct.unpack(
+        layout, sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(layout))
+    )
+    return pid, user
+
+
+def foreign(sock: socket.socket, *, may_have_ended: bool = True) -> str:
+    """The reason why the process at the other end of a UNIX socket cannot be of the same job; empty if it can.
+
+    It can if it has the same user and PID namespace: with host networking, containers share UNIX addresses.
+
+    Args:
+        sock: the socket.
+        may_have_ended: the process may have ended: a guardian outlives the process that has made its socket.
+    """
+    pid, user = peer_of(sock)
+    if user != os.getuid():
+        return f"a process of user {user}, and not of user {os.getuid()}"
+    namespaces = _namespaces(pid)
+    if namespaces is None and not may_have_ended:
+        return "a process that has ended"
+    if pid == 0 or namespaces not in (None, _namespaces(os.getpid())):
+        return "a process of another container (PID namespace)"
+    return ""
+
+
+def _namespaces(pid: int) -> int | None:
+    """The number of PID namespaces, from this one on, that a process is in; None if it has ended."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            return sum(len(line.split()) for line in file if line.startswith("NSpid:"))
+    except OSError:
+        return None
+
+
+class Connection:
+    """Messages over a non-blocking stream socket. A UNIX socket may also carry file descriptors.
+
+    Args:
+        sock: the socket.
+        is_stranger: the other end has to introduce itself before :meth:`trust` is called: until then little is read.
+
+    Attributes:
+        closed: the other end has ended, or has sent something other than a message.
+        why: the system's reason, or the message check's; empty if the other end has just closed it.
+    """
+
+    def __init__(self, sock: socket.socket, *, is_stranger: bool = False) -> None:
+        sock.setblocking(False)
+        self.socket = sock
+        self.closed = False
+        self.why = ""
+        self._left_bytes = MAX_STRANGER_BYTES if is_stranger else None
+        self._descriptors: list[int] = []
+        self._lines: deque[bytes] = deque()
+        self._rest = b""
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def trust(self) -> None:
+        """Trusts the other end: all that it sends is read from now on."""
+        self._left_bytes = None
+
+    def send(self, kind: str, *, descriptors: tuple[int, ...] = (), **fields: Any) -> None:
+        """Sends; closes the connection if its buffer is full, because the other end does not read.
+
+        An error does not close the connection: earlier messages of the other end, and its end, can still be read.
+        """
+        if self.closed:
+            return
+        line = encode(kind, **fields)
+        try:
+            if descriptors:
+                sent = socket.send_fds(self.socket, [line], list(descriptors))
+            else:
+                sent = self.socket.send(line, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            return
+        if sent != len(line):
+            self._close("it does not read what it is sent")
+
+    def receive(self) -> list[Message]:
+        """The messages that have arrived, without waiting for more; at most a bounded number at a time."""
+        return list(self.arriving())
+
+    def arriving(self) -> Iterator[Message]:
+        """As :meth:`receive`, but decodes each message only when it is asked for: none after one that has closed it."""
+        chunks = 0
+        while not self.closed:
+            if not self._lines:
+                if chunks == _MAX_CHUNKS or not self._read_lines():
+                    return
+                chunks += 1
+            line = self._lines.popleft()
+            try:
+                message = decode(line)
+            except ProtocolError as error:
+                self._close(str(error))
+                return
+            yield message
+
+    def take_descriptor(self, is_type: Callable[[int], bool]) -> int | None:
+        """The oldest received file descriptor that was not taken; the caller closes it.
+
+        Args:
+            is_type: checks the mode of its file: ``stat.S_ISREG``, for example.
+
+        Raises:
+            ProtocolError: it is of another type.
+        """
+        if not self._descriptors:
+            return None
+        if not is_type(mode := os.fstat(self._descriptors[0]).st_mode):
+            raise ProtocolError(f"a descriptor of the wrong type came along: {stat.filemode(mode)}")
+        return self._descriptors.pop(0)
+
+    def await_arrival(self, until_s: float) -> None:
+        """Waits until the other end's system has all data sent over TCP, or until ``until_s`` on CLOCK_BOOTTIME.
+
+        A socket that is closed with unread data drops its data under way.
+        """
+        while not self.closed and _unacknowledged_bytes(self.socket) and clock_s() < until_s:
+            time.sleep(_ARRIVAL_LOOK_S)
+
+    def close(self) -> None:
+        """Closes the socket and the received file descriptors."""
+        self.closed = True
+        self.socket.close()
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def _close(self, why: str) -> None:
+        self.closed, self.why = True, why
+        self._lines.clear()
+
+    def _read_lines(self) -> bool:
+        """Reads until there is a whole line; False if none has arrived."""
+        while not self.closed and not self._lines:
+            try:
+                data = self._read()
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                self._close(error.strerror or str(error))
+                return False
+            if not data:
+                self.closed = True
+                return False
+            if self._left_bytes is not None:
+                self._left_bytes -= len(data)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            self._lines.extend(lines)
+            if len(self._rest) > MAX_LINE_BYTES:
+                self._close(f"a message is longer than {MAX_LINE_BYTES} bytes")
+        return bool(self._lines)
+
+    def _read(self) -> bytes:
+        if self._left_bytes == 0:
+            raise OSError(f"it has sent {MAX_STRANGER_BYTES} bytes, and has not introduced itself")
+        if self._left_bytes is not None:  # the kernel closes descriptors that come along
+            return self.socket.recv(self._left_bytes)
+        if self.socket.family != socket.AF_UNIX:
+            return self.socket.recv(_CHUNK_BYTES)
+        data, descriptors, _, _ = socket.recv_fds(self.socket, _CHUNK_BYTES, _MAX_DESCRIPTORS)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        self._descriptors += descriptors
+        while len(self._descriptors) > _MAX_DESCRIPTORS:  # more than the protocol needs
+            os.close(self._descriptors.pop())
+        return data
+
+
+def _unacknowledged_bytes(sock: socket.socket) -> int:
+    return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+
+
+def accepted(listener: socket.socket) -> Iterator[Connection]:
+    """The strangers that have connected, at most 64 at a time, so that the loop goes on.
+
+    Args:
+        listener: a non-blocking listening socket.
+    """
+    for _ in range(_MAX_ACCEPTED):
+        try:
+            sock, _ = listener.accept()
+        except ConnectionError:  # it has disconnected
+            continue
+        except OSError as error:
+            if error.errno in _NOTHING_LEFT:  # the listener stays readable: the caller's loop must not spin
+                time.sleep(_NOTHING_LEFT_S)
+            return
+        yield Connection(sock, is_stranger=True)

@@ -1,0 +1,226 @@
+"""The ranks of a host, and failures that the states of their processes show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lightning_multigpu.job.guardian.failure import Failure, host_name
+from lightning_multigpu.job.guardian.proc import ENDED, RUNNING, STOPPED, WatchedProcess, ended_text
+
+_PARENT_REPORT_S = 1.0
+
+
+class Found(NamedTuple):
+    """A failure, and its time."""
+
+    failure: Failure
+    since_s: float
+
+
+class Raised(NamedTuple):
+    """An exception that a rank has raised, and that other ranks may raise too.
+
+    Attributes:
+        key: the exception's class and the step.
+        failure: the rank's failure, if they do not.
+        since_s: the time at which it was raised.
+    """
+
+    key: str
+    failure: Failure
+    since_s: float
+
+
+class WatchedRank:
+    """One rank: its process, and the messages that it has sent.
+
+    Attributes:
+        slot: the index of the rank's page in the shared memory.
+        introduced: True once the process itself has sent its rank.
+        finished: True once the rank needs no other rank: it has left, or its process ended with exit status 0 before it
+            had sent its rank.
+        at_end: True once the rank has reached the end of its run, and waits for the others.
+        raised: the exception with which the rank has reached it, with its failure and the time; None otherwise.
+        joining_until_s: the time by which the rank has to join the others; None before and afterwards.
+        temporary: a directory of its workers, which it cannot remove if it is killed.
+        reported_exit_code: the exit status that the rank's parent has reported.
+        can_be_lost: the rank has declared that the job goes on without it.
+        lost_since_s: the time at which the job has lost the rank and has gone on; None otherwise.
+        has_left: True once the rank has left.
+    """
+
+    def __init__(self, rank: int, process: WatchedProcess, slot: int, *, introduced: bool) -> None:
+        self.rank = rank
+        self.process = process
+        self.slot = slot
+        self.introduced = introduced
+        self.finished = False
+        self.at_end = False
+        self.raised: Raised | None = None
+        self.joining_until_s: float | None = None
+        self.temporary: str | None = None
+        self.reported_exit_code: int | None = None
+        self.can_be_lost = self.has_left = False
+        self.lost_since_s: float | None = None
+        self.stopped_since_s: float | None = None
+        self.ended_since_s: float | None = None
+
+    def failure(self, what: str, step: int | None) -> Failure:
+        """A failure of this rank."""
+        return Failure(what, rank=self.rank, host=host_name(), pid=self.process.pid, step=step)
+
+
+class Ranks:
+    """All ranks of the host that have connected so far.
+
+    Args:
+        num_ranks: how many there will be.
+        stopped_limit_s: how long a rank may be stopped (state T) while others are not.
+
+    Attributes:
+        others_wait: ranks on other hosts are not stopped.
+        all_stopped: the ranks of this host that are at work are stopped.
+    """
+
+    def __init__(self, num_ranks: int, stopped_limit_s: float) -> None:
+        self.num_ranks = num_ranks
+        self.others_wait = False
+        self.all_stopped = False
+        self._stopped_limit_s = stopped_limit_s
+        self._ranks: dict[int, WatchedRank] = {}
+
+    def __iter__(self) -> Iterator[WatchedRank]:
+        return iter(list(self._ranks.values()))
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def add(self, rank: int, pid: int, *, introduced: bool = True) -> WatchedRank:
+        """Watches the process ``pid`` as ``rank``; a process may connect again.
+
+        Args:
+            rank: the global rank.
+            pid: the pid of its process.
+            introduced: the process itself has sent it. Its parent knows only the process that it has started, which
+                may in turn start the rank.
+
+        Raises:
+            ValueError: the rank belongs to another process, or is one too many.
+            ProcessLookupError: there is no such process.
+        """
+        known = self._ranks.get(rank)
+        if known is not None:
+            if known.process.pid != pid and introduced and not known.introduced:
+                known.process = WatchedProcess(pid)
+            elif known.process.pid != pid and introduced:
+                raise ValueError(
+                    f"rank {rank} is the process {known.process.pid} already, and {pid} says that it is rank {rank}; "
+                    "give each process a rank of its own"
+                )
+            known.introduced |= introduced
+            known.finished = known.at_end = known.can_be_lost = known.has_left = False
+            known.lost_since_s = known.raised = None
+            return known
+        if len(self._ranks) >= self.num_ranks:
+            raise ValueError(
+                f"rank {rank} (pid {pid}) is one too many: the guardian was started for {self.num_ranks} ranks and has "
+                f"{', '.join(map(str, sorted(self._ranks)))}; start it with num_ranks={self.num_ranks + 1}"
+            )
+        self._ranks[rank] = WatchedRank(rank, WatchedProcess(pid), slot=len(self._ranks), introduced=introduced)
+        return self._ranks[rank]
+
+    def get(self, rank: object) -> WatchedRank | None:
+        """The rank, if it has connected."""
+        return self._ranks.get(rank) if isinstance(rank, int) else None
+
+    @property
+    def at_work(self) -> list[WatchedRank]:
+        """The ranks that have not finished."""
+        return [rank for rank in self._ranks.values() if not rank.finished]
+
+    @property
+    def lost(self) -> list[WatchedRank]:
+        """The ranks that the job has lost, and goes on without."""
+        return [rank for rank in self._ranks.values() if rank.lost_since_s is not None]
+
+    @property
+    def all_at_end(self) -> bool:
+        """True once every rank of the host has reached the end of its run."""
+        return len(self._ranks) == self.num_ranks and all(rank.at_end for rank in self._ranks.values())
+
+    @property
+    def raised(self) -> list[Raised]:
+        """The exceptions with which ranks have reached the end of their run; the first one first."""
+        return sorted((rank.raised for rank in self._ranks.values() if rank.raised), key=lambda each: each.since_s)
+
+    @property
+    def end_key(self) -> str | None:
+        """What all ranks of the host have reached the end with: one exception, or none (empty). None: they differ."""
+        keys = {"" if rank.raised is None else rank.raised.key for rank in self._ranks.values() if rank.at_end}
+        return keys.pop() if len(keys) == 1 else None
+
+    def left_early(self, others_wait: bool) -> WatchedRank | None:
+        """A rank that ended with exit status 0 before the end of its run, if another one joins it or is at the end."""
+        early = [rank for rank in self._ranks.values() if rank.finished and not rank.at_end]
+        waited_for = others_wait or any(rank.at_end or rank.joining_until_s is not None for rank in self.at_work)
+        return early[0] if early and waited_for else None
+
+    def late(self, now_s: float) -> WatchedRank | None:
+        """A rank that has not joined the others in time, and has not reported it itself."""
+        for rank in self.at_work:
+            if rank.joining_until_s is not None and now_s > rank.joining_until_s:
+                return rank
+        return None
+
+    def restart_timers(self) -> None:
+        """Restarts the time for which ranks have been stopped: this process was stopped too."""
+        for rank in self._ranks.values():
+            rank.stopped_since_s = None
+
+    def observe(self, now_s: float) -> Found | None:
+        """Looks at all processes; returns the failure that they show, if any.
+
+        If several have ended, one that a signal ended comes first: an exit status is more often a consequence.
+        """
+        found: list[tuple[bool, Found]] = []
+        stopped: list[WatchedRank] = []
+        for rank in self.at_work:
+            state = rank.process.state()
+            if state == ENDED:
+                exit_code = rank.process.exit_code()
+                exit_code = rank.reported_exit_code if exit_code is None else exit_code
+                if exit_code == 0 and not rank.introduced:
+                    rank.finished = True
+                elif exit_code or self._waited_for_parent(rank, now_s):
+                    by_signal = exit_code is not None and exit_code < 0
+                    what = ended_text(exit_code) + (" in the middle of the run" if exit_code == 0 else "")
+                    found.append((not by_signal, Found(rank.failure(what, None), now_s)))
+            elif state == STOPPED:
+                stopped.append(rank)
+                rank.stopped_since_s = now_s if rank.stopped_since_s is None else rank.stopped_since_s
+            elif state == RUNNING:
+                rank.stopped_since_s = None
+        if found:
+            return min(found, key=lambda entry: entry[0])[1]
+        self.all_stopped = 0 < len(stopped) == len(self.at_work)
+        if not self.others_wait and len(stopped) == len(self.at_work):
+            self.restart_timers()  # the whole job is suspended, by Ctrl-Z for example: no rank waits
+            return None
+        return self._stopped_too_long(stopped, now_s)
+
+    def _stopped_too_long(self, stopped: list[WatchedRank], now_s: float) -> Found | None:
+        for rank in stopped:
+            since_s = now_s if rank.stopped_since_s is None else rank.stopped_since_s
+            if now_s - since_s > self._stopped_limit_s:
+                what = (
+                    f"has been stopped by a signal (SIGSTOP, SIGTSTP...) for {now_s - since_s:.1f} s while others wait"
+                )
+                return Found(rank.failure(what, None), since_s)
+        return None
+
+    def _waited_for_parent(self, rank: WatchedRank, now_s: float) -> bool:
+        """True once its parent's report of the exit status, and its own last message, have had time to arrive."""
+        if rank.ended_since_s is None:
+            rank.ended_since_s = now_s
+        return now_s - rank.ended_since_s > _PARENT_REPORT_S

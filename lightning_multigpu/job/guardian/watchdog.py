@@ -1,0 +1,468 @@
+"""The guardian's main loop over its connections and over the states of the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import selectors
+import signal
+import socket
+import stat
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+from lightning_multigpu.job.guardian.failure import Failure, closing_lines, host_name
+from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, read_steps
+from lightning_multigpu.job.guardian.hang.hang_reports import KINDS, HangReports, show
+from lightning_multigpu.job.guardian.hang.stacks import StackSignal
+from lightning_multigpu.job.guardian.hang.waits import HangWatch, in_message, last_waits
+from lightning_multigpu.job.guardian.host_links import Hosts, age_of
+from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, Interrupts, signal_of
+from lightning_multigpu.job.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
+from lightning_multigpu.job.guardian.protocol import Connection, Message, accepted, foreign, knows, peer_of
+from lightning_multigpu.job.guardian.ranks import Raised, Ranks, WatchedRank
+from lightning_multigpu.job.guardian.shutdown import OWN_TIME, Shutdown
+from lightning_multigpu.job.guardian.workers import Workers, remove_temporary
+
+_MAX_STRANGERS = 64  # and as many as there are ranks
+_SHORTEST_PAUSE_S = 1.0
+_MAY_RAISE_S = 0.5  # a rank that waits longer for a message, or for ranks that have raised, does not raise too
+_SHORTEST_ROUND_S = 0.05
+
+
+class Watchdog:
+    """The guardian of one host.
+
+    Args:
+        settings: the settings that :meth:`lightning_multigpu.job.guardian.Guardian.start` has sent.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._secret: str | None = settings["secret"]
+        self._timeout_s: float = settings["failure_timeout_s"]
+        self._join_timeout_s: float = settings["join_timeout_s"]
+        self._directory: str | None = settings["directory"]
+        self._node_rank: int | None = None
+        self._tick_s = min(0.5, self._timeout_s / 20)
+        self._now_s = self._started_s = clock_s()
+        self._owner = WatchedProcess(settings["owner_pid"])
+        self._owner_gone = self._stopping = False
+        self._ranks = Ranks(settings["num_ranks"], self._timeout_s / 2)
+        self._connections: dict[Connection, WatchedRank] = {}
+        self._strangers: list[Connection] = []
+        self._shutdown: Shutdown | None = None
+        self._have_told_waits: set[Hashable] = set()
+        self._interrupts, self._workers = Interrupts(), Workers()
+        self._hurries = self._released = self._looks_now = False
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(fileno=settings["listener"])
+        self._listener.setblocking(False)
+        self._watch(self._listener, self._accept)
+        self._owner_link = Connection(socket.socket(fileno=settings["owner_link"]))
+        self._watch(self._owner_link.socket, self._read_owner)
+        self._pages_descriptor: int = settings["pages"]
+        self._pages = mmap.mmap(self._pages_descriptor, PAGE_BYTES * self._ranks.num_ranks, prot=mmap.PROT_READ)
+        self._hosts = Hosts(
+            silence_s=self._timeout_s / 2, join_timeout_s=self._join_timeout_s, watch=self._watch, forget=self._forget,
+            on_message=self._handle_host,
+        )  # fmt: skip
+        limit_s: float | None = settings["hang_report_s"]
+        self._hang_watch = HangWatch(limit_s, self._ranks, self._pages)
+        self._hangs = HangReports(limit_s, self._hang_watch, self._hosts, lambda: self._directory, self._end_deadlock)
+
+    def run(self) -> None:
+        """Watches until all ranks have finished, or until all have ended after a failure."""
+        self._interrupts.install()
+        while not self._is_over():
+            self._serve()
+            now_s = clock_s()
+            if now_s - self._now_s > max(_SHORTEST_PAUSE_S, 4 * self._tick_s):
+                # This process and the ranks were stopped, or the machine asleep; they are resumed at other times.
+                self._started_s += now_s - self._now_s
+                self._ranks.restart_timers()
+                self._workers.restart_timers()
+                self._hosts.restart_timers(now_s)
+                self._hang_watch.restart_timers(now_s)
+            self._now_s = now_s
+            self._observe()
+        self._hosts.close()
+        if self._shutdown is not None:
+            self._shutdown.report(self._file(), self._ranks)
+            self._listener.close()  # a further run of these processes may want the address
+            self._shutdown.tidy_up(self._ranks)
+
+    def _serve(self) -> None:
+        """Handles messages until the next look at the ranks: a tick later, or sooner if messages arrive.
+
+        It looks at once when a rank has ended, and when all have come to the end of the run. It does not for other
+        messages: strangers that connect one after another would make it look all the time.
+        """
+        since_s = clock_s()
+        until_s = since_s + self._tick_s
+        self._looks_now = False
+        while True:
+            events = self._selector.select(max(0.0, until_s - clock_s()))
+            for key, _ in events:
+                key.data()
+            if events:
+                until_s = min(until_s, since_s + _SHORTEST_ROUND_S)
+            if self._looks_now or clock_s() >= until_s:
+                return
+
+    def _is_over(self) -> bool:
+        if self._shutdown is not None:
+            ended = self._shutdown.progress(self._ranks, self._now_s) and self._workers_have_ended(self._ranks.at_work)
+            if ended:
+                self._read_rest()
+            return ended and self._lost_have_ended() and not self._awaits_late_ranks(self._shutdown)
+        if not self._lost_have_ended() or self._ranks.at_work:
+            return False
+        self._read_rest()
+        everybody_came = len(self._ranks) == self._ranks.num_ranks
+        if not (everybody_came or self._owner_gone or self._stopping):
+            return False
+        self._hosts.finish()
+        return self._hosts.all_done
+
+    def _read_rest(self) -> None:
+        """Reads the last messages of ranks that have ended, which may have arrived since the last look."""
+        for connection in list(self._connections):
+            self._read(connection)
+
+    def _awaits_late_ranks(self, shutdown: Shutdown) -> bool:
+        """True while ranks may still connect: without a guardian they would wait for long."""
+        return self._secret is None and len(self._ranks) < self._ranks.num_ranks and not shutdown.is_late(self._now_s)
+
+    def _observe(self) -> None:
+        self._observe_interrupts()
+        self._ranks.others_wait = self._hosts.others_wait
+        # Messages that ranks sent before they ended count first, and so do failures that other hosts have found.
+        found = self._hosts.observe(self._now_s, paused=self._ranks.all_stopped) if self._shutdown is None else None
+        if self._shutdown is None and found is None:
+            found = self._ranks.observe(self._now_s)
+            if found is not None:
+                self._read_rest()
+                found = self._ranks.observe(self._now_s)
+        if found is not None:
+            self._fail(found.failure, found.since_s)
+        if self._shutdown is None:
+            self._observe_joining()
+        if self._shutdown is None:
+            self._observe_end()
+        if self._shutdown is None:
+            self._hangs.observe(self._now_s)
+        pids = self._pids()
+        for rank in self._ranks.at_work:
+            self._workers.note(rank.process.pid, pids)
+            self._observe_workers(rank)
+
+    def _observe_workers(self, rank: WatchedRank) -> None:
+        """Finds a stopped worker: its rank waits for data or weights, and all others wait for the rank."""
+        if self._shutdown is not None or rank.process.state() == STOPPED:
+            self._workers.restart_timers()
+            return
+        found = self._workers.stopped(rank.process.pid, self._now_s)
+        if found is not None and self._now_s - found[1] > self._timeout_s / 2:
+            worker, since_s = found
+            what = f"waits for its {worker}, which a signal has stopped {self._now_s - since_s:.1f} s ago"
+            self._fail(rank.failure(what, None), since_s)
+
+    def _observe_end(self) -> None:
+        """Releases the ranks once all have reached the end: until then the failure of one fails all."""
+        early, key = self._ranks.left_early(self._hosts.others_wait), self._ranks.end_key
+        if early is not None:
+            when = "in the middle of the run" if early.introduced else "before it joined the run"
+            what = f"ended with exit status 0 {when}, and others wait for it"
+            self._fail(early.failure(what, None), self._now_s)
+        elif self._released:
+            return
+        elif key is not None and self._ranks.all_at_end and self._hosts.come_to_end(key):
+            self._released = True
+            for connection in self._connections:
+                connection.send("all at end")
+        elif self._ranks.raised:
+            self._observe_exception(self._ranks.raised[0])
+
+    def _observe_exception(self, first: Raised) -> None:
+        """Reports an exception that not all ranks raise."""
+        is_late = self._now_s - first.since_s > self._timeout_s / 3
+        others = [rank for rank in self._ranks if rank.raised is not None]
+        if is_late or self._ranks.end_key is None or self._hang_watch.waits_for(others, at_least_s=_MAY_RAISE_S):
+            self._fail(first.failure, first.since_s)
+
+    def _observe_interrupts(self) -> None:
+        self._interrupts.show_first()
+        if not self._hurries and (self._interrupts.number > 1 or self._hosts.end_now):
+            self._hurries = True
+            status = self._hosts.end_now or self._interrupts.status
+            name = "Ctrl-C" if status == INTERRUPTED_STATUS else "SIGTERM"
+            self._fail(Failure(f"a second {name} has ended the job at once", host=host_name()), self._now_s)
+            assert self._shutdown is not None
+            self._shutdown.hurry(self._now_s)
+            self._hosts.send("end now", status=status)
+            for connection in self._connections:
+                connection.send("end now", status=status)
+
+    def _workers_have_ended(self, ranks: list[WatchedRank]) -> bool:
+        pids = self._pids()
+        left = [rank for rank in ranks if not self._workers.end(rank.process.pid, pids)]
+        for rank in ranks:
+            if rank.temporary is not None and not left:
+                remove_temporary(rank.temporary)
+        return not left
+
+    def _lost_have_ended(self) -> bool:
+        """Kills lost ranks whose time is over, and ends their workers; a rank that has left ends itself."""
+        ended = [rank for rank in self._ranks.lost if rank.process.state() == ENDED]
+        left = [rank for rank in self._ranks.lost if rank not in ended and not rank.has_left]
+        for rank in left:
+            if self._now_s - (rank.lost_since_s or 0.0) > OWN_TIME * self._timeout_s:
+                rank.process.kill()
+        return self._workers_have_ended(ended) and not left
+
+    def _pids(self) -> set[int]:
+        return {rank.process.pid for rank in self._ranks}
+
+    def _file(self) -> str | None:
+        """The path of this host's failure file; hosts may share the directory, so the names differ."""
+        if self._directory is None:
+            return None
+        node = "" if self._node_rank is None else f"-node{self._node_rank}"
+        return os.path.join(self._directory, f"failure-{host_name()}{node}.txt")
+
+    def _observe_joining(self) -> None:
+        missing = self._ranks.num_ranks - len(self._ranks)
+        if not self._owner_gone and self._owner.state() == ENDED:
+            self._owner_gone = True
+            exit_code = self._owner.exit_code()
+            is_rank = any(rank.process.pid == self._owner.pid for rank in self._ranks)
+            if exit_code != 0 and self._ranks.at_work and not is_rank:
+                what = f"the process {self._owner.pid}, which started the ranks, {ended_text(exit_code)}"
+                self._fail(Failure(what, host=host_name()), self._now_s)
+        elif missing and len(self._ranks) and self._now_s - self._started_s > self._join_timeout_s:
+            came = ", ".join(str(rank.rank) for rank in self._ranks)
+            what = (
+                f"{missing} of {self._ranks.num_ranks} ranks have not come within {self._join_timeout_s:g} s; "
+                f"there are: {came}"
+            )
+            self._fail(Failure(what, host=host_name()), self._now_s)
+        elif (late := self._ranks.late(self._now_s)) is not None:
+            self._fail(late.failure("has not joined the others in time (join_timeout_s)", None), self._now_s)
+
+    def _fail(self, failure: Failure, since_s: float) -> None:
+        """Ends the job with a failure, if it is the first: later ones are its consequences."""
+        if self._shutdown is not None:
+            return
+        failed = self._ranks.get(failure.rank)
+        if failed is not None and failure.step is None:
+            failure = failure._replace(step=read_steps(self._pages, failed.slot))
+        # Ctrl-C ends the job.
+        if failed is not None and failed.can_be_lost and signal_of(failure.what) != signal.SIGINT:
+            self._lose(failed, failure)
+            return
+        # Before the failure is sent: ranks that receive it stop waiting.
+        waits = in_message(
+            last_waits(self._ranks, self._pages, self._hang_watch.signals, failed=failure.rank, now_s=self._now_s)
+        )
+        self._shutdown = Shutdown(failure, since_s, self._timeout_s)
+        self._shutdown.waits += waits
+        self._hosts.send_failure(failure, since_s)
+        self._hosts.send("waited", lines=waits)
+        for connection, rank in self._connections.items():
+            # The failed rank knows its failure; a stopped one receives it in case it is resumed.
+            if rank is not failed or rank.process.state() == STOPPED:
+                connection.send("failure", failure=failure.to_message(), waited=waits)
+            elif rank.raised is not None:
+                connection.send("alone")
+
+    def _end_deadlock(self, ranks: str) -> None:
+        what = (
+            f"ranks wait for each other, and none can go on: {ranks}. Every rank has to call the same collectives in "
+            "the same order: self.log(sync_dist=True), self.all_gather, saves and barriers on all ranks, or on none"
+        )
+        self._fail(Failure(what, host=host_name()), self._now_s)
+
+    def _lose(self, lost: WatchedRank, failure: Failure) -> None:
+        """Goes on without a rank: it counts as finished, and the other ranks of this host are informed."""
+        lost.finished = lost.at_end = True
+        lost.lost_since_s = self._now_s
+        for connection, rank in self._connections.items():
+            if rank is not lost:
+                connection.send("lost", rank=lost.rank)
+        show(closing_lines(failure, [], goes_on=True)[0] + "\n")
+
+    def _handle_host(self, host: Hashable, message: Message) -> None:
+        """Handles a message of another host's guardian that is not about the connection itself."""
+        if message["kind"] in KINDS:
+            self._hangs.handle(host, message)
+        elif message["kind"] == "waited" and self._shutdown is not None and host not in self._have_told_waits:
+            self._have_told_waits.add(host)
+            self._shutdown.waits += in_message(message["lines"])
+
+    # Connections
+
+    def _watch(self, sock: socket.socket, read: Callable[[], None]) -> None:
+        self._selector.register(sock, selectors.EVENT_READ, read)
+
+    def _forget(self, sock: socket.socket | int) -> None:
+        # It may be closed already, by an earlier event of the same round.
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(sock)
+
+    def _accept(self) -> None:
+        for connection in accepted(self._listener):
+            if why := foreign(connection.socket, may_have_ended=False):
+                connection.send("refused", why=f"it is {why}")
+                connection.close()
+                continue
+            if len(self._strangers) >= _MAX_STRANGERS + self._ranks.num_ranks:  # the oldest makes room for others
+                self._close(self._strangers[0])
+            self._strangers.append(connection)
+            self._watch(connection.socket, partial(self._read, connection))
+
+    def _close(self, connection: Connection) -> None:
+        if connection in self._strangers:
+            self._strangers.remove(connection)
+        self._connections.pop(connection, None)
+        self._forget(connection.socket)
+        connection.close()
+
+    def _read(self, connection: Connection) -> None:
+        """Reads a rank's messages. A closed connection means nothing: only the rank's process counts."""
+        for message in connection.arriving():
+            try:
+                if connection in self._strangers:
+                    self._welcome(connection, message)
+                else:
+                    self._handle(connection, message)
+            except Exception as error:  # no message of a rank may end the guardian of the others
+                connection.send("refused", why=f"{error!s:.1000}")
+                connection.closed = True
+        if connection.closed:
+            self._close(connection)
+
+    def _welcome(self, connection: Connection, message: Message) -> None:
+        # Without a secret the kernel's word counts: see foreign().
+        if message["kind"] != "hello" or (self._secret is not None and not knows(message, self._secret)):
+            raise ValueError(
+                "the secret is not this job's; let the rank inherit the environment of the guardian's starter"
+            )
+        number = message.get("rank")
+        if not isinstance(number, int):
+            raise ValueError(f"the rank is {number!r:.80}; it must be an integer")
+        try:
+            rank = self._add(number, peer_of(connection.socket)[0], introduced=True)
+        except ProcessLookupError:
+            connection.closed = True
+            return
+        except ValueError as error:
+            if len(self._ranks) < self._ranks.num_ranks:  # a missing rank has sent a wrong number
+                self._fail(Failure(str(error), host=host_name()), self._now_s)
+            raise
+        self._strangers.remove(connection)
+        connection.trust()
+        self._connections[connection] = rank
+        connection.send(
+            "welcome",
+            descriptors=(self._pages_descriptor,),
+            pid=os.getpid(),
+            slot=rank.slot,
+            num_slots=self._ranks.num_ranks,
+            failure_timeout_s=self._timeout_s,
+        )
+        if self._shutdown is not None:
+            connection.send("failure", failure=self._shutdown.failure.to_message())
+
+    def _add(self, number: int, pid: int, *, introduced: bool) -> WatchedRank:
+        known = self._ranks.get(number)
+        before = None if known is None else known.process
+        rank = self._ranks.add(number, pid, introduced=introduced)
+        if rank.process is not before and rank.process.pidfd is not None:
+            descriptor = rank.process.pidfd
+            self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._see_end(descriptor))
+        return rank
+
+    def _see_end(self, descriptor: int) -> None:
+        """Makes the loop look at an ended rank at once, before a launcher ends the others."""
+        self._forget(descriptor)
+        self._looks_now = True
+
+    def _handle(self, connection: Connection, message: Message) -> None:
+        rank, kind = self._connections[connection], message["kind"]
+        if kind == "leave":
+            rank.finished = rank.at_end = rank.has_left = True
+        elif kind == "at end":
+            rank.at_end = True
+            self._looks_now |= self._ranks.all_at_end
+        elif kind == "raised":
+            rank.at_end = True
+            rank.raised = Raised(str(message["key"]), Failure.from_message(message["failure"]), self._now_s)
+            self._looks_now = True
+        elif kind == "joining":
+            rank.joining_until_s = self._now_s + float(message["limit_s"])
+        elif kind == "joined":
+            rank.joining_until_s = None
+        elif kind == "can be lost":
+            rank.can_be_lost = True
+        elif kind == "temporary":
+            rank.temporary = str(message["directory"])
+        elif kind == "directory":
+            self._directory, node_rank = str(message["directory"]), message.get("node_rank")
+            self._node_rank = None if node_rank is None else int(node_rank)
+        elif kind == "counts interrupts":
+            self._interrupts.counts = True
+        elif kind == "signalled":
+            self._interrupts.reported(int(message["number"]), int(message["status"]))
+        elif kind == "failed":
+            self._fail(Failure.from_message(message.get("failure")), self._now_s - age_of(message))
+            connection.send("seen", waited=[] if self._shutdown is None else in_message(self._shutdown.waits))
+        elif kind == "announced" and self._shutdown is not None:
+            self._shutdown.announcer = rank
+        elif kind == "stacks":
+            number, main_thread = int(message["number"]), int(message["main_thread"])
+            if not 0 < number <= signal.SIGRTMAX:
+                raise ValueError(f"there is no signal {number}")
+            descriptor = connection.take_descriptor(stat.S_ISREG)
+            if descriptor is not None:
+                self._hang_watch.registered(rank.rank, StackSignal(number, descriptor, main_thread))
+        elif kind in ("listen", "join"):
+            self._meet_hosts(connection, message)
+
+    def _meet_hosts(self, connection: Connection, message: Message) -> None:
+        is_first = message["kind"] == "listen"
+        secret, number = str(message["secret"]), int(message["num_nodes" if is_first else "node_rank"])
+        descriptor = connection.take_descriptor(stat.S_ISSOCK)
+        if descriptor is None:
+            return
+        sock = socket.socket(fileno=descriptor)
+        try:
+            if is_first:
+                self._hosts.listen(sock, num_nodes=number, secret=secret, now_s=self._now_s)
+            else:
+                self._hosts.join(
+                    sock, node_rank=number, secret=secret, now_s=self._now_s, on_met=lambda: connection.send("met")
+                )
+        except BaseException:
+            sock.close()
+            raise
+
+    def _read_owner(self) -> None:
+        """Reads messages of the process that started the guardian, about the ranks that it has started."""
+        for message in self._owner_link.receive():
+            kind = message["kind"]
+            if kind == "started":
+                try:
+                    self._add(message["rank"], message["pid"], introduced=False)
+                except ProcessLookupError:
+                    what = "ended before it could be watched"
+                    self._fail(Failure(what, message["rank"], host_name(), message["pid"]), self._now_s)
+                except OSError:  # no descriptor or memory is left: it is watched once it connects
+                    continue
+            elif kind == "ended" and (rank := self._ranks.get(message["rank"])) is not None:
+                rank.reported_exit_code = message["exit_code"]
+            elif kind == "stop":
+                self._stopping = True
+        if self._owner_link.closed:
+            self._forget(self._owner_link.socket)

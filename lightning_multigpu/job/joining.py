@@ -1,0 +1,329 @@
+"""Joining: the steps of a rank's process from its launch until all ranks are connected."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import multiprocessing.util
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import lightning
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from lightning_multigpu._lightning_internals import place_of_checkpoint
+from lightning_multigpu.communication.digest import compared, model_table, value_text
+from lightning_multigpu.communication.interface import NO_WAY, source_address, unreachable
+from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
+from lightning_multigpu.communication.main_store import MainStore, kept_by_torchrun
+from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError, conflict, own_host
+from lightning_multigpu.job.checkpoint_files.last_checkpoint import with_last_found
+from lightning_multigpu.job.failure_watch import FailureWatch
+from lightning_multigpu.job.guardian import Guardian, GuardianClient
+from lightning_multigpu.job.guardian.discovery import address_of_job, find, start_at
+from lightning_multigpu.job.guardian.host_links import node_name
+from lightning_multigpu.job.guardian.start import ADDRESS, SECRET
+from lightning_multigpu.job.link_watch import LinkWatch
+from lightning_multigpu.job.process_groups import CONNECTIONS
+from lightning_multigpu.job.run_context import RunContext
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_INVITATION = "guardian"
+_CUT_S = 2.0
+_LOOK_S = 2.0
+
+# How often this process has joined at an address: a store or a guardian of an earlier run may still be there.
+_ATTEMPTS: Counter[tuple[str, int]] = Counter()
+
+
+class Joining:
+    """Joins this rank to the world, in three steps::
+
+        launcher             begin       the guardian of the host sees this rank
+        setup_environment    meet        the ranks find each other and compare settings; the guardians of hosts meet
+                             (process groups, within the same time limit)
+        setup                check_model the ranks have the same model
+
+    The guardian of a host starts before its ranks join: the launcher that starts the ranks starts it, or else the first
+    rank. The guardians of several hosts connect to node 0's as soon as rank 0's store is open. From then on they need
+    neither store nor process group, so that they also see a lost host or link.
+
+    Args:
+        watch: the failure watch of this rank; its connection to the guardian is made here.
+    """
+
+    def __init__(self, watch: FailureWatch) -> None:
+        self.watch = watch
+        self._deadline_s: float | None = None
+        self._attempt = 0
+        self._rendezvous: Rendezvous | None = None
+        self._arrivals: list[Arrival] = []
+        self._resumes = False
+
+    def resume(self, function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer) -> tuple[Any, ...]:
+        """Before the launch: the arguments of ``function``, changed by :func:`with_last_found`."""
+        args = with_last_found(function, args, trainer)
+        place = place_of_checkpoint(function, args)
+        self._resumes = place is not None and args[place] is not None
+        return args
+
+    def begin(
+        self, run: RunContext, *, guardian: Guardian | None = None, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """Connects this rank to its host's guardian, unless it is in a world already.
+
+        Args:
+            run: the run.
+            guardian: the guardian, if this process has started it.
+            variables: the variables that name the guardian, if they are not in the environment.
+        """
+        if dist.is_initialized() or self._deadline_s is not None:
+            return
+        self._deadline_s = time.monotonic() + run.join_timeout_s
+        run.tell_ranks()
+        where = (run.main_address, run.main_port)
+        self._attempt = _ATTEMPTS[where]
+        _ATTEMPTS[where] += 1
+        self.watch.begin(CONNECTIONS.cut)
+        if sys.platform != "linux":
+            return
+        if guardian is not None:
+            variables = guardian.environment
+        if variables or os.environ.get(ADDRESS):
+            self._connect_to(variables or os.environ, guardian, run)
+            # Neither a program that this rank starts, nor a later run in this process, may use them.
+            for name in (ADDRESS, SECRET):
+                os.environ.pop(name, None)
+        else:
+            address = address_of_job(*where, node_rank=run.node_rank, attempt=self._attempt, variables=os.environ)
+            if run.local_rank == 0:
+                # The ranks' errors name the missing ranks better than the guardian can, so its limit is later.
+                guardian = start_at(address, join_timeout_s=_latest_s(run), **_guardian_options(run))
+                if guardian is not None:
+                    guardian.withdraw()
+            client = find(address, rank=run.rank, on_failure=self.watch.receive, timeout_s=run.join_timeout_s)
+            self._take(client, guardian)
+        assert self.watch.client is not None
+        self.watch.client.joining(_latest_s(run))  # later than the rank's own limit, whose error says more
+
+    @contextlib.contextmanager
+    def limited(self, run: RunContext) -> Iterator[None]:
+        """Limits the time for connecting the ranks; after it, connections are cut."""
+        if dist.is_initialized():
+            self.watch.begin(lambda: None)
+            yield
+            return
+        self.begin(run)
+        assert self._deadline_s is not None
+        left_s = max(0.0, self._deadline_s - time.monotonic())
+        try:
+            # An error about the time limit says more than one about a cut connection.
+            with CONNECTIONS.cut_after(left_s + _CUT_S):
+                yield
+            if self._rendezvous is not None and run.rank == 0:
+                self._rendezvous.withdraw(_INVITATION)
+            if self.watch.client is not None:
+                self.watch.client.joined()
+        except RendezvousError:
+            raise
+        except RuntimeError as error:
+            self.watch.check()
+            if any(reason in str(error) for reason in NO_WAY.values()):
+                raise ConnectionError(self._cannot_reach(run, str(error))) from error
+            if time.monotonic() < self._deadline_s:
+                raise
+            raise RendezvousError(
+                f"all ranks arrived, but were not connected within {run.join_timeout_s:g} s (join_timeout_s): {error}"
+            ) from error
+        finally:
+            self._deadline_s = self._rendezvous = None
+
+    def meet(self, run: RunContext, alike: Mapping[str, str]) -> Store | None:
+        """Waits for all ranks; returns the store for their process group, or None if there is one already.
+
+        Args:
+            run: the run.
+            alike: the settings that must be equal on all ranks, name -> value, from :func:`table_of`.
+
+        Raises:
+            RendezvousError: ranks are missing, or settings differ; the same error on all ranks that have arrived.
+        """
+        if dist.is_initialized():
+            return None
+        assert self._deadline_s is not None
+        client = self.watch.client
+        limits: dict[str, Any] = {
+            "deadline_s": self._deadline_s,
+            "timeout_s": run.join_timeout_s,
+            "check": self.watch.check,
+        }
+        world_size = run.environment.world_size()
+        address = source_address(run.main_address) or ""
+        table = {**alike, "loads a checkpoint": "yes" if self._resumes else "no"}
+        own = Arrival(run.rank, own_host(), run.node_rank, os.getpid(), world_size, table, address)
+        # Another host that was started by mistake does not reach the store, where all would see it.
+        if run.num_nodes == 1 and (problem := conflict([own])) is not None:
+            raise RendezvousError(problem)
+        store = MainStore(
+            run.main_address,
+            run.main_port,
+            rank=run.rank,
+            is_one_host=run.num_nodes == 1 and not run.admits_others,
+            is_kept=kept_by_torchrun(os.environ),
+            connections=CONNECTIONS,
+            **limits,
+        ).open()
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        rendezvous = Rendezvous(store, own, attempt=f"{restart}-{self._attempt}", **limits)
+        if client is not None and run.num_nodes > 1 and run.rank == 0:
+            rendezvous.offer(_INVITATION, _invite_hosts(client, run))
+            self._rendezvous = rendezvous
+        rendezvous.check_in()
+        if client is not None and run.num_nodes > 1 and run.local_rank == 0 and run.rank != 0:
+            _follow(rendezvous.wait_for(_INVITATION), client, run)
+        self._arrivals = rendezvous.wait_for_all()
+        return rendezvous.group_store
+
+    def _cannot_reach(self, run: RunContext, error: str) -> str:
+        """Names the ranks that this rank cannot reach; the back end's error names neither end."""
+        names = {arrival.address: arrival.name() for arrival in reversed(self._arrivals) if arrival.address}
+        # Quickly, before the other ranks report closed connections as their own failures.
+        found = unreachable(names, timeout_s=_LOOK_S)
+        found |= {address: error for address in names if f"remote=[{address}]" in error}
+        own = next((arrival.name() for arrival in self._arrivals if arrival.rank == run.rank), f"rank {run.rank}")
+        if not found:
+            return (
+                f"{own} could not connect to another rank ({error}), and finds no reason now: a table of the kernel "
+                "may have been full (dmesg: 'neighbour table overflow'; sysctl net.ipv4.neigh.default.gc_thresh3)"
+            )
+        listed = ", ".join(f"{address}, the address of {names[address]}: {why}" for address, why in found.items())
+        return (
+            f"{own} cannot connect to {listed}. Check the routes and firewalls between the two hosts, or name another "
+            "interface by GLOO_SOCKET_IFNAME"
+        )
+
+    def watch_links(self, run: RunContext) -> None:
+        """Watches links that guardians do not: those between two hosts other than node 0's."""
+        if self.watch.client is not None and run.num_nodes > 2:
+            hosts = {each.address: node_name(each.node_rank, each.host) for each in self._arrivals}
+            own = node_name(run.node_rank, own_host())
+            LinkWatch(self.watch.client, own=own, hosts=hosts, failure_timeout_s=run.failure_timeout_s).start()
+
+    def watch_again(self, run: RunContext, world: MeteredGroup) -> None:
+        """Connects this rank to a new guardian if an earlier run has kept the world; a collective of it."""
+        if sys.platform != "linux" or self.watch.client is not None:
+            return
+        guardian: Guardian | None = None
+        mine: dict[str, str] = {}
+        if run.local_rank == 0:
+            guardian = Guardian.start(**_guardian_options(run))
+            guardian.withdraw()
+            mine = guardian.environment
+        found = {node: variables for node, variables in world.gather_objects((run.node_rank, mine)) if variables}
+        client = self._connect_to(found[run.node_rank], guardian, run)
+        if run.num_nodes > 1:
+            invitation = world.broadcast_object(_invite_hosts(client, run) if run.rank == 0 else None, 0)
+            if run.local_rank == 0 and run.rank != 0:
+                assert invitation is not None
+                _follow(invitation, client, run)
+
+    def _connect_to(self, variables: Mapping[str, str], guardian: Guardian | None, run: RunContext) -> GuardianClient:
+        client = GuardianClient.from_variables(variables, rank=run.rank, on_failure=self.watch.receive)
+        self._take(client, guardian)
+        return client
+
+    def _take(self, client: GuardianClient, guardian: Guardian | None) -> None:
+        # It is made before any worker is forked, so that workers share it: a killed worker would leave its own.
+        client.uses_temporary(multiprocessing.util.get_temp_dir())
+        self.watch.client, self.watch.guardian = client, guardian
+
+
+def start_guardian(run: RunContext) -> Guardian | None:
+    """Starts the guardian of this host for ranks that this process is about to start; None without Linux."""
+    if sys.platform != "linux":
+        return None
+    return Guardian.start(join_timeout_s=_latest_s(run), **_guardian_options(run))
+
+
+def _guardian_options(run: RunContext) -> dict[str, Any]:
+    return {
+        "num_ranks": run.ranks_per_host,
+        "failure_timeout_s": run.failure_timeout_s,
+        "hang_report_s": run.hang_report_s,
+    }
+
+
+def _latest_s(run: RunContext) -> float:
+    """Seconds that a guardian waits for ranks to join; longer than the ranks, whose errors say more."""
+    return run.join_timeout_s + run.failure_timeout_s
+
+
+def _invite_hosts(client: GuardianClient, run: RunContext) -> dict[str, Any]:
+    """On rank 0: makes the guardian listen for the other hosts' guardians; returns address, port and secret for them.
+
+    The secret is included only if the environment has none: a reader of the store then gets it while the ranks join.
+    """
+    given, made = job_secret(os.environ), os.urandom(32).hex()
+    address = source_address(run.main_address) or run.main_address
+    port = client.listen_for_hosts(address, num_nodes=run.num_nodes, secret=given or made)
+    return {"address": address, "port": port, "secret": None if given else made}
+
+
+def _follow(invitation: Mapping[str, Any], client: GuardianClient, run: RunContext) -> None:
+    """On the first rank of another host: connects its guardian to node 0's."""
+    secret = job_secret(os.environ) or invitation["secret"]
+    client.join_hosts(invitation["address"], invitation["port"], node_rank=run.node_rank, secret=secret)
+
+
+def check_model(module: torch.nn.Module, world: MeteredGroup) -> None:
+    """Compares the module's parameters and buffers over all ranks, by name, type and shape; a collective.
+
+    Raises:
+        RendezvousError: they differ; the same message on all ranks.
+    """
+    table = model_table([*module.named_parameters(), *module.named_buffers()])
+    found = compared(table, world.gather_objects, "do not have the same model")
+    if found is not None:
+        raise RendezvousError(f"{found}\nBuild it alike on all ranks: from the same configuration and the same code")
+
+
+def table_of(run: RunContext, *, strategy: str, options: Mapping[str, Any], precision: object) -> dict[str, str]:
+    """The settings that must be equal on all ranks, and are known before they join.
+
+    Args:
+        run: the run.
+        strategy: the name of the strategy's class.
+        options: the strategy's options.
+        precision: the precision that it trains in.
+
+    Raises:
+        ValueError: see :func:`job_secret`.
+    """
+    values = {
+        "strategy": strategy,
+        **{f"option {name}": value_text(value) for name, value in options.items()},
+        "num_nodes": str(run.num_nodes),
+        "devices on each host": str(run.ranks_per_host),
+        "device type": run.device_type,
+        "precision": str(precision),
+        "back end": str(run.backend or "by device"),
+        "torch": str(torch.__version__),
+        "lightning": str(lightning.__version__),
+    }
+    if run.num_nodes > 1:
+        secret = job_secret(os.environ)
+        shown = "not set" if secret is None else f"set (digest {hashlib.sha256(secret.encode()).hexdigest()[:8]})"
+        values[JOB_SECRET] = shown
+    with contextlib.suppress(PackageNotFoundError):
+        values["lightning_multigpu"] = version("lightning_multigpu")
+    return values

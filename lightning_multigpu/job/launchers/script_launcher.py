@@ -1,0 +1,150 @@
+"""The launcher that runs the script again for each further rank of a host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from lightning_multigpu._lightning_internals import EndOfRun, SubprocessScriptLauncher, set_num_threads_if_needed
+from lightning_multigpu.job.guardian import Guardian
+from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS
+from lightning_multigpu.job.guardian.proc import note_refusal
+from lightning_multigpu.job.joining import Joining, start_guardian
+from lightning_multigpu.job.loader_workers import note_refused_worker
+from lightning_multigpu.job.run_context import RunContext
+from lightning_multigpu.job.uncaught_errors import show_if_uncaught
+from lightning_multigpu.job.waiting_ranks import are_waiting, launch_rank
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+# Children by rank; they run this script to its end. They are not collected before: the guardian reads their statuses.
+_STARTED: dict[int, subprocess.Popen[bytes]] = {}
+_HELD = contextlib.ExitStack()  # the port of the first run; later runs of this process use it too
+_PATIENCE = 0.6  # of failure_timeout_s; before its end the guardian ends the first rank, too
+
+
+class ScriptLauncher(SubprocessScriptLauncher):
+    """Runs the script again for each further rank of this host, and watches those processes.
+
+    If torchrun, SLURM or another launcher has started the processes, it only guards the rank's own function.
+
+    Args:
+        run: the facts about the run.
+        joining: joins the ranks.
+        check: raises if the run is impossible; called before any process is started.
+    """
+
+    def __init__(self, run: RunContext, joining: Joining, check: Callable[[pl.Trainer], None]) -> None:
+        super().__init__(run.environment, run.ranks_per_host, run.num_nodes)
+        self._run = run
+        self._joining = joining
+        self._check = check
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        if trainer is not None:
+            self._check(trainer)
+            args = self._joining.resume(function, args, trainer)
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        watch = self._joining.watch
+        guardian: Guardian | None = None
+        if not self.cluster_environment.creates_processes_externally:
+            _HELD.enter_context(self._run.chosen_port_held())
+            guardian = start_guardian(self._run)
+            self._start_ranks(guardian)
+            children = dict(enumerate(self.procs, self._run.node_rank * self.num_processes + 1))
+            _STARTED.update(children)
+            if guardian is not None:
+                for rank, child in children.items():
+                    guardian.started(rank, child.pid)
+        else:
+            watch.earlier_children = children = dict(_STARTED)
+        try:
+            self._joining.begin(self._run, guardian=guardian)
+        except RuntimeError as error:
+            note_refused_worker(error, self._run.rank)
+            raise
+        set_num_threads_if_needed(num_processes=self.num_processes)
+        try:
+            return watch.guarded(function, args, kwargs, run=self._run, trainer=trainer)
+        except EndOfRun:  # on all ranks; their scripts go on
+            raise
+        except Exception as error:
+            show_if_uncaught(error, watch.message(self._run, trainer))
+            watch.announce()
+            if not (watch.is_lost or watch.all_raised):
+                _end(children.values(), _PATIENCE * self._run.failure_timeout_s)
+            raise
+
+    def _start_ranks(self, guardian: Guardian | None) -> None:
+        """Starts the other ranks of this host; if one cannot be started, the started ones are ended."""
+        try:
+            self._start_processes()
+        except BaseException as error:
+            if guardian is not None:
+                guardian.kill()
+            for process in self.procs:
+                process.kill()
+                process.wait()
+            note_refusal(error, len(self.procs) + 1, self.num_processes)
+            raise
+
+    def _start_processes(self) -> None:
+        if not are_waiting():
+            self._call_children_scripts()
+            return
+        environment = self.cluster_environment
+        os.environ.update(
+            MASTER_ADDR=environment.main_address,
+            MASTER_PORT=str(environment.main_port),
+            NODE_RANK=str(environment.node_rank()),
+            LOCAL_RANK=str(environment.local_rank()),
+            WORLD_SIZE=str(self.num_processes * self.num_nodes),
+        )
+        for local_rank in range(1, self.num_processes):
+            self.procs.append(launch_rank(local_rank, os.environ | {"LOCAL_RANK": str(local_rank)}))
+
+    @override
+    def kill(self, signum: signal.Signals | int) -> None:
+        """Signals the other ranks of this host.
+
+        After a Ctrl-C they have time to end in order before SIGKILL. All ranks act on SIGTERM at the same batch: they
+        would take another one for the user's second, which ends them at once.
+        """
+        signals = self._joining.watch.signals
+        if signum == signal.SIGTERM and signals.has_agreed(signal.SIGTERM):
+            return
+        if signum == signal.SIGKILL:
+            _wait(self.procs, self._run.failure_timeout_s)
+        super().kill(signum)
+        if signum == signal.SIGKILL and signals.late:  # Lightning ends this process with exit status 1 otherwise
+            raise SystemExit(INTERRUPTED_STATUS)
+
+
+def _end(children: Collection[subprocess.Popen[bytes]], patience_s: float) -> None:
+    """Gives the children time to end by themselves, then ends them."""
+    _wait(children, patience_s)
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+def _wait(children: Iterable[subprocess.Popen[bytes]], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(max(0.0, deadline - time.monotonic()))
+
+
+def is_notebook_fork_needed(start_method: str, interactive: bool) -> bool:
+    """True if processes must be forked: a spawned process cannot import the code of a notebook."""
+    return interactive and start_method == "spawn" and sys.platform != "win32" and hasattr(os, "fork")

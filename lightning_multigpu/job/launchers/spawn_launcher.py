@@ -1,0 +1,461 @@
+"""The launcher that starts the ranks of a host from the running interpreter, and returns the first one's result."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
+
+from lightning_multigpu._lightning_internals import (
+    EndOfRun,
+    GlobalStateSnapshot,
+    MultiProcessingLauncher,
+    check_cuda_fork,
+    check_main_guard,
+    disable_module_memory_sharing,
+    interrupt,
+    set_num_threads_if_needed,
+)
+from lightning_multigpu.job.checkpoint_files.last_checkpoint import last_checkpoint_of
+from lightning_multigpu.job.failure_watch import SIGTERM_STATUS, has_trained
+from lightning_multigpu.job.guardian import Failure, Guardian
+from lightning_multigpu.job.guardian.failure import host_name
+from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, SAME_INTERRUPT_S
+from lightning_multigpu.job.guardian.proc import ended_text, note_refusal
+from lightning_multigpu.job.joining import Joining, start_guardian
+from lightning_multigpu.job.loader_workers import note_refused_worker
+from lightning_multigpu.job.run_context import RunContext
+from lightning_multigpu.job.uncaught_errors import FailureMessage, show_if_uncaught
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import ParallelStrategy
+
+_POLL_S = 0.2
+_AT_ONCE_S = 2.0
+_TUNED_IN_VAIN = (
+    "a Tuner changes the module of the process that it runs in, and spawned ranks end with theirs; tune with "
+    "start_method='popen', under 'ring_ddp' for example"
+)
+_CAN_BE_LOST = "can be lost"  # sent by a rank without which the job goes on, before its answer
+_GUARDIAN_S = 2.0  # beyond failure_timeout_s, in which it has to end the ranks
+
+
+class SpawnLauncher(MultiProcessingLauncher):
+    """Runs a function of the current interpreter in one new process a rank.
+
+    Args:
+        strategy: the strategy, which is copied to the ranks.
+        run: the facts about the run.
+        joining: joins the ranks.
+        check: raises if the run is impossible; called before any process is started.
+        start_method: the start method of the processes.
+    """
+
+    def __init__(
+        self,
+        strategy: ParallelStrategy,
+        run: RunContext,
+        joining: Joining,
+        check: Callable[[pl.Trainer], None],
+        start_method: Literal["spawn", "fork", "forkserver"],
+    ) -> None:
+        super().__init__(strategy, start_method=start_method)
+        self.run = run
+        self.joining = joining
+        self._check_trainer = check
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        self._check(trainer)
+        if trainer is not None:
+            args = self.joining.resume(function, args, trainer)
+        with self._one_port_for_all_ranks():
+            return self._launch(function, args, trainer, kwargs)
+
+    @contextlib.contextmanager
+    def _one_port_for_all_ranks(self) -> Iterator[None]:
+        """Chooses a free port for all ranks, and passes it through the environment.
+
+        A later run in this process chooses again: another program may have taken the port by then.
+        """
+        before = os.environ.get("MASTER_PORT")
+        with self.run.chosen_port_held():
+            os.environ["MASTER_PORT"] = str(self.run.main_port)
+            try:
+                yield
+            finally:
+                os.environ.pop("MASTER_PORT", None)
+                if before is not None:
+                    os.environ["MASTER_PORT"] = before
+
+    def _launch(
+        self, function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer | None, kwargs: dict[str, Any]
+    ) -> Any:
+        guardian = start_guardian(self.run)
+        try:
+            task = _Task(
+                self,
+                trainer,
+                function,
+                args,
+                kwargs,
+                GlobalStateSnapshot.capture() if self._start_method == "spawn" else None,
+                {} if guardian is None else guardian.environment,
+            )
+            result = self._run_ranks(task, guardian)
+        except BaseException:
+            self.joining.watch.ranks_have_ended = True  # callbacks that save at exceptions do not know
+            raise
+        finally:
+            if guardian is not None:
+                guardian.stop()
+        if trainer is None:
+            return result.returned
+        self._already_fit |= trainer.state.fn == TrainerFn.FITTING
+        self._take_over(result, trainer)
+        return result.returned
+
+    def _check(self, trainer: pl.Trainer | None) -> None:
+        if self._start_method == "spawn":
+            check_main_guard()
+            _check_script()
+        else:
+            check_cuda_fork()
+        if trainer is not None:
+            self._check_trainer(trainer)
+        if self._already_fit and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            raise NotImplementedError(
+                "This Trainer has run fit() in spawned processes already, and their state is lost; make a new Trainer, "
+                "and pass fit(ckpt_path=...) to go on where the first one ended"
+            )
+
+    def _run_ranks(self, task: _Task, guardian: Guardian | None) -> _Result:
+        """Starts the ranks and waits for all of them.
+
+        Raises:
+            SystemExit: SIGTERM has ended the run, in order.
+            Exception: a rank has failed; the exception is the rank's own, or that of :meth:`Failure.exception`.
+        """
+        ranks = _Ranks(self.run, self._start_method, task, guardian)
+        self.procs = ranks.processes
+        try:
+            ranks.await_end()
+            return ranks.result()
+        except KeyboardInterrupt:
+            ranks.interrupt()
+            raise
+        except BaseException:
+            ranks.end()
+            raise
+        finally:
+            if ranks.were_cut_off:
+                os._exit(INTERRUPTED_STATUS)
+
+    def _take_over(self, result: _Result, trainer: pl.Trainer) -> None:
+        """Copies the state of rank 0's Trainer to this process's Trainer."""
+        if result.weights is not None:
+            # The module of rank 0 may have got other parts.
+            trainer.lightning_module.load_state_dict(result.weights, strict=False)
+        callback: Any = trainer.checkpoint_callback
+        if hasattr(callback, "best_model_path"):
+            callback.best_model_path = result.best_model_path
+        trainer.state = result.state
+        if result.progress is not None:  # global_step, current_epoch
+            trainer.fit_loop.load_state_dict(result.progress)
+        for number, results in result.of_callbacks.items():
+            vars(trainer.callbacks[number]).update(results)  # type: ignore[attr-defined]
+        self.update_main_process_results(trainer, result.extra)
+
+    def collect(self, trainer: pl.Trainer, returned: Any) -> _Result:
+        """In a rank: the results for the process that has started it."""
+        weights = trainer.lightning_module.state_dict()  # on all ranks: metrics synchronise
+        return _Result(
+            returned,
+            weights if trainer.state.fn == TrainerFn.FITTING else None,
+            str(getattr(trainer.checkpoint_callback, "best_model_path", "")),
+            trainer.state,
+            trainer.fit_loop.state_dict() if trainer.state.fn == TrainerFn.FITTING else None,
+            {
+                number: callback.results()
+                for number, callback in enumerate(trainer.callbacks)  # type: ignore[attr-defined]
+                if hasattr(callback, "results")
+            },
+            self.get_extra_results(trainer),
+        )
+
+
+def _check_script() -> None:
+    """Checks that spawned processes, which run the script again as a module, would not start further ones.
+
+    Raises:
+        RuntimeError: the script starts them, and has no main guard.
+    """
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if path is None or main.__spec__ is not None or not _is_running(main):
+        return
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError):
+        return
+    tests = [node.test for node in ast.walk(tree) if isinstance(node, ast.If)]
+    if not any(isinstance(part, ast.Name) and part.id == "__name__" for test in tests for part in ast.walk(test)):
+        raise RuntimeError(
+            f'{os.path.basename(path)} has no `if __name__ == "__main__":`, and each spawned process would run all of '
+            "it again: put what it does under that line, or use a strategy that needs none and starts the script "
+            "itself, such as 'ring_ddp'"
+        )
+
+
+def _is_running(module: Any) -> bool:
+    """Whether the top level of a module has called this function."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals is vars(module) and frame.f_code.co_name == "<module>":
+            return True
+    return False
+
+
+class _Result(NamedTuple):
+    """The answer of the first rank to the process that has started it."""
+
+    returned: Any
+    weights: Mapping[str, Any] | None = None
+    best_model_path: str = ""
+    state: Any = None
+    progress: Any = None
+    of_callbacks: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
+    extra: Any = None
+
+
+@dataclass(frozen=True)
+class _Task:
+    """The work of each spawned process. It answers with a result or a failure's message over its own pipe."""
+
+    launcher: SpawnLauncher
+    trainer: pl.Trainer | None
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    states: GlobalStateSnapshot | None
+    variables: dict[str, str]
+
+    def __call__(self, local_rank: int, answers: Connection) -> None:
+        run, joining = self.launcher.run, self.launcher.joining
+        watch = joining.watch
+        args, kwargs = self.args, self.kwargs
+        if self.states is not None:
+            self.states.restore()
+            if run.device_type == "cpu":
+                args, kwargs = disable_module_memory_sharing((args, kwargs))
+        set_num_threads_if_needed(num_processes=run.ranks_per_host)
+        os.environ["LOCAL_RANK"] = str(local_rank)
+        watch.on_can_be_lost = partial(answers.send_bytes, pickle.dumps(_CAN_BE_LOST))
+        try:
+            joining.begin(run, variables=self.variables)
+            returned = watch.guarded(self.function, args, kwargs, run=run, trainer=self.trainer)
+            result = _Result(returned) if self.trainer is None else self.launcher.collect(self.trainer, returned)
+            answer = pickle.dumps(move_data_to_device(result, "cpu") if local_rank == 0 else None)
+        except (KeyboardInterrupt, SIGTERMException) as error:
+            # Lightning handles them in the first process only, which lacks the trained weights.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            if self.trainer is not None:
+                interrupt(self.trainer, error)
+                self.trainer._teardown()
+            watch.stop()
+            status = INTERRUPTED_STATUS if watch.signals.late else 1
+            raise SystemExit(status if isinstance(error, KeyboardInterrupt) else SIGTERM_STATUS) from None
+        except SystemExit:
+            watch.stop()
+            raise
+        except Exception as error:
+            if isinstance(error, EndOfRun):
+                error = ValueError(_TUNED_IN_VAIN)
+                watch.settle(error, run, None)
+            if watch.failure is None:  # it has not joined
+                note_refused_worker(error, run.rank)
+                watch.failure = Failure.of(error, rank=run.rank, step=None)
+            message = watch.message(run, None)
+            if watch.is_lost:  # the process that has started the ranks goes on
+                sys.stderr.write(message.text(error))
+                raise SystemExit(1) from None
+            message = replace(message, checkpoint=self._checkpoint(), pickled=_pickled(error, watch.failure))
+            answers.send_bytes(pickle.dumps(message))
+            watch.announce()
+            raise SystemExit(1) from None
+        answers.send_bytes(answer)
+
+    def _checkpoint(self) -> str | None:
+        """The file to resume from; only the ranks know where they save."""
+        if self.launcher.run.node_rank == 0 and has_trained(self.trainer):
+            with contextlib.suppress(Exception):  # as when the message is printed
+                return last_checkpoint_of(self.trainer)
+        return None
+
+
+def _pickled(error: Exception, failure: Failure) -> bytes:
+    """The exception of this rank; empty if it is about another rank's failure, or cannot be pickled."""
+    with contextlib.suppress(Exception):
+        if failure.pid == os.getpid():
+            return pickle.dumps(error)
+    return b""
+
+
+def _exception_of(message: FailureMessage) -> Exception:
+    """The exception of a rank, of its own class; if it cannot be unpickled, that of :meth:`Failure.exception`."""
+    with contextlib.suppress(Exception):  # as where its class takes other arguments than its args
+        error = pickle.loads(message.pickled)
+        if isinstance(error, Exception):
+            error.add_note(message.failure.note())
+            return error
+    return message.failure.exception()
+
+
+class _Ranks:
+    """The processes, each with a pipe of its own, so that a killed process cannot damage another one's answer."""
+
+    def __init__(self, run: RunContext, start_method: str, task: _Task, guardian: Guardian | None) -> None:
+        self._timeout_s = run.failure_timeout_s
+        self._guardian = guardian
+        self._first_rank = run.node_rank * run.ranks_per_host
+        self._pipes: list[Connection] = []
+        self._answers: dict[int, Any] = {}
+        self._can_be_lost: set[int] = set()
+        self._bad: list[int] = []
+        self.processes: list[Any] = []
+        context: Any = multiprocessing.get_context(start_method)
+        try:
+            for local_rank in range(run.ranks_per_host):
+                reader, writer = context.Pipe(duplex=False)
+                self._pipes.append(reader)
+                with writer:
+                    process = context.Process(target=task, args=(local_rank, writer), name=f"rank-{local_rank}")
+                    process.start()
+                self.processes.append(process)
+                if guardian is not None:
+                    guardian.started(self._first_rank + local_rank, process.pid)
+        except BaseException as error:
+            if guardian is not None:
+                guardian.kill()
+            self._signal(signal.SIGKILL)
+            self._join(self._timeout_s)
+            note_refusal(error, len(self.processes), run.ranks_per_host)
+            raise
+
+    def await_end(self) -> None:
+        """Reads answers until all processes have ended; after a failure they have ``failure_timeout_s`` to end."""
+        left = dict(enumerate(self.processes))
+        deadline_s: float | None = None
+        while left:
+            remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            watched = [process.sentinel for process in left.values()]
+            wait([*watched, *(self._pipes[i] for i in left if not self._pipes[i].closed)], timeout=remaining_s)
+            for index, process in list(left.items()):
+                has_ended = process.exitcode is not None  # checked before the pipe is read for the last time
+                self._read(index)
+                if has_ended:
+                    del left[index]
+                    self._note_end(index, process.exitcode)
+            if self._bad and deadline_s is None:
+                deadline_s = time.monotonic() + self._timeout_s + _GUARDIAN_S
+                if self._guardian is None or all(self.processes[i].exitcode == 0 for i in self._bad):
+                    for process in left.values():
+                        process.terminate()  # no guardian ends them
+            if deadline_s is not None and time.monotonic() > deadline_s:
+                for process in left.values():
+                    process.kill()
+
+    def result(self) -> _Result:
+        """The answer of the first rank; raises if a rank has failed."""
+        codes = [process.exitcode for process in self.processes]
+        if not self._bad and 0 not in self._answers:  # another host's first rank was lost
+            self._bad.append(0)
+        failed = [answer for answer in self._answers.values() if isinstance(answer, FailureMessage)]
+        if not failed and self._bad and all(codes[index] == SIGTERM_STATUS for index in self._bad):
+            raise SystemExit(SIGTERM_STATUS)
+        if not failed and self._bad:
+            index = next((index for index in self._bad if codes[index] < 0), self._bad[0])
+            when = " before its work was done" if codes[index] == 0 else ""
+            what = f"{ended_text(codes[index])}{when}"
+            failure = Failure(what, self._first_rank + index, host_name(), self.processes[index].pid)
+            failed = [FailureMessage(failure, False, [])]
+        if failed:
+            message = min(failed, key=lambda message: not message.in_full)
+            error = _exception_of(message)
+            show_if_uncaught(error, message)
+            raise error from None
+        result = self._answers[0]
+        assert isinstance(result, _Result)
+        return result
+
+    @property
+    def were_cut_off(self) -> bool:
+        """True if the ranks have ended at once, at a second Ctrl-C, or at the first one in a deadlock."""
+        return any(process.exitcode == INTERRUPTED_STATUS for process in self.processes)
+
+    def interrupt(self) -> None:
+        """After a first Ctrl-C: lets the ranks end in order; at a second one, ends this process and them."""
+        since_s = time.monotonic()
+        self._signal(signal.SIGINT)  # ranks that the terminal has signalled already count it once
+        try:
+            while any(process.is_alive() for process in self.processes):
+                with contextlib.suppress(*[KeyboardInterrupt] * (time.monotonic() - since_s < SAME_INTERRUPT_S)):
+                    time.sleep(_POLL_S)
+        except KeyboardInterrupt:
+            self._join(_AT_ONCE_S)  # their guardian ends them
+            self._signal(signal.SIGKILL)
+            os._exit(INTERRUPTED_STATUS)
+
+    def end(self) -> None:
+        """Ends the remaining processes."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self._signal(number)
+            self._join(self._timeout_s)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            if process.exitcode is None:
+                os.kill(process.pid, number)
+
+    def _join(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        for process in self.processes:
+            process.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _read(self, index: int) -> None:
+        pipe = self._pipes[index]
+        try:
+            while not pipe.closed and pipe.poll():
+                answer = pickle.loads(pipe.recv_bytes())
+                if answer == _CAN_BE_LOST:
+                    self._can_be_lost.add(index)
+                else:
+                    self._answers[index] = answer
+        except (EOFError, OSError):
+            pipe.close()
+
+    def _note_end(self, index: int, exit_code: int) -> None:
+        self._pipes[index].close()
+        if index not in self._can_be_lost and (exit_code != 0 or index not in self._answers):
+            self._bad.append(index)
+        if self._guardian is not None:
+            self._guardian.ended(self._first_rank + index, exit_code)

@@ -1,0 +1,95 @@
+"""Ranks, environment, devices and time limits of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.utilities import rank_zero_only
+
+from lightning_multigpu.communication.main_store import hold_port
+from lightning_multigpu.job.library_messages import silence_deprecations, silence_tips
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """The facts about a run for its launcher, joining and failure watch; made by the strategy.
+
+    Args:
+        environment: the cluster environment, with this process's ranks and the address of rank 0.
+        devices: the devices of this host's ranks, one each.
+        num_nodes: hosts.
+        backend: the process group back end of the user's option, or None for the device's default.
+        failure_timeout_s: seconds in which all ranks have to end after one has failed.
+        hang_report_s: seconds that a rank may wait in a collective before a report; None for no report.
+        join_timeout_s: seconds after its start in which a rank has to join the others.
+        admits_others: processes that are no ranks, perhaps of other hosts, join at the main address.
+    """
+
+    environment: ClusterEnvironment
+    devices: tuple[torch.device, ...]
+    num_nodes: int
+    backend: str | None
+    failure_timeout_s: float
+    hang_report_s: float | None
+    join_timeout_s: float
+    admits_others: bool = False
+
+    @property
+    def ranks_per_host(self) -> int:
+        return len(self.devices)
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.ranks_per_host
+
+    @property
+    def node_rank(self) -> int:
+        return self.environment.node_rank()
+
+    @property
+    def local_rank(self) -> int:
+        return self.environment.local_rank()
+
+    @property
+    def rank(self) -> int:
+        """The global rank; right once :meth:`tell_ranks` has run in this process."""
+        return self.environment.global_rank()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.devices[self.local_rank]
+
+    @property
+    def device_type(self) -> str:
+        return self.devices[0].type if self.devices else "cpu"
+
+    @property
+    def main_address(self) -> str:
+        return self.environment.main_address
+
+    @property
+    def main_port(self) -> int:
+        return self.environment.main_port
+
+    @contextmanager
+    def chosen_port_held(self) -> Iterator[None]:
+        """Holds :attr:`main_port` until the end of the context, unless the user has named it."""
+        if self.node_rank == 0 and "MASTER_PORT" not in os.environ:
+            with hold_port(self.main_port):
+                yield
+        else:
+            yield
+
+    def tell_ranks(self) -> None:
+        """Sets this rank in the cluster environment, Lightning's rank-zero helpers and the filters of messages."""
+        self.environment.set_global_rank(self.node_rank * self.ranks_per_host + self.local_rank)
+        self.environment.set_world_size(self.world_size)
+        rank_zero_only.rank = self.rank  # type: ignore[attr-defined]
+        silence_deprecations(self.rank)
+        silence_tips()  # a spawned rank has made no strategy

@@ -1,0 +1,105 @@
+"""A job of plain processes under a guardian."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from lightning_multigpu.job.guardian import Guardian
+from lightning_multigpu.job.guardian.proc import read_stat
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+SCRIPT = Path(__file__).with_name("rank_script.py")
+
+# What a rank does until it receives a failure; without one it leaves. Nobody waits longer than this.
+WORK = "told.wait(60) and sys.exit(1)"
+DEADLINE_S = 60.0
+
+
+class Job:
+    """Ranks that each run some statements. What is left is killed at the end of the ``with`` block."""
+
+    def __init__(
+        self,
+        *statements: str,
+        first_rank: int = 0,
+        failure_timeout_s: float = 4.0,
+        hang_report_s: float | None = None,
+        directory: Path | None = None,
+    ) -> None:
+        self.guardian = Guardian.start(
+            num_ranks=len(statements),
+            failure_timeout_s=failure_timeout_s,
+            hang_report_s=hang_report_s,
+            directory=directory,
+        )
+        environment = self.guardian.environment
+        self.ranks = [start_rank(rank, text, environment) for rank, text in enumerate(statements, first_rank)]
+
+    def __enter__(self) -> Job:
+        try:
+            for rank in self.ranks:
+                assert rank.stdout is not None
+                assert rank.stdout.readline() == "ready\n"
+            for rank in self.ranks:
+                assert rank.stdin is not None
+                rank.stdin.write("go\n")
+                rank.stdin.flush()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.send_signal(signal.SIGCONT)
+            rank.communicate()
+        self.guardian.stop()
+        if kind is not None and is_alive(self.guardian.pid):
+            os.kill(self.guardian.pid, signal.SIGKILL)
+
+    def outcome(self) -> tuple[list[int], list[str]]:
+        """Waits for all ranks; exit codes and what they have printed."""
+        printed = [rank.communicate(timeout=DEADLINE_S)[0] for rank in self.ranks]
+        return [rank.returncode for rank in self.ranks], printed
+
+    def guardian_ends(self) -> bool:
+        """Whether the guardian ends, soon after the last rank."""
+        return eventually(lambda: not is_alive(self.guardian.pid))
+
+
+def start_rank(rank: int, statements: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-I", "-S", str(SCRIPT), str(REPOSITORY), str(rank), statements]
+    return subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process, other than as a zombie that its new parent has not collected yet."""
+    stat = read_stat(pid)
+    return stat is not None and stat.state not in "ZX"
+
+
+def eventually(condition: object, timeout_s: float = DEADLINE_S) -> bool:
+    """Whether the condition becomes true in time."""
+    assert callable(condition)
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True

@@ -1,0 +1,225 @@
+"""Ranks that nobody of this pack has started find their guardian, and no other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient, GuardianError
+from lightning_multigpu.job.guardian import client as client_module
+from lightning_multigpu.job.guardian.discovery import address_of_job, find, start_at
+from lightning_multigpu.job.guardian.start import AddressTakenError
+from tests.job.guardian.job import REPOSITORY, eventually, is_alive
+
+JOB: dict[str, Any] = {"node_rank": 0, "attempt": 0, "variables": {}}
+
+# Another process that comes as a rank, and says what it was told.
+RANK = """
+import sys, threading
+sys.path.insert(0, sys.argv[1])
+from lightning_multigpu.job.guardian.client import GuardianClient
+told = threading.Event()
+try:
+    client = GuardianClient(sys.argv[2], None, rank=int(sys.argv[3]), on_failure=lambda failure: told.set())
+except Exception as error:
+    print(error); sys.exit(3)
+told.wait(30) and print(client.failure.describe())
+client.leave()
+"""
+
+
+@pytest.fixture
+def address() -> str:
+    return address_of_job("127.0.0.1", os.getpid() % 60_000 + 1, **{**JOB, "attempt": time.monotonic_ns()})
+
+
+@pytest.fixture
+def guardian(address: str) -> Iterator[Guardian]:
+    started = start_at(address, num_ranks=2, failure_timeout_s=3, join_timeout_s=30)
+    assert started is not None
+    started.withdraw()
+    yield started
+    started.stop()
+    assert eventually(lambda: not is_alive(started.pid))
+
+
+def other_rank(address: str, rank: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-I", "-S", "-c", _WITHOUT_PACKAGE + RANK, str(REPOSITORY), address, str(rank)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+# The package's root imports torch, which a plain rank does not need.
+_WITHOUT_PACKAGE = """
+import sys, types
+root = sys.argv[1] + "/lightning_multigpu"
+for name, path in ("", ""), (".job", "/job"), (".job.guardian", "/job/guardian"):
+    module = types.ModuleType(name); module.__path__ = [root + path]; sys.modules["lightning_multigpu" + name] = module
+"""
+
+
+class TestAddress:
+    def test_is_the_same_for_ranks_of_a_host(self) -> None:
+        assert address_of_job("a", 1, **JOB) == address_of_job("a", 1, **JOB)
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"main_port": 2},
+            {"main_address": "b"},
+            {"node_rank": 1},
+            {"attempt": 1},
+            {"variables": {"TORCHELASTIC_RESTART_COUNT": "1"}},
+            {"variables": {"SLURM_JOB_ID": "4711"}},
+        ],
+    )
+    def test_differs_for_another_job_host_or_start(self, other: dict[str, Any]) -> None:
+        first = {"main_address": "a", "main_port": 1, **JOB}
+        assert address_of_job(**first) != address_of_job(**{**first, **other})
+
+
+def test_a_rank_of_the_same_user_needs_no_secret(guardian: Guardian, address: str) -> None:
+    client = find(address, rank=1, on_failure=lambda failure: None, timeout_s=5)
+    assert client.guardian_pid == guardian.pid
+    client.leave()
+
+
+def test_a_rank_waits_for_the_guardian_to_come(address: str) -> None:
+    found: list[GuardianClient] = []
+    thread = threading.Thread(
+        target=lambda: found.append(find(address, rank=0, on_failure=lambda failure: None, timeout_s=30))
+    )
+    thread.start()
+    time.sleep(0.3)
+    started = start_at(address, num_ranks=1, failure_timeout_s=3, join_timeout_s=30)
+    assert started is not None
+    thread.join(30)
+    found[0].leave()
+    started.stop()
+
+
+def test_no_guardian_comes(address: str) -> None:
+    with pytest.raises(GuardianError, match=r"rank 1 has found no guardian .* within 0.2 s: .*LOCAL_RANK=0"):
+        find(address, rank=1, on_failure=lambda failure: None, timeout_s=0.2)
+
+
+def test_a_living_process_has_started_it_already(guardian: Guardian, address: str) -> None:
+    assert start_at(address, num_ranks=2, failure_timeout_s=3, join_timeout_s=30) is None
+    with pytest.raises(AddressTakenError):
+        Guardian.start(num_ranks=2, address=address)
+
+
+def test_two_processes_claim_one_rank_while_another_is_missing(guardian: Guardian, address: str) -> None:
+    told: list[Failure] = []
+    client = find(address, rank=0, on_failure=told.append, timeout_s=5)
+    second = other_rank(address, 0)
+    printed, _ = second.communicate(timeout=60)
+    assert second.returncode == 3
+    assert f"rank 0 is the process {os.getpid()} already, and {second.pid} says that it is rank 0" in printed
+    assert eventually(lambda: bool(told))
+    assert f"{second.pid} says that it is rank 0" in told[0].what
+    client.leave()
+
+
+def test_a_rank_that_comes_after_the_failure_is_told(guardian: Guardian, address: str) -> None:
+    client = find(address, rank=0, on_failure=lambda failure: None, timeout_s=5)
+    client.failed(Failure("raised ValueError: no such file", 0))
+    client.leave()
+    time.sleep(0.5)
+    late = other_rank(address, 1)
+    printed, _ = late.communicate(timeout=60)
+    assert "rank 0" in printed
+    assert "raised ValueError: no such file" in printed
+
+
+def test_what_listens_there_is_no_guardian(address: str) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0" + address)
+        listener.listen()
+        with pytest.raises(GuardianError, match="does not answer rank 0 in time"):
+            GuardianClient(address, None, rank=0, on_failure=lambda failure: None, timeout_s=0.3)
+
+
+NOBODY = 65534
+as_other_user = pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
+
+
+@as_other_user
+@pytest.mark.parametrize("listens", [True, False])
+def test_another_user_has_taken_the_address(address: str, listens: bool) -> None:
+    """It follows from the job, so that anybody can tell it; and the job did not start."""
+    with socket.socket(socket.AF_UNIX) as squatter:
+        os.seteuid(NOBODY)
+        try:
+            squatter.bind("\0" + address)
+            if listens:
+                squatter.listen(100)
+        finally:
+            os.seteuid(0)
+        started = start_at(address, num_ranks=2, failure_timeout_s=3, join_timeout_s=30)
+        assert started is not None
+        started.withdraw()
+        assert start_at(address, num_ranks=2, failure_timeout_s=3, join_timeout_s=30) is None, "there already"
+        client = find(address, rank=0, on_failure=lambda failure: None, timeout_s=10)
+        assert client.guardian_pid == started.pid
+        squatter.close()
+        again = find(address, rank=0, on_failure=lambda failure: None, timeout_s=10)
+        assert again.guardian_pid == started.pid
+        for one in (again, client):
+            one.leave()
+        started.stop()
+        assert eventually(lambda: not is_alive(started.pid))
+
+
+def test_queues_that_are_full_hold_nobody_up(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name at which another user listened, without accepting, cost 30 s."""
+    names = [address, f"{address}-0", f"{address}-1"]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            squatter, waiting = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
+            squatter.bind("\0" + name)
+            squatter.listen(0)
+            waiting.connect("\0" + name)
+        started = Guardian.start(num_ranks=1, address=f"{address}-9")
+        started.withdraw()
+        # Whoever waits in a queue looks at it again and again, and sleeps in between.
+        monkeypatch.setattr(client_module, "_IN_LINE_S", 3600.0)
+        found = find(address, rank=0, on_failure=lambda failure: None, timeout_s=10)
+        assert found.guardian_pid == started.pid
+        found.leave()
+        started.stop()
+        assert eventually(lambda: not is_alive(started.pid))
+
+
+@as_other_user
+def test_a_guardian_of_another_user_is_none(address: str) -> None:
+    with socket.socket(socket.AF_UNIX) as squatter:
+        squatter.bind("\0" + address)
+        os.seteuid(NOBODY)
+        try:
+            squatter.listen()
+        finally:
+            os.seteuid(0)
+        with pytest.raises(GuardianError, match=r"has found no guardian .* belong to one user"):
+            find(address, rank=1, on_failure=lambda failure: None, timeout_s=0.2)
+
+
+@as_other_user
+def test_another_container_with_the_same_network_and_user_is_refused(guardian: Guardian, address: str) -> None:
+    """UNIX addresses belong to the network namespace, which containers may share with their host."""
+    connects = (
+        "import socket, sys; sock = socket.socket(socket.AF_UNIX); sock.connect(chr(0) + sys.argv[1]); "
+        "print(sock.recv(1000))"
+    )
+    command = ["unshare", "--pid", "--fork", sys.executable, "-I", "-S", "-c", connects, address]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    said = "it is a process of another container (PID namespace)"
+    assert said in ran.stdout, f"before it could introduce itself: {ran.stdout}{ran.stderr}"

@@ -1,0 +1,263 @@
+"""Who may leave when, what a second Ctrl-C does, and what must not outlive its rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_multigpu.job.guardian.workers import Workers
+from tests.job.guardian.job import WORK, Job, eventually, is_alive
+
+pytestmark = pytest.mark.launch
+
+FINISH = "failure = client.finish(); print('finished', failure is None, flush=True); client.leave()"
+
+
+def test_nobody_leaves_before_all_have_come_to_the_end() -> None:
+    with Job(FINISH, f"print('late', flush=True); sys.stdin.readline(); {FINISH}") as job:
+        late = job.ranks[1]
+        assert late.stdout is not None
+        assert late.stdin is not None
+        assert late.stdout.readline() == "late\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.ranks[0].wait(1.0)
+        late.stdin.write("\n")
+        late.stdin.flush()
+        codes, printed = job.outcome()
+        assert codes == [0, 0]
+        assert [text.strip() for text in printed] == ["finished True"] * 2
+        assert job.guardian_ends()
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
+        ("os._exit(3)", "ended with exit status 3"),
+        ("os._exit(0)", "ended with exit status 0 in the middle of the run"),
+    ],
+)
+def test_a_rank_that_does_not_come_to_the_end_is_everybodys_failure(
+    how: str, what: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Job(FINISH, f"time.sleep(0.5); {how}") as job:
+        assert "finished False" in job.outcome()[1][0]
+        assert job.guardian_ends()
+    assert f"rank 1 (host {os.uname().nodename}" in (err := capfd.readouterr().err)
+    assert what in err
+
+
+def test_a_rank_that_leaves_while_it_waits_for_the_others_fails_too() -> None:
+    with Job(WORK, "import threading; threading.Timer(0.5, os._exit, [4]).start(); client.finish()") as job:
+        codes, printed = job.outcome()
+        assert codes == [1, 4]
+        assert "ended with exit status 4" in printed[0]
+
+
+RAISED = (
+    "alike = client.all_raised({key!r}, Failure('raised Own', rank=client.rank)); print('alike', alike, flush=True); "
+)
+LEAVES = "client.leave()"
+FAILED = "alike or client.failed(Failure('raised Own', rank=client.rank)); sys.exit(1)"
+
+
+def test_an_exception_that_all_ranks_raise_is_no_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    raised = RAISED.format(key="Own at step 3") + LEAVES
+    with Job(raised, f"time.sleep(0.7); {raised}", directory=tmp_path) as job:
+        assert job.outcome() == ([0, 0], ["alike True\n"] * 2)
+        assert job.guardian_ends()
+    assert "The job failed" not in capfd.readouterr().err
+
+
+WAITS = (
+    "client.flight_recorder.began({operation!r}, group='data', ranks='0-1', group_size=2, size_bytes=8); "
+    "told.wait(60) and sys.exit(1)"
+)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        WAITS.format(operation="all_reduce"),
+        WAITS.format(operation="recv"),
+        "time.sleep(0.5); " + RAISED.format(key="Own at step 4") + "sys.exit(1)",
+        "client.finish(); sys.exit(1)",
+        "told.wait(60) and sys.exit(1)",
+    ],
+    ids=["waits in a collective", "waits for a message", "raises at another step", "has ended well", "computes"],
+)
+def test_an_exception_of_one_rank_alone_is_its_failure(other: str, capfd: pytest.CaptureFixture[str]) -> None:
+    timeout_s = 6.0 if other.startswith("told") else 300.0  # of which a third is longer than the test's deadline
+    with Job(RAISED.format(key="Own at step 3") + FAILED, other, failure_timeout_s=timeout_s) as job:
+        codes, printed = job.outcome()
+        assert codes == [1, 1]
+        assert printed[0] == "alike False\n"
+        assert job.guardian_ends()
+    assert "rank 0 (no step completed) raised Own" in capfd.readouterr().err
+
+
+COUNTS = "client.counts_interrupts(); "
+
+
+def test_the_second_interrupt_ends_all_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """The guardian sees them as a terminal sends them; these ranks ignore SIGINT, as Lightning does after the first."""
+    ignore = "import signal; signal.signal(2, signal.SIG_IGN); "
+    ready = "print('counts', flush=True); time.sleep(60)"
+    with Job(f"{ignore}{COUNTS}{ready}", f"{ignore}{ready}", failure_timeout_s=50) as job:
+        for rank in job.ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "counts\n"
+        printed = ""
+
+        def says(text: str) -> bool:
+            nonlocal printed
+            printed += capfd.readouterr().err
+            return text in printed
+
+        os.kill(job.guardian.pid, signal.SIGINT)
+        time.sleep(0.05)
+        os.kill(job.guardian.pid, signal.SIGINT)  # as `timeout` does, which signals the process and its group
+        assert eventually(lambda: says("Another Ctrl-C ends it at once."))
+        with pytest.raises(subprocess.TimeoutExpired):
+            job.ranks[0].wait(0.7)
+        os.kill(job.guardian.pid, signal.SIGINT)
+        assert job.outcome()[0] == [130, 130]
+        assert job.guardian_ends()
+        assert says("The job failed: a second Ctrl-C has ended the job at once")
+        assert printed.count("Another Ctrl-C") == 1
+
+
+def test_a_second_interrupt_of_one_rank_ends_the_others_too(tmp_path: Path) -> None:
+    blocked = "import ctypes; ctypes.PyDLL(None).sleep(60)"  # it cannot end by itself
+    told = f"{COUNTS}client.signalled(130, 1); time.sleep(0.5); client.signalled(130, 2); time.sleep(60)"
+    with Job(told, blocked, failure_timeout_s=50, directory=tmp_path) as job:
+        assert job.outcome()[0] == [130, -signal.SIGKILL]
+        assert job.guardian_ends()
+    assert not list(tmp_path.iterdir()), "whoever did it knows"
+
+
+def test_interrupts_of_a_program_that_handles_them_itself_do_not_count() -> None:
+    with Job("client.signalled(130, 1); client.signalled(130, 2); time.sleep(1.5); client.leave()") as job:
+        for _ in range(2):
+            os.kill(job.guardian.pid, signal.SIGINT)
+            with pytest.raises(subprocess.TimeoutExpired):
+                job.ranks[0].wait(0.4)
+        assert job.outcome()[0] == [0]
+
+
+def test_a_rank_that_is_ended_on_its_way_out_leaves_nothing(tmp_path: Path) -> None:
+    """torchrun ends all ranks by SIGTERM as soon as one has failed; they may have left by then."""
+    place = f"{tmp_path}/pymp-rank"
+    leaves = f"os.makedirs('{place}'); client.uses_temporary('{place}'); client.finish(); client.leave()"
+    with Job(f"{leaves}; time.sleep(1); os.kill(os.getpid(), 15)", "os.kill(os.getpid(), 9)") as job:
+        assert job.outcome()[0] == [-signal.SIGTERM, -signal.SIGKILL]
+        assert job.guardian_ends()
+    assert not list(tmp_path.iterdir())
+
+
+# It listens as processes of multiprocessing do, in a directory of its own.
+FORKS = """
+import socket
+os.makedirs("{place}/pymp-rank")
+client.uses_temporary("{place}/pymp-rank")
+open("{place}/pymp-rank/listener-0", "w").close()
+for turn in range(2):
+    if os.fork() == 0:
+        os.makedirs(f"{place}/pymp-{turn}")
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(f"{place}/pymp-{turn}/listener-0")
+        listener.listen()
+        os.write(1, f"worker {os.getpid()}\\n".encode())
+        time.sleep(600)
+other = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"])
+os.write(1, f"other {other}\\n".encode())
+told.wait(60)
+"""
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_workers_end_with_their_rank_and_leave_nothing(killed: int, tmp_path: Path) -> None:
+    statements = [WORK, WORK]
+    statements[killed] = FORKS.replace("{place}", str(tmp_path))
+    with Job(*statements) as job:
+        rank = job.ranks[killed]
+        assert rank.stdout is not None
+        lines = [rank.stdout.readline().split() for _ in range(3)]
+        workers = [int(pid) for kind, pid in lines if kind == "worker"]
+        (other,) = [int(pid) for kind, pid in lines if kind == "other"]
+        try:
+            assert not job.ranks[1 - killed].poll()
+            with pytest.raises(subprocess.TimeoutExpired):
+                rank.wait(1.0)  # the guardian looks several times a second
+            rank.kill()
+            job.ranks[1 - killed].communicate(timeout=60)
+            assert eventually(lambda: not any(is_alive(pid) for pid in workers))
+            assert job.guardian_ends()
+            assert not list(tmp_path.iterdir())
+            assert is_alive(other), "a program of its own, which may be there to outlive the run"
+        finally:
+            for pid in (*workers, other):
+                if is_alive(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_rank_is_nobodys_worker() -> None:
+    """Lightning's launcher starts the other ranks from the first, with the same command line."""
+    code = "import os, time; child = os.fork(); child and os.write(1, b'%d\\n' % child); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        second = int(first.stdout.readline())
+        try:
+            workers = Workers()
+            workers.note(first.pid, {second})
+            assert workers.end(first.pid, set())
+            workers.note(first.pid, set())
+            assert workers.end(first.pid, {second}), "it has introduced itself since"
+            assert is_alive(second)
+            assert not workers.end(first.pid, set()), "one is left at first"
+            assert eventually(lambda: workers.end(first.pid, set()))
+        finally:
+            for pid in (second, first.pid):
+                if is_alive(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("paused", [False, True], ids=["the worker alone", "rank and worker"])
+def test_a_stopped_worker_is_the_failure_of_its_rank_unless_the_rank_is_stopped_too(
+    paused: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever stops all of them, as a laptop does, may let them go on later."""
+    forks = """
+worker = os.fork()
+if worker == 0:
+    time.sleep(600)
+os.write(1, f"worker {worker}\\n".encode())
+told.wait(60)
+"""
+    with Job(forks, WORK) as job:
+        rank, other = job.ranks
+        assert rank.stdout is not None
+        worker = int(rank.stdout.readline().split()[1])
+        try:
+            time.sleep(1.0)  # the guardian looks several times a second
+            pids = [worker, rank.pid, other.pid] if paused else [worker]
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            if paused:
+                time.sleep(4.0)
+                assert [is_alive(pid) for pid in pids] == [True] * 3
+                return
+            other.communicate(timeout=60)
+            assert eventually(lambda: not is_alive(worker))
+            assert job.guardian_ends()
+            assert "rank 0 (host" in (told := capfd.readouterr().err)
+            assert f"waits for its worker (pid {worker})" in told
+        finally:
+            if is_alive(worker):
+                os.kill(worker, signal.SIGKILL)

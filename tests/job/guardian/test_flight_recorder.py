@@ -1,0 +1,158 @@
+"""The page that a rank shares with its guardian: what is written there, and how it is read from outside."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from lightning_multigpu.job.guardian.hang.flight_recorder import (
+    AWAITED,
+    BROKEN,
+    ENDED,
+    PAGE_BYTES,
+    UNDER_WAY,
+    Entry,
+    FlightRecorder,
+    read_entries,
+    read_steps,
+)
+
+
+def began(flight_recorder: FlightRecorder, operation: str = "all_reduce", group: str = "data", **fields: Any) -> Any:
+    options = {"ranks": "0-1", "group_size": 2, "size_bytes": 4096, **fields}
+    return flight_recorder.began(operation, group=group, **options)
+
+
+def only(memory: bytearray, slot: int = 0) -> Entry:
+    (entry,) = read_entries(memory, slot)
+    return entry
+
+
+def test_a_collective_from_its_beginning_to_its_end() -> None:
+    memory = bytearray(PAGE_BYTES)
+    flight_recorder = FlightRecorder(memory, 0)
+    assert read_entries(memory, 0) == []
+    before_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    note = began(flight_recorder)
+    entry = only(memory)
+    assert entry.name == "all_reduce #1 of group data"
+    assert (entry.ranks, entry.group_size, entry.state, entry.size_bytes) == ("0-1", 2, AWAITED, 4096)
+    assert before_s <= entry.since_s <= time.clock_gettime(time.CLOCK_BOOTTIME)
+    assert entry.thread == threading.get_ident()
+    note.ended()
+    assert only(memory) == entry._replace(state=ENDED)
+    began(flight_recorder, "broadcast")
+    assert only(memory).name == "broadcast #2 of group data"
+
+
+def test_numbers_are_those_of_a_group_and_its_members() -> None:
+    memory = bytearray(PAGE_BYTES)
+    flight_recorder = FlightRecorder(memory, 0)
+    for group, ranks in (("data", "0-1"), ("world", "0-3"), ("data", "0-1"), ("data", "0-2:2")):
+        began(flight_recorder, group=group, ranks=ranks).ended()
+    entries = read_entries(memory, 0)
+    assert [(e.group, e.ranks, e.begun) for e in entries] == [
+        ("data", "0-1", 2), ("world", "0-3", 1), ("data", "0-2:2", 1)
+    ]  # fmt: skip
+
+
+def test_the_oldest_that_has_not_ended_is_shown() -> None:
+    """Buckets of a user's hook travel side by side."""
+    memory = bytearray(PAGE_BYTES)
+    flight_recorder = FlightRecorder(memory, 0)
+    notes = [began(flight_recorder) for _ in range(3)]
+    assert (only(memory).number, only(memory).begun) == (1, 3)
+    notes[1].ended()
+    assert only(memory).number == 1
+    notes[0].ended()
+    assert (only(memory).number, only(memory).state) == (3, AWAITED)
+    notes[2].ended()
+    assert (only(memory).number, only(memory).state) == (3, ENDED)
+
+
+def test_what_nobody_waits_for_is_under_way_until_somebody_does() -> None:
+    memory = bytearray(PAGE_BYTES)
+    note = began(FlightRecorder(memory, 0), awaited=False)
+    begun_s = only(memory).since_s
+    assert only(memory).state == UNDER_WAY
+    time.sleep(0.01)
+    waiter = threading.Thread(target=note.awaited)
+    waiter.start()
+    waiter.join()
+    assert only(memory).state == AWAITED
+    assert only(memory).since_s > begun_s, "the wait counts from here"
+    assert only(memory).thread == waiter.ident
+
+
+def test_an_error_stays_readable_with_the_main_threads_line_until_the_next() -> None:
+    memory = bytearray(PAGE_BYTES)
+    flight_recorder = FlightRecorder(memory, 0)
+    began(flight_recorder).broke()
+    entry = only(memory)
+    assert (entry.state, entry.number) == (BROKEN, 1)
+    assert "in test_an_error_stays_readable" in entry.place
+    began(flight_recorder).ended()
+    assert (only(memory).state, only(memory).place) == (ENDED, "")
+
+
+def test_ranks_have_pages_of_their_own() -> None:
+    memory = bytearray(3 * PAGE_BYTES)
+    for slot in range(3):
+        flight_recorder = FlightRecorder(memory, slot)
+        flight_recorder.completed(100 + slot)
+        began(flight_recorder, f"op{slot}")
+    assert [read_steps(memory, slot) for slot in range(3)] == [100, 101, 102]
+    assert [only(memory, slot).operation for slot in range(3)] == ["op0", "op1", "op2"]
+
+
+def test_more_groups_than_rows_and_names_that_are_too_long() -> None:
+    memory = bytearray(2 * PAGE_BYTES)
+    flight_recorder = FlightRecorder(memory, 0)
+    notes = [began(flight_recorder, "o" * 99, f"{index}" + "g" * 99, ranks="0," * 99) for index in range(100)]
+    entries = read_entries(memory, 0)
+    assert len(entries) == len([note for note in notes if note is not None]) >= 8
+    assert set(entries[0].operation) == {"o"}
+    assert entries[0].ranks == "", "half a list of members would be a wrong one"
+    assert memory[PAGE_BYTES:] == bytearray(PAGE_BYTES)
+
+
+def test_nothing_is_written_after_leaving() -> None:
+    memory = bytearray(PAGE_BYTES)
+    flight_recorder = FlightRecorder(memory, 0)
+    note = began(flight_recorder)
+    flight_recorder.detach()
+    before = bytes(memory)
+    note.ended()
+    flight_recorder.completed(7)
+    began(flight_recorder)
+    assert bytes(memory) == before
+
+
+def test_a_reader_meets_no_half_written_row() -> None:
+    memory = bytearray(PAGE_BYTES)
+    flight_recorder = FlightRecorder(memory, 0)
+    row_of = {"all_reduce": 1, "broadcast": 2}
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            for operation, size in row_of.items():
+                began(flight_recorder, operation, size_bytes=size).ended()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(2000):
+            assert all(row_of[entry.operation] == entry.size_bytes for entry in read_entries(memory, 0))
+    finally:
+        stop.set()
+        writer.join()
+
+
+def test_a_row_whose_editions_differ_is_left_out() -> None:
+    """A rank was stopped in the middle of a store."""
+    memory = bytearray(PAGE_BYTES)
+    began(FlightRecorder(memory, 0))
+    memory[256] ^= 1
+    assert read_entries(memory, 0) == []

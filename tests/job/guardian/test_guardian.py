@@ -1,0 +1,340 @@
+"""The guardian sees what ranks cannot say themselves, ends what is left, and leaves in peace whoever only is slow."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_multigpu.job.guardian import Guardian, GuardianClient, GuardianError
+from lightning_multigpu.job.guardian.start import ADDRESS, SECRET
+from tests.job.guardian.job import WORK, Job, eventually, is_alive, start_rank
+
+pytestmark = pytest.mark.launch
+
+LEAVE = "client.leave()"
+# CDLL would release the interpreter lock; PyDLL keeps it, and no other thread of the rank can answer.
+IN_C = "import ctypes; ctypes.PyDLL(None).usleep({us})"
+
+
+def message(capfd: pytest.CaptureFixture[str]) -> str:
+    """What the guardian has printed."""
+    return capfd.readouterr().err
+
+
+def test_a_rank_killed_with_sigkill_is_named_and_the_others_are_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    works = "client.flight_recorder.completed(120); print('x', flush=True); told.wait(60)"
+    with Job(WORK, works, directory=tmp_path) as job:
+        assert job.ranks[1].stdout is not None
+        assert job.ranks[1].stdout.readline() == "x\n"
+        job.ranks[1].kill()
+        codes, printed = job.outcome()
+        assert codes == [1, -signal.SIGKILL]
+        what = f"rank 1 (host {os.uname().nodename}, pid {job.ranks[1].pid}, last completed step 120)"
+        assert f"told: {what} was ended by SIGKILL" in printed[0]
+        assert job.guardian_ends()
+    err = message(capfd)
+    assert err == f"The job failed: {what} was ended by SIGKILL\n", "once, and as the last thing"
+    (file,) = tmp_path.iterdir()
+    assert file.name == f"failure-{os.uname().nodename}.txt"
+    heading, _, text = file.read_text().partition("\n")
+    assert text == err
+    assert heading.startswith(time.strftime("%Y-%m-%d ")), "a later run may find it"
+    assert f"1 (pid {job.ranks[1].pid})" in heading
+
+
+def test_a_rank_that_hangs_on_its_way_to_the_others(capfd: pytest.CaptureFixture[str]) -> None:
+    joins = "client.joining(0.5); client.joined(); " + WORK
+    with Job(joins, "client.joining(0.5); time.sleep(60)") as job:
+        assert job.outcome()[0] == [1, -signal.SIGKILL]
+        assert job.guardian_ends()
+    err = message(capfd)
+    assert "rank 1 (" in err, "and not rank 0, which has joined"
+    assert "has not joined the others in time (join_timeout_s)" in err
+
+
+@pytest.mark.parametrize("how", ["sys.exit(3)", "os._exit(3)", "os._exit(0)"])
+def test_a_rank_that_exits_without_a_word(how: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever its status: with 0, the others waited until their connections to it told them, and knew no cause."""
+    status = int(how[-2])
+    with Job(WORK, how) as job:
+        assert job.outcome()[0] == [1, status]
+        assert job.guardian_ends()
+    err = message(capfd)
+    assert "rank 1" in err
+    assert f"ended with exit status {status}" in err
+
+
+def test_a_zombie_has_ended_although_nobody_collects_it(capfd: pytest.CaptureFixture[str]) -> None:
+    """Lightning's launcher does not collect its children while the first rank waits in a collective."""
+    with Job(WORK, "os._exit(3)") as job:
+        assert job.ranks[0].wait(60) == 1
+        assert job.guardian_ends()
+        assert job.ranks[1].returncode is None, "not collected so far"
+    assert "ended with exit status 3" in message(capfd)
+
+
+def test_after_leaving_an_exit_status_means_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with Job("time.sleep(1); client.leave()", "client.leave(); os._exit(3)") as job:
+        codes, printed = job.outcome()
+        assert codes == [0, 3]
+        assert printed == ["", ""]
+        assert job.guardian_ends()
+    assert message(capfd) == ""
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_a_failure_and_does_not_outlive_it(stopped: int, capfd: pytest.CaptureFixture[str]) -> None:
+    with Job(WORK, WORK, failure_timeout_s=2.0) as job:
+        job.ranks[stopped].send_signal(signal.SIGSTOP)
+        codes, _ = job.outcome()
+        assert codes[stopped] == -signal.SIGKILL
+        assert codes[1 - stopped] == 1
+        assert job.guardian_ends()
+    err = message(capfd)
+    assert f"The job failed: rank {stopped} (" in err
+    assert "has been stopped by a signal" in err
+
+
+def test_who_does_not_end_when_told_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
+    with Job("time.sleep(60)", "os._exit(3)", failure_timeout_s=2.0) as job:
+        assert job.outcome()[0] == [-signal.SIGKILL, 3]
+        assert job.guardian_ends()
+    err = message(capfd)
+    assert f"rank 0 (pid {job.ranks[0].pid})" in err
+    assert err.splitlines()[-1].startswith("The job failed: rank 1 (")
+
+
+@pytest.mark.parametrize("first", ["guardian", "ranks"])
+def test_a_job_that_is_paused_as_a_whole_goes_on(first: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A laptop's lid is closed: all processes stop, and go on one after the other."""
+    with Job("time.sleep(4); client.leave()", "time.sleep(4); client.leave()", failure_timeout_s=2.0) as job:
+        pids = [job.ranks[0].pid, job.ranks[1].pid, job.guardian.pid]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(3.0)
+        for pid in pids[2:] if first == "guardian" else pids[:2]:
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(0.7)  # they see that the others are stopped
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        assert job.outcome()[0] == [0, 0]
+        assert job.guardian_ends()
+    assert message(capfd) == ""
+
+
+def test_ctrl_z_suspends_all_ranks_of_a_host_and_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
+    with Job("time.sleep(3); client.leave()", "time.sleep(3); client.leave()", failure_timeout_s=2.0) as job:
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in job.ranks:
+                rank.send_signal(number)
+            time.sleep(2.0)
+        assert job.outcome()[0] == [0, 0]
+    assert message(capfd) == ""
+
+
+def test_a_rank_that_computes_in_c_with_the_interpreter_lock_held_is_no_failure(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with Job("time.sleep(3.5); client.leave()", IN_C.format(us=3_500_000) + "; " + LEAVE, failure_timeout_s=1) as job:
+        assert job.outcome()[0] == [0, 0]
+        assert job.guardian_ends()
+    assert message(capfd) == ""
+
+
+def test_the_end_of_the_guardian_is_told_and_ends_the_ranks() -> None:
+    with Job(WORK, "time.sleep(60)", failure_timeout_s=2.0) as job:
+        os.kill(job.guardian.pid, signal.SIGKILL)
+        codes, printed = job.outcome()
+        assert codes == [1, -signal.SIGKILL], "the second ignores what it is told"
+        for text in printed:
+            assert f"the guardian (pid {job.guardian.pid}) has ended" in text
+
+
+def test_a_guardian_that_is_stopped_is_told_and_does_not_stay() -> None:
+    """It looks like one that has nothing to say."""
+    with Job(WORK, "time.sleep(60)", failure_timeout_s=2.0) as job:
+        os.kill(job.guardian.pid, signal.SIGSTOP)
+        codes, printed = job.outcome()
+        assert codes == [1, -signal.SIGKILL], "the second ignores what it is told"
+        for text in printed:
+            assert f"the guardian (pid {job.guardian.pid}) has been stopped by a signal for" in text
+        assert job.guardian_ends()
+
+
+def test_a_stopped_guardian_that_is_to_be_killed_does_not_go_on_before(tmp_path: Path) -> None:
+    """It would be killed in the middle of what it writes about the rank that has ended meanwhile."""
+    late = "kill = client._guardian.kill; client._guardian.kill = lambda: (time.sleep(1), kill())"
+    leave = "told.wait(60) and client.leave(); sys.exit(1)"
+    with Job(f"{late}; {leave}", "time.sleep(0.5); os._exit(3)", failure_timeout_s=2.0, directory=tmp_path) as job:
+        os.kill(job.guardian.pid, signal.SIGSTOP)
+        codes, printed = job.outcome()
+        assert codes == [1, 3]
+        assert f"the guardian (pid {job.guardian.pid}) has been stopped by a signal for" in printed[0]
+        assert job.guardian_ends()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_guardian_that_is_stopped_at_the_end_does_not_stay() -> None:
+    with Job("told.wait(0.1); client.leave()") as job:
+        os.kill(job.guardian.pid, signal.SIGSTOP)
+        assert job.outcome()[0] == [0]
+        assert job.guardian_ends()
+
+
+# How a forked process of multiprocessing ends.
+FORKED_EXIT = "import multiprocessing.util; multiprocessing.util._exit_function(); os._exit(1)"
+INTERRUPTED_EXIT = (
+    "import signal; signal.signal(signal.SIGALRM, signal.default_int_handler); "
+    "client._kill_at_s += 20; signal.alarm(1); sys.exit(1)"
+)
+
+
+@pytest.mark.parametrize("leave", ["sys.exit(1)", FORKED_EXIT, INTERRUPTED_EXIT, "client.leave(); sys.exit(1)"])
+def test_a_stopped_guardian_that_no_thread_has_killed_yet_does_not_stay(leave: str) -> None:
+    """A callback's on_exception raised, so no teardown left the guardian, and both ranks ended within a second."""
+    slow_to_cut = "client._on_failure = lambda failure: (told.set(), time.sleep(60))"
+    with Job(f"{slow_to_cut}; told.wait(60); {leave}", failure_timeout_s=1.0) as job:
+        os.kill(job.guardian.pid, signal.SIGSTOP)
+        assert job.outcome()[0] == [1]
+        assert job.guardian_ends()
+
+
+def test_a_stopped_guardian_goes_on_when_a_rank_ends_without_leaving(capfd: pytest.CaptureFixture[str]) -> None:
+    with Job("sys.stdin.readline(); sys.exit(3)", failure_timeout_s=50.0) as job:
+        os.kill(job.guardian.pid, signal.SIGSTOP)
+        assert eventually(
+            lambda: psutil.Process(job.guardian.pid).status() == psutil.STATUS_STOPPED
+        )  # at its next turn
+        assert job.ranks[0].communicate("\n")
+        assert job.guardian_ends()
+    assert "ended with exit status 3" in message(capfd)
+
+
+def test_signals_to_the_whole_job_do_not_end_the_guardian(capfd: pytest.CaptureFixture[str]) -> None:
+    with Job("time.sleep(1); client.leave()") as job:
+        assert os.getpgid(job.guardian.pid) == os.getpgid(0), "it sees Ctrl-C"
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR1):
+            os.kill(job.guardian.pid, number)
+        assert job.outcome()[0] == [0]
+        assert job.guardian_ends()
+    assert message(capfd) == ""
+
+
+def test_the_word_of_a_rank_that_raises_comes_before_its_exit_status(capfd: pytest.CaptureFixture[str]) -> None:
+    fails = "client.failed(Failure('raised OwnError: spoilt', 1, traceback='Traceback: ...')); sys.exit(1)"
+    with Job(WORK, fails) as job:
+        codes, printed = job.outcome()
+        assert codes == [1, 1]
+        assert "raised OwnError: spoilt" in printed[0]
+        assert "told" not in printed[1], "it knows"
+        assert job.guardian_ends()
+    err = message(capfd)
+    assert err.startswith("Traceback: ...\nThe job failed: rank 1")
+
+
+def test_a_rank_that_shows_the_failure_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Job("told.wait(60); client.announced(); sys.exit(1)", "os._exit(3)", directory=tmp_path) as job:
+        assert job.outcome()[0] == [1, 3]
+        assert job.guardian_ends()
+    assert message(capfd) == "", "the message is shown once"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_wrong_secret_is_refused_and_the_job_goes_on() -> None:
+    with Job("time.sleep(1.5); client.leave()") as job:
+        with pytest.raises(GuardianError, match="the secret is not this job's"):
+            GuardianClient(job.guardian.environment[ADDRESS], "00" * 32, rank=0, on_failure=print)
+        assert job.outcome()[0] == [0]
+        assert job.guardian_ends()
+
+
+def test_without_a_guardian_the_error_says_what_to_do() -> None:
+    with pytest.raises(GuardianError, match=r"call Guardian.start\(\) in the first rank"):
+        GuardianClient.from_variables({}, rank=0, on_failure=print)
+    with pytest.raises(GuardianError, match="has it ended"):
+        GuardianClient("nobody-listens-here", "00", rank=0, on_failure=print)
+
+
+def test_a_rank_of_another_process_and_one_too_many_are_refused() -> None:
+    with Job(WORK, WORK) as job:
+        for rank, reason in ((1, "a rank of its own"), (2, "one too many")):
+            other = start_rank(rank, "", job.guardian.environment)
+            assert reason in other.communicate(timeout=60)[1]
+        job.ranks[0].kill()
+        job.outcome()
+
+
+def test_what_has_been_started_is_watched_before_it_introduces_itself(capfd: pytest.CaptureFixture[str]) -> None:
+    with Job(WORK) as job:
+        job.ranks[0].kill()
+        job.outcome()
+    guardian = Guardian.start(num_ranks=2, failure_timeout_s=2.0)
+    child = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import os, time; time.sleep(0.5); os._exit(7)"])
+    guardian.started(1, child.pid)
+    child.wait()
+    assert eventually(lambda: not is_alive(guardian.pid))
+    assert "ended with exit status 7" in message(capfd)
+    guardian.stop()
+
+
+def test_who_joins_hears_at_once_that_another_process_has_ended_well_before_it_was_a_rank() -> None:
+    """A script that leaves one rank early kept the others waiting for ``join_timeout_s``, ten minutes by default."""
+    guardian = Guardian.start(num_ranks=2)
+    child = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(0.5)"])
+    guardian.started(1, child.pid)
+    rank = start_rank(0, f"client.joining(600.0); {WORK}", guardian.environment)
+    guardian.ended(1, child.wait())
+    printed = rank.communicate("go\n", timeout=60)[0]
+    assert "rank 1" in printed
+    assert "ended with exit status 0 before it joined the run, and others wait for it" in printed
+    assert eventually(lambda: not is_alive(guardian.pid))
+    guardian.stop()
+
+
+def test_a_guardian_ends_when_ranks_will_not_come_any_more() -> None:
+    guardian = Guardian.start(num_ranks=2)
+    assert is_alive(guardian.pid)
+    guardian.stop()
+    assert eventually(lambda: not is_alive(guardian.pid))
+    assert ADDRESS not in os.environ
+    assert SECRET not in os.environ
+
+
+def test_ranks_that_do_not_come_in_time(capfd: pytest.CaptureFixture[str]) -> None:
+    guardian = Guardian.start(num_ranks=3, join_timeout_s=1.5)
+    rank = start_rank(1, WORK, guardian.environment)
+    assert "2 of 3 ranks have not come within 1.5 s; there are: 1" in rank.communicate("go\n", timeout=60)[0]
+    assert eventually(lambda: not is_alive(guardian.pid))
+    guardian.stop()
+
+
+def test_nothing_is_left_and_the_guardian_is_small() -> None:
+    with Job(WORK) as job:
+        pid, address = job.guardian.pid, job.guardian.environment[ADDRESS]
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        assert "torch" not in maps
+        assert "site-packages" not in maps
+        assert job.guardian.environment[SECRET] not in Path(f"/proc/{pid}/cmdline").read_text()
+        assert address in Path("/proc/net/unix").read_text()
+        job.ranks[0].kill()
+        job.outcome()
+        assert job.guardian_ends()
+    assert address not in Path("/proc/net/unix").read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [({"num_ranks": 0}, "num_ranks=0"), ({"num_ranks": 1, "failure_timeout_s": 0.5}, "failure_timeout_s=0.5")],
+)
+def test_numbers_out_of_range(option: dict[str, float], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Guardian.start(**option)  # type: ignore[arg-type]

@@ -1,0 +1,389 @@
+"""The guardian tells of a hang once, says when it is over, and ends nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from lightning_multigpu.job.guardian.hang import waits as waits_module
+from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, BROKEN, PAGE_BYTES, Entry
+from lightning_multigpu.job.guardian.hang.hang_reports import HangReports
+from lightning_multigpu.job.guardian.hang.stacks import Frame, Stacks
+from lightning_multigpu.job.guardian.hang.waiting_graph import View
+from lightning_multigpu.job.guardian.hang.waits import HangWatch, last_waits
+from lightning_multigpu.job.guardian.proc import RUNNING
+from tests.job.guardian.job import WORK, Job, eventually, is_alive
+from tests.job.guardian.test_host_links import LEAVE, two_hosts
+
+pytestmark = pytest.mark.launch
+
+LIMIT_S = 1.0
+END = "The wait that was reported has ended"
+NOTE = "note = client.flight_recorder.began('{operation}', group='data', ranks='0-1', group_size=2, size_bytes=8); "
+# A rank that waits until it is told by the test.
+UNTIL = "exec('''while not os.path.exists({file!r}): time.sleep(0.05)'''); "
+
+
+def waits_in(operation: str, file: Path) -> str:
+    return NOTE.format(operation=operation) + UNTIL.format(file=str(file)) + "note.ended(); "
+
+
+class Terminal:
+    """What the guardians print."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
+        self._capfd = capfd
+        self.text = ""
+
+    def shows(self, text: str, *, times: int = 1) -> bool:
+        def found() -> bool:
+            self.text += self._capfd.readouterr().err
+            return self.text.count(text) >= times
+
+        return eventually(found)
+
+
+def test_one_report_and_one_line_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    terminal, go = Terminal(capfd), tmp_path / "go"
+    with Job(
+        waits_in("all_reduce", go) + "time.sleep(1); " + LEAVE,
+        UNTIL.format(file=str(go)) + "time.sleep(1); " + LEAVE,
+        hang_report_s=LIMIT_S,
+        directory=tmp_path / "run",
+    ) as job:
+        assert terminal.shows("The stacks of all threads are in ")
+        time.sleep(1.5 * LIMIT_S)
+        go.touch()
+        assert terminal.shows(END)
+        assert job.outcome()[0] == [0, 0]
+        assert job.guardian_ends()
+    text = terminal.text
+    assert text.count("No progress for") == 1, text
+    assert "Rank 0 waits in all_reduce #1 of group data" in text
+    assert "rank 1 has not come: it is at " in text
+    assert re.search(r"has ended after \d s, and the run goes on", text)
+    (file,) = (tmp_path / "run").iterdir()
+    written = file.read_text()
+    assert file.name == f"hang-{os.uname().nodename}.txt"
+    assert "--- rank 1" in written
+    assert written.count("guardian/client.py") >= 2, "all threads of both ranks"
+
+
+def test_a_file_system_that_does_not_answer_fails_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Ranks hang just when it does not. The guardian hung with them in its report, which only describes."""
+    terminal, go = Terminal(capfd), tmp_path / "go"
+    os.mkfifo(tmp_path / f"hang-{os.uname().nodename}.txt")
+    finish = "client.finish(); " + LEAVE
+    with Job(
+        waits_in("all_reduce", go) + finish,
+        UNTIL.format(file=str(go)) + finish,
+        hang_report_s=LIMIT_S,
+        directory=tmp_path,
+    ) as job:
+        assert terminal.shows("Rank 0 waits in all_reduce #1 of group data")
+        go.touch()
+        assert job.outcome()[0] == [0, 0]
+        assert job.guardian_ends()
+
+
+def test_another_wait_is_another_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    terminal, first, second = Terminal(capfd), tmp_path / "first", tmp_path / "second"
+    work = waits_in("all_reduce", first) + waits_in("barrier", second)
+    with Job(work + LEAVE, UNTIL.format(file=str(second)) + LEAVE, hang_report_s=LIMIT_S) as job:
+        assert terminal.shows("Rank 0 waits in all_reduce #1 of group data")
+        first.touch()
+        assert terminal.shows(END)
+        assert terminal.shows("Rank 0 waits in barrier #2 of group data")
+        second.touch()
+        assert job.outcome()[0] == [0, 0]
+    assert terminal.text.count("No progress for") == 2
+
+
+class Alone:
+    """What reports need of the hosts, where there is one."""
+
+    is_first = True
+
+    def send(self, kind: str, **fields: Any) -> list[Any]:
+        return []
+
+
+class Watched:
+    """Waits as a test says, in place of a host's ranks."""
+
+    waits: ClassVar[dict[str, float]] = {}
+
+    def observe(self, now_s: float) -> dict[str, float]:
+        return dict(self.waits)
+
+    def look(self, seen: Any) -> None:
+        seen([View(0, "host", 1, 2)])
+
+
+def test_when_a_report_is_made_again(capfd: pytest.CaptureFixture[str]) -> None:
+    """After ten times the time, or when what was waited for has ended; other waits that join it change nothing."""
+    watch: Any = Watched()
+    reports = HangReports(10.0, watch, Alone(), lambda: None)  # type: ignore[arg-type]
+    ab = {"a": 0.0, "b": 2.0}
+    told = []
+    for now_s, waits in (
+        (9, {}), (10, {"a": 0.0}), (11, {"a": 0.0}), (12, ab), (109, ab), (110, ab), (111, ab), (112, {"a": 0.0}),
+        (113, {}), (114, {}), (115, {"c": 105.0}), (116, {"c": 105.0}), (117, {"d": 107.0}), (118, {"d": 107.0}),
+        (119, {"d": 107.0}),
+    ):  # fmt: skip
+        watch.waits = waits
+        reports.observe(float(now_s))
+        lines = capfd.readouterr().err.splitlines()
+        told += [(now_s, line.split(".")[0]) for line in lines if line.startswith(("No progress", "The wait"))]
+    assert told == [
+        (11, "No progress for 11 s (hang_report_s=10)"),
+        (111, "No progress for 111 s (hang_report_s=10)"),
+        (113, "The wait that was reported has ended after 113 s, and the run goes on"),
+        (116, "No progress for 11 s (hang_report_s=10)"),
+        (117, "The wait that was reported has ended after 12 s, and the run goes on"),
+        (119, "No progress for 12 s (hang_report_s=10)"),
+    ]
+
+
+def test_a_rank_under_way_or_at_work_is_no_hang(capfd: pytest.CaptureFixture[str]) -> None:
+    """One has an announcement under way that nobody waits for, the other computes."""
+    under_way = (
+        "client.flight_recorder.began('all_gather', group='data', ranks='', group_size=2, size_bytes=8, "
+        "awaited=False); "
+    )
+    busy = "end = time.time() + 3.5; exec('while time.time() < end: pass'); "
+    with Job(under_way + "time.sleep(3.5); " + LEAVE, busy + LEAVE, hang_report_s=LIMIT_S) as job:
+        assert job.outcome()[0] == [0, 0]
+        assert job.guardian_ends()
+    assert capfd.readouterr().err == ""
+
+
+LIBRARY = """
+import os, time
+def all_reduce():
+    while not os.path.exists({file!r}):
+        time.sleep(0.05)
+"""
+
+
+def test_a_collective_that_nobody_has_noted_is_found_by_two_looks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No page has changed for the time, no processor is used, and a stack ends in torch's function twice."""
+    terminal, go = Terminal(capfd), tmp_path / "go"
+    code = LIBRARY.format(file=str(go))
+    own = f"exec(compile({code!r}, '/x/torch/distributed/distributed_c10d.py', 'exec'), globals()); all_reduce(); "
+    with Job(own + "time.sleep(1); " + LEAVE, UNTIL.format(file=str(go)) + LEAVE, hang_report_s=LIMIT_S) as job:
+        assert terminal.shows("Only rank 0 is in all_reduce, called at ")
+        assert terminal.shows("rank 1 is not: it is at ")
+        go.touch()
+        assert job.outcome()[0] == [0, 0]
+    assert terminal.text.count("No progress for") == 1
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_ranks_of_two_hosts_in_one_report(waiting: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    terminal, go = Terminal(capfd), tmp_path / "go"
+    work = [UNTIL.format(file=str(go)) + "time.sleep(1); " + LEAVE] * 2
+    work[waiting] = waits_in("all_reduce", go) + work[waiting]
+    with two_hosts(*work, hang_report_s=LIMIT_S) as (one, two):
+        assert terminal.shows(f"Rank {waiting} waits in all_reduce #1 of group data")
+        assert terminal.shows(f"rank {1 - waiting} has not come: it is at ")
+        go.touch()
+        assert terminal.shows(END)
+        for job in (one, two):
+            assert job.outcome()[0] == [0]
+            assert job.guardian_ends()
+    assert terminal.text.count("No progress for") == 1, "on node 0 only"
+
+
+def test_a_pause_of_the_whole_job_is_no_wait(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A laptop that slept: clocks have gone on, ranks have not."""
+    go, waits = tmp_path / "go", tmp_path / "waits"
+    first = NOTE.format(operation="barrier") + f"open({str(waits)!r}, 'w').close(); " + UNTIL.format(file=str(go))
+    second = UNTIL.format(file=str(go)) + LEAVE
+    with Job(first + "note.ended(); " + LEAVE, second, hang_report_s=3.0) as job:
+        assert eventually(waits.exists)
+        pids = [job.ranks[0].pid, job.ranks[1].pid, job.guardian.pid]
+        for number, pause_s in ((signal.SIGSTOP, 3.5), (signal.SIGCONT, 1.0)):
+            for pid in pids:
+                os.kill(pid, number)
+            time.sleep(pause_s)
+        go.touch()
+        assert job.outcome()[0] == [0, 0]
+        assert job.guardian_ends()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_wait_that_was_too_long_before_a_pause_has_not_ended(noted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Ctrl-Z and fg a hung run was said to go on, and reported once more."""
+    entry = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
+    monkeypatch.setattr(waits_module, "read_entries", lambda memory, slot: [entry] if noted else [])
+    collective = Frame("/torch/distributed/distributed_c10d.py", 1, "barrier")
+    view = View(0, "host", 1, 2, stacks=Stacks("", (collective, Frame("train.py", 7, "step"))))
+    monkeypatch.setattr(HangWatch, "look", lambda self, seen, **_: seen([view]))
+    process = SimpleNamespace(state=lambda: RUNNING, cpu_ticks=lambda: 0)
+    ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=process)])
+    watch = HangWatch(10.0, ranks, bytes(PAGE_BYTES))
+    for now_s in (5.0, 16.0, 19.0, 22.0):
+        before = watch.observe(now_s)
+    assert list(before.values()) == [5.0]
+    watch.restart_timers(40.0)
+    assert watch.observe(41.0) == before
+
+
+def test_a_failure_file_that_cannot_be_written_does_not_keep_the_guardian(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its file system does not answer: here a FIFO is in the place of the partial file."""
+    with Job(WORK, "sys.stdin.readline(); os._exit(3)", directory=tmp_path) as job:
+        os.mkfifo(tmp_path / f".failure-{os.uname().nodename}.txt.{job.guardian.pid}")
+        pipe = job.ranks[1].stdin
+        assert pipe is not None
+        pipe.write("\n")
+        pipe.flush()
+        assert job.outcome()[0] == [1, 3]
+        assert job.guardian_ends()
+    assert "The job failed: rank 1" in capfd.readouterr().err
+
+
+def test_a_terminal_that_nobody_reads_does_not_stop_the_guardian(tmp_path: Path) -> None:
+    """Its standard error is a pipe that is full."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(write, b"x" * 4096):
+            pass
+    os.set_blocking(write, True)
+    go, saved = tmp_path / "go", os.dup(2)
+    os.dup2(write, 2)
+    try:
+        job = Job(
+            waits_in("barrier", go) + WORK, "time.sleep(3.5); os._exit(3)", hang_report_s=LIMIT_S, failure_timeout_s=4
+        )
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(write)
+    with job:
+        time.sleep(2.5 * LIMIT_S)
+        assert is_alive(job.guardian.pid)
+        go.touch()
+        assert job.outcome()[0] == [1, 3], "it still tells of a failure"
+        os.close(read)
+        assert job.guardian_ends()
+
+
+def test_what_the_others_waited_in_when_a_rank_failed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    told = "told.wait(60); print(client.waited); sys.exit(1)"
+    broken = NOTE.format(operation="broadcast") + "note.broke(); "
+    with Job(NOTE.format(operation="all_reduce") + told, broken + told, "time.sleep(1); os._exit(3)", WORK) as job:
+        printed = job.outcome()[1]
+        assert job.guardian_ends()
+    lines = capfd.readouterr().err.splitlines()
+    patterns = [
+        r"Meanwhile rank 0 waited in all_reduce #1 of group data for \d\.\d s, \S+:\d+ in <module>",
+        r"Meanwhile rank 1 waited in broadcast #1 of group data for \d\.\d s, \S+:\d+ in <module>",
+        r"The job failed: rank 2 .*",
+    ]
+    assert len(lines) == len(patterns), lines
+    for pattern, line in zip(patterns, lines, strict=True):
+        assert re.fullmatch(pattern, line), line
+    assert "rank 1 waited in broadcast" in printed[0]
+
+
+def test_the_failing_rank_learns_it_too_and_many_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    waiting = [NOTE.format(operation="all_reduce") + WORK] * 10
+    fails = "time.sleep(1); client.failed(Failure('raised', 10)); print(len(client.waited), flush=True); os._exit(1)"
+    with Job(*waiting, fails, failure_timeout_s=10) as job:
+        assert job.outcome()[1][-1] == "10\n"
+        assert job.guardian_ends()
+    err = capfd.readouterr().err
+    assert err.count("Meanwhile rank") == 8
+    assert "Meanwhile and 2 more ranks waited" not in err
+    assert "2 more ranks waited" in err
+
+
+def test_the_failing_rank_learns_it_from_a_guardian_that_takes_its_time() -> None:
+    """On a busy machine it left without: here the guardian is stopped for a while."""
+    stops = "import threading; time.sleep(1); os.kill(client.guardian_pid, 19); "
+    goes_on = "threading.Timer(1.5, os.kill, (client.guardian_pid, 18)).start(); "
+    fails = "client.failed(Failure('raised', 1)); print(len(client.waited), flush=True); os._exit(1)"
+    with Job(NOTE.format(operation="all_reduce") + WORK, stops + goes_on + fails, failure_timeout_s=20) as job:
+        assert job.outcome()[1][-1] == "1\n"
+
+
+def test_another_host_says_in_one_line_what_its_ranks_waited_in(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    waits = NOTE.format(operation="all_reduce") + "told.wait(60) and time.sleep(1); sys.exit(1)"
+    with two_hosts("time.sleep(1); os._exit(3)", waits) as (one, two):
+        assert one.outcome()[0] == [3]
+        assert two.outcome()[0] == [1]
+        assert two.guardian_ends()
+        assert one.guardian_ends()
+    lines = capfd.readouterr().err.splitlines()
+    (line,) = [line for line in lines if "; meanwhile rank 1 waited in all_reduce #1 of group data" in line]
+    assert line.startswith("The job failed: rank 0")
+    assert len(lines) == 2, "a line of each host"
+
+
+class Late:
+    """A question to a rank that has just come onto a core when it is looked at for the third time."""
+
+    def __init__(self, *_: object) -> None:
+        self.looks = 0
+
+    def is_answered(self) -> bool:
+        self.looks += 1
+        return self.looks > 2
+
+    def answer(self) -> Stacks:
+        return Stacks("", (Frame("train.py", 7, "step"),) if self.looks > 2 else ())
+
+
+def test_a_rank_that_answers_late_on_a_busy_machine_is_named_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guardian had waited 0.4 s by the clock, most of them for a core, and told no place."""
+    waiting = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
+    monkeypatch.setattr(waits_module, "read_entries", lambda memory, slot: [waiting])
+    monkeypatch.setattr(waits_module, "Question", Late)
+    monkeypatch.setattr(waits_module, "_PAUSE_S", 0.5)
+    ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=None)])
+    assert last_waits(ranks, b"", {}, failed=1, now_s=8.0) == [
+        "rank 0 waited in barrier #14 of group world for 3.0 s, train.py:7 in step"
+    ]
+
+
+def test_a_hang_report_gives_ranks_three_seconds_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They had the 0.4 s of a failure, by a second constant of the same name."""
+    now_s = 0.0
+    monkeypatch.setattr(waits_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(waits_module, "Question", lambda *_: SimpleNamespace(is_answered=lambda: False))
+    asked: Any = SimpleNamespace(rank=0, finished=False, process=SimpleNamespace(state=lambda: RUNNING))
+    questions = waits_module._Round([asked], {})
+    now_s = 2.9
+    assert not questions.is_over()
+    now_s = 3.0
+    assert questions.is_over()
+
+
+def test_a_rank_that_the_failure_reaches_meanwhile_is_named_where_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine it is asked for its stack after it has left the collective."""
+    waiting = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
+    looks = [[waiting], [waiting._replace(state=BROKEN, place="train.py:7 in validation_step")]]
+    monkeypatch.setattr("lightning_multigpu.job.guardian.hang.waits.read_entries", lambda memory, slot: looks.pop(0))
+    ranks: Any = SimpleNamespace(
+        at_work=[SimpleNamespace(rank=0, slot=0, process=SimpleNamespace(pid=1, state=lambda: "S"))]
+    )
+    assert last_waits(ranks, b"", {}, failed=1, now_s=8.0) == [
+        "rank 0 waited in barrier #14 of group world for 3.0 s, train.py:7 in validation_step"
+    ]

@@ -1,0 +1,133 @@
+"""A rank that has declared that it can be lost: its end is one line in the terminal, and the job goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.job.guardian.job import WORK, Job, eventually, is_alive
+from tests.job.guardian.test_end_of_run import FINISH, FORKS
+from tests.job.guardian.test_hang_reports import LIMIT_S, Terminal, waits_in
+from tests.job.guardian.test_host_links import two_hosts
+
+pytestmark = pytest.mark.launch
+
+DECLARES = "client.can_be_lost(); client.flight_recorder.completed(7); "
+# Until the guardian has told of the loss; then it comes to the end of the run.
+SEES = "exec('while not client.lost: time.sleep(0.02)'); print(client.lost, flush=True); " + FINISH
+RAISES = "client.failed(Failure('raised ValueError: spoilt', 1, 'h', os.getpid(), 7)); "
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "what"),
+    [
+        ("os.kill(os.getpid(), 9)", -9, "was ended by SIGKILL"),
+        ("os._exit(3)", 3, "ended with exit status 3"),
+        ("os._exit(0)", 0, "ended with exit status 0 in the middle of the run"),
+        (f"{RAISES}sys.exit(1)", 1, "raised ValueError: spoilt"),
+        (f"{RAISES}client.leave(); sys.exit(1)", 1, "raised ValueError: spoilt"),
+        ("import threading; threading.Timer(0.3, os._exit, [4]).start(); client.finish()", 4, "exit status 4"),
+    ],
+)
+def test_the_job_goes_on_without_it(
+    how: str, code: int, what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Job(SEES, DECLARES + how, SEES, directory=tmp_path) as job:
+        codes, printed = job.outcome()
+        assert codes == [0, code, 0]
+        assert [printed[0], printed[2]] == ["[1]\nfinished True\n"] * 2
+        assert job.guardian_ends()
+    line = rf"The job goes on without a rank: rank 1 \(host \S+, pid {job.ranks[1].pid}, last completed step 7\) .*"
+    err = capfd.readouterr().err
+    assert re.fullmatch(line + re.escape(what) + "\n", err), err
+    assert not list(tmp_path.iterdir()), "the job has not failed"
+
+
+def test_the_end_of_rank_0_or_of_a_rank_that_has_not_declared_itself_is_the_jobs(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    refused = "exec('try: client.can_be_lost()\\nexcept ValueError: os._exit(5)')"
+    with Job(refused, DECLARES + WORK, WORK) as job:
+        assert job.outcome()[0] == [5, 1, 1]
+        assert job.guardian_ends()
+    assert "The job failed: rank 0 " in capfd.readouterr().err
+    with Job(WORK, DECLARES + "os._exit(3)", SEES.replace(FINISH, "os._exit(6)")) as job:
+        assert job.outcome()[0] == [1, 3, 6]
+        assert job.guardian_ends()
+    err = capfd.readouterr().err
+    assert "The job goes on without a rank: rank 1 " in err
+    assert "The job failed: rank 2 " in err
+
+
+def test_ctrl_c_ends_the_job_whichever_rank_it_comes_to_first(capfd: pytest.CaptureFixture[str]) -> None:
+    told = "client.failed(Failure('was interrupted (SIGINT)', 1)); sys.exit(1)"
+    with Job(WORK, DECLARES + told) as job:
+        assert job.outcome()[0] == [1, 1]
+        assert job.guardian_ends()
+    assert "The job failed: rank 1 " in capfd.readouterr().err
+
+
+def test_its_workers_and_its_directory_go_with_it_while_the_others_work(tmp_path: Path) -> None:
+    with Job(
+        "sys.stdin.readline(); " + FINISH, "client.can_be_lost()\n" + FORKS.replace("{place}", str(tmp_path))
+    ) as job:
+        first, rank = job.ranks
+        assert rank.stdout is not None
+        lines = [rank.stdout.readline().split() for _ in range(3)]
+        workers = [int(pid) for kind, pid in lines if kind == "worker"]
+        try:
+            time.sleep(1.0)  # the guardian looks several times a second
+            rank.kill()
+            assert eventually(lambda: not any(is_alive(pid) for pid in workers))
+            assert eventually(lambda: not list(tmp_path.iterdir()))
+            assert first.poll() is None
+            assert first.stdin is not None
+            first.stdin.write("\n")
+            first.stdin.flush()
+            assert first.communicate(timeout=60)[0] == "finished True\n"
+            assert job.guardian_ends()
+        finally:
+            for pid in [int(pid) for _, pid in lines]:
+                if is_alive(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def test_one_that_fails_and_does_not_end_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
+    with Job(SEES, DECLARES + RAISES + "time.sleep(600)", failure_timeout_s=2.0) as job:
+        assert job.outcome()[0] == [0, -signal.SIGKILL]
+        assert job.guardian_ends()
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_one_that_is_stopped_for_long_is_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    with Job(SEES, DECLARES + "print('x', flush=True); time.sleep(600)", failure_timeout_s=2.0) as job:
+        assert job.ranks[1].stdout is not None
+        assert job.ranks[1].stdout.readline() == "x\n"
+        job.ranks[1].send_signal(signal.SIGSTOP)
+        assert job.outcome()[0] == [0, -signal.SIGKILL]
+        assert job.guardian_ends()
+    assert "has been stopped by a signal" in capfd.readouterr().err
+
+
+def test_a_host_whose_ranks_are_all_lost_is_waited_for_by_nobody(capfd: pytest.CaptureFixture[str]) -> None:
+    with two_hosts(FINISH, DECLARES + "os._exit(3)") as (one, two):
+        assert one.outcome() == ([0], ["finished True\n"])
+        assert two.outcome()[0] == [3]
+        assert one.guardian_ends()
+        assert two.guardian_ends()
+    assert capfd.readouterr().err.startswith("The job goes on without a rank: rank 1 ")
+
+
+def test_a_hang_report_does_not_count_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    terminal, go = Terminal(capfd), tmp_path / "go"
+    with Job(waits_in("all_reduce", go) + FINISH, DECLARES + "os._exit(3)", hang_report_s=LIMIT_S) as job:
+        assert terminal.shows("No progress")
+        go.touch()
+        assert job.outcome()[0] == [0, 3]
+        assert job.guardian_ends()
+    assert terminal.text.count(str(job.ranks[1].pid)) == 1, "in the line about the loss"

@@ -1,0 +1,261 @@
+"""Guardians of several hosts in one process, on a clock that the test moves: no test here waits."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lightning_multigpu.job.guardian import host_links as hosts_module
+from lightning_multigpu.job.guardian.failure import Failure, host_name
+from lightning_multigpu.job.guardian.host_links import Hosts
+from lightning_multigpu.job.guardian.protocol import Connection, encode
+
+SECRET = "of the job"
+SILENCE_S = 3.0
+JOIN_TIMEOUT_S = 100.0
+
+
+class Node:
+    """The guardian of one host, reduced to its connections."""
+
+    def __init__(self, node_rank: int) -> None:
+        self.node_rank = node_rank
+        self.readers: dict[socket.socket, Callable[[], None]] = {}
+        self.found: list[str] = []
+        self.paused = False
+        self.met = 0
+        self.hosts = Hosts(
+            silence_s=SILENCE_S,
+            join_timeout_s=JOIN_TIMEOUT_S,
+            watch=self.readers.__setitem__,
+            forget=lambda sock: self.readers.pop(sock, None),
+            on_message=lambda host, message: None,
+        )
+
+    def connection_to(self, node_rank: int) -> Connection:
+        (peer,) = [peer for peer in self.hosts._peers if peer.node_rank == node_rank]
+        return peer.connection
+
+    def neighbours(self) -> list[int | None]:
+        return sorted(peer.node_rank or 0 for peer in self.hosts._known())
+
+
+class Network:
+    """Nodes that have met; ``go_on`` lets time pass for all of them, ``cut`` separates two of them silently.
+
+    Of ``expected`` nodes, those beyond ``num_nodes`` are still to come.
+    """
+
+    def __init__(self, num_nodes: int, *, expected: int | None = None) -> None:
+        self.now_s = 1000.0
+        self.nodes = [Node(node_rank) for node_rank in range(num_nodes)]
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.nodes[0].hosts.listen(self.listener, num_nodes=expected or num_nodes, secret=SECRET, now_s=self.now_s)
+        for node in self.nodes[1:]:
+            self.join(node)
+
+    def join(self, node: Node, secret: str = SECRET) -> None:
+        def on_met() -> None:
+            node.met += 1
+
+        sock = socket.create_connection(self.listener.getsockname())
+        node.hosts.join(sock, node_rank=node.node_rank, secret=secret, now_s=self.now_s, on_met=on_met)
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Reads until nothing more comes; loopback delivers at once."""
+        while True:
+            ready = [
+                read
+                for node in self.nodes
+                for sock in select.select(list(node.readers), [], [], 0)[0]
+                if (read := node.readers.get(sock)) is not None
+            ]
+            if not ready:
+                return
+            for read in ready:
+                read()
+
+    def go_on(self, seconds: float) -> None:
+        for _ in range(round(2 * seconds)):
+            self.now_s += 0.5
+            for node in self.nodes:
+                found = node.hosts.observe(self.now_s, paused=node.paused)
+                if found is not None:
+                    node.found.append(found.failure.describe())
+                    node.hosts.send_failure(found.failure, found.since_s)
+            self.deliver()
+
+    def cut(self, one: int, other: int) -> None:
+        for node, peer in ((one, other), (other, one)):
+            del self.nodes[node].readers[self.nodes[node].connection_to(peer).socket]
+
+    def __enter__(self) -> Network:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for node in self.nodes:
+            node.hosts.close()
+
+
+@pytest.fixture
+def three() -> Iterator[Network]:
+    with Network(3) as network:
+        yield network
+
+
+def name(node_rank: int) -> str:
+    return f"node {node_rank} (host {host_name()})"
+
+
+def test_all_know_node_0_and_are_well(three: Network) -> None:
+    assert [node.neighbours() for node in three.nodes] == [[1, 2], [0], [0]]
+    assert [node.met for node in three.nodes] == [0, 1, 1]
+    three.go_on(60)
+    assert [node.found for node in three.nodes] == [[], [], []]
+
+
+def test_a_cut_is_named_by_both_ends_and_the_others_are_told(three: Network) -> None:
+    three.cut(0, 2)
+    three.go_on(6)
+    first, second, third = (node.found[0] for node in three.nodes)
+    assert first.startswith(f"{name(0)} has received nothing from {name(2)} for 3.")
+    assert third.startswith(f"{name(2)} has received nothing from {name(0)} for 3.")
+    assert second == first
+
+
+def test_hosts_that_are_silent_together_are_named_together(three: Network) -> None:
+    for other in (1, 2):
+        three.cut(0, other)
+    three.go_on(6)
+    expected = f"{name(0)} has received nothing from {name(1)} and {name(2)} for"
+    assert three.nodes[0].found[0].startswith(expected), "both, because it may be this host's own fault"
+    for other in (1, 2):
+        assert f"has received nothing from {name(0)} for" in three.nodes[other].found[0]
+
+
+def test_a_failure_and_its_age_reach_all(three: Network) -> None:
+    three.nodes[2].hosts.send_failure(Failure("was ended by SIGKILL", rank=5, host="h"), three.now_s - 2)
+    three.deliver()
+    for node in three.nodes[:2]:
+        found = node.hosts.observe(three.now_s, paused=False)
+        assert found is not None
+        assert found.failure.describe() == "rank 5 (host h) was ended by SIGKILL"
+        assert found.since_s == pytest.approx(three.now_s - 2)
+        node.hosts.send_failure(found.failure, found.since_s)  # node 0 passes it on
+        three.deliver()
+
+
+def test_what_a_host_says_before_it_ends_counts_more_than_its_end(three: Network) -> None:
+    three.nodes[1].hosts.send_failure(Failure("was ended by SIGKILL", rank=1, host="h"), three.now_s)
+    three.nodes[1].hosts.close()
+    # What is sent now comes back as an error.
+    for _ in range(3):
+        three.nodes[0].connection_to(1).send("alive", paused=False)
+    three.go_on(1)
+    assert three.nodes[0].found[0] == "rank 1 (host h) was ended by SIGKILL"
+
+
+def test_a_guardian_that_ends_is_named(three: Network) -> None:
+    three.nodes[1].hosts.close()
+    three.deliver()
+    three.go_on(0.5)
+    three.go_on(0.5)
+    for node in (0, 2):
+        assert three.nodes[node].found[0].startswith(f"the guardian of {name(1)} has ended, or its connection to")
+
+
+def test_ranks_that_all_are_stopped_wait_for_nobody(three: Network) -> None:
+    """Ctrl-Z in the terminals of all hosts, one after the other."""
+    assert [node.hosts.others_wait for node in three.nodes] == [True] * 3
+    three.nodes[0].paused = three.nodes[1].paused = True
+    three.go_on(0.5)
+    assert [node.hosts.others_wait for node in three.nodes] == [True, True, False]
+    three.nodes[2].paused = True
+    three.go_on(0.5)
+    assert [node.hosts.others_wait for node in three.nodes] == [False] * 3
+    three.nodes[1].paused = False
+    three.go_on(0.5)
+    assert [node.hosts.others_wait for node in three.nodes] == [True, False, True]
+
+
+def test_two_with_one_node_rank() -> None:
+    with Network(2, expected=3) as network:
+        network.nodes.append(Node(1))
+        network.join(network.nodes[2])
+        network.go_on(0.5)
+        assert "there is a node 1 already" in network.nodes[2].found[0]
+        assert network.nodes[0].found == []
+
+
+def test_strangers_are_nobodys_loss_and_do_not_stay() -> None:
+    with Network(2, expected=3) as network:
+        address = network.listener.getsockname()
+        with socket.create_connection(address) as loud, socket.create_connection(address) as silent:
+            network.deliver()
+            loud.send(encode("failure", failure=Failure("forged").to_message(), age_s=0))
+            network.go_on(1)
+            assert len(network.nodes[0].hosts._strangers) == 1
+            network.go_on(SILENCE_S + 1)
+            for stranger in (loud, silent):
+                stranger.settimeout(10)
+                received = stranger.recv(1000)
+                assert not received or b"refused" in received
+                assert not received or stranger.recv(1000) == b"", "closed"
+        assert network.nodes[0].hosts._strangers == []
+        assert [node.found for node in network.nodes] == [[], []]
+
+
+def test_once_all_have_come_nobody_listens_any_more(three: Network) -> None:
+    """A listener that stayed open all run was there for strangers only."""
+    assert [node.hosts._listener for node in three.nodes] == [None] * 3
+    assert three.listener.fileno() == -1
+    three.go_on(10)
+    assert [node.found for node in three.nodes] == [[]] * 3
+
+
+def test_a_crowd_of_strangers_keeps_no_host_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does not introduce itself makes room for others: of the address from which most have come."""
+    monkeypatch.setattr(hosts_module, "_MAX_STRANGERS", 4)
+    with Network(1, expected=2) as network, contextlib.ExitStack() as crowd:
+        node = Node(1)
+        sock = socket.create_connection(network.listener.getsockname(), source_address=("127.0.0.2", 0))
+        network.deliver()
+        for _ in range(20):
+            crowd.enter_context(socket.create_connection(network.listener.getsockname()))
+        network.deliver()
+        assert len(network.nodes[0].hosts._strangers) == 4
+        network.nodes.append(node)
+        node.hosts.join(sock, node_rank=1, secret=SECRET, now_s=network.now_s, on_met=lambda: None)
+        network.deliver()
+        assert node.neighbours() == [0]
+        assert network.nodes[0].hosts._strangers == [], "nobody is awaited any more"
+
+
+@pytest.mark.parametrize("node_rank", [0, 99, -1])
+def test_a_node_rank_beyond_the_job_is_refused(node_rank: int) -> None:
+    """One that knew the secret came as node 99 of 2, and was believed."""
+    with Network(1, expected=2) as network:
+        network.nodes.append(Node(node_rank))
+        network.join(network.nodes[1])
+        assert network.nodes[1].met == 0
+        assert network.nodes[0].neighbours() == []
+
+
+def test_the_last_message_of_a_guardian_arrives_although_it_has_left_others_unread() -> None:
+    """A socket that is closed with something unread drops what it has not sent yet. So a second Ctrl-C did not reach
+    the other hosts now and then, and their ranks went on until they were killed."""
+    with Network(2) as network:
+        first, second = network.nodes
+        link = second.connection_to(0).socket
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)  # sends 0.2 s later
+        first.hosts.observe(network.now_s + 1, paused=False)
+        assert select.select([link], [], [], 10)[0]
+        second.hosts.send("end now", status=143)
+        second.hosts.close()
+        network.deliver()
+        assert first.hosts.end_now == 143

@@ -1,0 +1,186 @@
+"""Signals that wait for all ranks."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_multigpu.job.deferred_signals import DeferredSignals
+from lightning_multigpu.job.guardian.interrupts import SAME_INTERRUPT_S
+from lightning_multigpu.job.run_signals import RunSignals
+
+
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    """What the handlers that were there before have been called with."""
+    calls: list[int] = []
+    before = {s: signal.signal(s, lambda signum, frame: calls.append(signum)) for s in (signal.SIGUSR1, signal.SIGUSR2)}
+    yield calls
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+def send(signum: signal.Signals) -> None:
+    os.kill(os.getpid(), signum)
+
+
+def test_a_signal_waits_until_it_is_due(handled: list[int]) -> None:
+    signals = DeferredSignals([signal.SIGUSR1, signal.SIGUSR2])
+    signals.hold()
+    send(signal.SIGUSR2)
+    assert (signals.received, handled) == (0b10, [])
+    signals.act()
+    assert handled == [], "no rank has agreed yet"
+    signals.due = 0b11  # another rank has received the first one
+    signals.act()
+    assert handled == [signal.SIGUSR1, signal.SIGUSR2]
+    assert (signals.received, signals.due) == (0, 0)
+    signals.release()
+    send(signal.SIGUSR1)
+    assert handled[2:] == [signal.SIGUSR1], "the handler is back"
+
+
+def test_what_was_received_and_not_acted_on_is_not_lost(handled: list[int]) -> None:
+    signals = DeferredSignals([signal.SIGUSR1])
+    signals.hold()
+    send(signal.SIGUSR1)
+    signals.release()
+    assert handled == [signal.SIGUSR1]
+
+
+def test_sigterm_waits_for_the_other_ranks() -> None:
+    signals = DeferredSignals([signal.SIGTERM])
+    signals.hold()
+    try:
+        send(signal.SIGTERM)
+        assert signals.received == 1
+    finally:
+        signals.received = 0
+        signals.release()
+
+
+def interrupts(signals: DeferredSignals, number: int) -> None:
+    for _ in range(number):
+        send(signal.SIGINT)
+        time.sleep(1.1 * SAME_INTERRUPT_S)
+
+
+def test_interrupts_are_counted_and_a_wrapper_sends_each_twice() -> None:
+    told: list[int] = []
+    signals = DeferredSignals([signal.SIGINT], on_signal=lambda signum, number: told.append(number))
+    signals.hold()
+    try:
+        send(signal.SIGINT)
+        interrupts(signals, 1)
+        assert (signals.received, told) == (1, [1])
+        interrupts(signals, 1)
+        assert told == [1, 2]
+    finally:
+        signals.received = 0
+        signals.release()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_without_a_batch_to_agree_on_a_rank_acts_alone() -> None:
+    signals = DeferredSignals([signal.SIGTERM, signal.SIGINT])
+    signals.waits = False
+    signals.hold()
+    try:
+        for signum, error in ((signal.SIGTERM, SIGTERMException), (signal.SIGINT, KeyboardInterrupt)):
+            with pytest.raises(error):
+                send(signum)
+            assert not signals.has_agreed(signum)
+    finally:
+        signals.release()
+
+
+@pytest.mark.parametrize("how", ["push", "follow"])
+def test_what_waits_in_vain_acts_alone(how: str) -> None:
+    """Pushed by the clock, and by the word of another rank that has acted alone."""
+    signals = DeferredSignals([signal.SIGINT], patience_s=0.2)
+    signals.hold()
+    try:
+        signals.push()
+        if how == "push":
+            send(signal.SIGINT)
+            signals.push()  # too early
+            time.sleep(0.3)
+        with pytest.raises(KeyboardInterrupt):
+            signals.push() if how == "push" else signals.follow(signal.SIGINT)
+        assert signals.received == 0
+    finally:
+        signals.received = 0
+        signals.release()
+
+
+def test_a_forked_worker_ignores_what_its_rank_holds() -> None:
+    signals = DeferredSignals([signal.SIGINT])
+    signals.waits = False
+    signals.hold()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                send(signal.SIGINT)
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    finally:
+        signals.release()
+
+
+def test_a_signal_that_was_acted_on_is_not_handled_again_at_the_end(handled: list[int]) -> None:
+    """The launcher of a rank that acts on SIGTERM sends it to its children, which have acted too."""
+    signals = DeferredSignals([signal.SIGUSR1, signal.SIGUSR2])
+    signals.hold()
+    signals.due = 0b01
+    signals.act()
+    time.sleep(1.1 * SAME_INTERRUPT_S)
+    send(signal.SIGUSR1)
+    send(signal.SIGUSR2)
+    signals.release()
+    assert handled == [signal.SIGUSR1, signal.SIGUSR2]
+
+
+def test_a_main_thread_that_waits_in_c_code_is_cut_loose() -> None:
+    """Its handler cannot run: SIGTERM had no effect on ranks that waited for each other."""
+    c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)  # zeros are a mutex of pthreads
+    signals = RunSignals()
+    signals.begin(None, patience_s=0.2, on_signal=None, on_stuck=lambda: c.pthread_mutex_unlock(mutex))
+    signals.hold(signal.SIGTERM)
+    try:
+        c.pthread_mutex_lock(mutex)
+        threading.Timer(0.2, send, [signal.SIGTERM]).start()
+        with pytest.raises(SIGTERMException):
+            c.pthread_mutex_lock(mutex)
+        assert signals.late
+    finally:
+        signals.end(None)
+
+
+def test_signals_of_forked_processes_are_not_counted() -> None:
+    """The C handler of a loader's worker writes to the pipe of its rank: torch ends workers by SIGTERM."""
+    told: list[int] = []
+    signals = RunSignals()
+    signals.begin(None, patience_s=60, on_signal=lambda status, number: told.append(number), on_stuck=lambda: None)
+    signals.hold(signal.SIGTERM)
+    try:
+        for _ in range(2):
+            if (pid := os.fork()) == 0:
+                send(signal.SIGINT)
+                time.sleep(0.1)
+                os._exit(0)
+            os.waitpid(pid, 0)
+            time.sleep(1.1 * SAME_INTERRUPT_S)
+        assert told == []
+    finally:
+        signals.end(None)

@@ -1,0 +1,205 @@
+"""A rank that is told of a failure, without a job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_multigpu.communication.rendezvous import RendezvousError
+from lightning_multigpu.job.failure_watch import FailureWatch
+from lightning_multigpu.job.guardian import Failure, RankFailedError
+from lightning_multigpu.job.run_context import RunContext
+from lightning_multigpu.job.run_signals import RunSignals
+from tests import preforked
+
+LOST = RuntimeError("Connection closed by peer")
+KILLED = Failure("was ended by SIGKILL", 1, "h", 7, 3)
+RUN = RunContext(
+    environment=LightningEnvironment(),
+    devices=(torch.device("cpu"),) * 2,
+    num_nodes=1,
+    backend=None,
+    failure_timeout_s=5.0,
+    hang_report_s=None,
+    join_timeout_s=60.0,
+)
+
+
+class Client:
+    """The connection to a guardian, which may know of another failure when this rank tells its own."""
+
+    def __init__(self, watch: FailureWatch, known: Failure | None = None) -> None:
+        self.watch, self.known = watch, known
+        self.told: list[Failure] = []
+
+    def all_raised(self, key: str, failure: Failure) -> bool:
+        return False
+
+    def failed(self, failure: Failure) -> None:
+        self.told.append(failure)
+        if self.known is not None:
+            self.watch.receive(self.known)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> FailureWatch:
+    monkeypatch.setattr("lightning_multigpu.job.failure_watch._limit_exit", lambda timeout_s, *, from_exit: None)
+    return FailureWatch(RunSignals())
+
+
+def under(watch: FailureWatch, known: Failure | None = None) -> Client:
+    client: Any = Client(watch, known)
+    watch.client = client
+    return client  # type: ignore[no-any-return]
+
+
+SILENT = Failure("node 1 has received nothing from node 0")
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [(LOST, SILENT), (LOST, KILLED), (SIGTERMException(), KILLED)],
+    ids=["a silent host", "a killed rank", "SIGTERM of a launcher that has seen a rank end"],
+)
+def test_what_the_end_of_another_rank_brings_is_the_failure_that_the_guardian_tells(
+    error: BaseException, failure: Failure, watch: FailureWatch
+) -> None:
+    client = under(watch)
+    cuts: list[int] = []
+    watch.joined(lambda: cuts.append(1), 2)
+    threading.Timer(0.2, watch.receive, [failure]).start()  # it tells later than the back end
+    assert watch.settle(error, RUN, 3) is failure
+    assert cuts == [1]
+    assert not client.told, "this rank has not failed"
+
+
+def test_a_failure_of_this_rank(watch: FailureWatch) -> None:
+    client, error = under(watch), ValueError("spoilt")
+    assert watch.settle(error, RUN, 3) is None
+    assert [failure.what for failure in client.told] == ["raised ValueError: spoilt"]
+    assert "last completed step 3" in error.__notes__[0]
+
+
+def test_a_thread_that_the_system_refuses(watch: FailureWatch) -> None:
+    """Under pids.max a rank said "can't start new thread" alone."""
+    under(watch)
+    error = RuntimeError("can't start new thread")
+    watch.settle(error, RUN, 3)
+    assert any("`ulimit -u`, and pids.max of the container; or lower num_workers" in note for note in error.__notes__)
+    other = RuntimeError(3)
+    watch.settle(other, RUN, 3)
+    assert not any("ulimit" in note for note in getattr(other, "__notes__", ()))
+
+
+def test_news_of_a_worker_does_not_keep_a_failure_from_being_told(
+    watch: FailureWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loader's worker has died: reading from it fails, and a moment later torch raises from its signal handler."""
+
+    def raise_(*_: Any) -> None:
+        raise RuntimeError("a worker has died")
+
+    def interrupted(*args: Any, **kwargs: Any) -> Failure:
+        os.kill(os.getpid(), signal.SIGCHLD)
+        return of(*args, **kwargs)
+
+    client, of = under(watch), Failure.of
+    monkeypatch.setattr(Failure, "of", interrupted)
+    before = signal.signal(signal.SIGCHLD, raise_)
+    try:
+        assert watch.settle(ConnectionResetError("a queue"), RUN, 3) is None
+        assert signal.getsignal(signal.SIGCHLD) is raise_
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert [failure.what for failure in client.told] == ["raised ConnectionResetError: a queue"]
+
+
+def test_news_of_a_second_worker_before_the_first_failure_is_settled(watch: FailureWatch) -> None:
+    """Two workers were killed: the error of the second left the run untold, and a callback saved with other ranks."""
+
+    def raise_(*_: Any) -> None:
+        raise RuntimeError("a second worker has died")
+
+    class Interrupted:
+        def __init__(self) -> None:
+            self.news = [signal.SIGCHLD]
+
+        @property
+        def global_step(self) -> int:
+            while self.news:
+                os.kill(os.getpid(), self.news.pop())
+            return 3
+
+    def fail() -> None:
+        signal.signal(signal.SIGCHLD, raise_)
+        raise RuntimeError("a worker has died")
+
+    client, trainer = under(watch), Interrupted()
+    watch.joined(lambda: signal.signal(signal.SIGCHLD, signal.SIG_DFL), 2)
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        with pytest.raises(RuntimeError, match="a second worker has died"):
+            watch.guarded(fail, (), {}, run=RUN, trainer=trainer)  # type: ignore[arg-type]
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert watch.failed
+    assert [failure.what for failure in client.told] == ["raised RuntimeError: a second worker has died"]
+
+
+def test_two_ranks_fail_at_once(watch: FailureWatch) -> None:
+    under(watch, known=KILLED)
+    assert watch.settle(ValueError("spoilt"), RUN, 3) is KILLED
+    assert watch.failure is KILLED
+
+
+def test_every_rank_says_itself_that_it_cannot_join(watch: FailureWatch) -> None:
+    under(watch)
+    watch.receive(KILLED._replace(what="raised RendezvousError: the models differ"))
+    error = RendezvousError("the models differ")
+    assert watch.settle(error, RUN, None) is None
+    assert not hasattr(error, "__notes__")
+
+
+def test_without_a_guardian_a_rank_raises_what_torch_has_raised(watch: FailureWatch) -> None:
+    begin = time.monotonic()
+    assert watch.settle(LOST, RUN, 3) is None
+    assert time.monotonic() - begin < 1
+
+
+def test_a_failure_that_came_while_the_ranks_joined(watch: FailureWatch) -> None:
+    watch.begin(lambda: None)
+    watch.receive(KILLED)
+    with pytest.raises(RankFailedError, match=r"rank 1 .* was ended by SIGKILL"):
+        watch.joined(lambda: None, 2)
+
+
+EXIT = """
+import atexit, sys, time
+from lightning_multigpu.job.failure_watch import _limit_exit
+atexit.register(time.sleep, {exit_s})  # as threads that wait for a host that is gone
+_limit_exit({timeout_s}, from_exit=False)
+time.sleep(1)  # a program that goes on is left in peace
+print("goes on", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("timeout_s", "exit_s", "status"), [(0.5, 60, -signal.SIGALRM), (60, 0, 0)])
+def test_the_exit_after_a_failure_ends(timeout_s: float, exit_s: float, status: int) -> None:
+    """Gloo's destructor joins a thread that waits for a host that is gone; the guardian has been left then."""
+    command = [sys.executable, "-c", EXIT.format(timeout_s=timeout_s, exit_s=exit_s)]
+    with preforked.Process(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "goes on\n"
+        begin = time.monotonic()
+        assert process.wait(timeout=120) == status
+    assert time.monotonic() - begin < 55

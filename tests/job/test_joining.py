@@ -1,0 +1,189 @@
+"""Ranks that cannot train together say so as soon as they meet, on every one of them and with the same message."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_multigpu import RingDDPStrategy
+from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
+from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError
+from lightning_multigpu.job import joining
+from lightning_multigpu.job.failure_watch import FailureWatch, _is_connection_loss
+from lightning_multigpu.job.joining import Joining
+from lightning_multigpu.job.run_signals import RunSignals
+from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
+from tests.world import World, rank
+
+
+class OwnModel(L.LightningModule):
+    """As wide as it is told to be."""
+
+    def __init__(self, width: int, *, in_setup: bool) -> None:
+        super().__init__()
+        self.width = width
+        self.layer: nn.Module | None = None if in_setup else nn.Linear(width, 1)
+
+    def configure_model(self) -> None:
+        if self.layer is None:
+            self.layer = nn.Linear(self.width, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.layer is not None
+        loss: Tensor = self.layer(torch.ones(2, self.width)).mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_and_fail(module: L.LightningModule, *, devices: int = 2, num_nodes: int = 1, **options: Any) -> str:
+    """The message of the error that this rank gets."""
+    case = Case(num_samples=16, precision="32-true", trainer={"num_nodes": num_nodes})
+    trainer = make_trainer(case, RingDDPStrategy(join_timeout_s=30, failure_timeout_s=10, **options), devices)
+    with pytest.raises(RuntimeError) as caught:
+        trainer.fit(module, train_loader(case, 2))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def assert_said_everywhere(messages: list[str], text: str) -> None:
+    for message in messages:
+        assert message.startswith(RendezvousError.__name__)
+        assert text in message
+
+
+def test_different_options(world2: World) -> None:
+    def run() -> str:
+        return fit_and_fail(Classifier(), uneven_inputs="join" if rank() == 1 else "stop")
+
+    assert_said_everywhere(world2.run(run), "option uneven_inputs: 'stop' on rank 0; 'join' on rank 1")
+
+
+def test_different_strategies(world2: World) -> None:
+    def run() -> str:
+        class Other(RingDDPStrategy):
+            pass
+
+        trainer = make_trainer(Case(), (Other if rank() == 1 else RingDDPStrategy)(join_timeout_s=30), 2)
+        with pytest.raises(RuntimeError) as caught:
+            trainer.fit(Classifier(), train_loader(Case(), 2))
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    messages = world2.run(run)
+    assert_said_everywhere(messages, "strategy: RingDDPStrategy on rank 0; ")
+    assert "Other on rank 1" in messages[0]
+
+
+@pytest.mark.parametrize("in_setup", [False, True])
+def test_different_models(world2: World, in_setup: bool) -> None:
+    def run() -> str:
+        return fit_and_fail(OwnModel(3 + rank(), in_setup=in_setup))
+
+    assert_said_everywhere(
+        world2.run(run), "tensor 0: layer.weight float32 (1, 3) on rank 0; layer.weight float32 (1, 4) on rank 1"
+    )
+
+
+def test_a_run_after_one_that_could_not_join(world2: World) -> None:
+    def run() -> int:
+        fit_and_fail(Classifier(), bucket_cap_mb=1 + rank())
+        case = Case(num_samples=16)
+        trainer = make_trainer(case, RingDDPStrategy(join_timeout_s=60), 2)
+        trainer.fit(Classifier(), train_loader(case, 2))
+        return trainer.global_step
+
+    first, second = world2.run(run, timeout_s=150)
+    assert first == second > 0
+
+
+def as_hosts(secret: str) -> pytest.MonkeyPatch:
+    """Each rank takes itself for a host of its own, with the job's secret that its launcher has set."""
+    patch = pytest.MonkeyPatch()
+    for name, value in {
+        "LOCAL_RANK": "0",
+        "NODE_RANK": str(rank()),
+        **({JOB_SECRET: secret} if secret else {}),
+    }.items():
+        patch.setenv(name, value)
+    return patch
+
+
+def invitations(secret: str) -> list[Any]:
+    """What rank 0 has left in the store for the guardians of other hosts, and whether it is there in training."""
+    seen: list[Any] = []
+    offer = Rendezvous.offer
+
+    def observed(self: Rendezvous, name: str, value: Any) -> None:
+        offer(self, name, value)
+        seen.extend([value["secret"], lambda: self._store.check([f"offer/{name}"])])
+
+    class Looks(Classifier):
+        def on_train_start(self) -> None:
+            seen[1:] = [look() for look in seen[1:]]
+
+    patch = as_hosts(secret)
+    patch.setattr(Rendezvous, "offer", observed)
+    try:
+        case = Case(num_samples=16, trainer={"num_nodes": 2})
+        make_trainer(case, RingDDPStrategy(join_timeout_s=60), 1).fit(Looks(), train_loader(case, 2))
+    finally:
+        patch.undo()
+    return seen
+
+
+@pytest.mark.parametrize("secret", ["", "0123456789abcdef" * 2])
+def test_the_secret_of_the_hosts_does_not_stay_in_the_store(world2: World, secret: str) -> None:
+    """It did, for the whole run: whoever read it came as a further host. A launcher's does not get there at all."""
+    (offered, stays), others = world2.run(invitations, secret)
+    assert others == []
+    assert (offered is None) == bool(secret)
+    assert secret not in str(offered) or not secret
+    assert not stays
+
+
+def test_hosts_with_different_secrets(world2: World) -> None:
+    def run() -> str:
+        patch = as_hosts("0123456789abcdef" * 2 if rank() else "")
+        try:
+            return fit_and_fail(Classifier(), devices=1, num_nodes=2)
+        finally:
+            patch.undo()
+
+    assert_said_everywhere(world2.run(run), f"{JOB_SECRET}: not set on rank 0; set (digest ")
+
+
+def test_a_secret_that_can_be_guessed() -> None:
+    with pytest.raises(ValueError, match=r"has 6 characters; it must have 32 or more"):
+        job_secret({JOB_SECRET: "secret"})
+    assert job_secret({}) is None
+
+
+@pytest.mark.parametrize("found", [{"10.77.0.2": "No route to host"}, {}], ids=["a route is missing", "once only"])
+def test_a_rank_that_finds_no_way_names_both_ends(found: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 33 hosts, rank 27 got "No route to host" and waited; rank 11, who saw that connection close, was blamed."""
+    asked: list[str] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(joining, "unreachable", lambda addresses, timeout_s: asked.extend(addresses) or found)
+    way = Joining(FailureWatch(RunSignals()))
+    way._arrivals = [Arrival(r, f"h{r}", r, 100 + r, 3, {}, f"10.77.0.{r + 1}") for r in range(3)]
+    way._deadline_s = time.monotonic() + 60
+    run: Any = SimpleNamespace(rank=2, join_timeout_s=60.0)
+    with pytest.raises(ConnectionError) as caught, way.limited(run):
+        raise RuntimeError("[gloo/transport/tcp/socket.cc:142] connect: No route to host")
+    assert sorted(asked) == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
+    assert not _is_connection_loss(caught.value), "it is told at once, before those who only see connections close"
+    own, other = "rank 2 (host h2, node 2, pid 102)", "rank 1 (host h1, node 1, pid 101)"
+    if found:
+        assert str(caught.value).startswith(
+            f"{own} cannot connect to 10.77.0.2, the address of {other}: No route to host"
+        )
+    else:
+        assert str(caught.value).startswith(f"{own} could not connect to another rank")
+        assert "neighbour table overflow" in str(caught.value)
