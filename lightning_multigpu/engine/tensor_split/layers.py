@@ -161,7 +161,7 @@ def _of_conv1d(split: Any, conv1d: Any) -> Any:
 
 
 @cache
-def class_of_split(split: Any, plain: type, kind: type) -> Any:
+def class_of_split(split: Any, plain: Any, kind: Any) -> Any:
     """The class of a layer that is split: ``split``, or for a user's subclass of ``plain`` one that keeps its methods.
 
     Their ``super()`` is then the split layer: an embedding that scales what ``super().forward`` returns still does.
