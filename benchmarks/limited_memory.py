@@ -127,7 +127,7 @@ def run_rank(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     path = Path(args.directory) / "last.ckpt"
     # The check holds as much as gradients and states take, and in a run that goes on these are there already.
-    pipeline = PipelineStrategy(gather_at_end=False, check_loss=args.epochs == 1)
+    pipeline = PipelineStrategy(gather_at_end=False, verify_steps=2 * (args.epochs == 1))
     strategy: Any = "auto" if args.ranks == 1 else pipeline
     trainer = L.Trainer(
         strategy=strategy,

@@ -13,12 +13,14 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.utils.data import Dataset
 
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
@@ -116,8 +118,8 @@ def preserved_state(module: Module) -> Iterator[None]:
     """Restores at the end of the block what a forward pass may change in a module and its children.
 
     It restores buffers, attributes (states of torchmetrics among them), the contents of lists, dictionaries, sets and
-    deques in attributes, random generators, and training mode. It restores neither values of parameters nor the state
-    of other objects.
+    deques in attributes, attributes of objects of the user's own classes, random generators, and training mode. It
+    restores neither values of parameters nor the state of objects of libraries.
     """
     undo: list[Callable[[], Any]] = []
     seen: set[int] = set()
@@ -156,8 +158,26 @@ def _keep(value: Any, undo: list[Callable[[], Any]], seen: set[int]) -> None:
     elif isinstance(value, torch.Generator):
         state = value.get_state()
         undo.append(lambda: value.set_state(state))
+    elif is_users(value):
+        _keep(vars(value), undo, seen)
     for entry in entries:
         _keep(entry, undo, seen)
+
+
+def is_users(value: object) -> bool:
+    """Whether a value of a module's attribute is an object of a user's class, in which a step may keep something."""
+    library = type(value).__module__.partition(".")[0]
+    return (
+        hasattr(value, "__dict__") and not isinstance(value, type | Module | Dataset) and library not in _LIBRARIES
+    ) or isinstance(value, SimpleNamespace)
+
+
+_LIBRARIES = frozenset(
+    (
+        *("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_multigpu", "transformers", "numpy"),
+        *("builtins", "collections", "types", "functools", "weakref", "threading", "logging", "omegaconf"),
+    )
+)
 
 
 def _keep_tensor(tensor: Tensor, undo: list[Callable[[], Any]]) -> None:

@@ -101,7 +101,7 @@ def watch(strategy: str) -> tuple[list[tuple[int, float]], dict[str, Any]]:
     STEPS.clear()
     case = Case(max_epochs=1, num_samples=16)
     report = RunReport(print_table=False, write_file=False, compare_with_one_device=True)
-    pipeline = PipelineStrategy(num_micro_batches=1, check_loss=False)
+    pipeline = PipelineStrategy(num_micro_batches=1, verify_steps=0)
     fit = make_trainer(case, pipeline if strategy == "pipeline" else strategy, 2, callbacks=[report])
     fit.fit(Watched(), train_loader(case, fit))
     assert report.report is not None

@@ -67,7 +67,7 @@ def seeded(is_seeded: bool) -> Iterator[None]:
 
 def draws(name: str, is_seeded: bool) -> dict[tuple[int, int], list[float]]:
     module = Draws()
-    options = {"check_loss": False} if "check_loss" in make_strategy(name).options else {}
+    options = {"verify_steps": 0} if "verify_steps" in make_strategy(name).options else {}
     trainer = make_trainer(CASE, make_strategy(name, **options), 2)
     with seeded(is_seeded):
         trainer.fit(module, train_loader(CASE, trainer))

@@ -21,7 +21,6 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
-from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.hugging_face import ModelsInStages
 from lightning_multigpu.engine.micro_batches import (
     checksum_of,
@@ -43,7 +42,6 @@ from lightning_multigpu.engine.step_state import seed_of, without_differentiatio
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.strategies.pipeline.first_batch.preparation import Preparation
-from lightning_multigpu.strategies.pipeline.kept_state import KeptState
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.stage_agreement import StageAgreement
@@ -74,7 +72,6 @@ class RunningPipeline:
         tensor_axis: the ranks that split the layers of this rank's stages; None without a tensor split.
         agreement: has all stages clip by one norm, and agree on overflow.
         outputs: copies values of the last stage to all stages.
-        kept: the kept state of this rank.
         recorder: records what this rank does in training.
         logs: records what the user's steps log.
         loss_reduction: combines the losses of micro-batches to the loss of their batch.
@@ -105,7 +102,6 @@ class RunningPipeline:
             strategy.saves.begin(module.trainer, undo)
         else:
             undo.callback(axis.layers.follow_updates(plugin, strategy._watch_states).end)
-        self.kept = KeptState(module, chain)
         self.recorder = Recorder(model.meter, model.device, model.ownership.parameters, model.ownership.buffers)
         self.logs = StepLogs(module)
         self.loss_reduction = _of_micro_batches(strategy.feed.loss_reduction, self.options.batch_dim)
@@ -193,7 +189,6 @@ class RunningPipeline:
 
         Raises:
             ValueError, PipelineError: as :meth:`.Preparation.prepare`.
-            PipelineError: a stage reads an old value, which another stage has changed in an earlier step.
         """
         (batch, *others), self.step_args = self.step_args, ()
         batch = moved(batch, self.options.batch_dim, 0)
@@ -223,7 +218,6 @@ class RunningPipeline:
             with (
                 self.strategy.precision_plugin.train_step_context(),
                 self.logs.recording(pass_on=False) as passes.records[micro_batch],
-                self.kept.step(scan=self._preparation.is_first),
                 without_differentiation(),
             ):
                 loss = self.call("training_step", own(parts[micro_batch]), *others)
@@ -239,8 +233,7 @@ class RunningPipeline:
         kinds = [(signature_of(part), trainable) for part in parts]
         trainer = self.model.module.trainer
         seed = (self.seed, 0, trainer.current_epoch, trainer.fit_loop.batch_idx)
-        with self.kept.batch(), self.kept.watching():
-            passes.losses = runner.train(step, kinds, scales, seed)
+        passes.losses = runner.train(step, kinds, scales, seed)
         passes.use_layers = runner.uses_layers
         return passes
 
@@ -248,7 +241,7 @@ class RunningPipeline:
         self, parts: Sequence[Any], weights: Sequence[float], passes: _Passes, *, counts: bool
     ) -> dict[str, Any]:
         """Logs what the last stage's steps have logged as the logs of one batch; returns the outputs of the batch."""
-        model, kept, preparation, trainer = self.model, self.kept, self._preparation, self.model.module.trainer
+        model, preparation, trainer = self.model, self._preparation, self.model.module.trainer
         message: Any = None
         further: dict[str, Any] = {}
         if model.is_last:
@@ -256,13 +249,10 @@ class RunningPipeline:
             sizes = weights if callable(self.loss_reduction) else [float(size) for size in samples]
             loss = combined_loss(passes.losses, weights)
             logged = combined(passes.records, sizes, passes.losses, weights)
-            old_value = kept.old_value(kept.changes, kept.reads, model.modules_of(model.group.num_ranks - 1))
-            message = logged, loss, trainer.should_stop, preparation.is_new_form, old_value, passes.use_layers
+            message = logged, loss, trainer.should_stop, preparation.is_new_form, passes.use_layers
             further = tree_map_only(Tensor, Tensor.detach, gathered(passes.outputs, samples, model.device))
         received, further = self.outputs.from_last(message, further, "on_train_batch_end")
-        logged, loss, stops, preparation.is_new_form, old_value, uses_layers = received
-        if old_value is not None:
-            raise PipelineError(old_value)
+        logged, loss, stops, preparation.is_new_form, uses_layers = received
         if not (uses_layers or (model.is_last and self.options.num_stages_of_rank == 1)):
             # Stages before the last one have got zeros for parameters on which no loss depends, and one device has no
             # gradient: an optimizer with momentum or weight decay would change them.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -41,8 +41,8 @@ _CPU = torch.device("cpu")
 class SplitModel:
     """A module on one rank of a pipeline, which holds some of its stages.
 
-    Methods are collectives of the pipeline unless they say otherwise; :meth:`modules_of`, :meth:`own_optimizer_state`
-    and the descriptions are not. The last stage's rank gathers and writes a checkpoint: keys keep their order, and
+    Methods are collectives of the pipeline unless they say otherwise; :meth:`own_optimizer_state` and the descriptions
+    are not. The last stage's rank gathers and writes a checkpoint: keys keep their order, and
     parameters are numbered as on one device.
 
     To make one is a collective of the world: it makes the values of all ranks equal, and leaves each rank only those of
@@ -100,11 +100,6 @@ class SplitModel:
                     states[holding.tensor] = unpacked(state, self.device)
             if position not in holding.holders:
                 states.pop(holding.tensor, None)
-
-    def modules_of(self, position: int) -> set[Module]:
-        """All modules in the layers of the rank at this position; no collective."""
-        own = self.bounds[position :: self.group.num_ranks]
-        return {part for start, stop in own for layer in self.chain.layers[start:stop] for part in layer.modules()}
 
     def make_whole(self, *, is_first: bool) -> None:
         """Gives every rank all values, or only rank 0 if no other rank had them; and rank 0 the optimizers' states.

@@ -83,8 +83,10 @@ class PipelineStrategy(MultiGPUStrategy):
         replicated: modules and parameters outside of the layers, by name ("embedding"), that every rank holds; True for
             all. By default the ranks whose stages use a parameter hold it. Name the parameters with which hooks
             outside of steps compute on every rank.
-        check_loss: before the first step, and when the loss has a new term, check that losses and gradients of
-            micro-batches add up to those of their batch. False accepts a loss that couples the samples of a batch.
+        verify_steps: so many steps are computed on the first batch, before it trains, by the pipeline and by one
+            process that has a copy of the model; the run ends if their gradients differ, or if losses and gradients of
+            micro-batches do not add up to those of the batch. Repeated in the second epoch, and when the loss has a new
+            term, or other parameters or optimizers train. 0 compares nothing, and accepts a loss that couples samples.
         batch_dim: the dimension of a training batch's tensors that counts samples; tensors are cut into micro-batches
             along it. It is 1 for time-first batches (time, samples, features). Tensors with fewer dimensions, such as
             one label a sample, are cut along their first. Samplers and ``loss_reduction`` get uncut batches.
@@ -127,7 +129,7 @@ class PipelineStrategy(MultiGPUStrategy):
         data_parallel_size: int | None = None,
         activation_checkpointing: bool | Sequence[str | type] = False,
         replicated: bool | Sequence[str] = False,
-        check_loss: bool = True,
+        verify_steps: int = 2,
         batch_dim: int = 0,
         gather_at_end: bool = True,
         **options: Any,

@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_multigpu import PipelineStrategy, RingDDPStrategy
-from lightning_multigpu.strategies.pipeline.first_batch import step_checks
+from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.strategies.pipeline.first_batch import preparation
 from tests.strategies.tasks import Case, make_trainer
 from tests.world import World
 
@@ -169,13 +170,13 @@ def train(module: Callable[[], Any], options: dict[str, Any], trainer_options: d
     case = Case(max_epochs=2, trainer={"use_distributed_sampler": False, **trainer_options})
     ranks = trainer_options.get("devices", 2)
     trainer = make_trainer(case, PipelineStrategy(**{"num_micro_batches": 2, **options}), ranks)
-    step_checks.rank_zero_info = lines.append
+    preparation.rank_zero_info = lambda line: None if line.startswith("Pipeline over") else lines.append(line)
     try:
         trainer.fit(task, data())
-    except ValueError as error:
-        raise ValueError(f"{error} | after {trainer.global_step} steps") from error
+    except (ValueError, PipelineError) as error:
+        raise type(error)(f"{error} | after {trainer.global_step} steps") from error
     finally:
-        step_checks.rank_zero_info = rank_zero_info
+        preparation.rank_zero_info = rank_zero_info
     return trainer.global_step, lines
 
 
@@ -195,7 +196,10 @@ def test_couplings_that_the_loss_hides_are_refused(
     module: Any, options: dict[str, Any], trainer_options: dict[str, Any], steps: int, world2: World
 ) -> None:
     words = REFUSED if module is not Later else "the loss of a batch is .* as a whole, and .* in 2 micro-batches"
-    world2.run_raising(ValueError, rf"{words}.* \| after {steps} steps", train, module, options, trainer_options)
+    kind: type[Exception] = ValueError
+    if module is Mixtral:  # the last stage does not have what routers of other stages have computed
+        kind, words = PipelineError, "in a dry run of the first step those of .*gate.weight"
+    world2.run_raising(kind, rf"{words}.* \| after {steps} steps", train, module, options, trainer_options)
 
 
 def test_one_of_two_pipelines_is_enough_to_refuse(world4: World) -> None:
@@ -206,7 +210,7 @@ def test_one_of_two_pipelines_is_enough_to_refuse(world4: World) -> None:
 @pytest.mark.parametrize(
     ("module", "options", "words"),
     [
-        (MixedUp, {"check_loss": False}, []),
+        (MixedUp, {"verify_steps": 0}, []),
         (MixedUp, {"num_micro_batches": 1}, []),
         (Noisy, {}, ["Whether the losses"]),
         (Normal, {"num_micro_batches": 3}, ["The module keeps values"]),

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.strategies.pipeline.first_batch.step_checks import StepChecks
 from lightning_multigpu.strategies.steps.dry_run import without_trace
 from tests.strategies.tasks import Case, Classifier, assert_same_weights, make_trainer, state, train_loader
 from tests.world import World
@@ -76,13 +75,13 @@ class Traced(Classifier):
         self.draws += [float(torch.rand(())), random.random(), float(np.random.rand())]
 
 
-def trace(check_loss: bool, schedule: Any) -> dict[str, Any]:
+def trace(verify_steps: int, schedule: Any) -> dict[str, Any]:
     case = Case(max_epochs=2, num_samples=20, trainer={"accumulate_grad_batches": 2})
     module, logger = Traced(), Counting()
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)
-    strategy = PipelineStrategy(num_micro_batches=2, schedule=schedule, check_loss=check_loss)
+    strategy = PipelineStrategy(num_micro_batches=2, schedule=schedule, verify_steps=verify_steps)
     trainer = make_trainer(case, strategy, 2, logger=logger, num_sanity_val_steps=0, log_every_n_steps=1)
     strategy.record_stages()
     trainer.fit(module, train_loader(case, 1), train_loader(case, 1))
@@ -103,7 +102,7 @@ def trace(check_loss: bool, schedule: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_the_checks_of_a_batch_leave_no_trace(schedule: str, world2: World) -> None:
     """Neither that of the first batch, nor that of one whose loss has a new term, after gradients of an earlier."""
-    checked, unchecked = world2.run(trace, True, schedule), world2.run(trace, False, schedule)
+    checked, unchecked = world2.run(trace, 2, schedule), world2.run(trace, 0, schedule)
     for mine, other in zip(checked, unchecked, strict=True):
         for what, value in other.items():
             assert mine[what] == value, what
@@ -139,47 +138,19 @@ def count(num_micro_batches: int, noise: float = 0.0) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("num_micro_batches", "noise", "runs"),
-    [(1, 0.0, (6, 0)), (4, 0.0, (24 + 3 + 2, 5)), (4, 0.1, (24 + 3 + 2, 10))],
-    ids=["one", "four", "noise"],
+    ("num_micro_batches", "noise", "sums"), [(1, 0.0, (0, 0)), (4, 0.0, (5, 5)), (4, 0.1, (5, 10))]
 )
-def test_one_batch_is_computed_once_more(
-    num_micro_batches: int, noise: float, runs: tuple[int, int], world2: World
+def test_a_proof_trains_two_steps_in_both_ways(
+    num_micro_batches: int, noise: float, sums: tuple[int, int], world2: World
 ) -> None:
-    """And the first of several micro-batches twice, in training mode: does its loss depend on what a step keeps?"""
-    assert world2.run(count, num_micro_batches, noise) == [runs] * 2
-
-
-def leftovers(noise: float) -> tuple[list[int], list[int]]:
-    """Messages of this rank that nobody has waited for, after each pass and after the whole check."""
-    passes: list[int] = []
-    checks: list[int] = []
-    check = StepChecks.check_losses
-
-    def noted(self: Any, *args: Any) -> None:
-        group = self._model.group
-        from_last = group.from_last
-
-        def noted_from_last(obj: Any) -> Any:  # the first that follows a pass
-            passes.append(len(group._pending))
-            return from_last(obj)
-
-        group.from_last = noted_from_last
-        check(self, *args)
-        del group.from_last
-        checks.append(len(group._pending))
-
-    StepChecks.check_losses = noted  # type: ignore[method-assign]
-    try:
-        count(2, noise)
-    finally:
-        StepChecks.check_losses = check  # type: ignore[method-assign]
-    return passes, checks
-
-
-def test_what_was_sent_has_arrived_when_the_run_may_end(world2: World) -> None:
-    """A rank that ends takes with it what it has not sent."""
-    assert world2.run(leftovers, 0.1) == [([0, 0], [0])] * 2
+    """In each of two epochs. On the copy: parts twice for kept values, a pair, its parts; losses of batch and parts."""
+    training, evaluation = sums
+    steps = 2 * num_micro_batches
+    first = 6 * num_micro_batches + 2 * steps
+    assert world2.run(count, num_micro_batches, noise) == [
+        (first + 2 * steps + 2 * training, 2 * evaluation),
+        (first, 0),
+    ]
 
 
 class Reentrant(Classifier):

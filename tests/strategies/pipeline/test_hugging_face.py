@@ -182,7 +182,11 @@ def train(kind: str, name: str | None, cls: type[Decoder] = Decoder, **options: 
     else:
         if name != "model_parallel":
             options = {"num_micro_batches": 4, **options}
-        options = {"loss_reduction": num_targets, "check_loss": name == "pipeline_1f1b", **options}  # one does for all
+        options = {
+            "loss_reduction": num_targets,
+            "verify_steps": 2 * (name == "pipeline_1f1b"),
+            **options,
+        }  # one does for all
         trainer = make_trainer(CASE, make_strategy(name, **options), 2)
     trainer.fit(module, DataLoader(Text(32), batch_size=8), DataLoader(Text(8), batch_size=4))
     val_loss = float(trainer.callback_metrics["val_loss"])
@@ -244,7 +248,7 @@ def num_all_targets(batch: dict[str, Tensor]) -> int:
 
 
 def test_an_encoder_and_a_decoder_are_cut_between_them(world2: World) -> None:
-    cut = {"split_points": ["model.decoder"], "check_loss": False}  # the check traces the model four times more
+    cut = {"split_points": ["model.decoder"], "verify_steps": 0}  # the check traces the model four times more
     results = world2.run(train, "t5", "pipeline_1f1b", Translator, loss_reduction=num_all_targets, **cut)
     assert_same(results, train("t5", None, Translator))
 

@@ -159,7 +159,7 @@ def train(module: LadderTask, strategy: Any, ranks: int, *, sanity: int = 0, **f
 
 def cut(ranks: int, *, points: list[str] = POINTS, sanity: int = 0, **options: Any) -> dict[str, Any]:
     # The check traces the module four times more: one schedule does for all.
-    options = {"check_loss": options.get("schedule") == "gpipe", **options}
+    options = {"verify_steps": 2 * (options.get("schedule") == "gpipe"), **options}
     strategy = PipelineStrategy(split_points=points, num_micro_batches=4, start_method="popen", **options)
     return train(LadderTask(), strategy, ranks, sanity=sanity)
 

@@ -15,7 +15,7 @@ from lightning_multigpu.engine.activation_checkpointing import recomputed, works
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations, LayerInterception, Region
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations, LayerInterception
 from lightning_multigpu.engine.pipeline.stages.schedules import PassesInOrder, TorchSchedules
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
 from lightning_multigpu.engine.step_state import preserved_random_state, seed_of, set_random_state
@@ -38,7 +38,6 @@ class PipelineRunner:
         recorder: records what this rank does.
         recompute: indices of the layers that run again in backward; none under "zero_bubble", whose backward pass has
             two parts.
-        enter: called when a running step enters the layers, and when it leaves them.
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class PipelineRunner:
         schedule: ScheduleName,
         recorder: Recorder,
         recompute: Collection[int] = (),
-        enter: Callable[[Region], None] = lambda region: None,
     ) -> None:
         chain, bounds, group = ownership.chain, ownership.bounds, ownership.group
         self._ownership = ownership
@@ -59,7 +57,7 @@ class PipelineRunner:
         self._seed: tuple[int, ...] = ()
         self._known_seeds: dict[tuple[int, ...], int] = {}
         self._recompute = recompute
-        self._layers = LayerInterception(chain, 0, 0, self._begin_part, self._run_layer, enter)
+        self._layers = LayerInterception(chain, 0, 0, self._begin_part, self._run_layer)
         self.stages = [
             Stage(functools.partial(self._compute, number), ownership, index, recorder)
             for number, index in enumerate(ownership.stages)
@@ -78,12 +76,8 @@ class PipelineRunner:
         self._scales: Sequence[float] = ()
         self._micro_batches: list[int] = []
         self._losses: dict[int, Tensor] = {}
+        self.order: list[int] = []  # in which the micro-batches of the newest batch have run
         self.uses_layers = False  # whether the losses of the newest batch depend on what the last stage receives
-
-    @property
-    def is_past_chain(self) -> bool:
-        """Whether the running step has passed all layers, so that no other stage waits for this one."""
-        return self._layers.is_past_chain
 
     def train(
         self, step: Callable[[int], Any], kinds: Sequence[Any], scales: Sequence[float], seed: tuple[int, ...]
@@ -105,6 +99,7 @@ class PipelineRunner:
         """
         self._step, self._scales, self._losses, self.uses_layers = step, scales, {}, False
         groups = self._groups(kinds)
+        self.order = [m for group in groups for m in group]
         with (
             preserved_random_state(self._device),
             self._layers.installed(),

@@ -3,8 +3,8 @@
 ::
 
     first batch     split layers over a tensor group -> trace -> find the uses of parameters -> measure, split again
-                    -> check kept state -> check losses and gradients of micro-batches
-    other batches   the check again, when the loss has a new term
+                    -> prove that steps equal those of one device
+    other batches   the proof again, when it rests on something that has changed
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.step_state import seed_of, without_differentiation
 from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipelines.stage_costs import MeasuredBalance, PartCost, StageCosts
-from lightning_multigpu.strategies.pipeline.first_batch.step_checks import StepChecks
+from lightning_multigpu.strategies.pipeline.first_batch.proof import Copied, copied, prove
 from lightning_multigpu.strategies.steps.dry_run import without_trace
 from lightning_multigpu.strategies.steps.step_logs import Record
 
@@ -62,7 +62,9 @@ class Preparation:
         self._balance_due = self._options.measured_balance if measures else None
         self._watched: set[Any] = set()
         self._loss_forms = LossForms()
-        self._is_checked = self._checks_forms = False
+        self._proved: set[Any] = set()
+        self._lines: set[str] = set()
+        self._follows_forms = False
         self.is_first = True
         self.is_new_form = False
         self._runner = self._new_runner(pipeline.recorder)
@@ -73,7 +75,6 @@ class Preparation:
             schedule=self._options.schedule,
             recompute=self._recompute,
             recorder=recorder,
-            enter=self._pipeline.kept.enter,
         )
 
     def prepare(self, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float) -> PipelineRunner:
@@ -92,28 +93,44 @@ class Preparation:
             ValueError: the losses or the gradients of the micro-batches do not add up to those of the batch.
             PipelineError: the step cannot be split, or depends on values that an earlier step has kept elsewhere.
         """
+        is_due = self._options.verify_steps > 0 and multiplier != 0 and not self._proved >= self._rests_on()
+        self._follows_forms = bool(self._proved)
+        one = (
+            copied(self._pipeline) if is_due and self._tensor_axis is not None else None
+        )  # later it would have parts of layers
         if self.is_first:
             self._split(batch, others)
-            StepChecks(self._pipeline, self._runner).check_kept_state(batch, others, self._recompute)
-        may_check = self._options.check_loss and len(weights) > 1 and multiplier != 0
-        self._checks_forms = may_check and self._is_checked
-        if may_check and not self._is_checked:
-            self._check_sums(batch, others, weights, multiplier)
-            self._is_checked = True
+        if is_due:
+            self._proved |= self._rests_on()
+            self._prove(one or copied(self._pipeline), batch, others, weights, multiplier)
         return self._runner
 
     def follow(self, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float) -> None:
         """Does the work that the step of a batch has made necessary; arguments and errors as for :meth:`prepare`."""
-        if self._checks_forms and self.is_new_form:
-            self._check_sums(batch, others, weights, multiplier)
-        if self.is_first:
-            self.is_first = False
-            for places in self._model.stages.gather_objects(list(self._pipeline.kept.changes)):
-                self._pipeline.kept.learn(places)
+        if self._follows_forms and self.is_new_form and multiplier != 0:
+            self._prove(copied(self._pipeline), batch, others, weights, multiplier)
+        self.is_first = False
+
+    def _rests_on(self) -> set[Any]:
+        """What a proof of the next step rests on: trained parameters, optimizers, and the first two epochs."""
+        trainer = self._model.module.trainer
+        trained = tuple(parameter.requires_grad for parameter in self._model.ownership.parameters())
+        return {trained, tuple(map(id, trainer.optimizers)), min(trainer.current_epoch, 1)}
+
+    def _prove(self, one: Copied, batch: Any, others: Sequence[Any], weights: Sequence[float], scale: float) -> None:
+        if not one.is_there:
+            return
+        model, again = self._model, bool(self._recompute)
+        runner = self._new_runner(Recorder(model.meter, model.device, model.ownership.held))
+        with model.meter.unrecorded():
+            line = prove(self._pipeline, runner, one.copy, batch, others, weights, scale, recompute=again)
+        if line and line not in self._lines:  # a later proof would only repeat it
+            self._lines.add(line)
+            rank_zero_info(line)
 
     def note_form(self, loss: Any) -> None:
         """Notes whether the loss of a micro-batch has a new term; no collective."""
-        if self._options.check_loss and isinstance(loss, Tensor):
+        if self._options.verify_steps and isinstance(loss, Tensor):
             self.is_new_form = self._loss_forms.is_new(loss)
 
     def prepare_evaluation(self, hook: str, *args: Any, **kwargs: Any) -> PipelineRunner:
@@ -238,11 +255,3 @@ class Preparation:
             end_bytes=model.ownership.end_bytes(optimizers),
             elsewhere_s=max((seconds for seconds in elsewhere if seconds is not None), default=None),
         )
-
-    def _check_sums(self, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float) -> None:
-        """Checks that losses, and then gradients, of micro-batches add up to those of their batch."""
-        model, checks = self._model, StepChecks(self._pipeline, self._runner)
-        runner = self._new_runner(Recorder(model.meter, model.device, model.ownership.held))
-        with model.meter.unrecorded():
-            checks.check_losses(batch, others, weights)
-            checks.check_gradients(batch, others, len(weights), runner, multiplier)

@@ -1,0 +1,447 @@
+"""Proof that the first steps equal those of one device, and the causes where they do not.
+
+Before the first step, two steps on the first batch run twice: on the stages, and in one process that has a copy of the
+whole module. Their gradients must be equal. The second step shows what a step keeps for the next one. Where a
+batch is cut, its parts must add up to it::
+
+    stages      step, step                            gradients ---+
+                                                                   equal, on the first and on the second step
+    one device  step, step                            gradients ---+
+                losses and gradients of parts against those of the batch: a loss must not couple samples
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from lightning_multigpu.engine.batch_size import leading_size
+from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.gradient_check import (
+    SMALLEST,
+    GradientCheck,
+    GradientFinding,
+    Gradients,
+    Verdict,
+    moved_weights,
+    norm_of,
+    without_gradients,
+)
+from lightning_multigpu.engine.micro_batches import cloned, disagreement, relative_tolerance, signature_of, split_batch
+from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
+from lightning_multigpu.engine.step_state import preserved_state, without_differentiation
+from lightning_multigpu.strategies.pipeline.first_batch.whole_copy import WholeCopy, lacks_memory
+from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, precision_dtypes, without_trace
+
+if TYPE_CHECKING:
+    from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline
+
+_NOT_PROVED = "Whether the first steps equal those of one device is not proved"
+_ONCE_A_BATCH = (
+    "Change it in on_train_batch_start or on_train_batch_end(outputs, batch, batch_idx), which every stage calls once "
+    "a batch, with the loss of the whole batch"
+)
+
+
+class Proof:
+    """Compares the first steps of a pipeline with those of one device. Methods are collectives of the pipeline.
+
+    A proof leaves no trace in the module, in random states, in logs and in the batch; changes that the step makes to
+    other objects stay. Its messages have arrived when it ends, since the run may end there.
+
+    Args:
+        pipeline: whose steps are compared.
+        runner: runs the stages, and records nothing.
+        recompute: the layers that run again in backward.
+    """
+
+    def __init__(self, pipeline: RunningPipeline, runner: PipelineRunner, *, recompute: bool) -> None:
+        self._pipeline, self._model, self._runner = pipeline, pipeline.model, runner
+        self._recompute = recompute
+
+    def run(self, one: WholeCopy | None, batch: Any, others: Sequence[Any], scales: Sequence[float]) -> str:
+        """Compares steps on a batch. Returns why that cannot be told, or nothing.
+
+        Args:
+            one: on the last stage, the copy of the module, before it was split over a tensor group; None elsewhere.
+            batch: the same on every stage, with its samples along dimension 0.
+            others: further arguments of ``training_step``.
+            scales: the factors of its micro-batches' losses before backward.
+
+        Raises:
+            PipelineError: on every stage, if steps differ.
+        """
+        model, parts = self._model, split_batch(batch, len(scales))
+        held = {
+            holding.name: holding.tensor
+            for holding in model.ownership.holdings
+            if model.ownership.position in holding.holders and holding.is_parameter
+        }
+        trained = {name: parameter for name, parameter in held.items() if parameter.requires_grad}
+        found: tuple[str | None, str] = None, ""
+        with moved_weights(trained), without_gradients(held.values()):  # type: ignore[arg-type]
+            self._load(one)
+            for step in range(self._pipeline.options.verify_steps):
+                self._train(parts, others, scales, step)
+                gradients = self._whole_gradients()
+                if one is not None:
+                    found = self._difference(one, gradients, parts, others, scales, step)
+                model.group.finish()
+                problem, is_open = model.group.from_last(found)
+                if problem is not None:
+                    raise PipelineError(problem)
+                if is_open:
+                    break
+        self._load(one)
+        return is_open  # type: ignore[no-any-return]
+
+    # Both ways
+
+    def _load(self, one: WholeCopy | None) -> None:
+        state = self._pipeline.whole_weights(self._model.module.state_dict(), streams=False)
+        if one is not None:
+            one.load(state)
+
+    def _seed(self, step: int) -> tuple[int, ...]:
+        trainer = self._model.module.trainer
+        return (self._pipeline.seed, 3, step, trainer.current_epoch, trainer.fit_loop.batch_idx)
+
+    def _train(self, parts: Sequence[Any], others: Sequence[Any], scales: Sequence[float], step: int) -> None:
+        pipeline, model = self._pipeline, self._model
+
+        def run(number: int) -> Any:
+            with without_differentiation():
+                return pipeline.loss_of(cloned(parts[number]), others)
+
+        self._runner.train(run, [signature_of(part) for part in parts], scales, self._seed(step))
+        pipeline.agreement.sums.sum_gradients(model.ownership.common())
+        model.group.finish()
+
+    def _whole_gradients(self) -> Gradients:
+        """On the last stage all gradients, in host memory, zeros where there is none; parameters have none then.
+
+        They travel as weights do, in the place of the weights.
+        """
+        held = self._model.ownership.held()
+        weights = [parameter.data for parameter in held]
+        try:
+            for parameter in held:
+                gradient, parameter.grad = parameter.grad, None
+                found = torch.zeros_like(parameter.data) if gradient is None else gradient.detach()
+                parameter.data = found.to_dense() if found.is_sparse else found
+            state = self._pipeline.whole_weights(self._model.module.state_dict(), streams=False)
+        finally:
+            for parameter, value in zip(held, weights, strict=True):
+                parameter.data = value
+        if not self._model.is_last:
+            return {}
+        return {name: value.detach().to("cpu", copy=True) for name, value in state.items() if isinstance(value, Tensor)}
+
+    # What differs
+
+    def _difference(
+        self,
+        one: WholeCopy,
+        found: Gradients,
+        parts: Sequence[Any],
+        others: Sequence[Any],
+        scales: Sequence[float],
+        step: int,
+    ) -> tuple[str | None, str]:
+        """The message that gradients of a step differ from those of one device, and why that cannot be told."""
+
+        def run(seed: int) -> Gradients:
+            one.backward(parts, others, scales, self._seed(seed), self._runner.order)
+            return one.taken()
+
+        try:
+            if self._pipeline.tensor_axis is not None:  # whose ranks draw numbers of their own
+                with preserved_state(one.module):
+                    drawn = run(step), run(-1 - step)
+                if self._wrong(one, *drawn)[0]:
+                    return None, "the step draws random numbers, of which ranks with parts of a layer draw their own"
+            expected = run(step)
+        except Exception as error:  # whatever the user's code raises: the stages have run it
+            return None, f"a copy of the module does not run ({type(error).__name__}: {error})"
+        if not all(torch.isfinite(gradient).all() for gradient in (*found.values(), *expected.values())):
+            return None, "gradients of the first batch are not finite"
+        wrong, difference, rtol = self._wrong(one, found, expected)
+        if not wrong:
+            return None, ""
+        return (
+            f"training would follow other gradients than one device's: in a dry run of the {('first', 'second', 'third')[min(step, 2)]} "
+            f"step those of {len(wrong)} parameters differ, most of {wrong[0]!r} (relative difference "
+            f"{difference:.2g}, rounding explains {rtol:.0e}). {self._cause(one, step)}",
+            "",
+        )
+
+    def _wrong(self, one: WholeCopy, found: Gradients, expected: Gradients) -> tuple[list[str], float, float]:
+        """The parameters whose gradients differ, the most first; its relative difference; what rounding explains."""
+        rtol = gradient_rtol(self._model.module, self._model.device)
+        norms = {name: max(norm_of(found.get(name)), norm_of(expected.get(name))) for name in one.parameters}
+        smallest = SMALLEST * max(norms.values(), default=0.0)
+        errors = {
+            name: norm_of(found.get(name), expected.get(name)) / max(norms[name], smallest, 1e-300)
+            for name in one.parameters
+        }
+        wrong = sorted((name for name in errors if errors[name] > rtol), key=lambda name: -errors[name])
+        return wrong, errors[wrong[0]] if wrong else 0.0, rtol
+
+    def _cause(self, one: WholeCopy, step: int) -> str:
+        kept = ", ".join(one.changed) or "a value in an object that is no module"
+        if self._recompute:
+            return (
+                f"training_step or a layer changes {kept}: layers under activation_checkpointing run again in "
+                f"backward, after the change. Leave out those that keep values. {_ONCE_A_BATCH}"
+            )
+        if step == 0:
+            return (
+                f"Layers keep a value for the rest of the step, as an attribute or by a hook (router logits, for "
+                f"example), which other stages do not get; the step changes {kept}. Let the layer return the value "
+                f"with its output, and the later layers pass it on, as in x, own = layer(x, own). {_ONCE_A_BATCH}"
+            )
+        if (stages := self._pipeline.options.num_stages_of_rank) > 1:
+            return (
+                f"training_step changes {kept} for the next step, and with {stages} stages a rank runs the beginning "
+                f"of the step as often. {_ONCE_A_BATCH}, or use schedule='1f1b'"
+            )
+        return (
+            f"training_step changes {kept} for the next step where only one stage runs it, so that other stages use an "
+            f"old value. {_ONCE_A_BATCH}; a value that only one layer uses can also be kept in that layer"
+        )
+
+
+class Sums:
+    """Whether losses and gradients of the parts of a batch add up to those of the batch, on one device; no collective.
+
+    Args:
+        pipeline: whose batches are cut.
+        one: a copy of the whole module.
+        others: further arguments of ``training_step``.
+    """
+
+    def __init__(self, pipeline: RunningPipeline, one: WholeCopy, others: Sequence[Any]) -> None:
+        self._pipeline, self._one, self._others = pipeline, one, others
+
+    def check(self, batch: Any, weights: Sequence[float], multiplier: float) -> tuple[Exception | None, str]:
+        """The error that ends the run, or None, and a line for the user, or none.
+
+        Args:
+            batch: the whole one.
+            weights: of the losses of its micro-batches.
+            multiplier: the factor of the loss before its backward.
+        """
+        parts = split_batch(batch, len(weights))
+        if (kept := self._depends_on_kept(parts[0])) is not None:
+            return kept, ""
+        message, is_random = self._losses(batch, parts, weights)
+        if message is not None:
+            return ValueError(message), ""
+        finding = self._gradients(batch, len(weights), multiplier)
+        if finding is not None and finding.verdict == Verdict.COUPLED:
+            return _coupled(finding), ""
+        if is_random:
+            return None, (
+                "Whether the losses of micro-batches add up to the loss of their batch cannot be told: the step draws "
+                "random numbers in evaluation mode too, or does not return a loss there."
+            )
+        if finding is None or finding.verdict == Verdict.UNCLEAR:
+            why = "its micro-batches do not count." if finding is None else "some of them are not finite."
+            return (
+                None,
+                f"Whether the gradients of micro-batches add up to those of their batch cannot be told: {why}",
+            )
+        if finding.verdict == Verdict.STATEFUL:
+            return None, (
+                "The module keeps values that each micro-batch changes and the next one trains with (as spectral norm, "
+                "codebooks and queues do). One device changes them once a batch, and trains a little differently."
+            )
+        return None, ""
+
+    def _depends_on_kept(self, part: Any) -> PipelineError | None:
+        """The error that the loss of a step depends on a value that is no buffer and that the step before has kept."""
+        module = self._one.module
+        buffers = [buffer.clone() for buffer in module.buffers()]
+
+        def loss() -> Any:
+            return self._one.loss(part, self._others, (self._pipeline.seed, 4))
+
+        with preserved_state(module), torch.no_grad():
+            first = loss()
+            for buffer, value in zip(module.buffers(), buffers, strict=True):
+                buffer.copy_(value)
+            second = loss()
+        if not (_is_loss(first) and _is_loss(second)) or _same(first, second):
+            return None
+        kept = ", ".join(self._one.changed) or "an object that is no module, such as a generator"
+        return PipelineError(
+            f"the loss of a step depends on values that the previous step has kept ({kept}), and with "
+            f"num_micro_batches={self._pipeline.num_micro_batches} every stage runs the step as often for a batch. "
+            f"{_ONCE_A_BATCH}, or pass num_micro_batches=1"
+        )
+
+    def _losses(self, batch: Any, parts: Sequence[Any], weights: Sequence[float]) -> tuple[str | None, bool]:
+        """The message that losses do not add up, or None, and whether random numbers leave it open.
+
+        They are computed forward only and in evaluation mode: dropout draws other numbers for a whole batch than for
+        its parts, and BatchNorm's statistics of a part differ from those of the batch, as documented.
+        """
+        module = self._one.module
+
+        def losses_of(attempt: int) -> list[Any]:
+            found = []
+            for number, part in enumerate((batch, *parts)):
+                with preserved_state(module):
+                    module.eval()
+                    try:
+                        found.append(self._one.loss(part, self._others, (self._pipeline.seed, 2, attempt, number)))
+                    except Exception:  # a step may work in training mode only
+                        found.append(None)
+            return found
+
+        with torch.no_grad():
+            losses = losses_of(0)
+            found = self._disagreement(losses, parts, weights)
+            if found is None:
+                return None, False
+            if all(map(_is_loss, losses)) and _all_equal(losses, losses_of(1)):
+                return found, False
+        return None, True
+
+    def _disagreement(self, losses: list[Any], parts: Sequence[Any], weights: Sequence[float]) -> str | None:
+        """The message about losses that do not add up; None if they do."""
+        if not all(map(_is_loss, losses)):
+            return "no loss"
+        whole, *rest = (float(loss) for loss in losses)
+        if not torch.isfinite(losses[0]).all():
+            return None
+        module, reduction = self._pipeline.model.module, self._pipeline.loss_reduction
+        dtypes = {loss.dtype for loss in losses} | {p.dtype for p in module.parameters() if p.is_floating_point()}
+        rtol = relative_tolerance(sorted(dtypes | precision_dtypes(module), key=str), losses[0].device.type)
+        given = getattr(reduction, "__name__", "a function") if callable(reduction) else repr(reduction)
+        samples = [leading_size(part) or 1 for part in parts]
+        return disagreement(whole, rest, weights, samples, given=given, rtol=rtol)
+
+    def _gradients(self, batch: Any, num_parts: int, multiplier: float) -> GradientFinding | None:
+        """Compares the gradients of two parts with those of both together; layers other than BatchNorm and dropout are
+        in training mode."""
+        pipeline, one = self._pipeline, self._one
+
+        def run(parts: Sequence[Any], weights: Sequence[float], seed: int) -> None:
+            one.backward(parts, self._others, [w * multiplier for w in weights], (pipeline.seed, 5, seed))
+
+        check = GradientCheck(
+            one.module,
+            one.parameters,
+            run,
+            traceless=lambda: preserved_state(one.module),
+            gather=lambda value: [value],
+            loss_reduction=pipeline.loss_reduction,
+            rtol=gradient_rtol(pipeline.model.module, pipeline.model.device),
+        )
+        return check.find(batch, num_parts)
+
+
+def _coupled(finding: GradientFinding) -> ValueError:
+    return ValueError(
+        f"training_step couples the samples of a batch: {finding.describe()}. Training in micro-batches would "
+        "follow other gradients than one device's, as with the balancing loss of a mixture of experts, a "
+        "contrastive loss, or mixup within the step. Pass num_micro_batches=1; mix samples in "
+        "on_after_batch_transfer, which gets whole batches; or accept the difference by verify_steps=0"
+    )
+
+
+def _same(loss: Tensor, other: Tensor) -> bool:
+    """Whether two losses may come from the same computation on one device."""
+    eps = torch.finfo(loss.dtype).eps
+    rtol = 8 * eps if loss.device.type == "cpu" else relative_tolerance([loss.dtype], loss.device.type)
+    return torch.allclose(loss, other, rtol=rtol, atol=0.0, equal_nan=True)
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+
+
+def _all_equal(losses: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two runs gave the same losses, to the bit."""
+    return all(
+        _is_loss(a) and _is_loss(b) and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+        for a, b in zip(losses, others, strict=True)
+    )
+
+
+def prove(
+    pipeline: RunningPipeline,
+    runner: PipelineRunner,
+    one: WholeCopy | None,
+    batch: Any,
+    others: Sequence[Any],
+    weights: Sequence[float],
+    multiplier: float,
+    *,
+    recompute: bool,
+) -> str:
+    """Ends the run, on every stage, if its steps would not equal those of one device; a collective of the pipeline.
+
+    Args:
+        pipeline: before a step.
+        runner: runs the stages, and records nothing.
+        one: on the last stage, the copy of the module; None elsewhere.
+        batch: the same on every stage, with its samples along dimension 0.
+        others: further arguments of ``training_step``.
+        weights: of the losses of its micro-batches.
+        multiplier: the factor of the loss before its backward.
+        recompute: layers run again in backward.
+
+    Returns:
+        A line for the user about what cannot be told; empty if there is nothing.
+
+    Raises:
+        PipelineError: steps differ, or depend on values that an earlier step has kept.
+        ValueError: losses or gradients of micro-batches do not add up.
+    """
+    with without_trace(pipeline.model.module):
+        is_open = Proof(pipeline, runner, recompute=recompute).run(
+            one, batch, others, [weight * multiplier for weight in weights]
+        )
+        found: tuple[Exception | None, str] = (None, "")
+        if one is not None and len(weights) > 1 and not is_open:
+            found = Sums(pipeline, one, others).check(batch, weights, multiplier)
+        error, line = pipeline.model.group.from_last(found)
+        pipeline.model.group.finish()
+    if error is not None:
+        raise error
+    return line or (is_open and f"{_NOT_PROVED}: {is_open}.")
+
+
+class Copied(NamedTuple):
+    """Whether the last stage has a copy of the whole module, and there the copy."""
+
+    is_there: bool
+    copy: WholeCopy | None
+
+
+def copied(pipeline: RunningPipeline) -> Copied:
+    """Copies the whole module on the last stage; a collective of the pipeline.
+
+    Where that cannot be done, a line says why, and nothing is proved.
+    """
+    model, one = pipeline.model, None
+    if pipeline.tensor_axis is not None and pipeline.tensor_axis.is_split:
+        return Copied(False, None)
+    problem = model.group.from_last(lacks_memory(pipeline) if model.is_last else None)
+    if problem is None:
+        values = {id(holding.tensor): value for holding, value in model.ownership.values_of_others()}
+        if model.is_last:
+            try:
+                one = WholeCopy(pipeline, values)
+            except Exception as error:  # whatever an object in the module raises
+                problem = f"the module cannot be copied ({type(error).__name__}: {error})"
+        problem = model.group.from_last(problem)
+    if problem is not None:
+        rank_zero_info(f"{_NOT_PROVED}: {problem}.")
+    return Copied(problem is None, one)
