@@ -95,9 +95,8 @@ class Preparation:
         """
         is_due = self._options.verify_steps > 0 and multiplier != 0 and not self._proved >= self._rests_on()
         self._follows_forms = bool(self._proved)
-        one = (
-            copied(self._pipeline) if is_due and self._tensor_axis is not None else None
-        )  # later it would have parts of layers
+        splits = self._tensor_axis is not None  # after that a copy would have parts of layers
+        one = copied(self._pipeline) if is_due and splits else None
         if self.is_first:
             self._split(batch, others)
         if is_due:

@@ -172,8 +172,9 @@ class Proof:
         wrong, difference, rtol = self._wrong(one, found, expected)
         if not wrong:
             return None, ""
+        number = ("first", "second", "third")[min(step, 2)]
         return (
-            f"training would follow other gradients than one device's: in a dry run of the {('first', 'second', 'third')[min(step, 2)]} "
+            f"training would follow other gradients than one device's: in a dry run of the {number} "
             f"step those of {len(wrong)} parameters differ, most of {wrong[0]!r} (relative difference "
             f"{difference:.2g}, rounding explains {rtol:.0e}). {self._cause(one, step)}",
             "",
