@@ -167,7 +167,7 @@ def test_no_number_of_samples(size: Any) -> None:
 def test_a_loader_that_gives_another_number_is_refused_before_its_first_batch_is_trained_on(kind: str) -> None:
     options: dict[str, Any] = {"batch_size": 4} if kind == "known" else {"batch_sampler": OwnBatches(4)}
     module = Classifier()
-    with pytest.raises(ValueError, match=r"gives 4 samples a batch, and 8 are due, for 1 data rank.*self.batch_size"):
+    with pytest.raises(ValueError, match=r"has 4 samples a batch, and 8 are due, for 1 data rank.*self.batch_size"):
         make_trainer(Case(), "auto", 1, callbacks=[GlobalBatchSize(8)]).fit(module, DataLoader(dataset(8), **options))
     assert not module.seen
 

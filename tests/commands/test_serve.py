@@ -108,8 +108,8 @@ def test_a_server_that_waits_ends_at_an_interrupt() -> None:
 @pytest.mark.parametrize(
     ("environment", "arguments", "words"),
     [
-        ({}, [], "give --master-addr and --master-port, or set MASTER_ADDR and MASTER_PORT"),
-        ({"MASTER_ADDR": "127.0.0.1"}, [], "give --master-addr and --master-port"),
+        ({}, [], "pass --master-addr and --master-port, or set MASTER_ADDR and MASTER_PORT"),
+        ({"MASTER_ADDR": "127.0.0.1"}, [], "pass --master-addr and --master-port"),
         ({"MASTER_ADDR": "127.0.0.1"}, ["--master-port", "70000"], "--master-port 70000 is not between 1 and 65535"),
         ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "many"}, [], "argument --master-port: invalid int value: 'many'"),
         ({"MASTER_PORT": "7000"}, ["--master-addr", "127.0.0.1", "--threads", "-1"], "--threads -1 is not between 0"),

@@ -79,7 +79,7 @@ def _beside(value: Any, part: SplitTensor, offset: int) -> Any:
         return entered(value, group, f"operand beside {layer}") if needs_grad else value
     along = ParameterSplit(value.dim() + offset, split.ranges)
     if needs_grad:
-        if value.numel() >= part.as_subclass(Tensor).numel():  # else a weight beside activations
+        if value.numel() > split.whole_size:  # else it is a weight for each entry
             group.on_gather(layer, "the gradient of an operand")
         return own_of(value, along, group, f"operand beside {layer}")
     return along.part(value, group.rank)

@@ -68,7 +68,7 @@ def _refused() -> None:
         logits = torch.zeros(2, split.size(group.rank))
         for target, options, error, message in (
             (torch.tensor([0, CLASSES]), {}, IndexError, f"there are {CLASSES} classes"),
-            (torch.zeros(3, dtype=torch.long), {}, ValueError, r"give \(rows, classes\), \(rows\)"),
+            (torch.zeros(3, dtype=torch.long), {}, ValueError, r"pass \(rows, classes\), \(rows\)"),
             (torch.tensor([0, 1]), {"reduction": "max"}, ValueError, "reduction='max'"),
         ):
             with pytest.raises(error, match=message):
@@ -176,10 +176,14 @@ def test_losses_of_split_logits(world2: World) -> None:
 
 
 REFUSED: dict[str, Callable[[Tensor], object]] = {
-    r"select in place.* what select has given": lambda z: (z.select(-1, 0).fill_(-1), z.sum()),
+    r"select in place.* of select is a view": lambda z: (z.select(-1, 0).fill_(-1), z.sum()),
     r"__getitem__ in place": lambda z: (z[..., 0].unsqueeze(0).fill_(-1), F.cross_entropy(z.flatten(0, 1), TARGET)),
-    r"mul_ in place.* what unbind has given": lambda z: (row := z.unbind(-1)[0], z.mul_(2), row),
-    r"__setitem__ in place.* what diagonal has given": lambda z: (d := z.diagonal(0, 1, 2), z.__setitem__(0, 1), d),
+    r"mul_ in place.* of unbind is a view": lambda z: (row := z.unbind(-1)[0], z.mul_(2), row),
+    r"__setitem__ in place.* of diagonal is a view": lambda z: (
+        d := z.diagonal(0, 1, 2),
+        z.__setitem__(0, 1),
+        d,
+    ),
     r"register_hook on the output of head": lambda z: z.register_hook(print),
     r"retain_grad on the output of head": lambda z: z.retain_grad(),
     r"data_ptr on the output of head": lambda z: z.data_ptr(),

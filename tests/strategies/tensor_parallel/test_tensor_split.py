@@ -205,7 +205,7 @@ FOUND: dict[str, dict[str, int]] = {
     "phi3": {"vocabulary": 1, "attention": 2, "gate, up, down": 2},
     "qwen3": {"vocabulary": 1, "attention": 2, "gate, up, down": 2},
     "bert": {"vocabulary": 1, "attention": 2, "first, second": 3},
-    "t5": {"vocabulary": 1, "attention": 6, "first, second": 4},  # gathers the gradient of its bias for each head
+    "t5": {"vocabulary": 1, "attention": 2, "first, second": 4},  # its own attention has a bias for each head
     "fused": {"vocabulary": 1, "attention": 2, "gate, up, down": 2},
     "normed": {"vocabulary": 1, "attention": 2, "gate, up, down": 2},
     "by heads": {"vocabulary": 1, "attention": 1, "gate, up, down": 1},

@@ -405,15 +405,18 @@ def prove(
         PipelineError: steps differ, or depend on values that an earlier step has kept.
         ValueError: losses or gradients of micro-batches do not add up.
     """
-    with without_trace(pipeline.model.module):
-        is_open = Proof(pipeline, runner, recompute=recompute).run(
-            one, batch, others, [weight * multiplier for weight in weights]
-        )
+    group, module = pipeline.model.group, pipeline.model.module
+    trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    scales = [weight * multiplier for weight in weights]
+    with without_trace(module):
+        is_open = Proof(pipeline, runner, recompute=recompute).run(one, batch, others, scales)
         found: tuple[Exception | None, str] = (None, "")
         if one is not None and len(weights) > 1 and not is_open:
             found = Sums(pipeline, one, others).check(batch, weights, multiplier)
-        error, line = pipeline.model.group.from_last(found)
-        pipeline.model.group.finish()
+        error, line = group.from_last(found)
+        group.finish()
+    for parameter, is_trained in trained:  # a step may freeze layers
+        parameter.requires_grad_(is_trained)
     if error is not None:
         raise error
     return line or (is_open and f"{_NOT_PROVED}: {is_open}.")
@@ -434,15 +437,16 @@ def copied(pipeline: RunningPipeline) -> Copied:
     model, one = pipeline.model, None
     if pipeline.tensor_axis is not None and pipeline.tensor_axis.is_split:
         return Copied(False, None)
-    problem = model.group.from_last(lacks_memory(pipeline) if model.is_last else None)
-    if problem is None:
-        values = {id(holding.tensor): value for holding, value in model.ownership.values_of_others()}
-        if model.is_last:
-            try:
-                one = WholeCopy(pipeline, values)
-            except Exception as error:  # whatever an object in the module raises
-                problem = f"the module cannot be copied ({type(error).__name__}: {error})"
-        problem = model.group.from_last(problem)
+    with model.meter.unrecorded():
+        problem = model.group.from_last(lacks_memory(pipeline) if model.is_last else None)
+        if problem is None:
+            values = {id(holding.tensor): value for holding, value in model.ownership.values_of_others()}
+            if model.is_last:
+                try:
+                    one = WholeCopy(pipeline, values)
+                except Exception as error:  # whatever an object in the module raises
+                    problem = f"the module cannot be copied ({type(error).__name__}: {error})"
+            problem = model.group.from_last(problem)
     if problem is not None:
         rank_zero_info(f"{_NOT_PROVED}: {problem}.")
     return Copied(problem is None, one)

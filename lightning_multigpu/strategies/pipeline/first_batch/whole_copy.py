@@ -113,7 +113,8 @@ class WholeCopy:
 
     def taken(self) -> Gradients:
         """The gradients, in host memory; they are taken from the parameters."""
-        return take_gradients(self.parameters)
+        taken = take_gradients(self.parameters)
+        return {name: value.to_dense() if value.is_sparse else value for name, value in taken.items()}
 
     def _begin_part(self, part: int) -> None:
         set_random_state(seed_of(*self._seed, part), self._device)
