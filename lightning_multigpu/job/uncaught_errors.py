@@ -105,9 +105,15 @@ def show_if_uncaught(error: BaseException, message: FailureMessage) -> None:
         if found is None:
             before(kind, error, trace)
         else:
-            give_sigterm_back()
-            sys.stderr.write(found.text(error))
+            text = found.text(error)
+            held: list[int] = []
+            if _shows_before_sigterm():  # what comes now waits until the text is out
+                signal.signal(signal.SIGTERM, lambda signum, frame: held.append(signum))
+            sys.stderr.write(text)
             sys.stderr.flush()
+            give_sigterm_back()
+            for signum in held:
+                os.kill(os.getpid(), signum)
             gc.freeze()  # the interpreter's last collections take seconds on a busy machine
 
     if _is_pythons_own(before):
@@ -137,10 +143,14 @@ def _show_before_sigterm(message: FailureMessage) -> None:
 
 def give_sigterm_back(only_from: Callable[..., None] | None = None) -> None:
     """Restores SIGTERM's default action, if it would print a message: that was printed, or a new run begins."""
-    handler = signal.getsignal(signal.SIGTERM)
-    is_ours = getattr(handler, "__module__", None) == __name__ and only_from in (None, handler)
-    if is_ours and threading.current_thread() is threading.main_thread():
+    if _shows_before_sigterm() and only_from in (None, signal.getsignal(signal.SIGTERM)):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _shows_before_sigterm() -> bool:
+    """Whether SIGTERM has a handler of this module, which this thread may replace."""
+    is_ours = getattr(signal.getsignal(signal.SIGTERM), "__module__", None) == __name__
+    return is_ours and threading.current_thread() is threading.main_thread()
 
 
 def _message_of(error: BaseException | None) -> FailureMessage | None:

@@ -163,7 +163,10 @@ error = raised()
 show_if_uncaught(error, FailureMessage(own_failure(error), False, []))
 if sys.argv[1] == "new run":
     give_sigterm_back()
-if sys.argv[1] == "shown":
+if sys.argv[1] == "while it is shown":
+    write = sys.stderr.write
+    sys.stderr.write = lambda text: (os.kill(os.getpid(), signal.SIGTERM), write(text))
+if sys.argv[1] in ("shown", "while it is shown"):
     sys.excepthook(type(error), error, None)
 if sys.argv[1] == "caught":
     del error
@@ -171,7 +174,9 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
-@pytest.mark.parametrize(("occasion", "times"), [("on the way", 1), ("shown", 1), ("new run", 0), ("caught", 0)])
+@pytest.mark.parametrize(
+    ("occasion", "times"), [("on the way", 1), ("while it is shown", 1), ("shown", 1), ("new run", 0), ("caught", 0)]
+)
 def test_a_launcher_that_ends_the_rank_first_does_not_hide_the_message(occasion: str, times: int) -> None:
     command = [sys.executable, "-c", SIGTERM_BEFORE_THE_MESSAGE, occasion]
     ended = preforked.run(command, timeout=60)
