@@ -6,6 +6,7 @@ outputs are gathered for an operation of the user's code stays whole, with that 
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -116,6 +117,7 @@ class Trials:
         with order(self._module) as found:
             self._run([], {}, trains=False)
         called = self._gather(found)[0]
+        gc.collect()  # a graph of earlier runs that lives in a cycle would keep the whole shapes of parameters
         with without_gradients(parameters), trained(parameters):  # a callback may unfreeze parameters later
             for find in searches:
                 by_kind: dict[str, list[Block]] = {}

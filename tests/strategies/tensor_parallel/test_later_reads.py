@@ -133,3 +133,16 @@ def test_what_code_does_later(strategy: str, reads: str, world2: World) -> None:
     for found in world2.run(train, strategy, 2, reads):
         assert_same_weights(found, expected)
         assert found["logged"] == pytest.approx(expected["logged"], rel=1e-9)
+
+
+def train_twice() -> int:
+    module = Classifier()
+    make_trainer(Case(max_epochs=1), make_strategy("ddp_sharded"), 2).fit(module, train_loader(Case(), 1))
+    trainer = make_trainer(Case(max_epochs=1), make_strategy("tensor_split"), 2)
+    trainer.fit(module, train_loader(Case(), 1))
+    return trainer.global_step
+
+
+def test_a_module_that_another_strategy_has_trained_is_split(world2: World) -> None:
+    """A graph of the first fit lived on in a cycle, and its nodes had the whole shapes of the parameters."""
+    assert all(world2.run(train_twice))
