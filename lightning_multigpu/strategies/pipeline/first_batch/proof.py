@@ -1,8 +1,8 @@
 """Proof that the first steps equal those of one device, and the causes where they do not.
 
 Before the first step, two steps on the first batch run twice: on the stages, and in one process that has a copy of the
-whole module. Their gradients must be equal. The second step shows what a step keeps for the next one. Where a
-batch is cut, its parts must add up to it::
+whole module. Their gradients must be equal. The second step shows what a step keeps for the next one. Where a batch is
+cut into micro-batches, these must add up to it::
 
     stages      step, step                            gradients ---+
                                                                    equal, on the first and on the second step
@@ -51,12 +51,12 @@ class Proof:
     """Compares the first steps of a pipeline with those of one device. Methods are collectives of the pipeline.
 
     A proof leaves no trace in the module, in random states, in logs and in the batch; changes that the step makes to
-    other objects stay. Its messages have arrived when it ends, since the run may end there.
+    objects of libraries stay. Its messages have arrived when it ends, since the run may end there.
 
     Args:
         pipeline: whose steps are compared.
         runner: runs the stages, and records nothing.
-        recompute: the layers that run again in backward.
+        recompute: layers run again in backward.
     """
 
     def __init__(self, pipeline: RunningPipeline, runner: PipelineRunner, *, recompute: bool) -> None:
@@ -328,8 +328,10 @@ class Sums:
         return disagreement(whole, rest, weights, samples, given=given, rtol=rtol)
 
     def _gradients(self, batch: Any, num_parts: int, multiplier: float) -> GradientFinding | None:
-        """Compares the gradients of two parts with those of both together; layers other than BatchNorm and dropout are
-        in training mode."""
+        """Compares the gradients of two parts with those of both together, in training mode.
+
+        BatchNorm and dropout are in evaluation mode: their differences are known.
+        """
         pipeline, one = self._pipeline, self._one
 
         def run(parts: Sequence[Any], weights: Sequence[float], seed: int) -> None:

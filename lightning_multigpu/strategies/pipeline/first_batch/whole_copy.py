@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline
 
 _COPIES = 4
-"""Of the model, in memory during a proof: the weights, and the gradients of both ways with one more for the sum."""
+"""Of the model, that have to fit into the memory: weights, their moved values, and the gradients of both ways."""
 _SHARED = (Callback, LightningDataModule, DataLoader, Dataset)
 
 
