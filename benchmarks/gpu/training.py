@@ -17,6 +17,7 @@ from benchmarks.gpu.table import Check, NotPossibleError, Place
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import (
+    NUM_CLASSES,
     Case,
     Classifier,
     dataset,
@@ -175,22 +176,25 @@ def converges(place: Place, *, name: str) -> str:
     return f"loss {first:.2f} to {last:.2f}"
 
 
-class GuardedTanh(nn.Tanh):
+class Guard(nn.Identity):
     """Stops gradients that are not finite: they stay in the layers behind it, and with the rank that has those."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
+        out = x * 1.0
         if out.requires_grad:
             out.register_hook(lambda gradient: torch.nan_to_num(gradient, 0.0, 0.0, 0.0))
         return out
 
 
 class Overflows(Classifier):
-    """One sample's gradients overflow in float16, in the second layer alone: on one rank, whatever ranks share."""
+    """One sample's gradients overflow in float16, in the last layer alone: on one rank, whatever ranks share."""
 
     def __init__(self, *options: Any) -> None:
         super().__init__(*options)
-        self.layers[1] = GuardedTanh()
+        self.layers[4] = Guard()
+        self.layers[5] = nn.Linear(NUM_CLASSES, NUM_CLASSES)
+        nn.init.eye_(self.layers[5].weight)
+        nn.init.zeros_(self.layers[5].bias)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         marked = dataset(ONE_EPOCH.num_samples)[_MARKED][0][0].to(batch[0])
@@ -317,10 +321,10 @@ class Busy(Classifier):
         return super().training_step(batch, batch_idx)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.layers[0](x)
-        if hidden.requires_grad:
-            hidden.register_hook(_late)
-        return self.layers[1:](hidden)  # type: ignore[no-any-return]
+        out: Tensor = self.layers(x)
+        if out.requires_grad:
+            out.register_hook(_late)
+        return out
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         _sleep(self.device)  # behind the update of the step before
