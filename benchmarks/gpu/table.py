@@ -67,9 +67,11 @@ class Result:
     seconds: float
     details: str = ""
 
-    def line(self) -> str:
+    def lines(self) -> str:
+        """One line; below it what a failure says, since a run that is cut off has no summary."""
         text = f"  {self.text}" if self.text else ""
-        return f"{self.verdict:12}  {self.check.row:20}  {self.check.column:36}  {self.seconds:5.1f} s{text}"
+        details = "".join(f"\n    {line}" for line in self.details.rstrip().splitlines())
+        return f"{self.verdict:12}  {self.check.row:20}  {self.check.column:36}  {self.seconds:5.1f} s{text}{details}"
 
 
 class Place:
@@ -190,7 +192,7 @@ def run_table(
         card: the devices.
         lanes: number of checks at a time.
         limit_s: no check begins later than this.
-        say: gets a line as each check ends.
+        say: gets the line of each check as it ends.
     """
     until_s = time.monotonic() + limit_s
     references, places, turns = References(), threading.local(), _Turns()
@@ -210,7 +212,7 @@ def run_table(
         with ThreadPoolExecutor(lanes) as pool:
             for future in as_completed([pool.submit(run, check) for check in checks]):
                 results.append(future.result())
-                say(results[-1].line())
+                say(results[-1].lines())
     finally:
         for place in made:
             place.close()
@@ -243,7 +245,7 @@ def _reason(error: Exception) -> str:
 
 
 def summary(results: Iterable[Result], order: Sequence[Check]) -> str:
-    """The table of verdicts, a row for each strategy, and what each failure says.
+    """The table of verdicts, a row for each strategy.
 
     Args:
         results: in any order.
@@ -263,5 +265,4 @@ def summary(results: Iterable[Result], order: Sequence[Check]) -> str:
     lines.append(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     reasons = dict.fromkeys(result.text for result in results if result.verdict == "not possible")
     lines += [f"not possible here: {reason}" for reason in reasons]
-    lines += [f"\nFAILED {r.check.name}\n{r.details.rstrip()}" for r in results if r.verdict == "failed"]
     return "\n".join(lines)
