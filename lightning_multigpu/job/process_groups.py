@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed import Store  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_multigpu._torch_compat import new_group_in_order
 from lightning_multigpu.communication.connections import Connections
@@ -219,10 +219,8 @@ class ProcessGroups:
         mesh_device = "cuda" if self.backend == "nccl" else "cpu"
         with CONNECTIONS.noted():
             self._join(environment, interface, store)
-            if mesh_device == "cuda":  # torch splits NCCL's world, by one call for all groups of an axis
-                mesh = init_device_mesh(mesh_device, shape, mesh_dim_names=AXES)
-                self.own = [group for axis in AXES if (group := mesh.get_group(axis)) is not self.world]
-                return mesh
+        # Not by init_device_mesh: in a process that has left a world of NCCL and joined another one, its split_group
+        # ended in a segmentation fault (torch 2.11, NCCL 2.31).
         ranks = torch.arange(dist.get_world_size()).reshape(shape)
         groups = [self._along(ranks, axis) for axis in range(len(AXES))]
         return DeviceMesh.from_group(groups, mesh_device, mesh=ranks, mesh_dim_names=AXES)
@@ -239,7 +237,8 @@ class ProcessGroups:
         for group in self.own:
             if dist.get_process_group_ranks(group) == alone:
                 return group
-        self.own.append(dist.new_group(alone, backend=self.backend, use_local_synchronization=True))
+        with self._unbound("any"):  # no split of the world, which all ranks would have to make for each of them
+            self.own.append(dist.new_group(alone, backend=self.backend, use_local_synchronization=True))
         return self.own[-1]
 
     def _join(self, environment: ClusterEnvironment, interface: str | None, store: Store | None) -> None:

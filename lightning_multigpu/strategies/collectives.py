@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.job.failure_watch import FailureWatch
-from lightning_multigpu.job.process_groups import ProcessGroups, leave_world
+from lightning_multigpu.job.process_groups import ProcessGroups, leave_world, moves_by_nccl
 
 T = TypeVar("T")
 
@@ -38,6 +38,7 @@ class Collectives:
         self.in_step: Callable[[], bool] | None = None
         self._metered, self._watch = metered, watch
         self._world: MeteredGroup | None = None
+        self._hosts: MeteredGroup | None = None
         self._data: MeteredGroup | None = None
 
     @property
@@ -55,7 +56,11 @@ class Collectives:
     def join(self, groups: ProcessGroups) -> None:
         """Takes the groups of a run."""
         self.groups = groups
-        self._world = self._metered(groups.world, "world")
+        self._world = self._hosts = self._metered(groups.world, "world")
+        if moves_by_nccl(groups.world) and self._world.size > 1:
+            hosts = groups.over([self._world.ranks], backend="gloo")
+            assert hosts is not None
+            self._hosts = self._metered(hosts, "world")
         self._data = self._metered(groups.mesh.get_group("data"), "metrics")
 
     def control(self) -> dist.ProcessGroup:
@@ -65,7 +70,7 @@ class Collectives:
 
     def leave(self) -> None:
         """Leaves the groups at the end of the run."""
-        self._world = self._data = self.in_step = None
+        self._world = self._hosts = self._data = self.in_step = None
         if self.groups is not None:
             self.groups.leave(failed=self._watch.failed)
             self.groups = None
@@ -114,9 +119,15 @@ class Collectives:
         return tensor if metered is None else metered.all_gather(tensor, sync_grads=sync_grads)
 
     def decide(self, decision: bool, all: bool) -> bool:
-        """Whether all ranks of the world, or with ``all=False`` any of them, decide so."""
+        """Whether all ranks of the world, or with ``all=False`` any of them, decide so.
+
+        The votes travel between hosts, and not through GPUs: a host that asked its GPU for the result after each batch
+        would wait for the batch to end, and could not launch the next one meanwhile.
+        """
         world = self.over(dist.group.WORLD)
-        if world is None:
+        if world is None or world.size == 1:
             return decision
+        if world is self._world and self._hosts is not None:
+            world = self._hosts
         votes = int(world.all_reduce(torch.tensor(int(decision)), "sum", checked="reduce_boolean_decision"))
         return votes == world.size if all else votes > 0

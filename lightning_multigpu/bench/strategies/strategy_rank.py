@@ -180,7 +180,7 @@ def _trainer(settings: StrategySettings, seat: Seat, callbacks: list[Callback]) 
         # A rank whose turn is over sleeps with the next batch of its own loader in hand: at the end of an epoch whose
         # batches are dealt out, async_ps would wait for that batch, and the turn for async_ps.
         use_distributed_sampler=settings.subject.batch_size > 0 or settings.contender.options.get("mode") != "async",
-        plugins=[LightningEnvironment()] if settings.contender.strategy is not None else None,
+        plugins=[LightningEnvironment()],  # and Lightning looks for no other, such as MPI's, which starts a daemon
         precision=settings.subject.precision,
         accumulate_grad_batches=settings.subject.accumulate,
         max_epochs=-1,

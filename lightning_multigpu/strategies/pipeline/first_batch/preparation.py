@@ -123,6 +123,8 @@ class Preparation:
         runner = self._new_runner(Recorder(model.meter, model.device, model.ownership.held))
         with model.meter.unrecorded():
             line = prove(self._pipeline, runner, one.copy, batch, others, weights, scale, recompute=again)
+        if one.copy is not None:
+            one.copy.free()
         if line and line not in self._lines:  # a later proof would only repeat it
             self._lines.add(line)
             rank_zero_info(line)

@@ -73,6 +73,11 @@ class WholeCopy:
         self._seed: tuple[int, ...] = ()
         self._layers = LayerInterception(self._chain, 0, len(self._chain), self._begin_part)
 
+    def free(self) -> None:
+        """Gives back the memory: references in cycles keep the copy until Python's garbage collector runs."""
+        for tensor in (*self.parameters.values(), *self.module.buffers()):
+            tensor.grad, tensor.data = None, tensor.new_empty(0)
+
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Takes values of parameters and buffers, by their names."""
         own = {**self.parameters, **dict(self.module.named_buffers())}
