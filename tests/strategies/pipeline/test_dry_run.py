@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu import PipelineStrategy
+from lightning_multigpu.strategies.pipeline.first_batch.whole_copy import WholeCopy
 from lightning_multigpu.strategies.steps.dry_run import without_trace
 from tests.strategies.tasks import Case, Classifier, assert_same_weights, make_trainer, state, train_loader
 from tests.world import World
@@ -151,6 +153,26 @@ def test_a_proof_trains_two_steps_in_both_ways(
         (first + 2 * steps + 2 * training, 2 * evaluation),
         (first, 0),
     ]
+
+
+def weigh() -> tuple[int, int]:
+    """Copies that a proof has made, and the bytes of their parameters when training has ended."""
+    copies: list[WholeCopy] = []
+    own = WholeCopy.backward
+
+    def noted(self: WholeCopy, *args: Any) -> None:
+        copies.append(self)
+        own(self, *args)
+
+    with mock.patch.object(WholeCopy, "backward", noted):
+        make_trainer(Case(max_epochs=1), PipelineStrategy(), 2).fit(Classifier(), train_loader(Case(), 1))
+    held = [tensor for each in copies for tensor in (*each.parameters.values(), *each.module.buffers())]
+    return len(set(copies)), sum(tensor.untyped_storage().nbytes() for tensor in held)
+
+
+def test_the_copy_of_a_proof_is_freed_at_once(world2: World) -> None:
+    """Cycles kept it until Python's garbage collector ran: on a GPU, a whole model beside a stage, for many steps."""
+    assert sorted(world2.run(weigh)) == [(0, 0), (1, 0)]
 
 
 class Reentrant(Classifier):
