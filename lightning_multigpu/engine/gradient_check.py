@@ -233,14 +233,19 @@ def moved_weights(parameters: dict[str, Parameter]) -> Iterator[None]:
     before = {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
     try:
         for name, parameter in parameters.items():
-            generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
-            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype, device=parameter.device)
+            noise = moving(parameter, parameter.shape, zlib.crc32(name.encode()))
             size = float(torch.linalg.vector_norm(parameter.detach())) / math.sqrt(max(1, parameter.numel()))
-            parameter.data.add_(noise, alpha=_SHIFT * (size or 1.0))
+            parameter.data.add_(noise, alpha=size or 1.0)
         yield
     finally:
         for name, parameter in parameters.items():
             parameter.data.copy_(before[name])
+
+
+def moving(like: Tensor, shape: Sequence[int], seed: int) -> Tensor:
+    """Noise that moves weights by a hundredth of their size, if it is multiplied by that: (*shape)."""
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device) * _SHIFT
 
 
 @contextmanager

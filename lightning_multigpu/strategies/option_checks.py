@@ -61,6 +61,12 @@ def check_at_least(name: str, value: float, limit: float) -> None:
         raise ValueError(f"{name}={value!r} is out of range; pass {limit:g} or more")
 
 
+def check_verify_steps(value: object) -> None:
+    """Checks that ``value`` is an integer of 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"verify_steps={value!r}: pass how many steps are compared with one device, 0 for none")
+
+
 def check_timeout(value: object) -> None:
     """Checks that ``value`` is a ``timedelta`` above 0, or None for the default."""
     if value is None:

@@ -243,11 +243,11 @@ class Trials:
         try:
             with self._traceless(), self._group.showing(parts=False):
                 with self._observed(traffic):
-                    loss = self._loss()
+                    loss = self.loss()
                     if loss is not None and loss.requires_grad and trains:
                         loss.backward()  # type: ignore[no-untyped-call]
                 self._module.eval()
-                self._loss()
+                self.loss()
         finally:
             self._group.on_gather = on_gather
             for parameter, is_trained in parameters:
@@ -266,7 +266,7 @@ class Trials:
         finally:
             self._group.observer = None
 
-    def _loss(self) -> Tensor | None:
+    def loss(self) -> Tensor | None:
         """The loss of a step; None if the step has run backward itself."""
         loss = whole(self._step())
         if self._is_manual:

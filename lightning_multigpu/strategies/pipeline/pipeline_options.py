@@ -46,10 +46,7 @@ class PipelineOptions:
     def __post_init__(self) -> None:
         option_checks.check_choice("schedule", self.schedule, SCHEDULES)
         option_checks.check_bools(gather_at_end=self.gather_at_end)
-        if isinstance(self.verify_steps, bool) or not isinstance(self.verify_steps, int) or self.verify_steps < 0:
-            raise ValueError(
-                f"verify_steps={self.verify_steps!r}: pass how many steps are compared with one device, 0 for none"
-            )
+        option_checks.check_verify_steps(self.verify_steps)
         if self.num_micro_batches != "auto":
             option_checks.check_positive("num_micro_batches", self.num_micro_batches, whole=True)
         for name in ("stages_per_rank", "pipeline_parallel_size", "data_parallel_size"):

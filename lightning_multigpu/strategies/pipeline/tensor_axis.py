@@ -30,7 +30,7 @@ from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
-from lightning_multigpu.strategies.steps.dry_run import without_trace
+from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, without_trace
 from lightning_multigpu.strategies.tensor_parallel.split_layers import Plan, SequenceSplit, SplitLayers
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class TensorAxis:
         model.chain.tensor_group = group
         group.shows_parts = model.group.num_ranks > 1  # stages move parameters outside of steps, too
         self._on_split = strategy.on_split
+        self._verify_steps = strategy.pipeline_options.verify_steps
         self.layers = layers_within(model.chain, model.module, group, options["plan"], options["sequence_split"])
         self.plan: SplitPlan | None = None
         held = [*model.ownership.held(), *model.ownership.buffers()]
@@ -96,6 +97,8 @@ class TensorAxis:
                 module.trainer.optimizers,
                 traceless=lambda: without_trace(module),
                 gather=world.gather_objects,
+                rtol=gradient_rtol(module, model.device),
+                verify_steps=min(1, self._verify_steps),  # on whole layers each one is the same again, at other weights
             )
             gc.collect()  # reference cycles hold autograd graphs, and these hold parameters
             model.ownership.drop()

@@ -36,6 +36,7 @@ from lightning_multigpu.engine.tensor_split.optimizer_states import own_state, s
 from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
 from lightning_multigpu.engine.tensor_split.parts import forget_place, local, place, user_line
 from lightning_multigpu.engine.tensor_split.sequence_region import SequenceRegion
+from lightning_multigpu.engine.tensor_split.split_proof import SplitProof
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import Left, Sent, Trials, split_blocks
 from lightning_multigpu.engine.training_memory import held_bytes
@@ -181,6 +182,8 @@ class SplitLayers:
         traceless: Callable[[], AbstractContextManager[None]],
         gather: Callable[[Any], list[Any]],
         optimizes_manually: bool = False,
+        rtol: float = 0.0,
+        verify_steps: int = 0,
     ) -> SplitPlan:
         """Splits the module by its first training batch; a collective of all ranks.
 
@@ -190,9 +193,12 @@ class SplitLayers:
             step: runs the training step and returns its loss, but for a step that optimizes manually.
             optimizers: the module's optimizers; their states are split too.
             traceless, gather, optimizes_manually: as for :class:`.Trials`.
+            rtol: as for :class:`.SplitProof`.
+            verify_steps: steps whose gradients are compared; 0 for none.
 
         Raises:
-            ValueError: no layer can be split, the plan does not fit, or an optimizer needs whole tensors.
+            ValueError: no layer can be split, the plan does not fit, an optimizer needs whole tensors, or split layers
+                have other gradients.
         """
         optimizers = list(optimizers)
         held, asked = held_bytes(self._module.parameters(), optimizers), self._sequence_split
@@ -205,6 +211,15 @@ class SplitLayers:
             sequence_split=None if not asked else "keep" if asked is True else asked,
             keeps_whole=self._keeps_whole,
             optimizes_manually=optimizes_manually,
+        )
+        proof = SplitProof(
+            self._module,
+            self._group,
+            trials.loss,
+            traceless=traceless,
+            gather=gather,
+            rtol=rtol,
+            num_steps=verify_steps,
         )
         searches: list[Any] = [self._blocks]
         if self._plan == "auto":
@@ -222,6 +237,14 @@ class SplitLayers:
         self._check(plan)
         if self._plan == "auto":
             self._check_share(plan, left)
+        if (difference := proof.difference()) is not None:
+            raise ValueError(
+                f"{difference}. A layer or a function computes something else on a part of a tensor, in code that "
+                "torch's functions do not show. Keep such layers whole, by plan={'*.first': 'column', '*.second': "
+                "'row'} without them, or use strategy='ring_ddp'; verify_steps=0 trains all the same"
+            )
+        if proof.obstacle is not None:
+            rank_zero_info(proof.obstacle)
         self.split = split
         self._regions = trials.regions
         for optimizer in optimizers:

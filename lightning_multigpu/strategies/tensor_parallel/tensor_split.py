@@ -35,7 +35,7 @@ from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
-from lightning_multigpu.strategies.steps.dry_run import unlogged_loss, without_trace, without_updates
+from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, unlogged_loss, without_trace, without_updates
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 from lightning_multigpu.strategies.steps.same_batches import (
     are_equal,
@@ -63,9 +63,9 @@ if TYPE_CHECKING:
 class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
     """Tensor parallel training: each rank holds and computes a part of each large layer, of the same batch.
 
-    The layers are split on the first training batch. The strategy runs ``training_step`` on the whole module and with
-    split layers, and keeps splits that give the same loss and gradients; see :class:`.Trials`. At the end of the fit
-    your module's layers are whole again; checkpoints always are.
+    The layers are split on the first training batch, where ``training_step`` computes on parts of tensors; see
+    :class:`.Trials`. Its gradients are compared with those of whole layers before anything is trained; see
+    :class:`.SplitProof`. At the end of the fit your module's layers are whole again; checkpoints always are.
 
     With fewer tensor ranks than ranks, several tensor groups train on their parts of every global batch. The ranks at
     the same place of each group average their gradients as under ``ring_ddp``, and have its options.
@@ -79,13 +79,15 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
             a name and a module and returns one of these, or None. A plan that changes results raises an error.
         sequence_split: split activations between blocks along the sequence, in lists of layers. True keeps gathered
             inputs of blocks for backward, with the bytes of False; "gather_again" keeps a rank's part, and each column
-            layer gathers once more in backward. If that changes a list's results, its activations stay whole.
+            layer gathers once more in backward. Where a list would then gather more, its activations stay whole.
+        verify_steps: so many steps are computed on the first batch, before it trains, on whole layers and on split
+            ones, and their gradients compared; 0 for none.
         options: options of :class:`RingDDPStrategy` and of
             :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
         ValueError: an option is out of its range; before the first step, no layer can be split, the plan does not fit,
-            or an optimizer needs whole tensors.
+            an optimizer needs whole tensors, or split layers have other gradients than whole ones.
     """
 
     @option_checks.takes_options_of(RingDDPStrategy)
@@ -96,8 +98,10 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         data_parallel_size: int | None = None,
         plan: Plan = "auto",
         sequence_split: SequenceSplit = False,
+        verify_steps: int = 1,
         **options: Any,
     ) -> None:
+        option_checks.check_verify_steps(verify_steps)
         for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
             if size is not None:
                 option_checks.check_positive(name, size, whole=True)
@@ -111,6 +115,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         self._asked_sizes = tensor_parallel_size, data_parallel_size
         self._plan: Plan = plan
         self._sequence_split: SequenceSplit = sequence_split
+        self._verify_steps = verify_steps
         self.on_split: Callable[[SplitPlan], object] | None = None
         """Called on every rank after the layers were split, before anything is trained."""
         # During a run:
@@ -124,7 +129,8 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
     def options(self) -> dict[str, Any]:
         tensor, data = self._asked_sizes
         sizes = {"tensor_parallel_size": tensor, "data_parallel_size": data}
-        return {**super().options, **sizes, "plan": plan_text(self._plan), "sequence_split": self._sequence_split}
+        own = {"sequence_split": self._sequence_split, "verify_steps": self._verify_steps}
+        return {**super().options, **sizes, "plan": plan_text(self._plan), **own}
 
     @property
     def tensor_parallel_size(self) -> int:  # type: ignore[override]
@@ -268,6 +274,8 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
                 traceless=traceless,
                 gather=self.gather_objects,
                 optimizes_manually=not module.automatic_optimization,
+                rtol=gradient_rtol(module, self.root_device),
+                verify_steps=self._verify_steps,
             )
         self._split_plan = plan
         for copy in filter(None, map(averaged_copy, module.trainer.callbacks)):  # type: ignore[attr-defined]

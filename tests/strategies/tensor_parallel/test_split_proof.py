@@ -1,0 +1,144 @@
+"""Split layers that compute something else than whole ones are found before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_multigpu import HybridStrategy, TensorSplitStrategy
+from lightning_multigpu.engine.tensor_split import split_proof
+from lightning_multigpu.engine.tensor_split.parameter_split import split_of
+from lightning_multigpu.engine.tensor_split.split_proof import SplitProof
+from lightning_multigpu.engine.tensor_split.tensor_group import Done, TensorGroup
+from tests.strategies.tasks import Case, Classifier, make_trainer, state, train_loader
+from tests.world import World
+
+MODES: list[bool] = []
+Fault = Callable[[], AbstractContextManager[Any]]
+
+_DECIDES = "lightning_multigpu.strategies.tensor_parallel.split_layers"
+HYBRID = {"pipeline_parallel_size": 1, "tensor_parallel_size": 2}
+
+
+class Gate(nn.Module):
+    """A branch whose factor is zero at the start: gradients of its layers are zero then, right or wrong."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first, self.second, self.dropout = nn.Linear(6, 16), nn.Linear(16, 6), nn.Dropout(dropout)
+        self.factor = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.factor * self.second(self.dropout(self.first(x).tanh()))  # type: ignore[no-any-return]
+
+
+class Task(Classifier):
+    """Notes the mode of the module in each backward pass, in a list that no dry run restores."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers[0] = nn.Sequential(nn.LayerNorm(6), Gate(dropout), self.layers[0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: MODES.append(self.training))
+        return loss
+
+
+def scaled_in_forward() -> AbstractContextManager[Any]:
+    own = TensorGroup._sum
+
+    def sum_of_all(self: TensorGroup, tensor: Tensor) -> None:
+        own(self, tensor)
+        tensor.mul_(1.5)
+
+    return mock.patch.object(TensorGroup, "_sum", sum_of_all)
+
+
+def skipped_in_backward() -> AbstractContextManager[Any]:
+    """The loss is right."""
+    return mock.patch.object(TensorGroup, "begin_all_reduce", lambda self, tensor, name: Done(tensor))
+
+
+def one_rank_alone() -> AbstractContextManager[Any]:
+    """The other one has right gradients: its own part is scaled on rank 1 alone."""
+    own = SplitProof._gradients
+
+    def gradients(self: SplitProof, step: int) -> Any:
+        found = own(self, step)
+        is_split = any(map(split_of, self._module.parameters()))
+        return {name: value * (1 + is_split * self._group.rank) for name, value in found.items()}
+
+    return mock.patch.object(SplitProof, "_gradients", gradients)
+
+
+def train(options: dict[str, Any], dropout: float = 0.0, fault: Fault | None = None) -> tuple[list[bool], Any, str]:
+    """Modes of backward passes, the weights, and what the first rank was told."""
+    MODES.clear()
+    lines: list[str] = []
+    kind = HybridStrategy if options.keys() >= HYBRID.keys() else TensorSplitStrategy
+    module = Task(dropout)
+    with mock.patch(f"{_DECIDES}.rank_zero_info", lines.append), fault() if fault else mock.MagicMock():
+        make_trainer(Case(max_epochs=1), kind(**options), 2).fit(module, train_loader(Case(), 1))
+    return list(MODES), state(module), "\n".join(map(str, lines))
+
+
+@pytest.mark.parametrize("options", [{}, HYBRID], ids=["tensor_split", "hybrid"])
+@pytest.mark.parametrize("fault", [scaled_in_forward, skipped_in_backward, one_rank_alone])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_fault_of_split_layers_ends_the_run(
+    fault: Fault, dropout: float, options: dict[str, Any], world2: World
+) -> None:
+    words = r"split layers would train other gradients than whole ones: .* parameters differ, most '.*' \(relative"
+    world2.run_raising(ValueError, words, train, options, dropout, fault)
+
+
+def test_a_fault_behind_a_gate_is_found_since_weights_are_moved(world2: World) -> None:
+    """Without that, all gradients agree: what reaches the layer before the branch is multiplied by zero."""
+    plan = {"layers.0.1.first": "column", "layers.0.1.second": "row"}
+    words = r"2 parameters differ, most 'layers\.0\.0\.(weight|bias)'"
+    world2.run_raising(ValueError, words, train, {"plan": plan}, 0.0, skipped_in_backward)
+
+
+def test_verify_steps_0_proves_nothing(world2: World) -> None:
+    (_, wrong, _), _ = world2.run(train, {"verify_steps": 0}, 0.0, scaled_in_forward)
+    (_, right, _), _ = world2.run(train, {"verify_steps": 0})
+    assert not all(torch.equal(wrong[name], value) for name, value in right.items())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_proof_runs_the_step_in_training_mode_unless_it_draws_random_numbers(dropout: float, world2: World) -> None:
+    """It leaves no trace: training goes on as without it."""
+    ways = [world2.run(train, {"verify_steps": steps}, dropout)[0] for steps in (0, 1, 2)]
+    modes = [found for found, _, _ in ways]
+    mode = dropout == 0.0
+    assert sorted(modes[1]) == sorted([*modes[0], mode, mode])
+    assert sorted(modes[2]) == sorted([*modes[0], *[mode] * 4])
+    for _, weights, _ in ways[1:]:
+        for name, value in weights.items():
+            assert torch.equal(value, ways[0][1][name])
+
+
+def without_memory() -> AbstractContextManager[Any]:
+    return mock.patch.object(split_proof.psutil, "virtual_memory", return_value=SimpleNamespace(available=100))
+
+
+def test_gradients_that_the_memory_of_the_host_does_not_hold_are_not_compared(world2: World) -> None:
+    _, _, told = world2.run(train, {}, 0.0, without_memory)[0]
+    assert "Whether split layers train as whole ones is not proved: gradients take" in told
+    assert "of 100 B" in told
+
+
+@pytest.mark.parametrize("steps", [-1, 1.5, True])
+def test_a_number_of_steps_that_is_none_is_refused(steps: Any) -> None:
+    with pytest.raises(ValueError, match=f"verify_steps={steps!r}: pass how many steps"):
+        TensorSplitStrategy(verify_steps=steps)
