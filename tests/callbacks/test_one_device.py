@@ -62,7 +62,7 @@ def train(compares: bool, strategy: str) -> dict[str, Any]:
     assert_follows_schema(report.report)
     # Only the first log waits for transfers that are under way; later ones leave them to the next.
     sent = [row["communication/sent_bytes"] for row in logger.metrics if "communication/sent_bytes" in row]
-    depend_on_time = ("_ms", "_sec", "sent_bytes")
+    depend_on_time = ("_ms", "_sec", "sent_bytes", "memory_bytes")
     return {
         "weights and buffers": {name: value.tolist() for name, value in module.state_dict().items()},
         "optimizer": repr(fit.optimizers[0].state_dict()),
