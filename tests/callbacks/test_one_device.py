@@ -31,6 +31,8 @@ from tests.world import World
 STEPS: list[tuple[int, float]] = []
 """Threads and loss of each call of a step in this process, on the module and on copies of it."""
 
+_MEMORY = "communication/memory_bytes"
+
 
 class Plain(Traced):
     def on_train_end(self) -> None:
@@ -72,6 +74,7 @@ def train(compares: bool, strategy: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "logged": [{name: v for name, v in row.items() if not name.endswith(depend_on_time)} for row in logger.metrics],
         "sent": sent[:1],
+        "through memory": [row[_MEMORY] for row in logger.metrics if _MEMORY in row][:1],
         "one_device": report.report.get("one_device"),
     }
 

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -70,6 +71,8 @@ class SplitProof:
             self._expected = [self._gradients(step) for step in range(0 if obstacle else num_steps)]
         except Exception as error:  # of the user's code, which may work in training mode only, or of the device
             obstacle = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
+        if not all(bool(torch.isfinite(each).all()) for of_step in self._expected for each in of_step.values()):
+            obstacle = "gradients of whole layers are not finite"
         obstacle = next(filter(None, gather(obstacle)), None)
         self.obstacle = None if obstacle is None else f"{_NOT_PROVED}: {obstacle}"
 
@@ -86,9 +89,9 @@ class SplitProof:
                 split = split_of(parameters[name])
                 own = whole if split is None else split.part(whole, self._group.rank)
                 error = norm_of(found.get(name), own) / max(norm_of(whole), smallest, 1e-300)
-                if not error <= self._rtol and torch.isfinite(whole).all():
+                if not error <= self._rtol:
                     wrong[name] = None
-                    worst = max(worst, (error, name))
+                    worst = max(worst, (math.inf if math.isnan(error) else error, name))
         everyone = self._gather((worst, list(wrong)))
         (error, name), names = max(each for each, _ in everyone), dict.fromkeys(n for _, each in everyone for n in each)
         if not names:

@@ -138,6 +138,31 @@ def test_gradients_that_the_memory_of_the_host_does_not_hold_are_not_compared(wo
     assert "of 100 B" in told
 
 
+def not_finite() -> AbstractContextManager[Any]:
+    own = Task.training_step
+    return mock.patch.object(Task, "training_step", lambda self, *args: own(self, *args) * float("nan"))
+
+
+def test_gradients_that_are_not_finite_are_not_compared(world2: World) -> None:
+    _, _, told = world2.run(train, {}, 0.0, not_finite)[0]
+    assert "is not proved: gradients of whole layers are not finite" in told
+
+
+def not_finite_on_parts() -> AbstractContextManager[Any]:
+    own = TensorGroup._sum
+
+    def sum_of_all(self: TensorGroup, tensor: Tensor) -> None:
+        own(self, tensor)
+        tensor.mul_(float("nan"))
+
+    return mock.patch.object(TensorGroup, "_sum", sum_of_all)
+
+
+def test_parts_that_are_not_finite_are_a_fault(world2: World) -> None:
+    words = r"parameters differ, most 'layers.*' \(relative difference inf"
+    world2.run_raising(ValueError, words, train, {}, 0.0, not_finite_on_parts)
+
+
 @pytest.mark.parametrize("steps", [-1, 1.5, True])
 def test_a_number_of_steps_that_is_none_is_refused(steps: Any) -> None:
     with pytest.raises(ValueError, match=f"verify_steps={steps!r}: pass how many steps"):
