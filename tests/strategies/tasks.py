@@ -45,11 +45,12 @@ def rows_of_each_class() -> list[StrategyRow]:
 
 
 def rows_with_a_whole_model() -> list[StrategyRow]:
-    """Those synchronous ones whose ranks hold all layers, and batches of their own."""
+    """A synchronous row of each class whose ranks hold all layers, and batches of their own."""
     return [
         row
-        for row in synchronous_rows()
-        if issubclass(row.strategy, MultiGPUStrategy)
+        for row in rows_of_each_class()
+        if row.synchronous
+        and issubclass(row.strategy, MultiGPUStrategy)
         and (row.strategy.pipeline_parallel_size, row.strategy.tensor_parallel_size) == (1, 1)
     ]
 
