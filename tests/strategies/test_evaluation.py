@@ -7,13 +7,13 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 
 from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import (
     Case,
     Classifier,
+    assert_same_weights,
     data_ranks,
     eval_loader,
     make_strategy,
@@ -105,13 +105,13 @@ def test_ranks_decide_together(row: StrategyRow, world2: World, tmp_path: Any) -
     assert first["best_path"]
 
 
-def averaged(strategy_name: str | None, ranks: int) -> dict[str, torch.Tensor]:
+def averaged(strategy_name: str | None, ranks: int) -> dict[str, Any]:
     case = Case(max_epochs=3, optimizer="sgd")
     strategy = "auto" if strategy_name is None else make_strategy(strategy_name)
     trainer = make_trainer(case, strategy, ranks, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)])
     module = Classifier()
     trainer.fit(module, train_loader(case, trainer))
-    return state(module)
+    return {"weights": state(module)}
 
 
 averaged_on_one_device = functools.cache(functools.partial(averaged, None, 1))
@@ -121,8 +121,7 @@ averaged_on_one_device = functools.cache(functools.partial(averaged, None, 1))
 def test_stochastic_weight_averaging(row: StrategyRow, world2: World) -> None:
     reference = averaged_on_one_device()
     for result in world2.run(averaged, row.name, 2):
-        for name, value in reference.items():
-            torch.testing.assert_close(result[name], value, rtol=1e-9, atol=1e-11)
+        assert_same_weights(result, reference)
 
 
 def twice(strategy_name: str) -> list[float]:
