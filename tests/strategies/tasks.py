@@ -41,7 +41,10 @@ def synchronous_rows() -> list[StrategyRow]:
 
 def rows_of_each_class() -> list[StrategyRow]:
     """The first row of each class: for what does not depend on the options that a name fixes."""
-    return list({row.strategy: row for row in reversed(distinct_rows())}.values())
+    found: dict[Any, StrategyRow] = {}
+    for row in distinct_rows():
+        found.setdefault(row.strategy, row)
+    return list(found.values())
 
 
 def rows_with_a_whole_model() -> list[StrategyRow]:
