@@ -1,10 +1,30 @@
-"""Code in documents: blocks of Markdown, and the cells of a notebook."""
+"""Code in documents and examples: blocks of Markdown, the cells of a notebook, and running them as a user would."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+from tests import preforked
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(directory: Path, *arguments: str, forked: bool = True, **environment: str) -> str:
+    """Standard output of ``python ...`` in ``directory``; all output is shown when it fails."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, "PYTHONPATH": path, "COLUMNS": "120", **environment}
+    command = [sys.executable, *arguments]
+    if forked:
+        ended = preforked.run(command, cwd=directory, env=variables, timeout=400)
+    else:
+        ended = subprocess.run(command, cwd=directory, env=variables, timeout=400, capture_output=True, text=True)
+    assert ended.returncode == 0, f"{arguments}: exit status {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
+    return ended.stdout
 
 
 def blocks(path: Path, language: str = "") -> list[str]:

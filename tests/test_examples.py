@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,22 +14,8 @@ import yaml
 from examples.digits import DigitsData
 from examples.hugging_face import CausalLM
 from examples.language_model import ByteGPT, TextData, count_tokens, python_documentation
-from tests import documents, preforked
-
-ROOT = Path(__file__).parents[1]
-
-
-def run(directory: Path, *arguments: str, forked: bool = True, timeout_s: float = 400.0) -> str:
-    """Standard output of ``python ...`` in ``directory``; all output is shown when it fails."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command, environment = [sys.executable, *arguments], {**os.environ, "PYTHONPATH": path, "COLUMNS": "120"}
-    options: dict[str, Any] = {"cwd": directory, "env": environment, "timeout": timeout_s}
-    if forked:
-        process = preforked.run(command, **options)
-    else:
-        process = subprocess.run(command, capture_output=True, text=True, check=False, **options)
-    assert process.returncode == 0, f"exit status {process.returncode}\n{process.stdout}\n{process.stderr}"
-    return process.stdout
+from tests import documents
+from tests.documents import ROOT, run
 
 
 @pytest.mark.launch
@@ -99,7 +81,15 @@ def test_configuration_saves_the_newest_state(path: Path) -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", ["ring_ddp", "ddp_sharded", "dp", "cpu_ps", "sharded_ps", "gpipe", "single_device"])
+@pytest.mark.parametrize("name", ["ddp_sharded", "dp", "cpu_ps", "sharded_ps"])
+def test_configuration_is_one_that_the_command_takes(tmp_path: Path, name: str) -> None:
+    config = str(ROOT / f"configs/{name}.yaml")
+    output = run(tmp_path, "-m", "lightning_multigpu", "fit", f"--config={config}", "--print_config")
+    assert yaml.safe_load(output)["trainer"]["strategy"]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", ["ring_ddp", "gpipe", "single_device"])
 def test_configuration_trains(tmp_path: Path, name: str) -> None:
     config = str(ROOT / f"configs/{name}.yaml")
     run(tmp_path, "-m", "lightning_multigpu", "fit", f"--config={config}", "--trainer.max_epochs=1")
@@ -182,13 +172,3 @@ class TestLanguageModel:
         assert (len(data.train_set), len(data.val_set)) == (36, 4)
         assert windows[:, 1:].flatten().tolist() == [index % 256 for index in range(1, 401)]
         assert count_tokens(next(iter(data.val_dataloader()))) == 40
-
-    def test_text_that_is_too_short_is_refused(self, tmp_path: Path) -> None:
-        path = tmp_path / "text"
-        path.write_bytes(b"short")
-        with pytest.raises(ValueError, match="has 5 bytes; 81 are needed for context=8"):
-            TextData(path, context=8).setup("fit")
-
-    def test_heads_that_do_not_divide_the_width_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="width=10 is not a multiple of num_heads=4"):
-            ByteGPT(width=10, num_heads=4)

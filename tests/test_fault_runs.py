@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fault_job import Outcome, is_probe_of_torch
+from benchmarks.fault_job import Outcome
 from benchmarks.fault_runs import (
     LAUNCHERS,
     append_result,
     combinations,
-    lines,
     read_results,
     repeated,
     summary,
@@ -77,12 +76,6 @@ def test_what_a_job_has_to_survive() -> None:
     assert not any(must_survive(kind, "data") for kind in KINDS if kind != "interrupt")
 
 
-def test_a_file_that_torch_leaves_is_told_apart(tmp_path: Path) -> None:
-    for name, text in {"tmpab12cd_9": "", "tmpab12cd_8": "text", "pymp-abcd1234": "", "tmplong_name_1": ""}.items():
-        (tmp_path / name).write_text(text)
-    assert [path.name for path in sorted(tmp_path.iterdir()) if is_probe_of_torch(path)] == ["tmpab12cd_9"]
-
-
 @pytest.mark.parametrize(
     "bad",
     [
@@ -97,19 +90,6 @@ def test_a_file_that_torch_leaves_is_told_apart(tmp_path: Path) -> None:
 )
 def test_a_bad_end(bad: Outcome) -> None:
     assert not bad.is_right()
-
-
-def test_the_summary() -> None:
-    slow, hung = replace(GOOD, ended_after_s=5.0), replace(GOOD, survivors=("pid 7",), orphans=1, ended_after_s=None)
-    survived = replace(GOOD, kind="pause", is_control=True, statuses=(0, 0), names_rank=False, ended_after_s=40.0)
-    counts = summary([GOOD, slow, hung, survived])
-    assert counts["kill"] == {
-        "runs": 3, "hangs": 1, "orphans": 1, "leaks": 0, "by_torch": 0, "unnamed": 0, "wrong": 1, "median_s": 3.5,
-        "maximum_s": 5.0,
-    }  # fmt: skip
-    assert counts["pause"]["wrong"] == counts["pause"]["unnamed"] == 0
-    assert counts["all"]["maximum_s"] == 5.0, "a control lasts as long as it lasts"
-    assert [line.split()[0] for line in lines(counts)] == ["fault", "kill", "pause", "all"]
 
 
 def test_a_bench_that_was_ended_goes_on_where_it_stopped(tmp_path: Path) -> None:

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_multigpu.commands import new
-from tests import documents, preforked
+from tests import documents
+from tests.documents import ROOT, run
 
-ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/port.md"
-
-
-def run(directory: Path, *arguments: str) -> str:
-    """Standard output of ``python ...`` in ``directory``, with a tenth of the training data."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PL_TRAINER_LIMIT_TRAIN_BATCHES": "0.1"}
-    ended = preforked.run([sys.executable, *arguments], cwd=directory, env=environment, timeout=300)
-    assert ended.returncode == 0, f"{arguments}: exit status {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
-    return ended.stdout
+FEW = {"OMP_NUM_THREADS": "1", "PL_TRAINER_LIMIT_TRAIN_BATCHES": "0.1"}  # a tenth of the training data
 
 
 @pytest.mark.launch
@@ -33,7 +23,7 @@ def test_every_step_of_the_page_runs(tmp_path: Path) -> None:
     results = []
     for number, script in enumerate(documents.blocks(PAGE, "python")):
         (tmp_path / f"step_{number}.py").write_text(script)
-        output = run(tmp_path, f"step_{number}.py")
+        output = run(tmp_path, f"step_{number}.py", **FEW)
         [(steps, loss)] = re.findall(r"^(\d+) steps, val_loss (.+)$", output, re.MULTILINE)
         results.append((int(steps), float(loss)))
     one_device, ring, pipeline = results
@@ -45,7 +35,7 @@ def test_every_step_of_the_page_runs(tmp_path: Path) -> None:
         program, subcommand, *arguments = shlex.split(command)
         assert program == "lightning-multigpu"
         few = ["--trainer.limit_train_batches=2", "--trainer.limit_val_batches=2"]
-        run(tmp_path, "-m", "lightning_multigpu", subcommand, *arguments, *few)
+        run(tmp_path, "-m", "lightning_multigpu", subcommand, *arguments, *few, **FEW)
     reports = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("runs/*/multigpu_report.json"))]
     assert [report["steps"] for report in reports] == [2, 2], "an epoch, and one more after the run was resumed"
     assert {report["global_batch"] for report in reports} == {240}

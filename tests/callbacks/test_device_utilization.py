@@ -84,8 +84,16 @@ def test_samples_are_taken_in_the_background(tmp_path: Path, probe: FakeProbe) -
     assert len(monitor.series[UTILIZATION]) >= 6
 
 
-@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["exception", "Ctrl-C"])
-@pytest.mark.parametrize("hook", ["training_step", "validation_step", "on_train_start", "on_train_end"])
+@pytest.mark.parametrize(
+    ("hook", "error"),
+    [
+        ("training_step", RuntimeError("broken")),
+        ("validation_step", KeyboardInterrupt()),
+        ("on_train_start", KeyboardInterrupt()),
+        ("on_train_end", RuntimeError("broken")),
+    ],
+    ids=str,
+)
 def test_the_thread_ends_when_training_fails(tmp_path: Path, probe: FakeProbe, hook: str, error: BaseException) -> None:
     model = Regression()
 

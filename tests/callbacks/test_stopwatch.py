@@ -6,14 +6,7 @@ import torch
 
 from lightning_multigpu.callbacks.stopwatch import Stopwatch
 from lightning_multigpu.communication.metering.clocks import HostClock, StreamClock, clock_of
-
-
-class HandClock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.callbacks.training import HandClock
 
 
 class EventTimeline:

@@ -108,18 +108,6 @@ def test_an_interval_ends_before_validation_and_at_the_end_of_an_epoch(
     assert [step for step, _ in logger.curve(SAMPLES)] == [2, 3, 5, 7]
 
 
-def test_logged_under_the_steps_of_lightning(tmp_path: Path, clock: HandClock, logger: RecordingLogger) -> None:
-    class Logging(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            self.log("loss", loss)
-            return loss
-
-    fit = trainer(tmp_path, callbacks=[ThroughputMonitor()], logger=logger, log_every_n_steps=2, max_epochs=2)
-    fit.fit(Logging(clock), batches(16))
-    assert [step for step, _ in logger.curve(SAMPLES)] == [step for step, _ in logger.curve("loss")]
-
-
 def test_a_checkpoint_can_follow_the_throughput_of_a_short_epoch(tmp_path: Path, clock: HandClock) -> None:
     checkpoint = ModelCheckpoint(tmp_path, monitor=SAMPLES, mode="max")
     fit = trainer(tmp_path, callbacks=[checkpoint, ThroughputMonitor()], enable_checkpointing=True)
@@ -262,15 +250,6 @@ def test_the_keys_are_there_however_short_the_fit(tmp_path: Path, clock: HandClo
     assert fit.callback_metrics[SAMPLES].item() == 4 / BATCH_S
 
 
-def test_a_fit_that_has_nothing_to_do_measures_nothing(tmp_path: Path, clock: HandClock) -> None:
-    monitor = ThroughputMonitor()
-    fit = trainer(tmp_path, callbacks=[monitor])
-    fit.fit(Regression(clock), batches(8))
-    fit.fit(Regression(clock), batches(8))
-    assert monitor.statistics() == {}
-    assert monitor.steps == 0
-
-
 def test_a_batch_that_is_another_ranks_does_not_count(
     tmp_path: Path, clock: HandClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,14 +259,6 @@ def test_a_batch_that_is_another_ranks_does_not_count(
     assert fit.callback_metrics[STEP].item() == 1e3 * BATCH_S
     assert SAMPLES not in fit.callback_metrics
     assert BATCHES not in fit.callback_metrics
-
-
-def test_a_monitor_that_does_not_log_leaves_no_trace(tmp_path: Path, clock: HandClock) -> None:
-    monitor = ThroughputMonitor(log=False)
-    fit = trainer(tmp_path, callbacks=[monitor], log_every_n_steps=1)
-    fit.fit(Regression(clock), batches(8))
-    assert fit.callback_metrics == {}
-    assert SAMPLES in monitor.statistics()
 
 
 def test_the_monitor_travels_to_spawned_ranks() -> None:

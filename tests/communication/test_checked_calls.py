@@ -56,8 +56,7 @@ def test_the_remedy_is_that_of_the_calls(world2: World) -> None:
     world2.run_raising(RuntimeError, "is_global_zero", call_own, "reduce", "barrier")
 
 
-def values(dtype: torch.dtype, size: int) -> list[Any]:
-    ranks = group()
+def values(ranks: MeteredGroup, dtype: torch.dtype, size: int) -> list[Any]:
     rank = ranks.rank
     mine = (torch.arange(size) + 10 * rank).to(dtype)
     reductions = ["sum", "mean", "max", "min", "prod", dist.ReduceOp.SUM]
@@ -66,20 +65,25 @@ def values(dtype: torch.dtype, size: int) -> list[Any]:
     return [checked == plain, ranks.all_gather(mine).tolist(), ranks.gather_objects((rank, "x" * size))]
 
 
-@pytest.mark.parametrize("size", [0, 2, 100])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64])
-def test_values(dtype: torch.dtype, size: int, world2: World) -> None:
-    """Small ones travel in the table, others behind it."""
-    expected = [(torch.arange(size) + 10 * rank).to(dtype).tolist() for rank in range(2)]
-    objects = [(rank, "x" * size) for rank in range(2)]
-    assert world2.run(values, dtype, size) == [[True, expected, objects]] * 2
+SIZES, DTYPES = (0, 2, 100), (torch.float64, torch.bfloat16, torch.int64)
 
 
-def broadcast(size: int) -> Any:
+def all_values() -> list[Any]:
     ranks = group()
-    return [ranks.broadcast_object((src, ranks.rank, "x" * size), src) for src in range(2)]
+    found = [values(ranks, dtype, size) for dtype in DTYPES for size in SIZES]
+    return [*found, *(ranks.broadcast_object((src, ranks.rank, "x" * size), src) for size in SIZES for src in range(2))]
 
 
-@pytest.mark.parametrize("size", [0, 100])
-def test_broadcast(size: int, world2: World) -> None:
-    assert world2.run(broadcast, size) == [[(src, src, "x" * size) for src in range(2)]] * 2
+def test_values(world2: World) -> None:
+    """Small ones travel in the table, others behind it."""
+    expected: list[Any] = [
+        [
+            True,
+            [(torch.arange(size) + 10 * rank).to(dtype).tolist() for rank in range(2)],
+            [(rank, "x" * size) for rank in range(2)],
+        ]
+        for dtype in DTYPES
+        for size in SIZES
+    ]
+    expected += [(src, src, "x" * size) for size in SIZES for src in range(2)]
+    assert world2.run(all_values) == [expected] * 2

@@ -67,7 +67,7 @@ def given(step: int, of_rank: int, numel: int = NUMEL, dtype: torch.dtype = torc
 
 
 SIZES = (0, 1, 2, 3, 4, 1000, 300_001)
-LAYOUTS = [HOSTS, [[0, 1, 2, 3]], [[0], [1], [2], [3]]]
+OTHER_LAYOUTS = [[[0, 1, 2, 3]], [[0], [1], [2], [3]]]
 
 
 def _sums(hosts: list[list[int]], dtype: torch.dtype, average: bool) -> list[tuple[Tensor, int, int]]:
@@ -81,8 +81,11 @@ def _sums(hosts: list[list[int]], dtype: torch.dtype, average: bool) -> list[tup
     return found
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=["2x2", "1x4", "4x1"])
-@pytest.mark.parametrize("dtype", BITS, ids=str)
+@pytest.mark.parametrize(
+    ("hosts", "dtype"),
+    [*((HOSTS, dtype) for dtype in BITS), *((hosts, torch.float32) for hosts in OTHER_LAYOUTS)],
+    ids=str,
+)
 def test_sums_are_those_of_all_ranks_to_the_same_bit(world4: World, hosts: list[list[int]], dtype: torch.dtype) -> None:
     for average in (False, True):
         results = world4.run(_sums, hosts, dtype, average)

@@ -64,12 +64,19 @@ def _reduce(numel: int, dtype: torch.dtype, average: bool, segment_bytes: int) -
     return result
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64])
-@pytest.mark.parametrize("numel", [1, 3, 1000])
-def test_sums_over_four_ranks(world4: World, numel: int, dtype: torch.dtype) -> None:
-    expected = (4 * (torch.arange(numel) % 13) + 1 + 2 + 3 + 4).to(dtype)
-    for result in world4.run(_reduce, numel, dtype, False, 1 << 20):
-        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64)
+
+
+def _sums() -> list[torch.Tensor]:
+    return [_reduce(numel, dtype, False, 1 << 20) for numel in (1, 3, 1000) for dtype in DTYPES]
+
+
+def test_sums_over_four_ranks(world4: World) -> None:
+    expected = [
+        (4 * (torch.arange(numel) % 13) + 1 + 2 + 3 + 4).to(dtype) for numel in (1, 3, 1000) for dtype in DTYPES
+    ]
+    for sums in world4.run(_sums):
+        torch.testing.assert_close(sums, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("segment_bytes", [1, 8, 100, 1 << 20])

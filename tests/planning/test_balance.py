@@ -93,17 +93,6 @@ def pairs(num_layers: int) -> list[tuple[int, int]]:
     return list(itertools.combinations(range(num_layers + 1), 2))
 
 
-def test_two_small_stages_make_up_for_a_large_one() -> None:
-    # Stage by stage 8 | 1 1 1 1 1 | ... would do; rank by rank the large layer's rank gets little else.
-    costs = [1, 8, 1, 1, 1, 1, 4, 3]
-    total = [sum(costs[:stop]) for stop in range(9)]
-    bounds = cheapest_bounds(lambda stage, start, stop: total[stop] - total[start], 8, 4, num_ranks=2)
-    loads = [0, 0]
-    for stage, (start, stop) in enumerate(bounds):
-        loads[stage % 2] += total[stop] - total[start]
-    assert loads == [10, 10]
-
-
 def test_long_chains_are_cut_in_bounded_work() -> None:
     asked: list[int] = []
 

@@ -80,15 +80,6 @@ def test_stages_of_several_ranks_each() -> None:
     assert [stage.rank for stage in found.stages] == [memory.rank for memory in found.memory] == [4, 0]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_step_of_equal_stages_is_that_of_the_papers(schedule: str) -> None:
-    """(M + P - 1) (f + b), of which (P - 1) / (M + P - 1) are the bubble."""
-    found = planned(schedule, layers((1, 2), (1, 2)))
-    assert found.step_s == pytest.approx((3 + 2 - 1) * 3)
-    assert found.bubble == pytest.approx(1 / 4)
-    assert not any(i.kind == "send" for timeline in found.timelines for i in timeline)
-
-
 def test_the_slower_stage_sets_the_pace() -> None:
     """F0 of the fast stage, then the slow one without a pause, then the fast one's last backward: 1 + 3 x 12 + 2."""
     found = planned("gpipe", layers((1, 2), (4, 8)))

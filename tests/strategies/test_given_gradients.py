@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -103,10 +104,13 @@ def train(ways: tuple[str, ...], strategy: str | None, ranks: int) -> dict[str, 
     return found
 
 
+on_one_device = functools.cache(functools.partial(train, strategy=None, ranks=1))
+
+
 @pytest.mark.parametrize("row", rows_with_a_whole_model(), ids=lambda row: row.name)
 def test_gradients_that_the_module_sets_are_averaged(row: StrategyRow, world2: World) -> None:
     """Under ddp_sharded each owner stepped with gradients of its own samples; servers took those of one worker."""
-    expected = train(WAYS, None, 1)
+    expected = on_one_device(WAYS)
     for found in world2.run(train, WAYS, row.name, 2):
         for way in WAYS:
             assert_same_weights(found[way], expected[way])

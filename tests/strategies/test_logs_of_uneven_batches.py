@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -61,8 +62,11 @@ def logged(name: str | None, ranks: int) -> list[dict[str, Any]]:
     return found
 
 
+on_one_device = functools.cache(functools.partial(logged, None, 1))
+
+
 def assert_same_logs(found: list[list[dict[str, Any]]]) -> None:
-    expected = logged(None, 1)
+    expected = on_one_device()
     for of_rank in found:
         for own, alone in zip(of_rank, expected, strict=True):
             assert own == {key: pytest.approx(value, rel=1e-9) for key, value in alone.items()}

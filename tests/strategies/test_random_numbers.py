@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_multigpu.registry import StrategyRow
+from lightning_multigpu.registry import STRATEGIES, StrategyRow
 from tests.strategies.tasks import (
     Case,
     Classifier,
     assert_same_weights,
-    distinct_rows,
     make_strategy,
     make_trainer,
+    rows_of_each_class,
     rows_with_a_whole_model,
     state,
     train_loader,
@@ -74,7 +74,8 @@ def draws(name: str, is_seeded: bool) -> dict[tuple[int, int], list[float]]:
     return {key: values for key, values in module.draws.items() if key > (0, 0)}  # the first one has trials
 
 
-RANKED = [row for row in distinct_rows() if row.strategy.starts_ranks]
+RANKED = [row for row in STRATEGIES if row in rows_of_each_class() or row.name == "async_ps"]
+RANKED = [row for row in RANKED if row.strategy.starts_ranks]
 
 
 @pytest.mark.parametrize("row", RANKED, ids=lambda row: row.name)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece, cut, make_compressor
+from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece, make_compressor
 from lightning_multigpu.communication.ring import sent_elements
 from tests.world import World, init_group
 
@@ -142,8 +142,7 @@ def _accumulate(name: str, average: bool) -> tuple[Tensor, dict[str, Any], float
     return total, reduce.state_dict(), reduce.statistics.relative_error
 
 
-@pytest.mark.parametrize("average", [False, True])
-@pytest.mark.parametrize("name", WITH_FEEDBACK)
+@pytest.mark.parametrize(("name", "average"), [("int8", False), ("powersgd", False), ("topk", True)])
 def test_what_was_sent_and_what_is_kept_is_what_was_given(world: World, name: str, average: bool) -> None:
     """Exactly, whatever was lost on the way: on the way to the owner, by the owner, by any rank."""
     results = world.run(_accumulate, name, average)
@@ -249,60 +248,6 @@ def test_state_goes_to_other_buckets_and_another_world_size(world4: World, name:
             kept = torch.cat([after["errors"][piece.name].flatten() for piece in PIECES])
             torch.testing.assert_close(flat + kept, given + before, rtol=1e-4, atol=1e-5)
             assert after["step"] == state["step"] + 1
-
-
-def _two_by_two(loads: bool) -> tuple[Tensor, Tensor, float]:
-    """Two hosts of two ranks, which reduce a half of a tensor each; then its parameters come in another order.
-
-    What was given in all steps, and what came out and is kept; and the largest error that is kept for nobody.
-    """
-    init_group()
-    rank = dist.get_rank()
-    hosts = [dist.new_group([0, 1], backend="gloo"), dist.new_group([2, 3], backend="gloo")]
-    rings = [dist.new_group([0, 2], backend="gloo"), dist.new_group([1, 3], backend="gloo")]
-    host, reduce = hosts[rank // 2], engine("int8", group=rings[rank % 2])
-    total = {piece.name: torch.zeros(piece.numel) for piece in PIECES}
-    given = {piece.name: torch.zeros(piece.numel) for piece in PIECES}
-    for step, pieces in enumerate([PIECES, PIECES, PIECES[::-1], PIECES[::-1]]):
-        half = NUMEL // 2
-        bounds = (0, half) if rank % 2 == 0 else (half, NUMEL)
-        if step in (0, 2):
-            if loads and step == 2:
-                state = _state_of_the_host(reduce, host)
-                reduce.load_state_dict(state if rank % 2 == 0 else {})
-            reduce.share_errors(pieces, cut(pieces, *bounds), host)
-        sizes = [piece.numel for piece in pieces]
-        for piece, part in zip(pieces, mean_of([gradients(step, 0), gradients(step, 1)]).split(sizes), strict=True):
-            given[piece.name] += part
-        flat = gradients(step, rank // 2)
-        reduce(flat[bounds[0] : bounds[1]], cut(pieces, *bounds), average=True)
-        flat[: bounds[0]], flat[bounds[1] :] = 0, 0
-        dist.all_reduce(flat, group=host)
-        for piece, part in zip(pieces, flat.split(sizes), strict=True):
-            total[piece.name] += part
-        reduce.end_step()
-    kept = _state_of_the_host(reduce, host)["errors"]
-    idle = [tensor.abs().max() for tensor in reduce._errors._others.values() if tensor.numel()]  # type: ignore[union-attr]
-    return (
-        torch.cat([given[piece.name] for piece in PIECES]),
-        torch.cat([total[piece.name] + kept[piece.name].flatten() for piece in PIECES]),
-        float(max(idle, default=torch.tensor(0.0))),
-    )
-
-
-def _state_of_the_host(reduce: CompressedAllReduce, host: dist.ProcessGroup) -> dict[str, Any]:
-    state = reduce.state_dict()
-    for piece in PIECES:
-        error = state["errors"].setdefault(piece.name, torch.zeros(piece.shape))
-        dist.all_reduce(error, group=host)
-    return state
-
-
-@pytest.mark.parametrize("loads", [False, True])
-def test_ranks_of_a_host_hand_errors_on_when_their_parts_change(world4: World, loads: bool) -> None:
-    for given, found, idle in world4.run(_two_by_two, loads):
-        torch.testing.assert_close(found, given, rtol=1e-4, atol=1e-5)
-        assert idle == 0
 
 
 def _random_state(name: str) -> bool:

@@ -96,8 +96,8 @@ def alone(make: Callable[[Any], optim.Optimizer], updates: list[list[Tensor]]) -
     return [parameter.detach() for parameter in parameters]
 
 
-@pytest.mark.parametrize(("num_servers", "in_memory"), [(1, ALL), (3, (0,)), (3, ())], ids=["1", "3", "sockets"])
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "Muon", "NormedSGD", "OrderedSGD"])
+@pytest.mark.parametrize(("num_servers", "in_memory"), [(1, ALL), (3, (0,))], ids=["1", "3"])
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "NormedSGD", "OrderedSGD"])
 def test_updates_follow_each_other_in_the_order_in_which_they_come(
     name: str, num_servers: int, in_memory: Collection[int]
 ) -> None:
@@ -244,19 +244,6 @@ def test_an_unfinished_push_of_a_lost_worker_is_forgotten() -> None:
         assert_equal(first.now, alone(lambda groups: optim.SGD(groups, lr=0.1), [gradients(s, 0) for s in range(3)]))
         wait_until(lambda: bool(first.connections.statistics() and first.connections.lost))
         assert [(lost["worker"], lost["left"]) for lost in first.connections.lost] == [(1, 1)]
-
-
-def test_what_a_lost_worker_had_leaves_the_servers() -> None:
-    with workers(number=3) as (first, second, third):
-        (server,) = first.found.servers.values()
-        second.step(gradients(0, 0))
-        second.vanish()
-        wait_until(lambda: bool(first.connections.statistics() and first.connections.lost))
-        (shard,) = server._shards.values()
-        assert server._pairs.keys() == {0, 2}
-        assert all(bucket.rooms.keys() == {0, 2} for bucket in shard._buckets)
-        assert shard._kept.keys() == {0, 2}
-        third.step(gradients(1, 0))
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy
@@ -272,36 +272,38 @@ def assert_equal(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
 
 
-def trained(
-    memory: HostMemory, optimizer: Optimizer, parameters: list[nn.Parameter], steps: range
-) -> OwnedStep[HostTransport]:
-    server = host_step(optimizer, memory)
-    for step in steps:
-        for parameter, gradient in zip(parameters, gradients(step, rank()), strict=False):
+Serve = Callable[[Optimizer], OwnedStep[Any]]
+
+
+def trained(serve: Serve, optimizer: Optimizer, parameters: list[nn.Parameter], number: int) -> OwnedStep[Any]:
+    """``STEPS`` steps of one of two ranks, or workers."""
+    server = serve(optimizer)
+    for step in range(STEPS):
+        for parameter, gradient in zip(parameters, gradients(step, number), strict=False):
             parameter.grad = gradient
         optimizer.step()
     return server
 
 
-def every_optimizer() -> dict[str, tuple[list[Tensor], dict[str, Any], int]]:
-    """The weights, the state as one device has it, and the elements of the state that this rank keeps."""
-    found = {}
-    with host_memory() as memory:
-        for name, make in OPTIMIZERS.items():
-            parameters = weights()
-            optimizer = make(groups_of(parameters))
-            server = trained(memory, optimizer, parameters, range(STEPS))
-            assert not optimizer.state, "a device holds no state"
-            held = [
-                v.numel() for s in server.transport.part.states.values() for v in s.values() if isinstance(v, Tensor)
-            ]
-            found[name] = ([p.detach() for p in parameters], server.state_dict(), sum(held))
-            server.close()
+Trained = dict[str, tuple[list[Tensor], dict[str, Any], int]]
+
+
+def every_optimizer(serve: Serve, number: int, held_by: Callable[[OwnedStep[Any]], int] = lambda _: 0) -> Trained:
+    """The weights, the state as one device has it, and the elements of the state that are held here."""
+    found: Trained = {}
+    for name, make in OPTIMIZERS.items():
+        parameters = weights()
+        optimizer = make(groups_of(parameters))
+        server = trained(serve, optimizer, parameters, number)
+        assert not optimizer.state, "a device holds no state"
+        found[name] = [p.detach() for p in parameters], server.state_dict(), held_by(server)
+        server.close()
+        assert "step" not in vars(optimizer), "the optimizer has its own step again"
     return found
 
 
-def test_every_optimizer_of_torch_updates_as_on_one_device(world2: World) -> None:
-    first, second = world2.run(every_optimizer)
+def assert_as_on_one_device(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    """Of both ranks or workers."""
     for name, make in OPTIMIZERS.items():
         parameters, state = on_one_device(make)
         for index, parameter in enumerate(parameters):
@@ -316,11 +318,22 @@ def test_every_optimizer_of_torch_updates_as_on_one_device(world2: World) -> Non
                 assert_equal(found["state"][number][key], value)
 
 
-def test_state_is_divided_over_the_ranks(world2: World) -> None:
-    held = [result["AdamW"][2] for result in world2.run(every_optimizer)]
+def every_optimizer_on_the_host() -> Trained:
+    def held_by(server: HostStep) -> int:
+        states = server.transport.part.states.values()
+        return sum(value.numel() for each in states for value in each.values() if isinstance(value, Tensor))
+
+    with host_memory() as memory:
+        return every_optimizer(lambda optimizer: host_step(optimizer, memory), rank(), held_by)
+
+
+def test_every_optimizer_of_torch_updates_as_on_one_device(world2: World) -> None:
+    """And its state is divided over the ranks."""
+    results = world2.run(every_optimizer_on_the_host)
+    assert_as_on_one_device(*results)
     total = sum(p.numel() for p in weights())
     # Two moments of each element, and a number of steps for each of the tensors that a rank has a part of.
-    assert all(total <= elements <= total + 4 for elements in held)
+    assert all(total <= result["AdamW"][2] <= total + 4 for result in results)
 
 
 def loaded(name: str) -> list[Tensor]:
@@ -349,20 +362,24 @@ def test_a_loaded_state_goes_on(world2: World, name: str) -> None:
 def unusual() -> dict[str, Any]:
     found: dict[str, Any] = {}
     with host_memory() as memory:
+
+        def serve(optimizer: Optimizer) -> HostStep:
+            return host_step(optimizer, memory)
+
         parameters = weights()
         optimizer: Optimizer = DecayingSGD(groups_of(parameters), lr=0.1, momentum=0.9)
-        trained(memory, optimizer, parameters, range(STEPS)).close()
+        trained(serve, optimizer, parameters, rank()).close()
         found["values"] = [p.detach() for p in parameters]
 
         parameters = weights()
         optimizer = NormedSGD(groups_of(parameters), lr=0.1)
-        trained(memory, optimizer, parameters, range(STEPS)).close()
+        trained(serve, optimizer, parameters, rank()).close()
         found["one rank updates all"] = [p.detach() for p in parameters]
         assert "step" not in vars(optimizer), "the optimizer has its own step again"
 
         parameters = weights()
         optimizer = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
-        server = trained(memory, optimizer, parameters[:1], range(STEPS))  # one of the groups has no gradients
+        server = trained(serve, optimizer, parameters[:1], rank())  # one of the groups has no gradients
         assert parameters[1].grad is None
         found["unused"] = [p.detach() for p in parameters]
         late = nn.Parameter(torch.ones(3, dtype=torch.float32))
@@ -392,9 +409,7 @@ def unusual() -> dict[str, Any]:
         found["one step of two is clipped"] = late.detach()
         server.close()
         with hooks_of_all_optimizers() as calls:
-            found["hooks"] = hooked_steps(
-                lambda step: gradients(step, rank()), calls, lambda optimizer: host_step(optimizer, memory)
-            )
+            found["hooks"] = hooked_steps(lambda step: gradients(step, rank()), calls, serve)
         optimizer = optim.SGD(parameters := weights(), lr=0.1)
         if rank() == 0:
             optimizer.register_step_pre_hook(lambda *_: None)
@@ -403,10 +418,8 @@ def unusual() -> dict[str, Any]:
             with pytest.raises(ValueError, match="1 of 2 ranks have hooks that read gradients before a step of SGD"):
                 optimizer.step()
         for name in VALUES:
-            found[name] = scheduled_steps(
-                name, lambda step: gradients(step, rank()), lambda optimizer: host_step(optimizer, memory)
-            )
-        found["sparse"] = sparse_steps_of(rank(), lambda optimizer: host_step(optimizer, memory))
+            found[name] = scheduled_steps(name, lambda step: gradients(step, rank()), serve)
+        found["sparse"] = sparse_steps_of(rank(), serve)
     return found
 
 

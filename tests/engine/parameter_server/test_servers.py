@@ -45,8 +45,11 @@ from tests.engine.parameter_server.test_host_transport import (
     VALUES,
     DecayingSGD,
     NormedSGD,
+    Trained,
+    assert_as_on_one_device,
     assert_equal,
     averaged,
+    every_optimizer,
     gradients,
     groups_of,
     hooked_steps,
@@ -61,7 +64,7 @@ from tests.engine.parameter_server.test_host_transport import (
 T = TypeVar("T")
 SMALL = 100.0  # bytes of a bucket: each of the weights has one of its own
 ALL = range(1_000_000)
-WAYS = pytest.mark.parametrize("in_memory", [(), (0,), ALL], ids=["sockets", "mixed", "memory"])
+WAYS = pytest.mark.parametrize("in_memory", [(), ALL], ids=["sockets", "memory"])
 """Workers that share memory with servers."""
 
 
@@ -197,33 +200,13 @@ def train(
 def test_every_optimizer_of_torch_updates_as_on_one_device(num_servers: int, in_memory: Collection[int]) -> None:
     with job(num_servers, in_memory=in_memory) as found:
 
-        def work(worker: int) -> dict[str, tuple[list[Tensor], dict[str, Any]]]:
-            results = {}
+        def work(worker: int) -> Trained:
             with found.connections(worker) as connections:
-                for name, make in OPTIMIZERS.items():
-                    parameters = weights()
-                    optimizer = make(groups_of(parameters))
-                    remote = train(connections, parameters, optimizer, range(STEPS))
-                    assert not optimizer.state, "a worker holds no state"
-                    results[name] = ([p.detach() for p in parameters], remote.state_dict())
-                    remote.close()
-                    assert "step" not in vars(optimizer), "the optimizer has its own step again"
-            return results
+                return every_optimizer(lambda each: server_step(each, connections, bucket_bytes=int(SMALL)), worker)
 
-        first, second = found.workers.run(work)
+        results = found.workers.run(work)
     assert found.problems == [""] * num_servers
-    for name, make in OPTIMIZERS.items():
-        parameters, state = on_one_device(make)
-        for index, parameter in enumerate(parameters):
-            assert_equal(first[name][0][index], parameter.detach())
-            assert torch.equal(first[name][0][index], second[name][0][index]), f"{name}: workers differ"
-        told = first[name][1]
-        assert told["param_groups"] == state["param_groups"]
-        assert told["state"].keys() == state["state"].keys(), name
-        for number, values in state["state"].items():
-            assert told["state"][number].keys() == values.keys(), name
-            for key, value in values.items():
-                assert_equal(told["state"][number][key], value)
+    assert_as_on_one_device(*results)
 
 
 def test_checksums_see_the_order_of_elements() -> None:
@@ -339,20 +322,14 @@ def test_unusual_steps(in_memory: Collection[int]) -> None:
                 optimizer.step()
                 torch.testing.assert_close(late.detach(), torch.full((3,), -1.55))
                 remote.close()
-                served = sparse_steps_of(worker, lambda optimizer: server_step(optimizer, connections))
-                assert_equal(served, sparse_on_one_device())
-                steps = hooked_steps(
-                    lambda step: gradients(step, worker),
-                    calls,
-                    lambda optimizer: server_step(optimizer, connections),
-                )
-                assert_equal(steps, hooked)
+
+                def serve(optimizer: Optimizer) -> ServerStep:
+                    return server_step(optimizer, connections)
+
+                assert_equal(sparse_steps_of(worker, serve), sparse_on_one_device())
+                assert_equal(hooked_steps(lambda step: gradients(step, worker), calls, serve), hooked)
                 for name in VALUES:
-                    steps = scheduled_steps(
-                        name,
-                        lambda step: gradients(step, worker),
-                        lambda optimizer: server_step(optimizer, connections),
-                    )
+                    steps = scheduled_steps(name, lambda step: gradients(step, worker), serve)
                     assert_equal(steps, scheduled_steps(name, averaged))
 
         with hooks_of_all_optimizers() as calls:
@@ -441,9 +418,9 @@ def test_weights_and_gradients_of_other_layouts() -> None:
         found.workers.run(work)
 
 
-@WAYS
-def test_buckets_are_pushed_while_backward_goes_on(in_memory: Collection[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    push = Room.push
+def test_buckets_are_pushed_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a worker that shares memory with the server, and by one that does not."""
+    push, in_memory = Room.push, (0,)
 
     def slowly(room: Room, *, is_whole: bool) -> None:
         time.sleep(0.05)

@@ -177,7 +177,7 @@ def test_the_choice_is_made_once_and_trains_like_the_one_that_is_asked_for(world
             assert torch.equal(value, result["weights"][name]), name
 
 
-@pytest.mark.parametrize("slow_ranks", [[3], [0], [1, 2]])
+@pytest.mark.parametrize("slow_ranks", [[0], [3]])
 def test_ranks_that_measure_different_times_choose_alike(world4: World, slow_ranks: list[int]) -> None:
     """The link of some ranks is slow: all wait for them, so that all send less."""
     results = world4.run(train, FAST, COSTS, slow_ranks=slow_ranks)
@@ -218,7 +218,7 @@ def test_on_one_host_nothing_is_measured_and_nothing_said(world2: World) -> None
     assert announcements(world2) == [[], []]
 
 
-@pytest.mark.parametrize("before", ["int8", "bf16", "none"])
+@pytest.mark.parametrize("before", ["int8", "none"])
 def test_a_run_resumes_under_another_choice(world4: World, tmp_path: Path, before: str) -> None:
     """Error feedback goes on where the choice has it and the checkpoint too; else it begins at zero, or is left."""
     world4.run(train, **CHOICES[before], directory=str(tmp_path))

@@ -20,7 +20,17 @@ from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.communication.shared_memory import segment
 from lightning_multigpu.engine.data_parallel.gradient_transport import HostLayout, layout
 from lightning_multigpu.strategies.averaged_gradients import CHECKPOINT_KEY
-from tests.strategies.tasks import Case, Classifier, dataset, fit, make_strategy, make_trainer, state, train_loader
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    assert_same_weights,
+    dataset,
+    fit,
+    make_strategy,
+    make_trainer,
+    state,
+    train_loader,
+)
 from tests.world import World, rank
 
 GRADIENT_BYTES = (16 * 6 + 16 + 3 * 16 + 3) * 4  # of the Classifier, in float32
@@ -33,30 +43,28 @@ COMPRESSIONS: dict[str, Any] = {
 }
 
 
-class TestLayout:
-    def test_one_host(self) -> None:
-        assert layout([[0, 1, 2, 3]], 4) == HostLayout(inside=[[0, 1, 2, 3]], between=[])
-
-    def test_two_hosts_of_two(self) -> None:
-        assert layout([[0, 1, 2, 3]], 2) == HostLayout(inside=[[0, 1], [2, 3]], between=[[0, 2], [1, 3]])
-
-    def test_a_rank_a_host(self) -> None:
-        assert layout([[0, 1, 2]], 1) == HostLayout(inside=[], between=[[0, 1, 2]])
-
-    def test_lines_of_a_mesh_with_other_axes(self) -> None:
-        """Two hosts of four ranks; neighbours share a model, so that a line has every other rank."""
-        lines = [[0, 2, 4, 6], [1, 3, 5, 7]]
-        inside = [[0, 2], [4, 6], [1, 3], [5, 7]]
-        assert layout(lines, 4) == HostLayout(inside, between=[[0, 4], [2, 6], [1, 5], [3, 7]])
-
-    def test_hosts_with_different_numbers_of_ranks_of_a_line(self) -> None:
-        assert layout([[0, 1, 2]], 2) == HostLayout(inside=[], between=[[0, 1, 2]])
-
-    def test_hosts_are_not_used(self) -> None:
-        assert layout([[0, 1, 2, 3]], 2, use_hosts=False) == HostLayout(inside=[], between=[[0, 1, 2, 3]])
-
-    def test_one_rank(self) -> None:
-        assert layout([[0]], 1) == HostLayout([], [])
+@pytest.mark.parametrize(
+    ("lines", "ranks_a_host", "inside", "between"),
+    [
+        ([[0, 1, 2, 3]], 4, [[0, 1, 2, 3]], []),
+        ([[0, 1, 2, 3]], 2, [[0, 1], [2, 3]], [[0, 2], [1, 3]]),
+        ([[0, 1, 2]], 1, [], [[0, 1, 2]]),
+        ([[0, 1, 2]], 2, [], [[0, 1, 2]]),
+        ([[0]], 1, [], []),
+        # Two hosts of four ranks; neighbours share a model, so that a line has every other rank.
+        (
+            [[0, 2, 4, 6], [1, 3, 5, 7]],
+            4,
+            [[0, 2], [4, 6], [1, 3], [5, 7]],
+            [[0, 4], [2, 6], [1, 5], [3, 7]],
+        ),
+    ],
+    ids=["one host", "two hosts of two", "a rank a host", "hosts of different sizes", "one rank", "other axes"],
+)
+def test_layout(lines: list[list[int]], ranks_a_host: int, inside: list[list[int]], between: list[list[int]]) -> None:
+    assert layout(lines, ranks_a_host) == HostLayout(inside, between)
+    if len(lines) == 1 and len(lines[0]) > 1:
+        assert layout(lines, ranks_a_host, use_hosts=False) == HostLayout(inside=[], between=lines)
 
 
 @contextmanager
@@ -80,11 +88,9 @@ def fit_on_two_hosts(case: Case) -> dict[str, Any]:
 
 def test_two_hosts_of_two_train_as_one_device(world4: World) -> None:
     case = Case(trainer=TWO_HOSTS)
-    expected = fit(Case(), None, 1)["weights"]
-    results = world4.run(fit_on_two_hosts, case)
-    for result in results:
-        for name, value in expected.items():
-            torch.testing.assert_close(result["weights"][name], value, rtol=1e-9, atol=1e-12)
+    expected = fit(Case(), None, 1)
+    for result in world4.run(fit_on_two_hosts, case):
+        assert_same_weights(result, expected)
 
 
 @as_hosts()
@@ -241,13 +247,12 @@ def _refuse(*args: Any) -> None:
 
 
 def test_without_shared_memory_gradients_take_the_ring_with_one_warning(world2: World) -> None:
-    expected = fit(Case(max_epochs=1), None, 1)["weights"]
+    expected = fit(Case(max_epochs=1), None, 1)
     results = world2.run(without_shared_memory, 0)
     assert [len(messages) for _, messages in results] == [1, 0]
     assert "No space left on device" in results[0][1][0]
     for result, _ in results:
-        for name, value in expected.items():
-            torch.testing.assert_close(result["weights"][name], value, rtol=1e-9, atol=1e-12)
+        assert_same_weights(result, expected)
 
 
 def compression_on_one_host() -> list[str]:

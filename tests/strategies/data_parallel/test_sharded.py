@@ -23,9 +23,9 @@ from lightning_multigpu import ShardedStrategy
 from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.strategies import sharded
+from tests.modules import ReadsGradients, ScalesWeights, TwoOptimizers, WithBackbone
 from tests.report.shape import assert_follows_schema
 from tests.strategies import test_changing_parameters as changes
-from tests.strategies.parameter_server.test_parameter_server import Frozen, ReadsGradients, ScalesWeights, TwoOptimizers
 from tests.strategies.pipeline.test_configure_model import peak_bytes_of
 from tests.strategies.tasks import (
     Case,
@@ -139,7 +139,7 @@ class ReadsClipped(ReadsGradients):
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-        self.norms.append(self._norm())
+        self.norms.append(self.norm())
 
 
 KINDS = {
@@ -152,7 +152,7 @@ KINDS = {
     "a hook that reads clipped gradients": ReadsClipped,
     "manual optimization of two optimizers": TwoOptimizers,
     "weights that a callback changes": lambda: Classifier("adamw"),
-    "a backbone that is unfrozen": Frozen,
+    "a backbone that is unfrozen": WithBackbone,
     "stochastic weight averaging": lambda: Classifier("adamw"),
     "an average of weights": lambda: Classifier("adamw"),
 }
@@ -293,42 +293,6 @@ def test_parameters_of_two_types(world2: World) -> None:
         assert {value.dtype for value in weights.values()} == {torch.float32, torch.float64}
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-7)
-
-
-class Normalised(Classifier):
-    """Its first layer keeps statistics of the batches; it notes them in training, and before validation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.normalise = nn.BatchNorm1d(6)
-        self.means: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.normalise(x))
-
-    def _note(self) -> None:
-        assert self.normalise.running_mean is not None
-        self.means.append(self.normalise.running_mean.clone())
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self._note()
-        return super().training_step(batch, batch_idx)
-
-    def on_validation_epoch_start(self) -> None:
-        self._note()
-
-
-def means() -> list[Tensor]:
-    module, case = Normalised(), Case(max_epochs=1)
-    trainer = make_trainer(case, make_strategy("ddp_sharded"), 2)
-    trainer.fit(module, train_loader(case, trainer), eval_loader())
-    return module.means
-
-
-def test_buffers_are_those_of_rank_0(world2: World) -> None:
-    first, second = world2.run(means)
-    assert len(first) == 8
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 class Saves(Layers):
@@ -521,8 +485,7 @@ def test_the_meter_counts_what_travels(
     assert sum(result["sent"][0] for result in results) == 2 * SIZE_BYTES * (1 - halves / 4)
 
 
-@pytest.mark.parametrize("options", [{"reduce_dtype": "fp16"}, {"reduce_dtype": "bf16"}, {"broadcast_dtype": "bf16"}],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize("options", [{"reduce_dtype": "fp16"}, {"broadcast_dtype": "bf16"}], ids=str)
 def test_what_travels_in_16_bits_is_near_to_one_device(world2: World, options: dict[str, Any]) -> None:
     case = Case(optimizer="sgd", max_epochs=2, strategy=options)
     results = world2.run(rounded, case, 2)

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, Subset
 
-from tests.strategies.tasks import Case, Classifier, dataset, make_strategy, make_trainer, state
+from tests.modules import Stream
+from tests.strategies.tasks import Case, Classifier, assert_same_weights, dataset, make_strategy, make_trainer, state
 from tests.world import World, rank
-
-
-class Stream(IterableDataset[Any]):
-    """Samples without a length, as they come from a network or from a set of files."""
-
-    def __init__(self, indices: list[int]) -> None:
-        self.indices = indices
-
-    def __iter__(self) -> Iterator[Any]:
-        data = dataset(64)
-        return (data[index] for index in self.indices)
 
 
 def loader(indices: list[int], kind: str) -> Any:
@@ -66,8 +55,7 @@ def by_hand(steps: list[list[tuple[list[int], float]]]) -> dict[str, torch.Tenso
 
 def assert_weights(results: list[dict[str, Any]], expected: dict[str, torch.Tensor]) -> None:
     for result in results:
-        for name, value in expected.items():
-            torch.testing.assert_close(result["weights"][name], value, rtol=1e-9, atol=1e-11)
+        assert_same_weights(result, {"weights": expected})
 
 
 FIRST, SECOND = list(range(8)), list(range(20, 34))  # 2 full batches, and 3 full ones and one of 2 samples
@@ -79,14 +67,12 @@ def test_stop_ends_the_epoch_for_all(kind: str, world2: World) -> None:
     assert [r["steps"] for r in results] == [4, 4]
     epoch = [[(FIRST[:4], 4), (SECOND[:4], 4)], [(FIRST[4:], 4), (SECOND[4:8], 4)]]
     assert_weights(results, by_hand(epoch * 2))
-
-
-def test_stopping_early_is_said_once_by_rank_zero(world2: World) -> None:
-    first, second = world2.run(train, [FIRST, SECOND], "stream", {})
-    assert len(first["warnings"]) == 1
-    assert "rank 0 has no more training batches" in first["warnings"][0]
-    assert "uneven_inputs='join'" in first["warnings"][0]
-    assert second["warnings"] == []
+    if kind == "stream":
+        of_rank_0, of_rank_1 = (result["warnings"] for result in results)
+        assert len(of_rank_0) == 2, "once an epoch"
+        assert "rank 0 has no more training batches" in of_rank_0[0]
+        assert "uneven_inputs='join'" in of_rank_0[0]
+        assert of_rank_1 == []
 
 
 @pytest.mark.parametrize("kind", ["sized", "stream"])
@@ -141,9 +127,7 @@ def test_losses_that_are_sums_are_added(world2: World) -> None:
     indices = FIRST[:3] + SECOND[:4]
     (torch.nn.functional.cross_entropy(module(x[indices].double()), y[indices], reduction="sum") * 0.1).backward()
     optimizer.step()
-    for result in world2.run(train_sum):
-        for name, value in state(module).items():
-            torch.testing.assert_close(result[name], value, rtol=1e-9, atol=1e-11)
+    assert_weights([{"weights": result} for result in world2.run(train_sum)], state(module))
 
 
 def test_a_rank_without_any_data(world2: World) -> None:

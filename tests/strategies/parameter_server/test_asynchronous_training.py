@@ -23,11 +23,11 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_multigpu import ParameterServerStrategy
 from lightning_multigpu.engine.parameter_server.coordination import Coordination
-from tests.strategies.parameter_server.test_parameter_server import Frozen, ReadsGradients, TwoOptimizers
+from tests.modules import ReadsGradients, ScalesWeights, Stream, TwoOptimizers, WithBackbone
 from tests.strategies.tasks import (
     IS_LIGHTNING_2_5,
     NUM_CLASSES,
@@ -152,8 +152,9 @@ def slow(rank_: int, loading: dict[str, Any], **overrides: Any) -> dict[str, Any
 
 
 @ABSENT_GROUP
-@pytest.mark.parametrize("loading", [{}, {"num_workers": 1}], ids=["no workers", "a loader's worker"])
-@pytest.mark.parametrize("slow_rank", [0, 1])
+@pytest.mark.parametrize(
+    ("slow_rank", "loading"), [(1, {}), (0, {"num_workers": 1})], ids=["1-no workers", "0-a loader's worker"]
+)
 def test_each_sample_is_trained_on_once_an_epoch(world2: World, slow_rank: int, loading: dict[str, Any]) -> None:
     results = world2.run(slow, slow_rank, loading)
     assert trained_on(results) == dict.fromkeys(range(EPOCHS), EVERY)
@@ -538,10 +539,14 @@ def test_a_schedule_ends_where_it_was_planned_to_also_with_an_update_more(world2
     assert results[0]["rate"] == pytest.approx(end_of_cycle(EPOCHS * NUM_BATCHES))
 
 
+def own_stream() -> Stream:
+    return Stream(range(rank(), SAMPLES, 2), SAMPLES)
+
+
 def own_batches(kind: str) -> dict[str, Any]:
     module = OneCycle()
     trainer = make_trainer(Case(max_epochs=2), make_strategy("async_ps"), 2, **OWN_BATCHES[kind][0])
-    data = Stream() if kind == "stream" else dataset(SAMPLES)
+    data = own_stream() if kind == "stream" else dataset(SAMPLES)
     trainer.fit(module, DataLoader(data, batch_size=BATCH))
     return {"steps": trainer.global_step, "rate": trainer.optimizers[0].param_groups[0]["lr"]}
 
@@ -579,7 +584,7 @@ def losses(kind: str) -> tuple[float, float]:
     torch.manual_seed(4)
     callbacks: list[Callback] = []
     if kind == "a backbone that is unfrozen":
-        module: Any = Frozen()
+        module: Any = WithBackbone()
         callbacks = [BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=0.05)]
     else:
         module = {"hooks that read gradients": ReadsGradients, "manual optimization": TwoOptimizers}[kind]()
@@ -610,14 +615,8 @@ def test_unmodified_modules(world2: World, kind: str) -> None:
         assert after < 0.8 * before
 
 
-class Scales(Callback):
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
-        for parameter in module.parameters():
-            parameter.data.mul_(0.9)
-
-
 def scales() -> None:
-    fit(callbacks=[Scales()])
+    fit(callbacks=[ScalesWeights()])
 
 
 @ABSENT_GROUP
@@ -639,18 +638,10 @@ def test_several_training_loaders_are_refused(world2: World) -> None:
     world2.run_raising(ValueError, "there are several training loaders", pairs)
 
 
-class Stream(IterableDataset[Any]):
-    """What the user has divided by rank."""
-
-    def __iter__(self) -> Any:
-        data = dataset(SAMPLES)
-        return iter([data[index] for index in range(rank(), SAMPLES, 2)])
-
-
 def streams() -> dict[str, Any]:
     module = Seen()
     trainer = make_trainer(Case(max_epochs=2), make_strategy("async_ps"), 2)
-    trainer.fit(module, DataLoader(Stream(), batch_size=BATCH), eval_loader())
+    trainer.fit(module, DataLoader(own_stream(), batch_size=BATCH), eval_loader())
     return {"samples": module.samples, "validated": len(module.versions)}
 
 

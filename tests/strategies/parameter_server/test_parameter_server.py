@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_multigpu import CPUParameterServerStrategy, ParameterServerStrategy
 from lightning_multigpu.callbacks import CommunicationMonitor, RunReport, ThroughputMonitor
+from tests.modules import Normalised, ReadsGradients, ScalesWeights, TwoOptimizers, WithBackbone
 from tests.report.shape import assert_follows_schema
 from tests.strategies.tasks import (
     Case,
@@ -45,99 +47,33 @@ def fit(module: L.LightningModule, name: str | None, case: Case = CASE, **option
     return trainer
 
 
-class ReadsGradients(Classifier):
-    """Its hooks read gradients, and it clips by itself."""
-
-    def __init__(self) -> None:
-        super().__init__("adamw")
-        self.norms: list[float] = []
-
-    def _norm(self) -> float:
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        return float(torch.linalg.vector_norm(torch.cat([gradient.reshape(-1) for gradient in gradients])))
-
-    def on_after_backward(self) -> None:
-        self.norms.append(self._norm())
-
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        for parameter in self.parameters():
-            assert parameter.grad is not None
-            parameter.grad.mul_(0.1 / (self._norm() + 1.0))
-        self.norms.append(self._norm())
-
-
-class TwoOptimizers(L.LightningModule):
-    """Manual optimization of a pair that trains in turns, with accumulated gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        torch.manual_seed(4)
-        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        for optimizer in self.optimizers():  # type: ignore[union-attr]
-            self.toggle_optimizer(optimizer)
-            self.manual_backward(nn.functional.cross_entropy(self.second(torch.tanh(self.first(x))), y) / 2)
-            if batch_idx % 2:
-                self.clip_gradients(optimizer, 0.2, "norm")
-                optimizer.step()
-                optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.Adam(self.first.parameters(), lr=0.1), torch.optim.SGD(self.second.parameters(), lr=0.3)]
-
-
-class ScalesWeights(Callback):
-    """It changes weights in place, as every rank of stock DDP would for itself."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
-        for parameter in module.parameters():
-            parameter.data.mul_(0.9)
-
-
-class Frozen(L.LightningModule):
-    """A backbone that is unfrozen in the second epoch, as a further group of the optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.backbone, self.head = nn.Linear(6, 5), nn.Linear(5, 3)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return nn.functional.cross_entropy(self.head(torch.tanh(self.backbone(x))), y)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.1)
-
-
 def trained(kind: str, name: str | None) -> dict[str, Any]:
     callbacks: list[Callback] = []
     if kind == "weights that a callback changes":
         module: L.LightningModule = Classifier("adamw")
         callbacks = [ScalesWeights()]
     elif kind == "a backbone that is unfrozen":
-        module = Frozen()
+        module = WithBackbone()
         callbacks = [BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=0.05)]
     else:
         module = {"hooks that read gradients": ReadsGradients, "manual optimization": TwoOptimizers}[kind]()
-    trainer = fit(module, name, Case(max_epochs=3), callbacks=callbacks)
+    options = {"find_unused_parameters": True} if name == "ring_ddp" else {}
+    trainer = fit(module, name, Case(max_epochs=3, strategy=options), callbacks=callbacks)
     norms = getattr(module, "norms", [])
     return {"weights": state(module), "norms": norms, "steps": trainer.global_step}
 
 
+trained_on_one_device = functools.cache(functools.partial(trained, name=None))
 MODULES = ["hooks that read gradients", "manual optimization", "weights that a callback changes",
            "a backbone that is unfrozen"]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")
-@both
+@pytest.mark.parametrize("name", ["ring_ddp", "cpu_ps", "sync_ps"])
 @pytest.mark.parametrize("kind", MODULES)
 def test_unmodified_modules(world2: World, kind: str, name: str) -> None:
-    reference = trained(kind, None)
+    """test_sharded.py has these and more; ring_ddp is here since it averages gradients in hooks of its own."""
+    reference = trained_on_one_device(kind)
     for result in world2.run(trained, kind, name):
         assert_same_weights(result, reference)
         assert result["norms"] == pytest.approx(reference["norms"], rel=1e-9)
@@ -260,15 +196,6 @@ def test_the_whole_state_is_there_after_the_fit(world2: World, tmp_path: Path, n
     for number, values in wanted["state"].items():
         for name, value in values.items():
             torch.testing.assert_close(found["state"][number][name], value, rtol=1e-9, atol=1e-12)
-
-
-class Normalised(Classifier):
-    def __init__(self) -> None:
-        super().__init__("sgd")
-        self.normalise = nn.BatchNorm1d(6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.normalise(x))
 
 
 def statistics(name: str) -> tuple[Tensor, Tensor, int]:

@@ -64,7 +64,7 @@ def under(case: Case, **options: Any) -> Case:
     return Case(**{**vars(case), "strategy": options})
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2), (2, 2, 1), (1, 1, 4), (4, 1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2), (2, 2, 1), (4, 1, 1)], ids=str)
 def test_trains_as_one_device(world4: World, shape: tuple[int, int, int]) -> None:
     case = Case(optimizer="adamw", trainer=CLIPPED, validate=True, max_epochs=1)
     reference: Any = fit(case, None, 1)
@@ -147,11 +147,10 @@ def assert_close(weights: dict[str, Tensor], reference: dict[str, Tensor], rtol:
         torch.testing.assert_close(weights[name], value, rtol=rtol, atol=max(1e-8, rtol / 100))
 
 
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_models_of_hugging_face(world4: World, model: str) -> None:
-    reference = train(model, 1)
-    for result in world4.run(train, model, 4):
-        assert_close(result["weights"], reference["weights"], RTOL[model])
+def test_a_model_of_hugging_face(world4: World) -> None:
+    reference = train("gpt2", 1)
+    for result in world4.run(train, "gpt2", 4):
+        assert_close(result["weights"], reference["weights"], RTOL["gpt2"])
 
 
 def test_a_plan_by_hand(world4: World) -> None:

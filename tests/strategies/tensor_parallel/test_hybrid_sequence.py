@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import lightning as L
@@ -17,7 +16,7 @@ from lightning_multigpu.engine.tensor_split.parts import local
 from lightning_multigpu.planning.split_plan import SplitPlan
 from tests.strategies.tasks import Case, data_ranks, make_trainer, state
 from tests.strategies.tensor_parallel.test_hybrid import assert_close, hybrid, sizes
-from tests.strategies.tensor_parallel.test_tensor_split import VOCABULARY, Attention, Block, Gated, Language, Positioned
+from tests.strategies.tensor_parallel.test_tensor_split import VOCABULARY, Attention, Block, Gated, Language
 from tests.world import World
 
 LENGTH = 5
@@ -27,14 +26,13 @@ class Sequences(L.LightningModule):
     """Four blocks with norms, on sequences that two ranks cannot halve.
 
     Args:
-        mixes: the mean of all tokens is added in each.
         nested: two and two of them are lists of their own.
     """
 
-    def __init__(self, *, mixes: bool = False, nested: bool = False) -> None:
+    def __init__(self, *, nested: bool = False) -> None:
         super().__init__()
         torch.manual_seed(3)
-        blocks = (Positioned(mixes=True) if mixes else Block(Attention(), Gated(fused=True)) for _ in range(4))
+        blocks = (Block(Attention(), Gated(fused=True)) for _ in range(4))
         lists = (nn.Sequential(next(blocks), next(blocks)) for _ in range(2))
         self.model = Language(*(lists if nested else blocks))
 
@@ -62,8 +60,8 @@ class Sequences(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def train(ranks: int, *, module: dict[str, bool] | None = None, **options: Any) -> dict[str, Any]:
-    task, plans, lengths = Sequences(**(module or {})), list[SplitPlan](), list[int]()
+def train(ranks: int, *, nested: bool = False, **options: Any) -> dict[str, Any]:
+    task, plans, lengths = Sequences(nested=nested), list[SplitPlan](), list[int]()
     third: Any = task.model.blocks[-2]
     third.register_forward_pre_hook(
         lambda layer, args: lengths.append(local(args[0]).shape[1]) if layer.training else None
@@ -113,9 +111,9 @@ def test_trains_as_one_device(world4: World, layout: str) -> None:
 
 def test_lists_beside_the_layers_of_the_pipeline(world4: World) -> None:
     """The outer list would split activations before the first stage, and gather them behind the last one."""
-    reference = train(1, module={"nested": True})
+    reference = train(1, nested=True)
     options = {"tensor": {"sequence_split": True}, "pipeline": {"module": "model.blocks.0"}}
-    for result in world4.run(train, 4, module={"nested": True}, **options):
+    for result in world4.run(train, 4, nested=True, **options):
         outer, *inner = result["notes"]
         assert "model.blocks stay whole (the layers of the pipeline, model.blocks.0, are inside of one of its" in outer
         assert [note.split()[5] for note in inner] == ["model.blocks.0", "model.blocks.1"]
@@ -142,21 +140,3 @@ def test_dropout_between_blocks_differs_between_ranks_and_is_drawn_again(world4:
     assert not torch.equal(first[:, :2], second)
     for result, again in zip(results, world4.run(dropped, True), strict=True):
         assert_close(again["weights"], result["weights"], 1e-9)
-
-
-def kept_whole() -> tuple[dict[str, Any], list[str]]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        options = {"tensor": {"sequence_split": True}, "pipeline": {"num_micro_batches": 1}}
-        result = train(4, module={"mixes": True}, **options)
-    return result, [str(each.message) for each in found if "sequence_split" in str(each.message)]
-
-
-def test_activations_stay_whole_where_tokens_are_mixed(world4: World) -> None:
-    reference = train(1, module={"mixes": True})
-    results = world4.run(kept_whole)
-    for result, _ in results:
-        (note,) = result["notes"]
-        assert note.startswith("activations between the blocks of model.blocks stay whole (mean needs the outputs")
-        assert_close(result["weights"], reference["weights"], 1e-9)
-    assert results[0][1][0].startswith("sequence_split=True does nothing: activations between")

@@ -92,9 +92,13 @@ def train(options: dict[str, Any], dropout: float = 0.0, fault: Fault | None = N
     return list(MODES), state(module), "\n".join(map(str, lines))
 
 
-@pytest.mark.parametrize("options", [{}, HYBRID], ids=["tensor_split", "hybrid"])
-@pytest.mark.parametrize("fault", [scaled_in_forward, skipped_in_backward, one_rank_alone])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+FAULTS = (scaled_in_forward, skipped_in_backward, one_rank_alone)
+
+
+@pytest.mark.parametrize(
+    ("fault", "dropout", "options"),
+    [*((fault, dropout, {}) for fault in FAULTS for dropout in (0.0, 0.5)), (skipped_in_backward, 0.0, HYBRID)],
+)
 def test_a_fault_of_split_layers_ends_the_run(
     fault: Fault, dropout: float, options: dict[str, Any], world2: World
 ) -> None:
