@@ -148,9 +148,6 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if name in commands:
         return commands[name].run(rest)
     known = ", ".join(commands)
-    if name in ("pipeline", "tensor"):
-        now = "--blocks" if name == "tensor" else "--strategies pipeline_1f1b --micro-batches 1 2 4 8"
-        raise UsageError(f"'{name} plan' is now '{PROGRAM} plan {now}'")
     if not name:
         raise UsageError(f"a command is needed, one of {known}; {PROGRAM} --help describes them")
     if name.startswith("-"):

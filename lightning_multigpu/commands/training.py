@@ -20,9 +20,8 @@ from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from lightning_multigpu.commands import resume
+from lightning_multigpu.commands.class_settings import explained
 from lightning_multigpu.commands.early_checks import check_checkpoint
-from lightning_multigpu.commands.settings.trainer_settings import check_trainer_settings, path_of_strategy_class
-from lightning_multigpu.commands.settings.wrong_key import explained
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.registry import STRATEGIES
 
@@ -154,10 +153,11 @@ class TrainingCLI(LightningCLI):
         try:
             self.config = parser.parse_args(args)
             strategy = self.config[self.config.subcommand].trainer.strategy
-            if isinstance(strategy, str) and (path := path_of_strategy_class(strategy)) is not None:
+            classes = {row.class_path.rpartition(".")[2]: row.class_path for row in STRATEGIES}
+            if isinstance(strategy, str) and (path := classes.get(strategy.rpartition(".")[2])):
                 self.config = parser.parse_args([*args, f"--trainer.strategy.class_path={path}"])
         except ArgumentError as error:
-            raise explained(error.message, args[1:]) from error
+            raise UsageError(explained(error.message)) from error
         settings = self.config[self.config.subcommand]
         if resume.OPTION in settings:
             raise UsageError("resume is an option of the command line, and no setting of a configuration file")
@@ -167,7 +167,6 @@ class TrainingCLI(LightningCLI):
                 f"num_nodes={settings.trainer.num_nodes}, and there are {hosts} hosts (PL_TRAINER_NUM_NODES, which "
                 f"'{PROGRAM} emulate' sets); pass --trainer.num_nodes={hosts}, or leave num_nodes out"
             )
-        check_trainer_settings(settings.trainer)
         check_checkpoint(settings.ckpt_path)
         if self._resumption is not None:
             self._resumption.check(self._settings())

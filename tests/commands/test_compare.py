@@ -47,7 +47,7 @@ def test_a_row_for_each_strategy_that_trains(
         ([f"--config={CONFIG}"], "required: --strategies"),
         (
             [f"--config={CONFIG}", "--strategies=auto,ring_dpp"],
-            "'ring_dpp' is unknown. Did you mean 'ring_ddp'?",
+            "'ring_dpp': there is no such strategy. Did you mean 'ring_ddp'?",
         ),
         ([f"--config={CONFIG}", "--strategies=auto", "--trainer.max_epoch=1"], "max_epoch"),
     ],

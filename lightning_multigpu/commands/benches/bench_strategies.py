@@ -56,9 +56,9 @@ from lightning_multigpu.commands.benches.bench_options import (
     started,
     write_json,
 )
+from lightning_multigpu.commands.early_checks import check_strategy
 from lightning_multigpu.commands.option_parser import OptionParser, number, strategies_of
-from lightning_multigpu.commands.settings.sources import load
-from lightning_multigpu.commands.settings.spelling import ClassNotFoundError, check_class, check_strategy
+from lightning_multigpu.commands.settings import load
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 
 if TYPE_CHECKING:
@@ -135,17 +135,10 @@ def _check_names(options: argparse.Namespace) -> None:
         raise UsageError("--config has a model and its data: leave --model and --data out, or it")
     for strategy in options.strategies:
         check_strategy(strategy.partition(":")[0])
-    for option, path in (("model", options.model), ("data", options.data)):
-        if path is None or (option == "model" and path in MODEL_NAMES):
-            continue
-        if option == "model" and "." not in path:
-            raise UsageError(
-                f"--model={path}: pass one of {', '.join(MODEL_NAMES)}, or the class of yours as package.Class"
-            )
-        try:
-            check_class(path)
-        except ClassNotFoundError as error:
-            raise UsageError(f"--{option}={path}: {error}") from error
+    if options.model is not None and options.model not in MODEL_NAMES and "." not in options.model:
+        raise UsageError(
+            f"--model={options.model}: pass one of {', '.join(MODEL_NAMES)}, or the class of yours as package.Class"
+        )
 
 
 def _subject(options: argparse.Namespace) -> Subject:
