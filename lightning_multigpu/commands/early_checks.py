@@ -102,10 +102,9 @@ def _check_key(file: str | None, path: str, known: Sequence[str]) -> None:
         return
     dashes = "--" if file is None else ""
     by_last_word = {name.rpartition(".")[2]: name for name in known}
-    near = words[0] if words[0] in sections else nearest(words[0], sections)
-    if near is None or near == words[0]:
-        last = nearest(words[-1], by_last_word)
-        near = None if last is None else by_last_word[last]
+    near = None if words[0] in sections else nearest(words[0], sections)
+    if near is None and (last := nearest(words[-1], by_last_word)) is not None:
+        near = by_last_word[last]
     here = [name for name in known if name.startswith(f"{words[0]}.")] or sections
     hint = f"Did you mean '{dashes}{near}'?" if near else f"Known: {', '.join(sorted(here))}"
     raise UsageError(f"{file + ': ' if file else ''}{dashes}{path} is not a setting. {hint}")

@@ -226,7 +226,7 @@ def test_a_users_own_model_and_data_could_not_be_measured(tmp_path: Path, capsys
     document = bench(tmp_path, f"--config={config}", "--strategies", "ring_ddp", f"--plot={picture}")
     assert [row["status"] for row in document["results"]] == ["ok", "ok"]
     assert (document["settings"]["model"], document["settings"]["parameters"]) == ("OwnModel", 6)
-    assert "--config=mine.yaml" in document["command"]
+    assert f"--config={config}" in document["command"]
     assert picture.read_bytes().startswith(b"\x89PNG")
     captured = capsys.readouterr()
     assert f"# written to {tmp_path / 'results.json'}" in captured.out

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
-import socket
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 from lightning_multigpu.bench.collectives import implementations
 from lightning_multigpu.bench.jobs.host_agents import HostAgents
 from lightning_multigpu.bench.jobs.placement import placement
-from lightning_multigpu.bench.machine import header, header_lines, without_places
+from lightning_multigpu.bench.machine import header, header_lines
 from lightning_multigpu.bench.strategies.models import MODELS
 from lightning_multigpu.cli import main
 from lightning_multigpu.commands.benches.bench_strategies import MODEL_NAMES
@@ -49,7 +47,6 @@ def _starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ("collectives --num-nodes 2", "--num-nodes=2: run the same command on each host"),
         ("collectives --json no/such/file.json", "--json=no/such/file.json: there is no directory no/such"),
         ("collectives --plot picture.doc", "--plot=picture.doc: a picture's name ends in one of png, svg, pdf"),
-        ("collectives --support --plot picture.png", "--plot draws times, and --support takes none"),
         ("strategies --strategies ring_dpd", "Did you mean 'ring_ddp'?"),
         ("strategies --strategies ddp ring_ddp:buckets=1", "RingDDPStrategy has no option 'buckets'"),
         ("strategies --baseline fsdp", "--baseline=fsdp is not among --strategies ddp ring_ddp; add it there"),
@@ -143,7 +140,7 @@ class TestHeader:
         placement(2, environment={}),
         threads=3,
         device_type="cpu",
-        command=["bench", "collectives", "--json", "/home/me/a.json", "--plot=../b.png", "--operations", "all reduce"],
+        command=["bench", "collectives", "--json", "a.json", "--plot=b.png", "--operations", "all reduce"],
     )
 
     def test_tells_what_the_figures_cannot_be_read_without(self) -> None:
@@ -154,27 +151,7 @@ class TestHeader:
             assert part in text
         assert all(line.startswith("# ") for line in text.splitlines())
 
-    def test_command_can_be_repeated_and_has_no_directories(self) -> None:
+    def test_command_can_be_repeated(self) -> None:
         assert self.HEADER["command"] == (
             "lightning-multigpu bench collectives --json a.json --plot=b.png --operations 'all reduce'"
         )
-
-    def test_has_no_host_name(self) -> None:
-        assert not re.search(rf"\b{re.escape(socket.gethostname())}\b", json.dumps(self.HEADER))
-
-
-@pytest.mark.parametrize(
-    ("message", "shown"),
-    [
-        (
-            "[/pytorch/gloo/transport/pair.cc:553] closed by peer [127.0.0.1]:4567",
-            "[pair.cc:553] closed by peer <address>",
-        ),
-        (f"no route to {socket.gethostname()}: /home/me/x", "no route to <host>: x"),
-        ("\n  first line\nsecond", "first line"),
-        ("2(N-1)/N of it, and/or none", "2(N-1)/N of it, and/or none"),
-        ("", ""),
-    ],
-)
-def test_messages_without_places(message: str, shown: str) -> None:
-    assert without_places(message) == shown

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 from lightning_multigpu.bench.collectives.collective_run import CRASHED, FAILED, OK, TIMED_OUT
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
-from lightning_multigpu.bench.machine import without_places
 from lightning_multigpu.bench.spread import Spread
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, Contender
 from lightning_multigpu.bench.strategies.models import Subject
@@ -160,7 +159,7 @@ class StrategyRun:
         except JobError as error:
             self._job = None
             status = {"late": TIMED_OUT, "died": CRASHED, "raised": FAILED}[error.kind]
-            self._out = status, without_places(str(error))
+            self._out = status, str(error).partition("\n")[0]
             return
         if counts:
             self._seconds = self._seconds or [[] for _ in self._taken]

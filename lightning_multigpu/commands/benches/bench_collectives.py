@@ -32,13 +32,6 @@ not. ::
       ]
     }
 
-With ``--support`` there is, in place of ``results``, ::
-
-      "support": [{"implementation": str, "device": "cpu" or "cuda", "operation": str, "supported": bool,
-                   "status": as above, or "wrong", "not built", "no GPU", "reason": str or null}]
-
-and ``settings`` has ``timeout_s`` only.
-
 Functions import what needs torch, so that ``--help`` and a refusal do without.
 """
 
@@ -54,8 +47,8 @@ import psutil
 from lightning_multigpu.bench.collectives import implementations as table_of_implementations
 from lightning_multigpu.bench.collectives.implementations import Implementation
 from lightning_multigpu.bench.collectives.operations import BY_NAME, Operation
-from lightning_multigpu.bench.collectives.plot import draw
 from lightning_multigpu.bench.jobs.placement import Placement, placement
+from lightning_multigpu.bench.plots import draw_collectives
 from lightning_multigpu.bench.sizes import geometric_sizes, size_bytes, size_text
 from lightning_multigpu.commands.benches.bench_options import (
     add_common_options,
@@ -94,12 +87,12 @@ def run(name: str, arguments: Sequence[str]) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     with started(place, options, [*name.split(), *arguments]) as (hosts, head):
-        return (_support if options.support else _table)(hosts, head, plan, options)
+        return _table(hosts, head, plan, options)
 
 
 def _table(hosts: HostAgents, head: dict[str, Any], plan: CollectivePlan, options: argparse.Namespace) -> int:
     from lightning_multigpu.bench.collectives.collective_run import measure
-    from lightning_multigpu.bench.collectives.collective_table import CollectivesTable, document
+    from lightning_multigpu.bench.collectives.collective_table import CollectivesTable
 
     world_size = hosts.placement.world_size
     table = CollectivesTable(world_size=world_size, dtype=plan.dtype, link_gbit=options.link_gbit)
@@ -116,22 +109,11 @@ def _table(hosts: HostAgents, head: dict[str, Any], plan: CollectivePlan, option
         "timeout_s": plan.timeout_s,
         "link_gbit": options.link_gbit,
     }
-    write_json(options.json, document(head, settings, "results", [table.as_json(result) for result in results]))
+    write_json(options.json, head, settings, [table.as_json(result) for result in results])
     if options.plot is not None:
-        draw(results, options.plot, world_size=world_size, link_gbit=options.link_gbit)
+        draw_collectives(results, options.plot)
         print(f"# drawn into {options.plot}", flush=True)
     return int(any(result.wrong for result in results))
-
-
-def _support(hosts: HostAgents, head: dict[str, Any], plan: CollectivePlan, options: argparse.Namespace) -> int:
-    from lightning_multigpu.bench.collectives import support
-    from lightning_multigpu.bench.collectives.collective_table import document
-
-    cells = list(support.try_all(hosts, plan.implementations, plan.operations, timeout_s=plan.timeout_s))
-    print("\n".join(support.lines(cells)), flush=True)
-    settings = {"timeout_s": plan.timeout_s}
-    write_json(options.json, document(head, settings, "support", [support.as_json(cell) for cell in cells]))
-    return int(any(cell.status == support.WRONG for cell in cells))
 
 
 def _operations(options: argparse.Namespace) -> list[Operation]:
@@ -142,8 +124,6 @@ def _operations(options: argparse.Namespace) -> list[Operation]:
 def _implementations(options: argparse.Namespace) -> list[Implementation]:
     rows = {row.name: row for row in table_of_implementations.IMPLEMENTATIONS}
     names = names_of("backends", options.backends, rows)
-    if options.support:
-        return [rows[name] for name in names] or list(rows.values())
     for name in names:
         if not rows[name].is_built:
             built = ", ".join(row.name for row in rows.values() if row.is_built)
@@ -176,14 +156,12 @@ def _plan(
 def _check(options: argparse.Namespace, place: Placement) -> None:
     if place.world_size < 2:
         raise UsageError("--devices=1: a collective needs 2 ranks or more; pass --devices=2")
-    if options.support and options.plot is not None:
-        raise UsageError("--plot draws times, and --support takes none; leave one of them out")
     check_outputs(options)
     check_device(options)
 
 
 def _check_memory(options: argparse.Namespace, plan: CollectivePlan, place: Placement) -> None:
-    if options.device == "cpu" and not options.support:
+    if options.device == "cpu":
         jobs = len(plan.implementations) * place.devices
         needed, free = _TENSORS_A_RANK * plan.sizes[-1] * jobs, psutil.virtual_memory().available
         if needed > free:
@@ -216,7 +194,6 @@ def _parser(name: str) -> OptionParser:
     add("--dtype", choices=DTYPES, default="float32", help="of the tensors (default: float32)")
     add_common_options(parser, timed="calls", timeout_s=60.0)
     add("--link-gbit", type=number(float, 0, above=True), metavar="N", help="theoretical Gbit/s: shows the share of it")
-    add("--support", action="store_true", help="print which back end offers what, found by trying, and no times")
     add("--plot", type=Path, metavar="PATH", help="draw them there: a png, svg or pdf (needs the extra 'plot')")
     return parser
 

@@ -49,6 +49,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lightning_multigpu.bench.jobs.placement import placement
+from lightning_multigpu.bench.plots import draw_strategies
 from lightning_multigpu.commands.benches.bench_options import (
     add_common_options,
     check_device,
@@ -91,7 +92,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     from lightning_multigpu.bench.strategies.strategy_run import measure
-    from lightning_multigpu.bench.strategies.strategy_table import SCHEMA_VERSION, StrategiesTable
+    from lightning_multigpu.bench.strategies.strategy_table import StrategiesTable
 
     progress = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
     with started(place, options, [*name.split(), *arguments]) as (hosts, head), progress:
@@ -119,12 +120,9 @@ def run(name: str, arguments: Sequence[str]) -> int:
         "# samples: of all ranks; under async_ps a step is one rank's own, and an update: compare samples, not steps"
     )
     print("\n".join(table.lines()), flush=True)
-    document = {"schema_version": SCHEMA_VERSION, **head, "settings": settings, "results": table.as_json()}
-    write_json(options.json, document)
+    write_json(options.json, head, settings, table.as_json())
     if options.plot is not None:
-        from lightning_multigpu.bench.strategies.strategy_plot import draw
-
-        draw(results, options.plot)
+        draw_strategies(results, options.plot)
         print(f"# drawn into {options.plot}", flush=True)
     return status
 
