@@ -128,12 +128,12 @@ class TestFrame:
     @pytest.mark.parametrize("command", [command.name for command in COMMANDS])
     def test_help_of_each_command(self, command: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:
-            main([command, "--help"])
+            main([*command.split(), "--help"])
         assert ended.value.code == 0
         assert command in capsys.readouterr().out
 
     def test_no_command(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert error_of(capsys).startswith("lightning-multigpu: error: a command is needed, one of new, fit, ")
+        assert error_of(capsys).startswith("lightning-multigpu: error: the command comes first, one of new, fit, ")
 
     def test_unknown_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         message = error_of(capsys, "strategis")
@@ -141,7 +141,7 @@ class TestFrame:
         assert message.endswith("Did you mean 'strategies'?")
 
     def test_options_before_the_command(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "'--config' comes before the command" in error_of(capsys, "--config", "run.yaml", "fit")
+        assert "the command comes first, one of" in error_of(capsys, "--config", "run.yaml", "fit")
 
     def test_only_one_rank_of_a_host_reports(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
