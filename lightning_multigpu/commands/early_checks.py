@@ -93,8 +93,8 @@ def _check_key(file: str | None, path: str, known: Sequence[str]) -> None:
     """Checks a dotted name, but for the arguments of a class."""
     found = _CLASS_SETTING.match(path)
     if file is not None and found is not None and found[1] not in _CLASS_KEYS:
-        near = nearest(found[1], _CLASS_KEYS) or f"init_args.{found[1]}"
-        raise UsageError(f"{file}: {path} is not a setting. Did you mean {near!r}?")
+        right = nearest(found[1], _CLASS_KEYS) or f"init_args.{found[1]}"
+        raise UsageError(f"{file}: {path} is not a setting. Did you mean {right!r}?")
     words = path.partition("[")[0].split(".")
     names = {".".join(words[:end]) for end in range(1, len(words) + 1)}
     sections = {name.split(".")[0] for name in known}

@@ -25,23 +25,9 @@ class StrategiesTable:
 
     def lines(self) -> list[str]:
         """The table; times in ms, sizes in MB."""
-        rows = [
-            (
-                "# strategy",
-                "step",
-                "25 %",
-                "75 %",
-                "ratio",
-                "cost",
-                "ratio",
-                "metered",
-                "hidden",
-                "exposed",
-                "sent",
-                "samples",
-            ),
-            ("#", "(ms)", "(ms)", "(ms)", "", "(ms)", "", "(ms)", "(ms)", "(ms)", "(MB)", "(1/s)"),
-        ]
+        names = ["# strategy", "step", "25 %", "75 %", "ratio", "cost", "ratio", "metered", "hidden", "exposed", "sent"]
+        units = ["#", "(ms)", "(ms)", "(ms)", "", "(ms)", "", "(ms)", "(ms)", "(ms)", "(MB)"]
+        rows = [[*names, "samples"], [*units, "(1/s)"]]
         failures = []
         for result in self._results:
             if result.step_s is None:
@@ -54,7 +40,7 @@ class StrategiesTable:
                 *(metered.get(name) for name in ("total_ms", "hidden_ms", "exposed_ms")),
                 *(_scaled(metered.get("sent_bytes"), 1e-6), result.samples_per_s),
             ]
-            rows.append((f"  {result.label}", *("-" if each is None else f"{each:.2f}" for each in figures)))
+            rows.append([f"  {result.label}", *("-" if each is None else f"{each:.2f}" for each in figures)])
         return [*columns(rows, "left", "right"), *failures]
 
     def as_json(self) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ class OperatorTrace:
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
-        self.most: list[tuple[Any, ...]] = []
+        self.most: list[tuple[str, float, float, float]] = []
         self.events: list[tuple[str, int, float, float]] = []
         self.launches: LaunchQueue | None = None
         self._now = now
@@ -103,7 +103,7 @@ class OperatorTrace:
                 of_operators[around[-1][0]][1] -= seconds
             around.append((event["name"], start_s + seconds))
         self.events = sorted(self.events, key=lambda event: event[2] - event[3])[:_MOST_EVENTS]
-        operators = [(name, *figures) for name, figures in of_operators.items()]
+        operators = [(name, calls, cpu_s, gpu_s) for name, (calls, cpu_s, gpu_s) in of_operators.items()]
         self.most = sorted(operators, key=lambda operator: -max(operator[2:]))[:count]
         self.launches = _launches(written)
 
