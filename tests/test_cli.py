@@ -498,15 +498,6 @@ class TestProcesses:
         )
         assert "Traceback" not in refused.stderr
 
-    def test_the_message_of_a_refusal_stands_alone(self, project: Path) -> None:
-        """ "Seed set to 0" stood before the one line that mattered."""
-        command = [sys.executable, "-m", "lightning_multigpu"]
-        refused = self.run(command, "fit", *RING, "--trainer.strategy.bucket_cap_mb=-1")
-        assert refused.returncode == 2
-        assert refused.stderr.splitlines() == [
-            "lightning-multigpu fit: error: bucket_cap_mb=-1.0 is out of range; pass a number above 0"
-        ]
-
 
 @pytest.mark.parametrize("command", [[sys.executable, "-m", "lightning_multigpu"], COMMAND], ids=["module", "path"])
 def test_files_of_the_working_folder_come_last(command: Sequence[str], tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from argparse import SUPPRESS, ArgumentError
@@ -114,7 +113,6 @@ class TrainingCLI(LightningCLI):
         self._wanted = wanted
         names = ", ".join(row.name for row in STRATEGIES)
         self._command = arguments[0]
-        self._seed_lines: list[logging.LogRecord] = []
         described = f"Strategies of this pack: {names}; '{PROGRAM} strategies' describes them. Else as LightningCLI."
         super().__init__(
             args=list(arguments),
@@ -172,21 +170,6 @@ class TrainingCLI(LightningCLI):
             self._resumption.check(self._settings())
             resume.check_epochs(self._resumption.file, settings.trainer.max_epochs)
 
-    @override
-    def _set_seed(self) -> None:
-        """Sets the seed, and keeps the line that says so until all settings are known to be right."""
-
-        def keep(line: logging.LogRecord) -> bool:
-            self._seed_lines.append(line)
-            return False
-
-        log = logging.getLogger("lightning.fabric.utilities.seed")
-        log.addFilter(keep)
-        try:
-            super()._set_seed()
-        finally:
-            log.removeFilter(keep)
-
     def _settings(self) -> dict[str, Any]:
         """The settings as they are saved beside the logs."""
         name = self.config.subcommand
@@ -229,8 +212,6 @@ class TrainingCLI(LightningCLI):
             if found is not None:
                 for config in (self.config, self.config_init):
                     config[self.config.subcommand].ckpt_path = found.path
-        for line in self._seed_lines:
-            logging.getLogger(line.name).handle(line)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
