@@ -490,9 +490,7 @@ def _graphs() -> dict[str, Tensor]:
 
 
 _hf = _of_transformers
-_OWN_SAMPLES = (
-    "the loss compares the samples of a device's part of the batch only; check_loss=True of ring_ddp refuses it"
-)
+_OWN_SAMPLES = "the loss compares the samples of a device's part of the batch only; verify_steps=1 refuses it"
 _STATISTICS = "BatchNorm's statistics are those of a device's part or of a micro-batch"
 
 STRANGERS: tuple[Stranger, ...] = (

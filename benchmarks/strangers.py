@@ -1,6 +1,7 @@
-"""Which modules train as on one device, which are refused, and why: the table of the page "Does my model run?".
+"""Which modules train as on one device, which are refused, and why: the table behind the page "Does my model run?".
 
-    python -m benchmarks.strangers [--only NAME ...] [--strategies NAME ...] [--page docs/does_my_model_run.md]
+    python -m benchmarks.strangers [--only NAME ...] [--strategies NAME ...]
+        [--page benchmarks/results/strange_modules.md]
 
 Each module of :mod:`benchmarks.strange_modules` is trained for six batches of four samples in 64-true precision, by
 SGD: on one device, then by two ranks of this host (under dp: two replicas in one process) under each strategy, on the

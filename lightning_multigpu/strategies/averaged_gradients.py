@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -20,11 +19,7 @@ from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
 from lightning_multigpu.engine.data_parallel.gradient_transport import AUTO, GradientTransport, compressor_of, pieces_of
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters
-from lightning_multigpu.engine.gradient_check import GradientCheck, Verdict
-from lightning_multigpu.engine.micro_batches import cloned
-from lightning_multigpu.engine.step_state import seed_of, set_random_state
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, unlogged_loss, without_trace
 
 if TYPE_CHECKING:
     from lightning_multigpu.job.run_context import RunContext
@@ -36,7 +31,7 @@ CHECKPOINT_KEY = "lightning_multigpu"
 _NCCL_ALGORITHM = "NCCL_ALGO"
 _OF_LIGHTNING = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 _OF_TORCH = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
-_SWITCHES = (*_OF_TORCH, "broadcast_buffers", "compress_inside_hosts", "shared_memory", "check_loss")
+_SWITCHES = (*_OF_TORCH, "broadcast_buffers", "compress_inside_hosts", "shared_memory")
 
 
 class AveragedGradients:
@@ -48,7 +43,7 @@ class AveragedGradients:
     Args:
         strategy: whose module is trained.
         options: those of :class:`RingDDPStrategy`, all or none.
-        checks_replicas: the strategy's ``check_replicas_every_n_steps``.
+        of_all: the strategy's options that every strategy of the pack has.
 
     Attributes:
         lightnings_options: options that Lightning's ``DDPStrategy`` takes.
@@ -59,14 +54,14 @@ class AveragedGradients:
     """
 
     def __init__(
-        self, strategy: MultiGPUStrategy, options: Mapping[str, Any] | None = None, checks_replicas: Any = None
+        self, strategy: MultiGPUStrategy, options: Mapping[str, Any] | None = None, of_all: Mapping[str, Any] = {}
     ) -> None:
         self._strategy, self._given = strategy, options or {}
         self.lightnings_options: dict[str, Any] = {name: self._given.get(name) for name in _OF_LIGHTNING}
         self.options = {name: value for name, value in self._given.items() if name not in _OF_LIGHTNING}
         self.transport = GradientTransport()
         if options:
-            _check(options, checks_replicas)
+            _check(options, of_all)
             self.transport = GradientTransport(
                 bucket_cap_mb=options["bucket_cap_mb"],
                 compressor=compressor_of(options["compression"]),
@@ -74,7 +69,6 @@ class AveragedGradients:
                 shared_memory=options["shared_memory"],
             )
             self.options.update(self.transport.options)
-        self._is_checked = False
         # During a run:
         self.reducer: GradientReducer | None = None
         self.compressed: HierarchicalAllReduce | None = None
@@ -246,8 +240,8 @@ class AveragedGradients:
         else:
             strategy.model, self._trained = model, TrainedParameters(strategy._module)
 
-    def begin_step(self, *args: Any) -> None:
-        """Called with the arguments of ``training_step`` before it."""
+    def begin_step(self) -> None:
+        """Called before ``training_step``."""
         if not self._given:
             return
         strategy = self._strategy
@@ -257,9 +251,6 @@ class AveragedGradients:
         if strategy.common.buffers_due:
             strategy.common.share_buffers()
         strategy.common.buffers_due = self._synchronises
-        if self._given["check_loss"] and not self._is_checked:
-            self._is_checked = True
-            self._check_gradients(*args)
 
     def end_backward(self) -> None:
         """Waits for the averages, of which none may lack; averages parameters unfrozen within the step here."""
@@ -318,47 +309,8 @@ class AveragedGradients:
         if self.compressed is not None and state is not None:
             self.compressed.load_state_dict(state)
 
-    def _check_gradients(self, batch: Any, *others: Any) -> None:
-        strategy = self._strategy
-        module, plugin, scale = strategy._module, strategy.precision_plugin, strategy._loss_scaler_scale()
-        if not module.automatic_optimization:
-            rank_zero_warn("check_loss=True has no effect in manual optimization, where only the step knows its losses")
-            return
 
-        def run(parts: Sequence[Any], weights: Sequence[float], seed: int) -> None:
-            for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-                set_random_state(seed_of(seed, number, strategy.global_rank), strategy.root_device)
-                step = functools.partial(module.training_step, cloned(part), *others)
-                loss = unlogged_loss(plugin, module, step)
-                if loss is not None:
-                    (loss * (weight * scale)).backward()
-
-        check = GradientCheck(
-            module,
-            dict(module.named_parameters()),
-            run,
-            traceless=lambda: without_trace(module),
-            gather=strategy.gather_objects,
-            loss_reduction=strategy.feed.loss_reduction,
-            rtol=gradient_rtol(module, strategy.root_device),
-        )
-        with strategy.meter.unrecorded(), strategy.steps.recomputing():
-            finding = check.find(batch, 2)
-        if finding is None or finding.verdict == Verdict.UNCLEAR:
-            reason = "gradients are not finite" if finding else "a rank's first batch cannot be cut into two halves"
-            rank_zero_info(
-                f"check_loss=True: whether the loss couples the samples of a batch cannot be told: {reason}."
-            )
-        elif finding.verdict == Verdict.COUPLED:
-            raise ValueError(
-                f"training_step couples the samples of a batch: {finding.describe()}. Each rank has a share of the "
-                "global batch, so that training follows other gradients than one device's. A contrastive loss over "
-                "all ranks gathers their embeddings with self.all_gather(embeddings, sync_grads=True); mix samples in "
-                "the loader's collate_fn. check_loss=False accepts the difference, and is needed after all_gather too"
-            )
-
-
-def _check(options: Mapping[str, Any], checks_replicas: int | None) -> None:
+def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:
     option_checks.check_bools(**{name: options[name] for name in _SWITCHES})
     if options["bucket_cap_mb"] not in ("auto", None):
         option_checks.check_positive("bucket_cap_mb", options["bucket_cap_mb"])
@@ -372,15 +324,15 @@ def _check(options: Mapping[str, Any], checks_replicas: int | None) -> None:
             f"average_every={average_every} and {given[0]}: that works on gradients, which do not travel when "
             "models are averaged; leave one of the two out"
         )
-    if period is not None and checks_replicas:
+    if period is not None and (checks_replicas := of_all.get("check_replicas_every_n_steps")):
         raise ValueError(
             f"check_replicas_every_n_steps={checks_replicas} and model_averaging_period={period}: ranks are meant to "
             "differ; leave one of the two out"
         )
-    if options["check_loss"] and options["static_graph"]:
+    if options["static_graph"] and (steps := of_all.get("verify_steps")):
         raise ValueError(
-            "check_loss=True and static_graph=True: DDP would count the check's gradients among those of the first "
-            "step; leave one of the two out"
+            f"verify_steps={steps} and static_graph=True: DDP would count the gradients of the comparison among those "
+            "of the first step; leave one of the two out"
         )
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)}: both choose how gradients travel; leave one of the two out")

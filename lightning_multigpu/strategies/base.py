@@ -40,6 +40,7 @@ from lightning_multigpu.strategies.common_parameters import CommonParameters
 from lightning_multigpu.strategies.owned_optimizers import OwnedOptimizers
 from lightning_multigpu.strategies.rank_run import RankRun
 from lightning_multigpu.strategies.steps.global_batch import tell_global_batch
+from lightning_multigpu.strategies.steps.share_proof import ShareProof
 from lightning_multigpu.strategies.steps.user_steps import UserSteps
 
 if TYPE_CHECKING:
@@ -83,6 +84,9 @@ class MultiGPUStrategy(ParallelStrategy):
             it, the ranks that have not, and where those are; 1 or more. The report ends no rank. None or 0: no report.
         join_timeout_s: seconds after its start in which a rank has to join the others, 1 or more. It is longer than
             ``failure_timeout_s`` because the hosts of a job start, and import their libraries, at different times.
+        verify_steps: so many batches of a fit are compared before they train: on each rank the gradients of two halves
+            have to add up to those of the batch, as they do unless the loss couples the samples of a batch; see
+            :class:`.GradientCheck`. 0 compares nothing. Has no effect in manual optimization.
         check_replicas_every_n_steps: optimizer steps between two checks that ranks which train the same parameters hold
             the same values; a difference raises an error that names the parameters and the ranks. None checks at the
             end of a fit only, 0 never. A check reads all parameters once.
@@ -92,7 +96,8 @@ class MultiGPUStrategy(ParallelStrategy):
             :class:`HybridStrategy` takes it as an option of its ``pipeline``.
 
     Raises:
-        ValueError: an option is out of its range; the message names the value, the limit and the fix.
+        ValueError: an option is out of its range; the message names the value, the limit and the fix. With
+            ``verify_steps``, in training and on all ranks, the gradients do not add up.
     """
 
     devices_per_rank = 1
@@ -120,6 +125,7 @@ class MultiGPUStrategy(ParallelStrategy):
         failure_timeout_s: float = 15.0,
         hang_report_s: float | None = 60.0,
         join_timeout_s: float = 600.0,
+        verify_steps: int = 0,
         check_replicas_every_n_steps: int | None = None,
         activation_checkpointing: Choice = False,
         **options: Any,
@@ -151,6 +157,7 @@ class MultiGPUStrategy(ParallelStrategy):
         self.common = CommonParameters(self, check_replicas_every_n_steps)
         self.averaging: AveragedGradients = getattr(self, "averaging", None) or AveragedGradients(self)
         self.steps = UserSteps(self, activation_checkpointing)
+        self.share_proof = ShareProof(self, verify_steps)
         self.saves = RunCheckpoints(self)
         self._run = RankRun(self)
         self.owned = OwnedOptimizers(self)
@@ -177,6 +184,7 @@ class MultiGPUStrategy(ParallelStrategy):
         return {
             "uneven_inputs": self.feed.uneven_inputs,
             "loss_reduction": self.feed.loss_reduction,
+            "verify_steps": self.share_proof.num_steps,
             "check_replicas_every_n_steps": self.common.check_every,
             "activation_checkpointing": self.steps.recomputed,
             **self.averaging.options,
@@ -362,6 +370,7 @@ class MultiGPUStrategy(ParallelStrategy):
         super().setup(trainer)
         self._watch_states()  # Lightning has moved what the optimizers' constructors have made
         self.steps.choose_layers(trainer)
+        self.share_proof.begin_fit()
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -610,7 +619,8 @@ class MultiGPUStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.averaging.begin_step(*args, *kwargs.values())
+        self.share_proof.begin_step(*args, *kwargs.values())
+        self.averaging.begin_step()
         with self._user_step():
             return super().training_step(*args, **kwargs)
 

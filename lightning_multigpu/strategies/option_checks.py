@@ -130,6 +130,7 @@ def check_options_of_all(options: Mapping[str, Any]) -> None:
         if options[name] or name != "hang_report_s":
             check_at_least(name, options[name], 1.0)
     check_timeout(options["timeout"])
+    check_verify_steps(options["verify_steps"])
     if (every := options["check_replicas_every_n_steps"]) not in (None, 0):
         check_positive("check_replicas_every_n_steps", every, whole=True)
 

@@ -47,9 +47,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             with a warning.
         nccl_algorithm: NCCL's algorithm for all-reduces on GPUs during the run: "ring" or "tree"; None lets NCCL choose
             for each size. The bytes that the meter reports are those of a ring.
-        check_loss: before the first step, check that the gradients of two halves of each rank's first batch add up to
-            those of the whole batch, as they do unless the loss couples the samples of a batch; see
-            :class:`.GradientCheck`. Has no effect in manual optimization; excludes ``static_graph``.
         ddp_comm_state: the state that is passed to ``ddp_comm_hook``.
         ddp_comm_hook: a communication hook that replaces the ring, on CPUs as well.
         ddp_comm_wrapper: a wrapper for the hook, such as torch's ``fp16_compress_wrapper``.
@@ -57,7 +54,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
-        ValueError: an option is out of its range; with ``check_loss``, on all ranks, the gradients do not add up.
+        ValueError: an option is out of its range; ``verify_steps`` with ``static_graph``.
     """
 
     name_with_spawn: ClassVar[str | None] = "ring_ddp_spawn"
@@ -75,7 +72,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         compress_inside_hosts: bool = False,
         shared_memory: bool = True,
         nccl_algorithm: Literal["ring", "tree"] | None = None,
-        check_loss: bool = False,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
@@ -84,7 +80,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     ) -> None:
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
         averaging = option_checks.own_options(RingDDPStrategy, locals())
-        self.averaging = AveragedGradients(self, averaging, options.get("check_replicas_every_n_steps"))
+        self.averaging = AveragedGradients(self, averaging, options)
         super().__init__(**self.averaging.lightnings_options, **options)
 
     @override

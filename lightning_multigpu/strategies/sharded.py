@@ -268,6 +268,7 @@ class ShardedStrategy(MultiGPUStrategy):
             self.common.share_buffers()
         if self._gradients is None:
             return super().training_step(*args, **kwargs)
+        self.share_proof.begin_step(*args, *kwargs.values())
         self.common.buffers_due = not self._gradients.accumulates
         module = self._module
         with self._user_step(), self.precision_plugin.train_step_context():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +19,9 @@ from lightning_multigpu.bench.strategies.strategy_run import StrategyResult
 from lightning_multigpu.commands.calibrate import this_machine
 from lightning_multigpu.planning.scaling.links import Link
 from lightning_multigpu.planning.scaling.machine_model import (
+    BACK,
+    OF_ACTIVATIONS,
+    TO_OWNERS,
     Machine,
     MeasuredCollective,
     ReferenceCost,
@@ -87,6 +91,34 @@ def test_between_hosts_the_share_that_does_not_hide_is_found_again() -> None:
     assert found.reference("ring_ddp", HOSTS).scale == 1.0
 
 
+@pytest.mark.parametrize(("size", "passes"), [(2, (10, 34)), (4, (16, 64))])
+def test_the_fixed_time_of_a_pass_is_found_again(size: int, passes: tuple[int, int]) -> None:
+    """2 (M + P - 1) passes of a rank follow each other; 4 ranks on 2 cores take as long as half of all 2 M P passes."""
+    world = World(size, 1)
+    labels = [f"pipeline_1f1b:num_micro_batches={number}" for number in (4, 16)]
+    steps = {
+        ("tiny", label): row(label, ALONE["tiny"] + 5e-3 + 2e-3 * number, 0.0)
+        for label, number in zip(labels, passes, strict=True)
+    }
+    hosts = replace(machine(world), shares_cores=True)
+    cost = found_again(hosts, world, ReferenceCost(strategy="ring_ddp", world=world), steps)
+    found = cost.reference("pipeline_1f1b", world)
+    assert (found.pass_s, found.fixed_s) == pytest.approx((2e-3, 5e-3))
+
+
+def test_the_time_of_a_split_layers_collective_is_found_again() -> None:
+    """The tiny model has 5 collectives, the deep one 29; alone one takes longer than in a step."""
+    alone = MeasuredCollective(operation=OF_ACTIVATIONS, world=HOSTS, link=Link(9e-3, 0.0))
+    hosts = replace(machine(HOSTS), collectives=[*machine(HOSTS).collectives, alone])
+    steps = {
+        (subject, "tensor_split"): row("tensor_split", ALONE[subject] + 3e-3 + 4e-3 * number, 0.0)
+        for subject, number in (("tiny", 5), ("deep", 29))
+    }
+    found = found_again(hosts, HOSTS, ReferenceCost(strategy="ring_ddp", world=HOSTS), steps)
+    cost = found.reference("tensor_split", HOSTS)
+    assert (cost.pass_s, cost.fixed_s) == pytest.approx((-5e-3, 3e-3))
+
+
 def test_a_strategy_that_failed_has_no_cost() -> None:
     steps = {(subject, NO_COMMUNICATION): row("", alone_s, 0.0) for subject, alone_s in ALONE.items()}
     steps["tiny", "ring_ddp"] = StrategyResult(label="ring_ddp", status="failed", reason="it raised")
@@ -117,6 +149,8 @@ def test_kernels_and_collectives_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -
     assert {(each.operation, each.world) for each in found.collectives} == {
         ("all_reduce", ONE_HOST),
         ("send_recv", ONE_HOST),
+        (TO_OWNERS, ONE_HOST),
+        (BACK, ONE_HOST),
     }
     assert not found.shares_cores
     assert found.versions["torch"] == torch.__version__

@@ -12,6 +12,8 @@ from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes, predicted
 from lightning_multigpu.planning.scaling.links import Link
 from lightning_multigpu.planning.scaling.machine_model import (
+    BACK,
+    TO_OWNERS,
     Coding,
     Machine,
     MeasuredCollective,
@@ -24,8 +26,10 @@ from lightning_multigpu.planning.scaling.step_model import (
     Candidate,
     ImpossibleError,
     bucket_timeline,
+    bucketed,
     largest_shard,
     one_device,
+    owner_messages,
     predict,
     straggling_s,
 )
@@ -71,13 +75,14 @@ class TestBucketTimeline:
         ],
     )
     def test_what_hides(self, busy: float, end_s: float) -> None:
-        assert bucket_timeline([(1, 0.5), (1, 1.0)], 1, 10.0, lambda size: 2.0 * size, busy) == (end_s, 4.0)
+        assert bucket_timeline([(1, 0.5), (1, 1.0)], 10.0, lambda size: 2.0 * size, busy) == (end_s, 4.0)
 
     def test_one_bucket_begins_when_backward_is_over(self) -> None:
-        assert bucket_timeline([(1, 0.5), (1, 1.0)], 2, 10.0, lambda size: 2.0 * size, 0.0) == (14.0, 4.0)
+        both = bucketed([(1, 0.5), (1, 1.0)], 2)
+        assert bucket_timeline(both, 10.0, lambda size: 2.0 * size, 0.0) == (14.0, 4.0)
 
     def test_transfers_follow_each_other(self) -> None:
-        assert bucket_timeline([(1, 0.5), (1, 1.0)], 1, 10.0, lambda size: 8.0, 0.0) == (21.0, 16.0)
+        assert bucket_timeline([(1, 0.5), (1, 1.0)], 10.0, lambda size: 8.0, 0.0) == (21.0, 16.0)
 
 
 class TestDataParallel:
@@ -142,6 +147,20 @@ class TestDataParallel:
         # A gradient takes a second to its owner; the first one hides, and the weights of 2 MiB follow.
         assert found.exposed_s == pytest.approx(3.0)
 
+    def test_transfers_of_owners_take_as_long_as_they_were_measured(self) -> None:
+        measured = [
+            MeasuredCollective(operation=operation, world=HOSTS, link=Link(0.0, seconds / MIB))
+            for operation, seconds in ((TO_OWNERS, 3.0), (BACK, 5.0))
+        ]
+        machine = replace(MACHINE, collectives=[*MACHINE.collectives, *measured])
+        # The first MiB is ready after 5 of 10 s and travels until 8, the second from 10 until 13; then 2 MiB come back.
+        assert step("ddp_sharded", machine=machine).exposed_s == pytest.approx(3.0 + 10.0)
+
+    def test_an_owner_gets_its_smallest_gradients_in_one_buffer(self) -> None:
+        gradients = [(3, 0.1), (9, 0.4), (1, 0.5), (3, 1.0)]
+        # Parameters 3, 1, 9, 3 go to ranks 0, 1, 1, 0. Rank 0 gets both of 3 at the end, rank 1 the 1 and then 9 alone.
+        assert owner_messages(gradients, 8, 2) == [(9, 0.4), (1, 0.5), (6, 1.0)]
+
     def test_fairscale_gives_each_tensor_to_the_smallest_shard(self) -> None:
         assert largest_shard([5, 3, 3, 1], 2) == 6
 
@@ -156,7 +175,7 @@ class TestDataParallel:
             MACHINE, collectives=[MeasuredCollective(operation="all_reduce", world=HOSTS, link=Link(2.0, 0))]
         )
         found = predict(model, late, Candidate("ddp_sharded"), HOSTS)
-        assert found.exposed_s == pytest.approx(1.0 + 1.0)  # one transfer to owners, and one back
+        assert found.exposed_s == pytest.approx(2.0 + 1.0)  # one transfer to each owner, and one back
 
     def test_ranks_that_share_cores_compress_slower(self) -> None:
         coding = Coding(name="bf16", ratio=2.0, s_per_byte=1 / MIB)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_multigpu import ShardedStrategy
+from lightning_multigpu import HybridStrategy, ShardedStrategy
 from lightning_multigpu.job import shared_gpus
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE
@@ -352,3 +352,9 @@ class TestDescriptors:
     def test_a_hard_limit_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(resource, "getrlimit", lambda _: (48, 60))
         assert message_of(option_checks.check_descriptors, 2, "cpu").endswith("(beyond the hard limit of 60)")
+
+
+@pytest.mark.parametrize(("name", "value"), [("activation_checkpointing", True), ("verify_steps", 1)])
+def test_options_of_its_pipeline_are_refused_by_hybrid(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"{name}={value}: .* pass pipeline={{'{name}': ...}}"):
+        HybridStrategy(**{name: value})  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from lightning_multigpu.bench.calibration import kernels
+from lightning_multigpu.bench.calibration.owners import OWNERS
 from lightning_multigpu.bench.collectives import collective_run
 from lightning_multigpu.bench.collectives.collective_run import CollectivePlan
 from lightning_multigpu.bench.collectives.implementations import IMPLEMENTATIONS
@@ -30,7 +31,9 @@ from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan, Strat
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.links import fitted
 from lightning_multigpu.planning.scaling.machine_model import (
+    BACK,
     OF_ACTIVATIONS,
+    TO_OWNERS,
     Coding,
     Machine,
     MeasuredCollective,
@@ -50,6 +53,8 @@ _SLOW_BYTES_PER_S = 4e8
 _LONGEST_CALL_S = 0.5
 _ON_ONE_HOST = ("cpu_ps", "dp")
 _DATA_PARALLEL = ("ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps")
+_MEASURED_ALONE = ("ring_ddp", "ddp_sharded")
+"""Strategies whose transfers are those that were measured."""
 _SMALL_BUCKET_MB = 0.01
 _SMALL_BUCKETS = f"ring_ddp:bucket_cap_mb={_SMALL_BUCKET_MB}"
 """Each layer of the deep model is a bucket."""
@@ -131,22 +136,15 @@ def _with_kernels(hosts: HostAgents, device_type: str, base: Machine) -> Machine
 def _with_collectives(hosts: HostAgents, device_type: str, machine: Machine, world: World) -> Machine:
     if world.size == 1:
         return machine
-    if device_type == "cuda":
-        names = {"all_reduce": "nccl", "send_recv": "nccl"}
-    elif world.nodes == 1:
-        names = {"all_reduce": "shared_memory", "send_recv": "gloo"}
-    else:
-        names = {"all_reduce": "hierarchy", "send_recv": "gloo", OF_ACTIVATIONS: "gloo"}
-    by_name = {each.name: each for each in IMPLEMENTATIONS}
     found = []
-    for operation, name in names.items():
+    for operation, (name, called) in _implementations(device_type, world).items():
         points: list[tuple[int, float]] = []
         for sizes in (_SIZES[:4], *([size] for size in _SIZES[4:])):  # larger ones only where they do not take too long
             if points and sizes[-1] / points[-1][0] * points[-1][1] > _LONGEST_CALL_S:
                 break
             plan = CollectivePlan(
-                operations=[BY_NAME["all_reduce" if operation == OF_ACTIVATIONS else operation]],
-                implementations=[by_name[name]],
+                operations=[BY_NAME[called]],
+                implementations=[each for each in (*IMPLEMENTATIONS, OWNERS) if each.name == name],
                 sizes=sizes,
                 device_type=device_type,
                 dtype=torch.float32,
@@ -166,9 +164,21 @@ def _with_collectives(hosts: HostAgents, device_type: str, machine: Machine, wor
     return replace(machine, inside=link) if world.nodes == 1 else replace(machine, between=link)
 
 
+def _implementations(device_type: str, world: World) -> dict[str, tuple[str, str]]:
+    """The operations to measure -> the implementation of the bench, and its operation."""
+    if device_type == "cuda":
+        return {"all_reduce": ("nccl", "all_reduce"), "send_recv": ("nccl", "send_recv")}
+    names = {
+        "all_reduce": ("shared_memory" if world.nodes == 1 else "hierarchy", "all_reduce"),
+        "send_recv": ("gloo", "send_recv"),
+        TO_OWNERS: ("owners", "reduce_scatter"),
+        BACK: ("owners", "all_gather"),
+    }
+    return names if world.nodes == 1 else {**names, OF_ACTIVATIONS: ("gloo", "all_reduce")}
+
+
 def _with_references(hosts: HostAgents, device_type: str, machine: Machine, world: World) -> Machine:
-    speed = _speed(machine, world)
-    width = 1024 if speed > _SLOW_BYTES_PER_S else 512 if speed > _SLOW_BYTES_PER_S / 8 else 256
+    width, steps = (1024, 4) if _speed(machine, world) > _SLOW_BYTES_PER_S else (512, 2)
     large = Subject("large", partial(BenchMLP, width=width), _large_batch(machine, world, width))
     tiny, deep = (
         Subject(name, partial(BenchMLP, width=_TINY_WIDTH, num_layers=layers), _TINY_BATCH)
@@ -183,7 +193,7 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
     for subject, each in wanted:
         plan = StrategyPlan(
             contenders=[], subject=subject, device_type=device_type, repetitions=_REPETITIONS,
-            steps=4 if subject is large else 15, warm_up=1, timeout_s=_TIMEOUT_S,
+            steps=steps if subject is large else 15, warm_up=1, timeout_s=_TIMEOUT_S,
         )  # fmt: skip
         runs.append(StrategyRun(hosts, each, plan))
     rows = {(s.name, c.label): row for (s, c), row in zip(wanted, take_turns(runs), strict=True)}
@@ -194,7 +204,8 @@ def _large_batch(machine: Machine, world: World, width: int) -> int:
     """Samples whose computation takes about as long as the transfers, so that what hides can be seen."""
     parameters = 6 * width**2
     transfers_s = machine.all_reduce_s(world, 4.0 * parameters)
-    samples = transfers_s * machine.flops_per_s.get("float32", 1e11) / (6 * parameters)
+    flops_per_s = machine.flops_per_s.get("float32", 1e11) / machine.slowdown_of(machine.crowd(world))
+    samples = transfers_s * flops_per_s / (6 * parameters)
     return min(_MOST_SAMPLES, max(_LARGE_BATCH, round(samples / _LARGE_BATCH) * _LARGE_BATCH))
 
 
@@ -258,7 +269,7 @@ class _Fit:
             cost = self._with_small_models(cost)
             if not on_cores:
                 cost = self._solved(replace(cost, scale=1.0), "busy", 1.0, large_s)
-            if on_cores or (cost.busy in (0.0, 1.0) and name != "ring_ddp"):  # whose transfers are measured alone
+            if on_cores or (cost.busy in (0.0, 1.0) and name not in _MEASURED_ALONE):
                 cost = self._solved(cost, "scale", 20.0, large_s)
         return cost
 
@@ -297,29 +308,39 @@ class _Fit:
         return replace(cost, **{field: round(high, 9)})  # type: ignore[arg-type]
 
     def _pipeline(self) -> None:
-        """With P ranks, 2 (M + P - 1) passes follow each other in a step; the tiny model's take nearly no time."""
-        few, many = _MICRO_BATCHES
+        """The passes of the tiny model, which take nearly no time, follow each other.
+
+        With M micro-batches these are the 2 (M + P - 1) passes of a rank, or all 2 M P on fewer cores than ranks.
+        """
+        size, cores = self._world.size, min(self._machine.cores(), self._world.size)
+        few, many = (max(2 * (number + size - 1), 2 * number * size / cores) for number in _MICRO_BATCHES)
         steps = [self._step("tiny", f"pipeline_1f1b:num_micro_batches={number}") for number in _MICRO_BATCHES]
         if steps[0] is None or steps[1] is None:
             return
-        pass_s = max(0.0, (steps[1] - steps[0]) / (2 * (many - few)))
+        pass_s = max(0.0, (steps[1] - steps[0]) / (many - few))
         alone_s = self._step("tiny", NO_COMMUNICATION) or 0.0
-        fixed_s = max(0.0, steps[0] - alone_s - 2 * (few + self._world.size - 1) * pass_s)
+        fixed_s = max(0.0, steps[0] - alone_s - few * pass_s)
         self._costs.append(ReferenceCost(strategy="pipeline_1f1b", world=self._world, fixed_s=fixed_s, pass_s=pass_s))
 
     def _tensor_split(self) -> None:
-        """Each collective costs beyond its transfer; n pairs of layers need 2n - 1, as the input needs no gradient."""
-        steps = [self._step(subject, "tensor_split") for subject in ("tiny", "deep")]
-        ring = next((cost for cost in self._costs if cost.strategy == "ring_ddp"), None)
-        if steps[0] is None or steps[1] is None or ring is None:
-            return
+        """Each collective costs more or less than alone; n pairs of layers need 2n - 1: the input needs no gradient."""
+        extra = []
+        for subject in ("tiny", "deep"):
+            with_s, alone_s = self._step(subject, "tensor_split"), self._step(subject, NO_COMMUNICATION)
+            if with_s is None or alone_s is None:
+                return
+            extra.append(with_s - alone_s)
         few, many = (2 * ((layers + 1) // 2) - 1 for layers in (_TINY_LAYERS, _DEEP_LAYERS))
-        alone = [self._step(subject, NO_COMMUNICATION) or 0.0 for subject in ("tiny", "deep")]
-        tensors_s = 2 * (_DEEP_LAYERS - _TINY_LAYERS) * ring.tensor_s
-        each_s = (steps[1] - alone[1] - steps[0] + alone[0] - tensors_s) / (many - few)
-        each_s -= self._machine.all_reduce_s(self._world, 4 * _TINY_BATCH * _TINY_WIDTH, OF_ACTIVATIONS)
-        cost = replace(ring, strategy="tensor_split", scale=1.0, busy=0.0, pass_s=max(0.0, each_s))
-        self._costs.append(cost)
+        each_s = max(0.0, (extra[1] - extra[0]) / (many - few))
+        transfer_s = self._machine.all_reduce_s(self._world, 4 * _TINY_BATCH * _TINY_WIDTH, OF_ACTIVATIONS)
+        self._costs.append(
+            ReferenceCost(
+                strategy="tensor_split",
+                world=self._world,
+                fixed_s=max(0.0, extra[0] - few * each_s),
+                pass_s=each_s - transfer_s,
+            )
+        )
 
 
 def _profile(width: int, num_layers: int, step_s: float, crowd: int) -> ModelProfile:

@@ -13,6 +13,8 @@ from lightning_multigpu.planning.scaling.links import Link, all_reduce_s
 SCHEMA_VERSION = 1
 OF_ACTIVATIONS = "all_reduce of activations"
 """Of layers that are split between hosts: the back end's, where gradients take the hierarchy's."""
+TO_OWNERS, BACK = "gradients to owners", "weights of owners"
+"""Reduces of a tensor to the ranks that own its parts, and their broadcasts, at once."""
 
 
 _INSTANT = Link(0.0, 0.0)
@@ -46,7 +48,8 @@ class ReferenceCost:
             1 where the same core moves the bytes.
         tensor_s: seconds that each parameter tensor adds.
         bucket_s: seconds that each bucket adds.
-        pass_s: seconds that each pass of a pipeline stage, or each collective of a split layer, takes in addition.
+        pass_s: seconds that each pass of a pipeline stage, or each collective of a split layer, takes in addition; less
+            than 0 for collectives that took longer alone.
     """
 
     strategy: str
@@ -161,7 +164,16 @@ class Machine:
         if world.size == 1:
             return 0.0
         wanted = ("all_reduce", operation)  # the later one counts
-        measured = {o.world: o.link for name in wanted for o in self.collectives if o.operation == name}
+        return self._collective_s(wanted, world, size_bytes)
+
+    def owners_s(self, operation: str, world: World, size_bytes: float) -> float:
+        """Seconds of :data:`TO_OWNERS` or :data:`BACK`; half of an all-reduce where they were not measured."""
+        if world.size > 1 and any(each.operation == operation for each in self.collectives):
+            return self._collective_s((operation,), world, size_bytes)
+        return self.all_reduce_s(world, size_bytes) / 2
+
+    def _collective_s(self, operations: Sequence[str], world: World, size_bytes: float) -> float:
+        measured = {o.world: o.link for name in operations for o in self.collectives if o.operation == name}
         if world in measured:
             return measured[world].seconds(size_bytes)
         formula_s = self._all_reduce_by_formula_s(world, size_bytes)

@@ -16,7 +16,7 @@ calibration found beyond its formula: see :class:`.ReferenceCost`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from math import sqrt
@@ -27,7 +27,14 @@ from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePl
 from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName, schedule_orders, step_time
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.links import servers_s
-from lightning_multigpu.planning.scaling.machine_model import OF_ACTIVATIONS, Machine, ReferenceCost, World
+from lightning_multigpu.planning.scaling.machine_model import (
+    BACK,
+    OF_ACTIVATIONS,
+    TO_OWNERS,
+    Machine,
+    ReferenceCost,
+    World,
+)
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases
 
 ON_ONE_HOST_BYTES = 25 << 20
@@ -194,24 +201,38 @@ def bucketed(gradients: Sequence[tuple[int, float]], bucket_bytes: float) -> lis
     return buckets
 
 
+def owner_messages(
+    gradients: Sequence[tuple[int, float]], buffer_bytes: float, num_ranks: int
+) -> list[tuple[float, float]]:
+    """The messages of FairScale's ShardedDataParallel to owners, as :func:`bucketed` gives those of buckets.
+
+    Each owner's smallest gradients share a buffer, which is sent when all of them are ready; the others travel alone.
+    """
+    owners = _owners([size for size, _ in reversed(gradients)], num_ranks)[::-1]
+    alone: list[tuple[float, float]] = []
+    buffers = [(0.0, 0.0)] * num_ranks
+    for (size, share), owner in sorted(zip(gradients, owners, strict=True), key=lambda pair: pair[0][0]):
+        filled, ready = buffers[owner]
+        if filled + size <= buffer_bytes:
+            buffers[owner] = filled + size, max(ready, share)
+        else:
+            alone.append((size, share))
+    return sorted([*alone, *(each for each in buffers if each[0])], key=lambda message: message[1])
+
+
 def bucket_timeline(
-    gradients: Sequence[tuple[int, float]],
-    bucket_bytes: float,
-    backward_s: float,
-    seconds: Any,
-    busy: float,
+    messages: Sequence[tuple[float, float]], backward_s: float, seconds: Callable[[float], float], busy: float
 ) -> tuple[float, float]:
     """Seconds from the start of backward to the end of the last transfer, and seconds of all transfers.
 
     Args:
-        gradients: bytes and the share of backward after which each is ready, in order.
-        bucket_bytes: a bucket is sent when it has as many.
+        messages: bytes and the share of backward after which each is ready, in order.
         backward_s: of backward without transfers.
         seconds: the time of a transfer by its bytes.
         busy: the share of a transfer in which backward makes no progress.
     """
     now = progress = total = 0.0
-    for bucket, share in bucketed(gradients, bucket_bytes):
+    for bucket, share in messages:
         ready = share * backward_s
         if progress < ready:  # no transfer runs
             now, progress = now + ready - progress, ready
@@ -250,12 +271,12 @@ class _Step:
             end_s, transfers_s = phases.backward_s, 0.0
         else:
             seconds, sent, at_end_s = self._transfers(name, options, bucket_bytes)
+            if name == "ddp_sharded":
+                messages = owner_messages(model.gradients, bucket_bytes, world.size)
+            else:
+                messages = bucketed(model.gradients, bucket_bytes)
             end_s, transfers_s = bucket_timeline(
-                model.gradients,
-                bucket_bytes,
-                phases.backward_s,
-                lambda b: cost.scale * seconds(b) + cost.bucket_s,
-                cost.busy,
+                messages, phases.backward_s, lambda b: cost.scale * seconds(b) + cost.bucket_s, cost.busy
             )
             end_s, transfers_s = end_s + cost.scale * at_end_s, transfers_s + cost.scale * at_end_s
         if name in ("ddp_sharded", "cpu_ps"):
@@ -291,7 +312,7 @@ class _Step:
         machine, world, k, phases = self.machine, self.world, self.candidate.accumulate, self._phases(part.phases)
         cost = machine.reference("tensor_split", world)
         collectives_s = sum(
-            cost.scale * machine.all_reduce_s(world, size, OF_ACTIVATIONS) + cost.pass_s for _, size in part.collectives
+            max(0.0, machine.all_reduce_s(world, size, OF_ACTIVATIONS) + cost.pass_s) for _, size in part.collectives
         )
         bytes_ = float(sum(size for _, size in part.collectives))
         sent = {"network": 2 * (world.nodes - 1) / world.nodes * bytes_} if world.nodes > 1 else {"host": bytes_}
@@ -351,9 +372,11 @@ class _Step:
         memory = {"host": size} if d > 1 else {}
         if name == "dp":
             return (lambda b: 0.0), {"host": 2 * (d - 1) * size}, 2 * (d - 1) * inside.seconds(size)
-        if name in ("ddp_sharded", "cpu_ps"):  # to owners and back, half of an all-reduce each
-            sent = {**memory, **network} if name == "ddp_sharded" else {"host": size}
-            return (lambda b: machine.all_reduce_s(world, b) / 2), sent, machine.all_reduce_s(world, size) / 2
+        if name == "cpu_ps":  # to the host and back, half of an all-reduce each
+            return (lambda b: machine.all_reduce_s(world, b) / 2), {"host": size}, machine.all_reduce_s(world, size) / 2
+        if name == "ddp_sharded":
+            to_owner, back_s = (lambda b: machine.owners_s(TO_OWNERS, world, b)), machine.owners_s(BACK, world, size)
+            return to_owner, {**memory, **network}, back_s
         if name in _SERVED:
             servers = int(options.get("num_servers") or 1) if name != "sharded_ps" else max(2, n)
 
@@ -500,7 +523,7 @@ def straggling_s(phases: Phases, num_ranks: int, of_reference: int) -> float:
 
 
 def _bucket_bytes(name: str, gradient_bytes: int, world: World) -> int:
-    """The default of a strategy; owners are sent small gradients together."""
+    """The default of a strategy; for owners that of a buffer."""
     if name == "ddp_sharded":
         return _OWNER_BYTES
     if name in _SERVED:
@@ -516,7 +539,9 @@ def _data_parallel_memory(model: ModelProfile, name: str, world: World) -> HeldB
     """Bytes of a rank; servers, the host and owners hold optimizer states, and owners only their gradients."""
     held = model.held
     if name == "ddp_sharded":
-        share = largest_shard([size for size, _ in model.gradients], world.size) / max(1, held.gradients_bytes)
+        share = largest_shard([size for size, _ in reversed(model.gradients)], world.size) / max(
+            1, held.gradients_bytes
+        )
         return HeldBytes(
             held.parameters_bytes, round(held.gradients_bytes * share), round(held.optimizer_bytes * share)
         )
@@ -525,12 +550,21 @@ def _data_parallel_memory(model: ModelProfile, name: str, world: World) -> HeldB
     return held
 
 
-def largest_shard(sizes: Iterable[int], num_ranks: int) -> int:
-    """The largest of the shards that FairScale's OSS makes: each tensor goes to the rank with the least so far."""
+def largest_shard(sizes: Sequence[int], num_ranks: int) -> int:
+    """The bytes of the largest of the shards that FairScale's OSS makes of tensors, in the order of the parameters."""
     shards = [0] * num_ranks
-    for size in sizes:
-        shards[shards.index(min(shards))] += size
+    for size, owner in zip(sizes, _owners(sizes, num_ranks), strict=True):
+        shards[owner] += size
     return max(shards)
+
+
+def _owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """The owner of each tensor: the rank with the least so far, as in FairScale's OSS."""
+    shards, owners = [0] * num_ranks, []
+    for size in sizes:
+        owners.append(shards.index(min(shards)))
+        shards[owners[-1]] += size
+    return owners
 
 
 def _inner(world: World, size: int) -> World:

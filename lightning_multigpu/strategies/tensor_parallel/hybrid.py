@@ -67,11 +67,9 @@ class HybridStrategy(PipelineStrategy):
         shared_memory: bool = True,
         **options: Any,
     ) -> None:
-        if choice := options.pop("activation_checkpointing", False):  # False is what the command line passes
-            raise ValueError(
-                f"activation_checkpointing={choice!r}: it is an option of the pipeline; pass "
-                "pipeline={'activation_checkpointing': ...}"
-            )
+        for name in ("activation_checkpointing", "verify_steps"):
+            if choice := options.pop(name, False):  # the command line passes False and 0
+                raise ValueError(f"{name}={choice!r}: it is an option of the pipeline; pass pipeline={{'{name}': ...}}")
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
         option_checks.check_bools(compress_inside_hosts=compress_inside_hosts, shared_memory=shared_memory)
         self._asked = (data_parallel_size, pipeline_parallel_size, tensor_parallel_size)

@@ -109,7 +109,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         check_sequence_split(sequence_split)
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
         averaging = option_checks.own_options(RingDDPStrategy, options)
-        self.averaging = AveragedGradients(self, averaging, options.get("check_replicas_every_n_steps"))
+        self.averaging = AveragedGradients(self, averaging, options)
         options = {name: value for name, value in options.items() if name not in averaging}
         super().__init__(**self.averaging.lightnings_options, **options)
         self._asked_sizes = tensor_parallel_size, data_parallel_size

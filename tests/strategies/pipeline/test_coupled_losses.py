@@ -23,7 +23,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from lightning_multigpu import PipelineStrategy, RingDDPStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.strategies.pipeline.first_batch import preparation
-from tests.strategies.tasks import Case, make_trainer
+from tests.strategies.tasks import Case, make_strategy, make_trainer
 from tests.world import World
 
 WIDTH, CLASSES = 6, 3
@@ -253,11 +253,11 @@ class ByHand(Quiet):
         optimizer.step()  # type: ignore[union-attr]
 
 
-def train_shares(module: Callable[[], Any], ranks: int = 2, **options: Any) -> dict[str, Any]:
+def train_shares(module: Callable[[], Any], strategy: str = "ring_ddp", **options: Any) -> dict[str, Any]:
     """On two ranks, each with its share of a batch."""
     task = module()
     torch.manual_seed(4)
-    trainer = make_trainer(Case(max_epochs=1), RingDDPStrategy(**options), ranks)
+    trainer = make_trainer(Case(max_epochs=1), make_strategy(strategy, **options), 2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(task, data())
@@ -267,28 +267,40 @@ def train_shares(module: Callable[[], Any], ranks: int = 2, **options: Any) -> d
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "calls": getattr(task, "calls", 0),
         "sent": [(t.operation, t.size_bytes) for step in trainer.strategy.meter.steps for t in step.operations],
-        "warned": [str(each.message) for each in caught if "check_loss" in str(each.message)],
+        "warned": [str(each.message) for each in caught if "verify_steps" in str(each.message)],
     }
 
 
-@pytest.mark.parametrize("module", [ZeroGate, MixedUp], ids=["gate-of-zeros", "mixup"])
-def test_ranks_that_share_a_coupled_batch_are_refused_if_that_is_asked_for(module: Any, world2: World) -> None:
-    world2.run_raising(ValueError, f"{REFUSED}.*all_gather", train_shares, module, check_loss=True)
+SHARING = ["ring_ddp", "ddp_sharded", "cpu_ps", "sync_ps"]
+"""Names of strategies whose ranks share each batch, one for each way of gradients."""
 
 
-def test_the_check_of_shares_leaves_no_trace(world2: World) -> None:
-    expected = world2.run(train_shares, Quiet)
-    assert world2.run(train_shares, Quiet, check_loss=True, find_unused_parameters=True) == expected
+@pytest.mark.parametrize(
+    ("module", "strategy"),
+    [(MixedUp, "ring_ddp"), *((ZeroGate, name) for name in SHARING)],
+    ids=["mixup-ring_ddp", *(f"gate-of-zeros-{name}" for name in SHARING)],
+)
+def test_ranks_that_share_a_coupled_batch_are_refused_if_that_is_asked_for(
+    module: Any, strategy: str, world2: World
+) -> None:
+    world2.run_raising(ValueError, f"{REFUSED}.*all_gather", train_shares, module, strategy, verify_steps=1)
+
+
+@pytest.mark.parametrize("strategy", SHARING)
+def test_the_check_of_shares_leaves_no_trace(strategy: str, world2: World) -> None:
+    expected = world2.run(train_shares, Quiet, strategy)
+    options = {"find_unused_parameters": True} if strategy == "ring_ddp" else {}
+    assert world2.run(train_shares, Quiet, strategy, verify_steps=2, **options) == expected
     assert expected[0]["calls"] == 3
 
 
 def test_where_shares_cannot_be_checked_a_warning_says_so(world2: World) -> None:
-    warned, _ = world2.run(train_shares, ByHand, check_loss=True)
+    warned, _ = world2.run(train_shares, ByHand, verify_steps=1)
     assert warned["warned"] == [
-        "check_loss=True has no effect in manual optimization, where only the step knows its losses"
+        "verify_steps=1 has no effect in manual optimization, where only the step knows its losses"
     ]
 
 
 def test_a_graph_that_is_counted_cannot_be_checked() -> None:
-    with pytest.raises(ValueError, match=r"check_loss=True and static_graph=True: .* leave one of the two out"):
-        RingDDPStrategy(check_loss=True, static_graph=True)
+    with pytest.raises(ValueError, match=r"verify_steps=1 and static_graph=True: .* leave one of the two out"):
+        RingDDPStrategy(verify_steps=1, static_graph=True)
