@@ -70,4 +70,4 @@ def lines(cells: Sequence[dict[str, Any]]) -> list[str]:
     rows = [[name, device, *(statuses[name, device, each] for each in operations)] for name, device in places]
     failures = [cell for cell in cells if cell["reason"] is not None]
     reasons = ["# {implementation}, {device}, {operation}: {reason}".format(**cell) for cell in failures]
-    return [*columns([["# back end", "device", *operations], *rows], *["left"] * (2 + len(operations))), *reasons]
+    return [*columns([["# back end", "device", *operations], *rows], "left", "left"), *reasons]
