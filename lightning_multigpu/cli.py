@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 
@@ -38,55 +38,30 @@ from lightning_multigpu.job.waiting_ranks import wait_if_started_early
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand. Its module is imported when it runs, so that no subcommand pays for another's imports.
+    """One command. Its module is imported when it runs, so that no command pays for another's imports.
 
     Args:
-        name: the word on the command line.
+        name: the words on the command line.
         summary: one line of ``--help``.
         module: of ``lightning_multigpu.commands``, with a function ``run(name, arguments) -> exit status``.
-        words: second words of the command, with their summaries; each has a module ``<module>_<word>``.
     """
 
     name: str
     summary: str
     module: str
-    words: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Runs the subcommand with the arguments that follow its name; returns the exit status.
+        """Runs the command with the arguments that follow its name; returns the exit status.
 
         Raises:
-            UsageError: the second word is missing or unknown, or an option is wrong.
+            UsageError: an option is wrong.
             SystemExit: for ``--help``.
         """
-        name, module = self.name, self.module
-        if self.words:
-            word, *arguments = arguments or ("",)
-            if word in ("-h", "--help"):
-                print(self._help())
-                raise SystemExit(0)
-            if not word or word.startswith("-"):
-                known = ", ".join(self.words)
-                raise UsageError(
-                    f"{name} takes a subcommand first, one of {known}; {PROGRAM} {name} --help describes them"
-                )
-            if word not in self.words:
-                raise UsageError(_unknown(f"{word!r} is no subcommand of {name}", word, self.words))
-            name, module = f"{name} {word}", f"{module}_{word}"
-        run: Callable[[str, Sequence[str]], int] = import_module(f"lightning_multigpu.commands.{module}").run
-        return run(name, arguments)
-
-    def _help(self) -> str:
-        width = max(map(len, self.words))
-        lines = [f"  {word:<{width}}  {summary}" for word, summary in self.words.items()]
-        usage = f"usage: {PROGRAM} {self.name} {{{','.join(self.words)}}} [options]"
-        return "\n".join([usage, "", *lines, "", "--help after a subcommand lists its options."])
+        module = import_module(f"lightning_multigpu.commands.{self.module}")
+        run: Callable[[str, Sequence[str]], int] = module.run
+        return run(self.name, arguments)
 
 
-_BENCHES = {
-    "collectives": "time, bandwidth and correctness of every collective, on each back end",
-    "strategies": "the training step of one model under several strategies, and what communication costs",
-}
 COMMANDS: tuple[Command, ...] = (
     Command("new", "write a small project that trains at once", "new"),
     Command("fit", "train a model", "early_checks"),
@@ -97,7 +72,8 @@ COMMANDS: tuple[Command, ...] = (
     Command("plan", "predict step time, memory and scaling under every strategy, without training", "plans.plan"),
     Command("compare", "profile one configuration under several strategies", "compare"),
     Command("report", "show the profile of a run, or compare those of several", "profiles"),
-    Command("bench", "time collectives or strategies on this machine", "benches.bench", _BENCHES),
+    Command("bench collectives", "time and check every collective on each back end", "benches.bench_collectives"),
+    Command("bench strategies", "time a training step under several strategies", "benches.bench_strategies"),
     Command("calibrate", "measure this machine for plans", "calibrate"),
     Command("serve", "run a parameter server on this machine, for workers that name it", "serve"),
     Command("emulate", "run a command on emulated hosts of this machine", "emulate"),
@@ -133,33 +109,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: Sequence[str]) -> int:
     name, *rest = arguments or ("",)
-    if name in ("-h", "--help"):
-        print(_help())
-        return 0
     if name == "--version":
         print(f"{PROGRAM} {version('lightning-multigpu')} (lightning {version('lightning')}, torch {version('torch')})")
         return 0
     if name.partition("=")[0] == "--print_completion":
         shell = name.partition("=")[2] or "".join(rest[:1])
-        words = {command.name: tuple(command.words) for command in COMMANDS}
-        print(import_module("lightning_multigpu.commands.completion").script(shell, words, _dispatch))
+        names = [command.name for command in COMMANDS]
+        print(import_module("lightning_multigpu.commands.completion").script(shell, names, _dispatch))
         return 0
-    commands = {command.name: command for command in COMMANDS}
-    if name in commands:
-        return commands[name].run(rest)
-    known = ", ".join(commands)
-    if name in ("pipeline", "tensor"):
-        now = "--blocks" if name == "tensor" else "--strategies pipeline_1f1b --micro-batches 1 2 4 8"
-        raise UsageError(f"'{name} plan' is now '{PROGRAM} plan {now}'")
-    if not name:
-        raise UsageError(f"a command is needed, one of {known}; {PROGRAM} --help describes them")
-    if name.startswith("-"):
-        raise UsageError(f"{name!r} comes before the command; the command comes first, one of {known}")
-    raise UsageError(_unknown(f"{name!r} is not a command", name, commands))
-
-
-def _unknown(problem: str, name: str, known: Iterable[str]) -> str:
-    return f"{problem}; known are {', '.join(known)}. {did_you_mean(name, known)}".rstrip()
+    for command in COMMANDS:
+        words = command.name.split()
+        if [*arguments[: len(words)]] == words:
+            return command.run(arguments[len(words) :])
+    known = [command.name for command in COMMANDS]
+    below = [each.partition(" ")[2] for each in known if each.startswith(f"{name} ")]
+    if name in ("-h", "--help") or (below and {"-h", "--help"} & {*rest[:1]}):
+        print(_help())
+        return 0
+    if below:
+        hint = did_you_mean(rest[0], below) if rest else ""
+        raise UsageError(f"{name} takes a subcommand first, one of {', '.join(below)}. {hint}".rstrip())
+    if not name or name.startswith("-"):
+        raise UsageError(f"the command comes first, one of {', '.join(known)}; {PROGRAM} --help describes them")
+    raise UsageError(f"{name!r} is not a command; known are {', '.join(known)}. {did_you_mean(name, known)}".rstrip())
 
 
 def _help() -> str:
@@ -194,7 +166,7 @@ def _report(error: UsageError, arguments: Sequence[str]) -> None:
     # torchrun and srun run this on every rank of a host; they all fail alike, and one message is enough.
     if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0":
         return
-    known = [command.name for command in COMMANDS]
+    known = {command.name.split()[0] for command in COMMANDS}
     name = f"{PROGRAM} {arguments[0]}" if arguments and arguments[0] in known else PROGRAM
     print(f"{name}: error: {error}", file=sys.stderr)
 

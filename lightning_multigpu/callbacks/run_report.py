@@ -22,7 +22,6 @@ from lightning_multigpu.callbacks.communication import CommunicationMonitor
 from lightning_multigpu.callbacks.device_utilization import DeviceUtilizationMonitor
 from lightning_multigpu.callbacks.keys import KEYS
 from lightning_multigpu.callbacks.probes import machine_of
-from lightning_multigpu.callbacks.profile.one_device import OneDevice
 from lightning_multigpu.callbacks.silent_monitors import SilentMonitors
 from lightning_multigpu.callbacks.strategy_identity import identify
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor
@@ -39,12 +38,11 @@ _Object = TypeVar("_Object")
 
 @dataclass(frozen=True, kw_only=True)
 class _Told:
-    """What a rank tells rank 0: its record, what runs, the servers, and its step for a comparison with one device."""
+    """What a rank sends to rank 0: its record, what runs, and the servers."""
 
     record: document.RankRecord
     facts: document.RunFacts
     servers: document.ServersSection | None
-    lone_step_s: float | None
 
 
 class RunReport(SilentMonitors):
@@ -69,11 +67,6 @@ class RunReport(SilentMonitors):
         write_file: whether rank 0 writes the file.
         count_activations: whether the activations that autograd keeps for backward are counted in one step of a
             pipeline; pass False if the step calls ``torch.func.grad`` or related functions, which raise an error then.
-        compare_with_one_device: say at the end how many samples the run has trained against one device in the same
-            time. One device is measured before the first step: rank 0 trains a copy of the model for a few steps on the
-            first batch, on a CPU with the intra-op threads of all ranks of its host, while the other ranks wait. The
-            run itself is not changed. It takes memory for the copy, and up to 6 steps, or 10 s and two steps. Leave it
-            off if ``training_step`` itself calls ``torch.distributed``: it would wait for the other ranks.
         picture_format: format of the picture of a pipeline's schedule; "png" and "pdf" need the extra ``plot``.
 
     Raises:
@@ -86,7 +79,6 @@ class RunReport(SilentMonitors):
         print_table: bool = True,
         write_file: bool = True,
         count_activations: bool = True,
-        compare_with_one_device: bool = False,
         picture_format: Literal["svg", "png", "pdf"] = "svg",
     ) -> None:
         super().__init__()
@@ -106,8 +98,6 @@ class RunReport(SilentMonitors):
         self._print_table = print_table
         self._write_file = write_file
         self._count_activations = count_activations
-        self._compare = compare_with_one_device
-        self._one_device: OneDevice | None = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -118,7 +108,6 @@ class RunReport(SilentMonitors):
         devices = self.monitor(trainer, DeviceUtilizationMonitor)
         self._monitors = (self._throughput, self._communication, devices)
         self._stages, self._servers, self._gathered, self._memory = None, None, None, None
-        self._one_device = OneDevice(trainer) if self._compare else None
         if isinstance(trainer.strategy, MultiGPUStrategy):
             trainer.strategy.record_stages(count_activations=self._count_activations)
 
@@ -126,26 +115,12 @@ class RunReport(SilentMonitors):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(trainer.strategy, MultiGPUStrategy):
             self._gathered = trainer.strategy.gather_at_end(lambda: as_json(self._told(trainer)))
-        if self._gathered is not None and self._one_device is not None:
-            self._one_device.leave_out("asynchronous ranks do not wait while one device is measured")
         super().on_train_start(trainer, pl_module)
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._one_device is not None and self._one_device.is_due:
-            self._throughput.pause()
-            self._one_device.measure(trainer, pl_module, batch)
-            self._throughput.on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        if self._one_device is not None:
-            self._one_device.batch_starts()
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._one_device is not None:
-            self._one_device.batch_ends(trainer)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._memory is None or trainer.is_last_batch:
             self._memory = memory_of(trainer)
@@ -177,10 +152,6 @@ class RunReport(SilentMonitors):
             gathered = self._gathered
         told = [from_json(_Told, each) for each in gathered]
         name, options = identify(trainer.strategy)
-        one_device = None
-        if self._one_device is not None:
-            num_batches = getattr(trainer.strategy, "data_parallel_size", trainer.world_size)
-            one_device = self._one_device.comparison([each.lone_step_s for each in told], num_batches)
         pipeline = PipelineReport([each.record for each in told])
         report = document.build(
             [each.record for each in told],
@@ -189,7 +160,6 @@ class RunReport(SilentMonitors):
             versions=versions_of(trainer.strategy.root_device),
             aggregations=KEYS,
             pipeline=pipeline.section(),
-            one_device=one_device,
             parameter_servers=told[0].servers,
             tensor_split=self._split_plan,
         )
@@ -228,7 +198,6 @@ class RunReport(SilentMonitors):
             record=record,
             facts=replace(self._facts, wall_s=time.perf_counter() - self._start_s),
             servers=self._servers,
-            lone_step_s=None if self._one_device is None else self._one_device.median_step_s(),
         )
 
     def results(self) -> dict[str, Any]:

@@ -40,12 +40,12 @@ complete -o default -F _lightning_multigpu lightning-multigpu
 """
 
 
-def script(shell: str, commands: Mapping[str, Sequence[str]], run: Callable[[Sequence[str]], object]) -> str:
+def script(shell: str, commands: Sequence[str], run: Callable[[Sequence[str]], object]) -> str:
     """The script; files are completed where it knows no words.
 
     Args:
         shell: one of ``SHELLS``.
-        commands: the names of the commands, with their second words.
+        commands: the names of the commands, of one word or two.
         run: runs a command line, to which ``--help`` is given for the options.
 
     Raises:
@@ -53,17 +53,16 @@ def script(shell: str, commands: Mapping[str, Sequence[str]], run: Callable[[Seq
     """
     if shell not in SHELLS:
         raise UsageError(f"--print_completion {shell}: pass {' or '.join(SHELLS)}, as in\n  {_advice('bash')}")
-    options = {
-        f"{name} {word}".strip(): _options(name, word, run)
-        for name, words in commands.items()
-        for word in words or [""]
-    }
+    second: dict[str, list[str]] = {}
+    for name in commands:
+        first, _, word = name.partition(" ")
+        second.setdefault(first, []).extend([word] if word else [])
     text = _FUNCTION
     for place, words in (
         ("@strategies@", " ".join(row.name for row in STRATEGIES)),
-        ("@first@", " ".join([*commands, "--help", "--version"])),
-        ("@options@", _cases({f'"{name}"*': words for name, words in options.items()})),
-        ("@words@", _cases({name: words for name, words in commands.items() if words})),
+        ("@first@", " ".join([*second, "--help", "--version"])),
+        ("@options@", _cases({f'"{name}"*': _options(name, run) for name in commands})),
+        ("@words@", _cases({name: words for name, words in second.items() if words})),
     ):
         text = text.replace(place, words)
     start = _ZSH if shell == "zsh" else ""
@@ -78,10 +77,10 @@ def _advice(shell: str) -> str:
     return f'eval "$({PROGRAM} --print_completion {shell})"  # in ~/.{shell}rc'
 
 
-def _options(name: str, word: str, run: Callable[[Sequence[str]], object]) -> list[str]:
+def _options(name: str, run: Callable[[Sequence[str]], object]) -> list[str]:
     if settings := settings_of(name):
         return [*(f"--{setting}" for setting in settings), "--print_config", "--help", "--help_all"]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        run([name, *([word] if word else []), "--help"])
+        run([*name.split(), "--help"])
     return re.findall(r"^  (?:-\w, )?(--[a-z][\w-]*)", printed.getvalue(), re.MULTILINE)

@@ -1,24 +1,24 @@
 """The part of ``fit``, ``validate``, ``test`` and ``predict`` that does not import Lightning, which takes seconds.
 
-A misspelt setting, strategy or class is refused at once, ``--help`` prints the most used options, and ranks that the
-command line will need are started while this process imports Lightning.
+A misspelt setting or strategy is refused at once, ``--help`` prints the most used options, and ranks that the command
+line will need are started while this process imports Lightning. What is below a class's setting jsonargparse checks.
 """
 
 from __future__ import annotations
 
 import ast
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning_multigpu._suggest import nearest
-from lightning_multigpu.commands.settings.sources import Settings, options
-from lightning_multigpu.commands.settings.spelling import check_strategy
-from lightning_multigpu.commands.settings.training_help import ALL_OPTIONS, page
-from lightning_multigpu.commands.settings.wrong_key import checked_keys
+from lightning_multigpu._suggest import did_you_mean, nearest
+from lightning_multigpu.commands.fit_help import ALL_OPTIONS, page
+from lightning_multigpu.commands.settings import Settings, options, sources
 from lightning_multigpu.commands.usage import COMMAND, PROGRAM, UsageError
 from lightning_multigpu.job.waiting_ranks import ranks_started
 from lightning_multigpu.registry import STRATEGIES
@@ -28,6 +28,11 @@ _SETTINGS = ("config", "seed_everything", "model", "data", "optimizer", "lr_sche
 _LAUNCHERS = ("LOCAL_RANK", "SLURM_NTASKS", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
 _NOT_SETTINGS = ("self", "model", "datamodule", "dataloaders", "train_dataloaders", "val_dataloaders")
+_CLASS_SETTING = re.compile(
+    r"(?:model|data|optimizer|lr_scheduler|trainer\.(?:strategy|callbacks|logger))(?:\[\d+\])?\.(\w+)"
+)
+_CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
+_MISSPELT = 0.85
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
@@ -51,7 +56,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
 
 def checked_settings(name: str, arguments: Sequence[str], *, also: Sequence[str] = ()) -> Settings:
-    """The settings that were given, or none where they cannot be told without Lightning.
+    """The settings of a command line, or none where only Lightning can read them.
 
     Args:
         name: of the subcommand.
@@ -59,8 +64,7 @@ def checked_settings(name: str, arguments: Sequence[str], *, also: Sequence[str]
         also: further names of options, which a misspelt one may mean.
 
     Raises:
-        UsageError: a setting, a class, or a strategy of this pack has a wrong name, or a file is missing or cannot be
-            read.
+        UsageError: a setting, or a strategy of this pack has a wrong name, or a file is missing or cannot be read.
     """
     known = settings_of(name)
     run = dict(options(arguments)).get("resume")
@@ -69,18 +73,55 @@ def checked_settings(name: str, arguments: Sequence[str], *, also: Sequence[str]
     if run and Path(run, "config.yaml").is_file():
         arguments = [f"--config={run}/config.yaml", *arguments]
     files = [value for option, value in options(arguments) if option in ("c", "config")]
-    # A configuration may also be given as text or as a URL, and be empty: jsonargparse knows what to make of that.
+    # A configuration may also be given as text or as a URL, and be empty: jsonargparse reads these.
     if not known or any(":" in file or (Path(file).is_file() and not Path(file).stat().st_size) for file in files):
         return {}
-    settings = checked_keys(arguments, [*known, *also])
+    settings: Settings = {}
+    for file, of_source in sources(arguments):
+        for path, value in of_source.items():
+            _check_key(file, path, [*known, *also])
+            settings = {key: each for key, each in settings.items() if not key.startswith((f"{path}.", f"{path}["))}
+            settings[path] = value
     if isinstance(strategy := settings.get("trainer.strategy"), str):
-        try:
-            check_strategy(strategy)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        check_strategy(strategy)
     if not run:
         check_checkpoint(settings.get("ckpt_path"))
     return settings
+
+
+def _check_key(file: str | None, path: str, known: Sequence[str]) -> None:
+    """Checks a dotted name, but for the arguments of a class."""
+    found = _CLASS_SETTING.match(path)
+    if file is not None and found is not None and found[1] not in _CLASS_KEYS:
+        right = nearest(found[1], _CLASS_KEYS) or f"init_args.{found[1]}"
+        raise UsageError(f"{file}: {path} is not a setting. Did you mean {right!r}?")
+    words = path.partition("[")[0].split(".")
+    names = {".".join(words[:end]) for end in range(1, len(words) + 1)}
+    sections = {name.split(".")[0] for name in known}
+    if names & {*known} or path in sections:
+        return
+    dashes = "--" if file is None else ""
+    by_last_word = {name.rpartition(".")[2]: name for name in known}
+    near = None if words[0] in sections else nearest(words[0], sections)
+    if near is None and (last := nearest(words[-1], by_last_word)) is not None:
+        near = by_last_word[last]
+    here = [name for name in known if name.startswith(f"{words[0]}.")] or sections
+    hint = f"Did you mean '{dashes}{near}'?" if near else f"Known: {', '.join(sorted(here))}"
+    raise UsageError(f"{file + ': ' if file else ''}{dashes}{path} is not a setting. {hint}")
+
+
+def check_strategy(name: str) -> None:
+    """Checks that a strategy's name is not a misspelt name of this pack.
+
+    Another name may be Lightning's, or one that the user's own module registers. Such a name often contains one of this
+    pack's ("my_ring_ddp"), which a misspelt one does not.
+
+    Raises:
+        UsageError: it is one.
+    """
+    near = nearest(name, [row.name for row in STRATEGIES])
+    if near and near not in name.lower() and SequenceMatcher(None, name.lower(), near).ratio() >= _MISSPELT:
+        raise UsageError(f"strategy={name!r}: there is no such strategy. Did you mean {near!r}?")
 
 
 def check_run(path: str) -> None:
@@ -94,17 +135,14 @@ def check_run(path: str) -> None:
 
 
 def check_checkpoint(path: object) -> None:
-    """Checks that a checkpoint given by path exists; Lightning's words ("best", "last"...) and URLs pass.
+    """Checks that a checkpoint exists; Lightning's words ("best", "last"...) and URLs pass.
 
     Raises:
         UsageError: it does not.
     """
-    if not path or str(path) in _CHECKPOINT_WORDS or ":" in str(path) or Path(str(path)).exists():
-        return
-    siblings = {file.name: str(file) for file in Path(str(path)).parent.glob("*.ckpt")}
-    near = nearest(Path(str(path)).name, siblings)
-    hint = f" Did you mean {siblings[near]!r}?" if near else ""
-    raise UsageError(f"ckpt_path={str(path)!r}: there is no such file.{hint}")
+    if path and str(path) not in _CHECKPOINT_WORDS and ":" not in str(path) and not Path(str(path)).exists():
+        hint = did_you_mean(str(path), map(str, Path(str(path)).parent.glob("*.ckpt")))
+        raise UsageError(f"ckpt_path={str(path)!r}: there is no such file. {hint}".rstrip())
 
 
 def ranks_to_start(settings: Settings, environment: Mapping[str, str]) -> int:

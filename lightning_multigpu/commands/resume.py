@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -99,20 +100,13 @@ def taken_out(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     Raises:
         UsageError: its value is missing.
     """
-    value, others, index = None, [], 0
-    while index < len(arguments):
-        option, equals, inline = arguments[index].partition("=")
-        if option != f"--{OPTION}":
-            others.append(arguments[index])
-        elif equals:
-            value = inline
-        else:
-            index += 1
-            value = arguments[index] if index < len(arguments) and not arguments[index].startswith("-") else ""
-        index += 1
-    if value == "":
-        raise UsageError("--resume takes a run's directory: --resume runs/ring_ddp/version_0")
-    return value, others
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(f"--{OPTION}", metavar="RUN")
+    try:
+        found, others = parser.parse_known_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise UsageError("--resume takes a run's directory: --resume runs/ring_ddp/version_0") from error
+    return found.resume, others
 
 
 def find(path: str) -> Resumption:

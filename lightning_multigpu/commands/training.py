@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from argparse import SUPPRESS, ArgumentError
@@ -20,9 +19,8 @@ from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from lightning_multigpu.commands import resume
+from lightning_multigpu.commands.class_settings import explained
 from lightning_multigpu.commands.early_checks import check_checkpoint
-from lightning_multigpu.commands.settings.trainer_settings import check_trainer_settings, path_of_strategy_class
-from lightning_multigpu.commands.settings.wrong_key import explained
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.registry import STRATEGIES
 
@@ -115,7 +113,6 @@ class TrainingCLI(LightningCLI):
         self._wanted = wanted
         names = ", ".join(row.name for row in STRATEGIES)
         self._command = arguments[0]
-        self._seed_lines: list[logging.LogRecord] = []
         described = f"Strategies of this pack: {names}; '{PROGRAM} strategies' describes them. Else as LightningCLI."
         super().__init__(
             args=list(arguments),
@@ -154,10 +151,11 @@ class TrainingCLI(LightningCLI):
         try:
             self.config = parser.parse_args(args)
             strategy = self.config[self.config.subcommand].trainer.strategy
-            if isinstance(strategy, str) and (path := path_of_strategy_class(strategy)) is not None:
+            classes = {row.class_path.rpartition(".")[2]: row.class_path for row in STRATEGIES}
+            if isinstance(strategy, str) and (path := classes.get(strategy.rpartition(".")[2])):
                 self.config = parser.parse_args([*args, f"--trainer.strategy.class_path={path}"])
         except ArgumentError as error:
-            raise explained(error.message, args[1:]) from error
+            raise UsageError(explained(error.message)) from error
         settings = self.config[self.config.subcommand]
         if resume.OPTION in settings:
             raise UsageError("resume is an option of the command line, and no setting of a configuration file")
@@ -167,26 +165,10 @@ class TrainingCLI(LightningCLI):
                 f"num_nodes={settings.trainer.num_nodes}, and there are {hosts} hosts (PL_TRAINER_NUM_NODES, which "
                 f"'{PROGRAM} emulate' sets); pass --trainer.num_nodes={hosts}, or leave num_nodes out"
             )
-        check_trainer_settings(settings.trainer)
         check_checkpoint(settings.ckpt_path)
         if self._resumption is not None:
             self._resumption.check(self._settings())
             resume.check_epochs(self._resumption.file, settings.trainer.max_epochs)
-
-    @override
-    def _set_seed(self) -> None:
-        """Sets the seed, and keeps the line that says so until all settings are known to be right."""
-
-        def keep(line: logging.LogRecord) -> bool:
-            self._seed_lines.append(line)
-            return False
-
-        log = logging.getLogger("lightning.fabric.utilities.seed")
-        log.addFilter(keep)
-        try:
-            super()._set_seed()
-        finally:
-            log.removeFilter(keep)
 
     def _settings(self) -> dict[str, Any]:
         """The settings as they are saved beside the logs."""
@@ -230,8 +212,6 @@ class TrainingCLI(LightningCLI):
             if found is not None:
                 for config in (self.config, self.config_init):
                     config[self.config.subcommand].ckpt_path = found.path
-        for line in self._seed_lines:
-            logging.getLogger(line.name).handle(line)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

@@ -187,25 +187,6 @@ class PipelineSection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneDeviceSection:
-    """The run against one device, see ``RunReport(compare_with_one_device=True)``; or why there is no figure.
-
-    Attributes:
-        ratio: samples that the run trains in a given time over those of one device.
-        step_ms: of one device for an optimizer step on the batches of one data rank, measured before the first step.
-        run_step_ms: median of the run, on the slowest rank; loading of data is in neither.
-        threads: intra-op threads of the one device, on CPUs only.
-        reason: why there is no figure.
-    """
-
-    ratio: Absent[float] = None
-    step_ms: Absent[float] = None
-    run_step_ms: Absent[float] = None
-    threads: Absent[int] = None
-    reason: Absent[str] = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class ServerFigures:
     """A parameter server: bytes from and to all ranks, and the mean wait of an update for others under async_ps."""
 
@@ -250,7 +231,7 @@ class RunDocument(RunFacts):
     """``multigpu_report.json``, version 2.
 
     It has all that version 1 had, with the same meanings, and ``date``, ``wall_s``, ``model``, ``precision``,
-    ``global_batch``, ``hardware``, ``communication_ms`` and ``one_device``. Programs that read version 1 can read
+    ``global_batch``, ``hardware`` and ``communication_ms``. Programs that read version 1 can read
     version 2 once they accept the number.
 
     Attributes:
@@ -266,7 +247,6 @@ class RunDocument(RunFacts):
             over the ranks; parts that overlap in time add up to more than the total. Only where a meter measured.
         memory: one a rank; absent with stages, and if servers have the optimizer states.
         pipeline: only where the model was split into stages.
-        one_device: only with ``RunReport(compare_with_one_device=True)``.
         parameter_servers: only where servers made the updates.
         tensor_split: only where layers were split over ranks: the object of ``plan --blocks --json``, without its
             version.
@@ -283,7 +263,6 @@ class RunDocument(RunFacts):
     communication_ms: Absent[Mapping[str, float]] = None
     memory: Absent[Sequence[HeldMemory]] = None
     pipeline: Absent[PipelineSection] = None
-    one_device: Absent[OneDeviceSection] = None
     parameter_servers: Absent[ServersSection] = None
     tensor_split: Absent[SplitPlan] = None
 
@@ -325,7 +304,7 @@ def build(
         strategy, versions: as in :class:`RunDocument`.
         aggregations: how each key's values become the run's; the keys of the report come in this order.
         parameter_servers: the servers' figures, if any.
-        sections: ``pipeline``, ``tensor_split`` and ``one_device``; None leaves one out.
+        sections: ``pipeline`` and ``tensor_split``; None leaves one out.
 
     Raises:
         ValueError: there is no record, two have the same rank, or one is missing of a synchronous run.

@@ -63,8 +63,6 @@ def show(report: RunDocument | Mapping[str, Any], console: Console | None = None
         console.print(pipeline_table.memory(report.memory, report.strategy.name, terminal=console.is_terminal))
     if report.pipeline is not None:
         pipeline_table.show(report.pipeline, console)
-    if report.one_device is not None:
-        say(console, one_device_line(report))
 
 
 def verdict(report: RunDocument) -> str | None:
@@ -80,20 +78,6 @@ def verdict(report: RunDocument) -> str | None:
     return (
         f"{found}\nWith batches of twice the size, {number(step_ms - exposed_ms / 2)} ms are predicted for as many "
         "samples. ProfilerReport looks for the cause."
-    )
-
-
-def one_device_line(report: RunDocument) -> str:
-    """Whether the ranks were worth it: one line about a report that has the section ``one_device``."""
-    found = report.one_device
-    if found is None or found.ratio is None:
-        return f"no comparison with one device: {found and found.reason}"
-    ratio = f"{found.ratio:.2g}"
-    slower = ": slower than one device" if float(ratio) < 1 else ""
-    threads = f"; one device with {_many(found.threads, 'intra-op thread')}" if found.threads is not None else ""
-    return (
-        f"{_many(report.world.size, 'rank')} train {ratio} x as many samples as one device would{slower} "
-        f"(measured on the first steps, without loading{threads})"
     )
 
 

@@ -201,7 +201,6 @@ class MultiGPUStrategy(ParallelStrategy):
         return 1.0 if self.averaging.steps_alone and self.feed.counts else self.feed.loss_scale
 
     holds, held_bytes = callback_answers.holds, callback_answers.held_bytes
-    values_of_other_ranks = callback_answers.values_of_other_ranks
     newest_of_ranks, gather_at_end = callback_answers.newest_of_ranks, callback_answers.gather_at_end
     server_statistics, split_plan = callback_answers.server_statistics, callback_answers.split_plan
     record_stages, stage_record = callback_answers.record_stages, callback_answers.stage_record

@@ -25,14 +25,6 @@ def holds(strategy: MultiGPUStrategy, parameter: Tensor) -> bool:
     return not isinstance(parameter, Placeholder)
 
 
-def values_of_other_ranks(strategy: MultiGPUStrategy) -> dict[int, Tensor]:
-    """On rank 0, values of parameters and buffers that only other ranks hold, in host memory; elsewhere none.
-
-    The key is the ``id`` of the placeholder. A collective.
-    """
-    return {}
-
-
 def newest_of_ranks(strategy: MultiGPUStrategy, name: str, value: Any) -> list[Any] | None:
     """The values of ranks that train without collectives, each at its own pace; None if there are collectives.
 

@@ -95,7 +95,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
     _showing_parts = MultiGPUStrategy._showing_parts
     on_validation_end = MultiGPUStrategy.on_validation_end
     holds, held_bytes, _spare_bytes = callback_answers.holds, callback_answers.held_bytes, 0
-    values_of_other_ranks = callback_answers.values_of_other_ranks
     newest_of_ranks, gather_at_end = callback_answers.newest_of_ranks, callback_answers.gather_at_end
     server_statistics, split_plan = callback_answers.server_statistics, callback_answers.split_plan
     record_stages, stage_record = callback_answers.record_stages, callback_answers.stage_record

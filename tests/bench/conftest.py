@@ -9,7 +9,7 @@ from multiprocessing.context import BaseContext
 import psutil
 import pytest
 
-from lightning_multigpu.bench.collectives import collective_rank
+from lightning_multigpu.bench.collectives import collective_run
 from lightning_multigpu.bench.strategies import strategy_rank
 
 
@@ -20,7 +20,7 @@ def _fork_server_of_all_benches(monkeypatch: pytest.MonkeyPatch) -> None:
     of_context = BaseContext.set_forkserver_preload
 
     def preload(context: BaseContext, modules: Sequence[str]) -> None:
-        of_context(context, [*modules, collective_rank.__name__, strategy_rank.__name__])
+        of_context(context, [*modules, collective_run.__name__, strategy_rank.__name__])
 
     monkeypatch.setattr(BaseContext, "set_forkserver_preload", preload)
 

@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 
-from lightning_multigpu.bench.collectives.collective_rank import CollectiveSettings, _join
+from lightning_multigpu.bench.collectives.collective_run import join
 from lightning_multigpu.bench.collectives.implementations import IMPLEMENTATIONS
 from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.bench.jobs.rank_process import Seat
@@ -98,4 +98,4 @@ def test_nccl_that_refuses_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: NCCL["old"])
     (nccl,) = (row for row in IMPLEMENTATIONS if row.name == "nccl")
     with pytest.raises(RuntimeError, match=r"share a GPU over NCCL from version 2\.31 on.*here: NCCL 2\.28\.9"):
-        _join(CollectiveSettings(nccl, "cuda", torch.float32, 1.0), seat(0, 2))
+        join(nccl, "cuda", 1.0, seat(0, 2))

@@ -160,7 +160,7 @@ def test_a_gpu_that_waits_for_launches() -> None:
                 event = {"ph": "X", "name": name, "cat": category, "tid": category, "ts": start_us, "dur": length_us}
                 written.append({**event, "args": {"correlation": number}})
         trace = OperatorTrace(time.perf_counter)
-        trace._read(written, 12, 0.0, steps=1)
+        trace._read(written, 12, 0.0)
         assert trace.launches is not None
         rank = told(0, data_wait=0.0, forward=0.03, backward=0.055, optimizer=0.005, communication=0.0)
         rank["launches"] = vars(trace.launches)

@@ -382,7 +382,7 @@ def test_activations_of_all_replicas_are_counted(tmp_path: Path) -> None:
 def test_alone_beside_another_profiler(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[Profiler], options: dict[str, Any]
 ) -> None:
-    """A second torch.profiler would empty Lightning's: its operators are taken, and none are recorded beside it."""
+    """A second torch.profiler would empty Lightning's: no operators are recorded beside it."""
     profiler = kind(dirpath=tmp_path, filename="told", **options)
     loader = DataLoader(Samples(0.0, None), batch_size=2)
     own = kind is not PyTorchProfiler
@@ -393,8 +393,7 @@ def test_alone_beside_another_profiler(
     [of_rank] = profile["ranks"]
     assert not of_rank["is_metered"]
     calls = {name: count for name, count, *_ in of_rank["operators"]}
-    assert calls["aten::addmm"] == 4, "of one step"
-    assert not [name for name in calls if name.startswith(("[pl]", "ProfilerStep"))]
+    assert calls.get("aten::addmm") == (4 if own else None), "of one step"
     assert ("operators, thread 0" in (tmp_path / chrome_trace.FILE_NAME).read_text()) is own
     assert "launches" not in of_rank, "there is no GPU"
     [told] = tmp_path.glob("fit-told*.txt")
@@ -487,19 +486,19 @@ def test_a_gpu_has_operators_unless_they_are_declined(device: str, operators: bo
 
 
 def test_the_launches_of_a_gpu_are_found_in_a_trace() -> None:
-    """Two steps with three kernels each, which start when the host has launched all of them."""
+    """Three kernels, which start when the host has launched all of them."""
     written: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}]
-    for number in range(6):
-        at, args = 1000.0 * (number // 3) + 10 * (number % 3), {"correlation": number}
+    for number in range(3):
+        at, args = 10.0 * number, {"correlation": number}
         for name, category, start, seconds in (
             ("aten::mm", "cpu_op", at, 9.0),
             ("cudaLaunchKernel", "cuda_runtime", at + 2, 3.0),
-            ("gemm", "kernel", at + 100 + 90 * (number % 3), 90.0),
+            ("gemm", "kernel", 100 + 100.0 * number, 90.0),
         ):
             event = {"ph": "X", "name": name, "cat": category, "tid": category, "ts": start, "dur": seconds}
             written.append({**event, "args": args if category != "cpu_op" else {}})
     trace = OperatorTrace(time.perf_counter)
-    trace._read(written, 12, 5.0, steps=2)
+    trace._read(written, 12, 5.0)
     assert trace.most == [
         ("gemm", 3, 0.0, pytest.approx(270e-6)),
         ("aten::mm", 3, pytest.approx(27e-6), 0.0),

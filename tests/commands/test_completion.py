@@ -34,7 +34,11 @@ def completed(script: Path, *words: str) -> list[str]:
 
 
 def test_commands(script: Path) -> None:
-    assert completed(script, "") == [*(command.name for command in COMMANDS), "--help", "--version"]
+    assert completed(script, "") == [
+        *dict.fromkeys(command.name.split()[0] for command in COMMANDS),
+        "--help",
+        "--version",
+    ]
     assert completed(script, "be") == ["bench"]
     assert completed(script, "bench", "c") == ["collectives"]
 
@@ -44,7 +48,7 @@ def test_settings_and_options(script: Path) -> None:
     assert "--model" in completed(script, "validate", "-c", "run.yaml", "--")
     assert completed(script, "emulate", "--no") == ["--nodes"]
     assert completed(script, "strategies", "--j") == ["--json"]
-    assert completed(script, "bench", "collectives", "--supp") == ["--support"]
+    assert completed(script, "bench", "collectives", "--step") == ["--step-factor"]
     assert completed(script, "plan", "--link") == ["--link-gbit"]
 
 

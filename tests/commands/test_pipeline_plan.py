@@ -238,14 +238,6 @@ def test_a_plan_of_all_strategies_is_the_planners(monkeypatch: pytest.MonkeyPatc
     assert options.strategies == ["dp", "gpipe:balance=time"]
 
 
-@pytest.mark.parametrize(
-    ("command", "now"), [("pipeline", "--strategies pipeline_1f1b --micro-b"), ("tensor", "--blocks")]
-)
-def test_the_commands_of_before_name_this_one(command: str, now: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "plan", "--config=run.yaml"]) == 2
-    assert f"'{command} plan' is now 'lightning-multigpu plan {now}" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("balance", ["time", "memory", "[1,3]"])
 def test_the_split_is_that_of_the_strategy(balance: str) -> None:
     found = planned("--micro-batches=2", f"--trainer.strategy.balance={balance}")
@@ -298,7 +290,7 @@ def test_nothing_is_trained() -> None:
         ("--strategies gpipe ring_ddp", "--strategies=ring_ddp: with --micro-batches, pass names of pipelines, which "
          "are model_parallel, gpipe, pipeline_1f1b, pipeline_interleaved, pipeline_zero_bubble; their options are "),
         ("--link-gbit 0", "argument --link-gbit: '0': pass a number above 0"),
-        ("--strategies gpip", "strategy='gpip' is unknown. Did you mean 'gpipe'?"),
+        ("--strategies gpip", "strategy='gpip': there is no such strategy. Did you mean 'gpipe'?"),
         ("--strategies pipeline_zero_bubble --trainer.strategy.activation_checkpointing=true",
          "activation_checkpointing under schedule='zero_bubble', whose backward has two parts"),
         ("--strategies pipeline_interleaved --trainer.strategy.balance=[1,3]",

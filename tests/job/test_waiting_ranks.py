@@ -15,7 +15,7 @@ import pytest
 
 from lightning_multigpu.commands import early_checks
 from lightning_multigpu.commands.early_checks import ranks_to_start
-from lightning_multigpu.commands.settings.sources import flat
+from lightning_multigpu.commands.settings import flat
 from lightning_multigpu.commands.usage import COMMAND
 from lightning_multigpu.job.waiting_ranks import _PIPE, _waiting, are_waiting, launch_rank, ranks_started
 from tests import preforked
@@ -165,5 +165,6 @@ class TestCommandLine:
     def test_a_wrong_setting_is_still_one_message(self, tmp_path: Path) -> None:
         ended = self.fit(tmp_path, "--model.hidden=3")
         assert ended.returncode == 2
-        [message] = ended.stderr.splitlines()
-        assert message.startswith("lightning-multigpu fit: error: --model.hidden is not a setting.")
+        assert ended.stderr.startswith('lightning-multigpu fit: error: Parser key "model":')
+        assert ended.stderr.count("error:") == 1
+        assert "Option 'hidden' is not accepted" in ended.stderr

@@ -101,19 +101,19 @@ def test_text() -> None:
     assert "Profile of ring_ddp: 2 ranks, 2 optimizer steps, 125 ms a step (medians)" in text
     header = r"^rank +data wait +forward +backward +communication +optimizer +step, ms +hidden transfers$"
     assert re.search(header, text, re.MULTILINE)
-    assert re.search(r"^ +1 +50.0 +20.0 +40.0 +10.0 +5.00 +125 +20.0$", text, re.MULTILINE)
+    assert re.search(r"^1 \(host<1>\) +50.0 +20.0 +40.0 +10.0 +5.00 +125 +20.0$", text, re.MULTILINE)
     assert "clocks of ranks are compared to within 0.100 ms" in text
     # 1 kB of gradients in 30 ms, of which each of two ranks sends 1 kB.
     rate = "33.3 kB/s"
-    row = rf"^ *all_reduce \(data, 2 ranks\) +1 +1.00 kB +0.00 B +30.0 ms +{rate} +{rate}"
+    row = rf"^all_reduce \(data, 2 ranks\) +1 +1.00 kB +0.00 B +30.0 ms +{rate} +{rate}"
     assert re.search(rf"{row}$", text, re.MULTILINE)
     known = profile_text.text(loaded({**profile(), "link_gbit": 1e-3}))
     assert re.search(rf"{row} +27 %$", known, re.MULTILINE), "of 125 kB/s"
-    assert "  aten::mm: 7 x, 3.00 ms" in text
+    assert re.search(r"^aten::mm +7 +3.00 ms$", text, re.MULTILINE)
     assert "1. input: 75.0 ms a step predicted (40 % less)" in text
     pulled = profile()
     pulled["operations"][0] |= {"operation": "pull", "group": "servers"}
-    assert re.search(rf"^ *pull \(servers, 2 ranks\) .* {rate} +-$", profile_text.text(loaded(pulled)), re.MULTILINE)
+    assert re.search(rf"^pull \(servers, 2 ranks\) .* {rate} +-$", profile_text.text(loaded(pulled)), re.MULTILINE)
     healthy = profile_text.text(loaded(profile(data_wait=0.001, communication=0.001)))
     assert healthy.endswith("Nothing was found that would save 5 % of a step.")
 
@@ -155,12 +155,13 @@ def test_transfers_that_nobody_measures_are_named() -> None:
 
 def test_text_of_all_that_can_be_measured() -> None:
     text = profile_text.text(loaded(with_all()))
-    assert "gpipe, 2 micro-batches: ranks are not busy for 33.3 % of 90.0 ms; in theory for 33.3 %" in text
+    assert re.search(r"^gpipe +micro-batches +step +ranks not busy +in theory$", text, re.MULTILINE)
+    assert re.search(r"^pipeline 0 +2 +90.0 ms +33.3 % +33.3 %$", text, re.MULTILINE)
     assert re.search(r"^rank +parameters +gradients +optimizer +activations +device peak$", text, re.MULTILINE)
-    assert re.search(r"^ +1 +4.00 MB +4.00 MB +8.00 MB +4.00 MB +19.0 MB$", text, re.MULTILINE)
-    assert "samples a second: 179 (first tenth 197, last tenth 161)" in text  # both ranks together
-    assert "utilization: 60 % (first tenth 50 %, last tenth 70 %)" in text
-    assert "rank 1: 8 updates, staleness 1 (median), 20 (largest)" in text
+    assert re.search(r"^1 +4.00 MB +4.00 MB +8.00 MB +4.00 MB +19.0 MB$", text, re.MULTILINE)
+    assert re.search(r"^samples a second +197 +179 +161$", text, re.MULTILINE)  # both ranks together
+    assert re.search(r"^utilization +50 % +60 % +70 %$", text, re.MULTILINE)
+    assert re.search(r"^1 +8 +1 +20 +20$", text, re.MULTILINE), "staleness"
     assert "Memory near the limit:\n   the GPU of rank 0 had 19.5 MB of 20.0 MB in use" in text
     assert "imbalance of shards" in text
     assert "launch-bound" in text
@@ -253,8 +254,9 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     page = tmp_path / "compared.html"
     assert main(["report", str(slow), str(quick), f"--page={page}"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(rf"{slow} +ring_ddp +- +125 +input +50.0 +20.0 +40.0 +10.0 +5.00$", printed, re.MULTILINE)
-    row = rf"{quick} +sync_ps +320 +67.0 +nothing found +1.00 +20.0 +40.0 +1.00 +5.00$"
+    row = rf"{slow} +- +125 ms +input +50.0 ms +20.0 ms +40.0 ms +10.0 ms +5.00 ms +ring_ddp$"
+    assert re.search(row, printed, re.MULTILINE)
+    row = rf"{quick} +320 +67.0 ms +nothing found +1.00 ms +20.0 ms +40.0 ms +1.00 ms +5.00 ms +sync_ps$"
     assert re.search(row, printed, re.MULTILINE)
     assert {str(slow), str(quick), "320", "nothing found"} <= {*_Page(page.read_text()).texts}
     header = re.findall(r"<th[^>]*>([^<]+)", page.read_text())

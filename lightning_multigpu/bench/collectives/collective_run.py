@@ -12,29 +12,49 @@ the next operation, and the others go on.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import pairwise
+from typing import Literal
 
 import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from lightning_multigpu.bench.collectives.collective_rank import (
-    MAX_CALLS,
-    CollectiveSettings,
-    CollectiveTurn,
-    Tried,
-    serve,
-)
-from lightning_multigpu.bench.collectives.implementations import Implementation
-from lightning_multigpu.bench.collectives.operations import BY_NAME, Operation
+from lightning_multigpu.bench.collectives.implementations import Call, Implementation
+from lightning_multigpu.bench.collectives.operations import BY_NAME, Buffers, Operation
+from lightning_multigpu.bench.collectives.pattern import Pattern
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
-from lightning_multigpu.bench.machine import without_places
+from lightning_multigpu.bench.jobs.rank_process import Seat, Turns
 from lightning_multigpu.bench.spread import Spread
+from lightning_multigpu.communication.metering.clocks import clock_of
+from lightning_multigpu.job.shared_gpus import rank_devices, refusal_of_nccl, share_a_gpu
 
 OK, NOT_SUPPORTED, FAILED, CRASHED, TIMED_OUT = "ok", "not supported", "failed", "crashed", "timed out"
 
 _JOIN_S = 60.0
-_MAX_CALLS = MAX_CALLS
+_TURN_S = 0.05
+_MAX_CALLS = 50
+_ESTIMATING_CALLS = 2
+_LATE_S = 0.05
+
+
+@dataclass(frozen=True)
+class CollectiveTurn:
+    """A turn of an implementation: ``step`` is one of
+
+    - "try": prepare tensors, do it once, check the result, and time it; answered by the number of elements, the size in
+      bytes, the number of elements that are wrong, and the seconds of a call after the first.
+    - "time": call it as often as fits into a turn; answered by the seconds of each call.
+    - "check": do it once more; answered by the number of elements that are wrong.
+    """
+
+    implementation: str
+    operation: str
+    size: int
+    step: Literal["try", "time", "check"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +132,8 @@ def measure(hosts: HostAgents, plan: CollectivePlan) -> Iterator[CollectiveResul
         if result is not None:
             yield result
     for run in runs.values():
-        run.end()
+        if run.job is not None:
+            run.job.end()
 
 
 @dataclass
@@ -120,75 +141,62 @@ class ImplementationRun:
     """One implementation in the course of the table.
 
     Attributes:
-        out: operation, status and reason why it takes no further part in this operation.
+        job: its ranks.
+        failed: the operation in which it takes no further part, after a row that says so.
     """
 
     hosts: HostAgents
     implementation: Implementation
     plan: CollectivePlan
     turns: Sequence[tuple[int, CollectiveTurn]]
-    out: tuple[str, str, str] | None = None
-    _told: bool = False
-    _job: RankJob | None = None
-    _tried: Tried = field(default_factory=Tried)
+    job: RankJob | None = None
+    failed: str | None = None
+    _tried: list[tuple[int, int, int, float]] = field(default_factory=list)
     _seconds: list[float] = field(default_factory=list)
 
     def take(self, number: int, turn: CollectiveTurn) -> CollectiveResult | None:
-        """Takes a turn. The last one of a size has the row; None where an earlier row says why there are no more."""
-        if turn.step == "try":
-            self._tried, self._seconds = Tried(), []
-            if self.out is None or self.out[0] != turn.operation:
-                self.out, self._told = None, False
-        answers = self._answers(number, turn)
-        if answers is not None and turn.step == "try":
-            tried = [Tried(**answer) for answer in answers]
-            self._tried = replace(tried[0], wrong=sum(each.wrong for each in tried))
-        elif answers is not None and turn.step == "time":
-            self._seconds += [max(call) for call in zip(*answers, strict=True)]
-        return self._result(turn, answers) if turn.step == "check" else None
-
-    def _result(self, turn: CollectiveTurn, checked: list[int] | None) -> CollectiveResult | None:
-        row = CollectiveResult(
-            operation=BY_NAME[turn.operation],
-            implementation=self.implementation.name,
-            size_bytes=self._tried.size_bytes if checked is not None else self._tried.size_bytes or turn.size,
-        )
-        if checked is None:
-            was_told, self._told = self._told, True
-            assert self.out is not None
-            return None if was_told else replace(row, status=self.out[1], reason=self.out[2])
-        wrong = max(self._tried.wrong, sum(checked))
-        return replace(row, numel=self._tried.numel, wrong=wrong, seconds=Spread.of(self._seconds))
-
-    def _answers(self, number: int, turn: CollectiveTurn) -> list[Any] | None:
-        if self.out is not None:
+        """Takes a turn. The last one of a size has the row, or the first one that fails."""
+        if self.failed == turn.operation:
             self.hosts.skip(number)
             return None
+        operation, name = BY_NAME[turn.operation], self.implementation.name
         try:
-            if self._job is None:
-                self._job = self._started(number)
-            return self._job.answers(number)
+            self.job = self.job or self._started(number)
+            answers = self.job.answers(number)
         except JobError as error:
-            self._job = None
-            status = _status(error, is_first=turn.step == "try")
-            self.out = turn.operation, status, without_places(str(error))
-            return None
+            self.job, self.failed = None, turn.operation
+            size = self._tried[0][1] if turn.step != "try" else turn.size
+            status, reason = _status(error, is_first=turn.step == "try"), str(error).partition("\n")[0]
+            return CollectiveResult(
+                operation=operation, implementation=name, size_bytes=size, status=status, reason=reason
+            )
+        if turn.step == "try":
+            self._tried, self._seconds = answers, []
+        elif turn.step == "time":
+            self._seconds += [max(call) for call in zip(*answers, strict=True)]
+        else:
+            numel, size_bytes, _, _ = self._tried[0]
+            return CollectiveResult(
+                operation=operation,
+                implementation=name,
+                size_bytes=size_bytes,
+                numel=numel,
+                wrong=max(sum(wrong for _, _, wrong, _ in self._tried), sum(answers)),
+                seconds=Spread.of(self._seconds),
+            )
+        return None
 
     def _started(self, number: int) -> RankJob:
-        plan = self.plan
-        settings = CollectiveSettings(
-            self.implementation, plan.device_type, plan.dtype, plan.timeout_s, plan.warm_up, _MAX_CALLS
-        )
         left = [turn for turn in self.turns if turn[0] >= number]
-        start_s = plan.timeout_s + _JOIN_S
-        name = self.implementation.name
-        return self.hosts.start(name, serve, settings, left, timeout_s=plan.timeout_s, start_timeout_s=start_s)
-
-    def end(self) -> None:
-        """Ends the ranks."""
-        if self._job is not None:
-            self._job.end()
-            self._job = None
+        timeout_s = self.plan.timeout_s
+        return self.hosts.start(
+            self.implementation.name,
+            serve,
+            (self.implementation, self.plan),
+            left,
+            timeout_s=timeout_s,
+            start_timeout_s=timeout_s + _JOIN_S,
+        )
 
 
 def _status(error: JobError, *, is_first: bool) -> str:
@@ -196,3 +204,94 @@ def _status(error: JobError, *, is_first: bool) -> str:
         return TIMED_OUT if error.kind == "late" else CRASHED
     # Where every rank refuses at the first try, the operation is not supported.
     return NOT_SUPPORTED if is_first and error.all_ranks else FAILED
+
+
+def serve(settings: tuple[Implementation, CollectivePlan], seat: Seat, turns: Turns) -> None:
+    """The main function of a rank of one implementation: joins the other ranks, then takes its turns."""
+    implementation, plan = settings
+    device = join(implementation, plan.device_type, plan.timeout_s, seat)
+    assert dist.group.WORLD is not None
+    hosts = (seat.placement.devices,) if implementation.knows_hosts else ()
+    operations = implementation.make(dist.group.WORLD, *hosts)
+    bench: _Bench | None = None
+    calls = 1
+    for turn in turns:
+        if turn.step == "try":
+            bench = None  # gives its tensors back before new ones are made
+            bench = _Bench(turn, operations[turn.operation], plan.dtype, device, seat)
+            wrong, [*_, seconds] = bench.check(), bench.time(0, _ESTIMATING_CALLS)
+            answers = turns.answer((bench.buffers.numel, bench.buffers.size_bytes, wrong, seconds))
+            slowest_s = max(answer[-1] for answer in answers)
+            calls = max(1, min(_MAX_CALLS, int(_TURN_S / max(slowest_s, 1e-9))))
+        elif bench is not None:
+            turns.answer(bench.check() if turn.step == "check" else bench.time(plan.warm_up, calls))
+    dist.destroy_process_group()
+
+
+def join(implementation: Implementation, device_type: str, timeout_s: float, seat: Seat) -> torch.device:
+    """Makes the default group of the ranks; returns the device of this one.
+
+    Raises:
+        RuntimeError: ranks are to share a GPU, and this NCCL, whose own message does not say so, refuses.
+    """
+    devices = rank_devices(device_type, seat.placement.devices, max(1, torch.cuda.device_count()))
+    device = devices[seat.local_rank]
+    is_nccl = implementation.backend == "nccl"
+    if is_nccl and share_a_gpu(devices) and (refusal := refusal_of_nccl()) is not None:
+        raise RuntimeError(refusal)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        implementation.backend,
+        rank=seat.rank,
+        world_size=seat.placement.world_size,
+        timeout=timedelta(seconds=2 * timeout_s),
+        device_id=device if is_nccl and device.type == "cuda" else None,
+    )
+    return device
+
+
+class _Bench:
+    """One operation on one size, on one rank."""
+
+    def __init__(self, turn: CollectiveTurn, call: Call, dtype: torch.dtype, device: torch.device, seat: Seat) -> None:
+        operation, world_size = BY_NAME[turn.operation], seat.placement.world_size
+        self._call = call
+        self._seat = seat
+        self._store = PrefixStore(seat.job, seat.store())
+        self._barriers = 0
+        self._timeline = clock_of(device)
+        self._pattern = Pattern(world_size, dtype, device, summed=operation.is_sum)
+        self.buffers = Buffers.make(
+            operation, turn.size, rank=seat.rank, world_size=world_size, dtype=dtype, device=device
+        )
+
+    def check(self) -> int:
+        """Calls it once; returns the number of wrong elements."""
+        if not self.buffers.operation.has_size:
+            return self._check_barrier()
+        self.buffers.fill(self._pattern)
+        self._call(self.buffers)
+        wrong = self.buffers.wrong(self._pattern)
+        self.buffers.clear()
+        return wrong
+
+    def _check_barrier(self) -> int:
+        """Ranks that had not arrived when the barrier let this one go; the last rank comes late on purpose."""
+        if self._seat.rank == self._seat.placement.world_size - 1:
+            time.sleep(_LATE_S)
+        self._barriers += 1
+        self._store.add(f"barrier/{self._barriers}", 1)
+        self._call(self.buffers)
+        return self._seat.placement.world_size - int(self._store.add(f"barrier/{self._barriers}", 0))
+
+    def time(self, warm_up: int, calls: int) -> list[float]:
+        """The seconds of each call after the warm-up."""
+        for _ in range(warm_up):
+            self._call(self.buffers)
+        marks = [self._timeline.mark()]
+        for _ in range(calls):
+            self._call(self.buffers)
+            marks.append(self._timeline.mark())
+        self._timeline.wait(marks[-1])
+        return [self._timeline.seconds(a, b) for a, b in pairwise(marks)]

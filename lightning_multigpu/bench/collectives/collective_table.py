@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ import torch
 from lightning_multigpu.bench.collectives.collective_run import OK, CollectiveResult
 from lightning_multigpu.bench.sizes import size_text
 
-SCHEMA_VERSION = 1
 _GBIT = 1e9
 
 
@@ -102,13 +101,6 @@ class CollectivesTable:
     def _share(self, result: CollectiveResult) -> float | None:
         busbw = result.busbw(self._world_size)
         return None if busbw is None or self._peak is None else busbw / self._peak
-
-
-def document(
-    header: Mapping[str, Any], settings: Mapping[str, Any], key: str, entries: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """The document of ``--json``: header, settings and, under ``key``, the entries."""
-    return {"schema_version": SCHEMA_VERSION, **header, "settings": dict(settings), key: list(entries)}
 
 
 def _number(value: float) -> str:

@@ -2,131 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from lightning_multigpu.bench.collectives.collective_run import (
-    CRASHED,
-    FAILED,
-    NOT_SUPPORTED,
-    OK,
-    TIMED_OUT,
-    CollectivePlan,
-    measure,
-)
+from lightning_multigpu.bench.collectives.collective_run import NOT_SUPPORTED, OK, CollectivePlan, measure
 from lightning_multigpu.bench.collectives.implementations import Implementation
 from lightning_multigpu.bench.collectives.operations import Operation
 from lightning_multigpu.bench.jobs.host_agents import HostAgents
+from lightning_multigpu.report.terminal import columns
 
-NOT_BUILT, NO_GPU, WRONG = "not built", "no GPU", "wrong"
-DEVICE_TYPES = ("cpu", "cuda")
+WRONG = "wrong"
 _SIZE = 1 << 12
-_SHOWN = {
-    OK: "yes",
-    WRONG: "WRONG",
-    NOT_SUPPORTED: "no",
-    FAILED: "fails",
-    CRASHED: "crash",
-    TIMED_OUT: "hang",
-    NOT_BUILT: "-",
-    NO_GPU: "-",
-}
-_MEANINGS = {
-    "yes": "does it, and the result is right",
-    "WRONG": "the result is wrong",
-    "no": "refuses",
-    "fails": "some ranks raise an exception",
-    "crash": "a process ends",
-    "hang": "no answer in time",
-    "-": "the back end is not part of this build of torch, or there is no GPU",
-}
-_NO_SUCH = (NOT_SUPPORTED, None)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One back end, one device, one operation; ``reason`` says why where the status is not "ok"."""
-
-    implementation: str
-    device_type: str
-    operation: str
-    status: str
-    reason: str | None
 
 
 def try_all(
-    hosts: HostAgents, implementations: Sequence[Implementation], operations: Sequence[Operation], *, timeout_s: float
-) -> Iterator[Cell]:
-    """Tries each operation on a few KiB of float32, in processes of their own, which may crash or hang."""
+    hosts: HostAgents, implementations: Sequence[Implementation], operations: Sequence[Operation], timeout_s: float
+) -> list[dict[str, Any]]:
+    """The entries of ``support``: each operation is tried on a few KiB of float32, in processes of their own.
+
+    Args:
+        hosts: that run them.
+        implementations: to try, also those that this build of torch does not have.
+        operations: to try.
+        timeout_s: without an answer in this time an operation has timed out.
+    """
+    cells = []
     for implementation in implementations:
-        for device_type in DEVICE_TYPES:
-            missing = _missing(implementation, device_type)
-            if missing is not None:
-                yield from (Cell(implementation.name, device_type, o.name, *missing) for o in operations)
-                continue
+        for device in ("cpu", "cuda"):
+            missing = _missing(implementation, device)
             plan = CollectivePlan(
-                operations=operations,
-                implementations=[implementation],
-                sizes=[_SIZE],
-                device_type=device_type,
-                dtype=torch.float32,
-                repetitions=1,
-                warm_up=0,
-                timeout_s=timeout_s,
-            )
-            found = {row.operation.name: row for row in measure(hosts, plan)}
+                operations=operations, implementations=[implementation], sizes=[_SIZE], device_type=device,
+                dtype=torch.float32, repetitions=1, warm_up=0, timeout_s=timeout_s,
+            )  # fmt: skip
+            rows = {} if missing else {row.operation.name: row for row in measure(hosts, plan)}
             for operation in operations:
-                row = found.get(operation.name)
-                status, reason = _NO_SUCH if row is None else (row.status, row.reason)
-                if row is not None and row.wrong:
-                    status, reason = WRONG, f"{row.wrong} wrong elements"
-                yield Cell(implementation.name, device_type, operation.name, status, reason)
+                row = rows.get(operation.name)
+                status = missing or NOT_SUPPORTED if row is None else WRONG if row.wrong else row.status
+                reason = None if row is None else f"{row.wrong} wrong elements" if row.wrong else row.reason
+                cells.append(
+                    {
+                        "implementation": implementation.name,
+                        "device": device,
+                        "operation": operation.name,
+                        "supported": status == OK,
+                        "status": status,
+                        "reason": reason,
+                    }
+                )
+    return cells
 
 
-def _missing(implementation: Implementation, device_type: str) -> tuple[str, str | None] | None:
+def _missing(implementation: Implementation, device: str) -> str | None:
     if not implementation.is_built:
-        return NOT_BUILT, f"{implementation.backend} is not part of this build of torch"
-    if device_type == "cuda" and not torch.cuda.device_count():
-        return NO_GPU, "this machine has no GPU"
-    if implementation.devices and device_type not in implementation.devices:
-        return _NO_SUCH
-    return None
+        return "not built"
+    if device == "cuda" and not torch.cuda.device_count():
+        return "no GPU"
+    return NOT_SUPPORTED if implementation.devices and device not in implementation.devices else None
 
 
-def lines(cells: Sequence[Cell]) -> list[str]:
-    """The table: one row an operation, one column a back end and device; below it the meanings of its entries."""
-    columns = list(dict.fromkeys((cell.implementation, cell.device_type) for cell in cells))
-    by_place = {(cell.implementation, cell.device_type, cell.operation): _SHOWN[cell.status] for cell in cells}
-    operations = list(dict.fromkeys(cell.operation for cell in cells))
-    width = max(map(len, operations))
-    widths = [max(6, len(name)) for name, _ in columns]
-    heads = zip(columns, widths, strict=True)
-    table = [
-        " ".join(["#".ljust(width), *(f"{name:>{w}}" for (name, _), w in heads)]),
-        " ".join(["#".ljust(width), *(f"{device:>{w}}" for (_, device), w in zip(columns, widths, strict=True))]),
-    ]
-    for operation in operations:
-        words = (by_place[(*column, operation)] for column in columns)
-        table.append(" ".join([operation.ljust(width), *(f"{x:>{w}}" for x, w in zip(words, widths, strict=True))]))
-    used = [word for word in _MEANINGS if word in by_place.values()]
-    return [*table, "# " + "; ".join(f"{word}: {_MEANINGS[word]}" for word in used), *_reasons(cells)]
-
-
-def _reasons(cells: Sequence[Cell]) -> list[str]:
-    told = [cell for cell in cells if cell.reason is not None and cell.status not in (NOT_BUILT, NO_GPU)]
-    return [f"# {cell.implementation}, {cell.device_type}, {cell.operation}: {cell.reason}" for cell in told]
-
-
-def as_json(cell: Cell) -> dict[str, Any]:
-    """One entry of ``support``."""
-    return {
-        "implementation": cell.implementation,
-        "device": cell.device_type,
-        "operation": cell.operation,
-        "supported": cell.status == OK,
-        "status": cell.status,
-        "reason": cell.reason,
-    }
+def lines(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """The table: a row for each back end and device, a column for each operation; below it the reasons of failures."""
+    operations = list(dict.fromkeys(cell["operation"] for cell in cells))
+    statuses = {(cell["implementation"], cell["device"], cell["operation"]): cell["status"] for cell in cells}
+    places = dict.fromkeys((cell["implementation"], cell["device"]) for cell in cells)
+    rows = [[name, device, *(statuses[name, device, each] for each in operations)] for name, device in places]
+    failures = [cell for cell in cells if cell["reason"] is not None]
+    reasons = ["# {implementation}, {device}, {operation}: {reason}".format(**cell) for cell in failures]
+    return [*columns([["# back end", "device", *operations], *rows], "left", "left"), *reasons]

@@ -253,17 +253,17 @@ class RankJob:
 
     def _failure(self, rank: int, first: Any) -> tuple[str, bool, str]:
         """A death explains an exception of another rank, and an exception the wait of another."""
-        told = rank_process.told(self._store, self.name)
+        found = rank_process.failures(self._store, self.name)
         if first.exitcode < 0:
             return "died", False, f"rank {rank}: its process was ended by {signal.Signals(-first.exitcode).name}"
-        if first.exitcode != 1 or not told:
+        if first.exitcode != 1 or not found:
             return "died", False, f"rank {rank}: its process ended with exit status {first.exitcode}"
-        raised = [(rank, what) for rank, what in told if isinstance(what, str)]
+        raised = [(rank, what) for rank, what in found if isinstance(what, str)]
         if raised:
             what = raised[0][1]  # the first in time: others may only have followed
             rank = min(rank for rank, other in raised if other == what)
             return "raised", len(raised) == self._seat.num_processes, f"rank {rank}: {what}"
-        return "late", len(told) == self._seat.num_processes, f"no answer within {told[0][1]:g} s"
+        return "late", len(found) == self._seat.num_processes, f"no answer within {found[0][1]:g} s"
 
 
 def _kept_store(address: str, port: int) -> TCPStore:
@@ -295,6 +295,6 @@ def _start_forkserver(modules: Sequence[str]) -> None:
             del os.environ["PYTHONSAFEPATH"]
             if before is not None:
                 os.environ["PYTHONSAFEPATH"] = before
-        for name in ("torch.distributed.elastic", "torch.multiprocessing"):  # failures are told in the results
+        for name in ("torch.distributed.elastic", "torch.multiprocessing"):  # the results have the failures
             logging.getLogger(name).addHandler(logging.NullHandler())
             logging.getLogger(name).propagate = False

@@ -1,4 +1,4 @@
-"""The process of a rank: its place in the job, and the turns in which it works."""
+"""The process of a rank: its numbers in the job, and the turns in which it works."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _END_S = 15.0
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """The place of a rank in its job.
+    """A rank of a job.
 
     Args:
         placement: the ranks of the job.
@@ -128,7 +128,7 @@ class Turns:
 
     def _give_up(self, seconds: float) -> None:
         faulthandler.dump_traceback(all_threads=True)
-        _tell(self._seat, seconds)
+        _note_failure(self._seat, seconds)
         os._exit(1)
 
 
@@ -151,13 +151,14 @@ def answers(store: Store, turn: int, num_processes: int) -> list[Any]:
     return [json.loads(store.get(f"answer {turn} {process}")) for process in range(num_processes)]
 
 
-def told(store: Store, job: str) -> list[tuple[int, str | float]]:
+def failures(store: Store, job: str) -> list[tuple[int, str | float]]:
     """The ranks that have failed, each with its exception, or with the limit in seconds that it has exceeded.
 
     Those that fail after the first one has ended only follow it, and are left out.
     """
-    lines = store.get(f"told {job}").splitlines() if store.check([f"told {job}"]) else []
-    number = int(store.get(f"told at the first end {job}")) if store.check([f"told at the first end {job}"]) else None
+    at_first_end = f"failures at the first end {job}"
+    lines = store.get(f"failures {job}").splitlines() if store.check([f"failures {job}"]) else []
+    number = int(store.get(at_first_end)) if store.check([at_first_end]) else None
     return [json.loads(line) for line in lines[:number]]
 
 
@@ -167,7 +168,7 @@ def run_rank(entry: Entry, settings: Any, turns: Sequence[tuple[int, Any]], seat
     _redirect(seat.verbose)
     _set_environment(seat)
     torch.set_num_threads(seat.threads)
-    threading.Thread(target=_end_when_told, args=(seat,), name="bench-end", daemon=True).start()
+    threading.Thread(target=_end_when_asked, args=(seat,), name="bench-end", daemon=True).start()
     try:
         entry(settings, seat, Turns(seat, turns))
         store, key = seat.store(), f"done {seat.job}"
@@ -175,17 +176,17 @@ def run_rank(entry: Entry, settings: Any, turns: Sequence[tuple[int, Any]], seat
         _wait(lambda: store.add(key, 0) == seat.num_processes, _END_S)
     except BaseException as error:
         traceback.print_exc()
-        _tell(seat, f"{type(error).__name__}: {error}")
+        _note_failure(seat, f"{type(error).__name__}: {error}")
     # Of ranks that return, torchrun's agent waits for those of other hosts, for minutes if they have failed.
     os._exit(1)
 
 
-def _tell(seat: Seat, what: str | float) -> None:
-    """Tells a failure, and waits for those of others. Ending now would close connections that others wait in."""
+def _note_failure(seat: Seat, what: str | float) -> None:
+    """Notes a failure, and waits for those of others. Ending now would close connections that others wait in."""
     store: Any = seat.store()
-    store.append(f"told {seat.job}", json.dumps([seat.rank, what]) + "\n")
-    _wait(lambda: len(told(store, seat.job)) == seat.num_processes, _GRACE_S)
-    store.compare_set(f"told at the first end {seat.job}", "", str(len(told(store, seat.job))))
+    store.append(f"failures {seat.job}", json.dumps([seat.rank, what]) + "\n")
+    _wait(lambda: len(failures(store, seat.job)) == seat.num_processes, _GRACE_S)
+    store.compare_set(f"failures at the first end {seat.job}", "", str(len(failures(store, seat.job))))
 
 
 def _wait(is_so: Callable[[], bool], seconds: float) -> None:
@@ -194,7 +195,7 @@ def _wait(is_so: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.02)
 
 
-def _end_when_told(seat: Seat) -> None:
+def _end_when_asked(seat: Seat) -> None:
     with contextlib.suppress(RuntimeError):  # the store has gone, and with it the command that has started this process
         seat.store().wait([end_key(seat.job)], _DAY)
     os._exit(1)

@@ -12,9 +12,7 @@ import yaml
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_multigpu._suggest import did_you_mean
-from lightning_multigpu.commands.settings.spelling import ClassNotFoundError, find_class
-from lightning_multigpu.commands.settings.trainer_settings import check_strategy_name
-from lightning_multigpu.commands.settings.wrong_key import arguments_of, class_parser, condensed
+from lightning_multigpu.commands.class_settings import arguments_of, class_parser, explained, find_class
 
 NO_COMMUNICATION = "no communication"
 
@@ -62,7 +60,7 @@ def contender(text: str) -> Contender:
     try:
         class_parser(cls).parse_object(given)
     except ArgumentError as error:
-        raise ValueError(f"{text}: {condensed(error.message)}") from error
+        raise ValueError(f"{text}: {explained(error.message)}") from error
     found = Contender(text, cls, {**options, **given})
     if found.options.get("start_method", "popen") != "popen":
         raise ValueError(
@@ -90,16 +88,16 @@ def contenders(texts: list[str]) -> list[Contender]:
 
 def _registered_or_class(name: str) -> tuple[type[Strategy], dict[str, Any]]:
     if "." in name:
-        try:
-            cls = find_class(name)
-        except ClassNotFoundError as error:
-            raise ValueError(f"{name}: {error}") from error
-        if cls is None or not issubclass(cls, Strategy):
+        cls = find_class(name)
+        if not issubclass(cls, Strategy):
             raise ValueError(f"{name} is no Strategy of Lightning; pass a class that is, or a strategy's name")
         return cls, {}
-    check_strategy_name(name)
     if name.lower() == "auto":
         raise ValueError("strategy='auto' is one device; the row 'no communication' is what that takes")
+    if name.lower() not in StrategyRegistry:
+        known = StrategyRegistry.available_strategies()
+        hint = did_you_mean(name, known) or f"Known: {', '.join(known)}"
+        raise ValueError(f"strategy={name!r}: there is no such strategy. {hint}")
     entry = StrategyRegistry[name.lower()]
     return entry["strategy"], dict(entry["init_params"])
 

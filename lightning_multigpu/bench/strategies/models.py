@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_multigpu.commands.settings.spelling import find_class
+from lightning_multigpu.commands.class_settings import find_class
 
 T = TypeVar("T")
 
@@ -152,8 +152,8 @@ def made(base: type[T], settings: Any, where: str) -> T:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(base, "it", fail_untyped=False)
     try:
-        if isinstance(settings, str) and find_class(settings) is None:
-            raise TypeError("it is no class")
+        if isinstance(settings, str):
+            find_class(settings)
         found: T = parser.instantiate(parser.parse_object({"it": settings})).it
     except Exception as error:  # of the user's class, or of the parser
         shown = settings if isinstance(settings, str) else settings.get("class_path")

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 from lightning_multigpu.bench.collectives.collective_run import CRASHED, FAILED, OK, TIMED_OUT
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
-from lightning_multigpu.bench.machine import without_places
 from lightning_multigpu.bench.spread import Spread
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, Contender
 from lightning_multigpu.bench.strategies.models import Subject
@@ -88,22 +87,22 @@ class StrategyResult:
 
 
 def measure(
-    hosts: HostAgents, plan: StrategyPlan, told: Callable[[str], object] = lambda label: None
+    hosts: HostAgents, plan: StrategyPlan, after_turn: Callable[[str], object] = lambda label: None
 ) -> list[StrategyResult]:
     """The rows: "no communication", then the strategies in their order.
 
     Args:
         hosts: that run the jobs.
         plan: of the bench.
-        told: of the strategy of each of :attr:`Plan.num_turns`, after the turn.
+        after_turn: gets the label of the strategy of each of :attr:`Plan.num_turns`, after the turn.
     """
     return take_turns(
-        [StrategyRun(hosts, each, plan) for each in (Contender(NO_COMMUNICATION), *plan.contenders)], told
+        [StrategyRun(hosts, each, plan) for each in (Contender(NO_COMMUNICATION), *plan.contenders)], after_turn
     )
 
 
 def take_turns(
-    runners: Sequence[StrategyRun], told: Callable[[str], object] = lambda label: None
+    runners: Sequence[StrategyRun], after_turn: Callable[[str], object] = lambda label: None
 ) -> list[StrategyResult]:
     """The rows of runs with equal plans and hosts, also of different numbers of ranks; they start at the same time."""
     order = [*runners]  # first a turn each that does not count
@@ -116,7 +115,7 @@ def take_turns(
         runner.start(numbers, START_EACH_S * len(runners))
     for index, (number, runner) in enumerate(turns):
         runner.take(number, counts=index >= len(runners))
-        told(runner.contender.label)
+        after_turn(runner.contender.label)
     with ThreadPoolExecutor() as threads:  # ranks take a moment to end
         list(threads.map(StrategyRun.end, runners))
     return [runner.result() for runner in runners]
@@ -160,7 +159,7 @@ class StrategyRun:
         except JobError as error:
             self._job = None
             status = {"late": TIMED_OUT, "died": CRASHED, "raised": FAILED}[error.kind]
-            self._out = status, without_places(str(error))
+            self._out = status, str(error).partition("\n")[0]
             return
         if counts:
             self._seconds = self._seconds or [[] for _ in self._taken]
@@ -196,7 +195,7 @@ class StrategyRun:
         """Medians over the turns, of the rank with the longest communication."""
         by_rank: list[dict[str, float]] = []
         for turns in zip(*self._metered, strict=True):
-            told = [figures for figures in turns if figures is not None]
-            if told:
-                by_rank.append({key: quantile(sorted(turn[key] for turn in told), 0.5) for key in told[0]})
+            metered = [figures for figures in turns if figures is not None]
+            if metered:
+                by_rank.append({key: quantile(sorted(turn[key] for turn in metered), 0.5) for key in metered[0]})
         return max(by_rank, key=lambda figures: figures["total_ms"]) if by_rank else None

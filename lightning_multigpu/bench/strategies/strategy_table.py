@@ -7,8 +7,7 @@ from typing import Any
 
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION
 from lightning_multigpu.bench.strategies.strategy_run import StrategyResult
-
-SCHEMA_VERSION = 1
+from lightning_multigpu.report.terminal import columns
 
 
 class StrategiesTable:
@@ -25,29 +24,24 @@ class StrategiesTable:
         self._silent_s = self._median_of(NO_COMMUNICATION)
 
     def lines(self) -> list[str]:
-        """The table; times in ms."""
-        width = max(len("strategy"), *(len(result.label) for result in self._results))
-        lines = [
-            f"{'# strategy':<{width + 2}} {'step':>8} {'25 %':>8} {'75 %':>8} {'ratio':>6}  {'comm. cost':>10} "
-            f"{'ratio':>6}  {'metered':>8} {'hidden':>8} {'exposed':>8} {'sent':>9} {'samples':>9}",
-            f"{'#':<{width + 2}} {'(ms)':>8} {'(ms)':>8} {'(ms)':>8} {'':>6}  {'(ms)':>10} {'':>6}"
-            f"  {'(ms)':>8} {'(ms)':>8} {'(ms)':>8} {'(MB)':>9} {'(1/s)':>9}",
-        ]
+        """The table; times in ms, sizes in MB."""
+        names = ["# strategy", "step", "25 %", "75 %", "ratio", "cost", "ratio", "metered", "hidden", "exposed", "sent"]
+        units = ["#", "(ms)", "(ms)", "(ms)", "", "(ms)", "", "(ms)", "(ms)", "(ms)", "(MB)"]
+        rows = [[*names, "samples"], [*units, "(1/s)"]]
+        failures = []
         for result in self._results:
             if result.step_s is None:
-                lines.append(f"  {result.label:<{width}} {result.status}: {result.reason}")
+                failures.append(f"  {result.label}  {result.status}: {result.reason}")
                 continue
-            times = [1e3 * value for value in (result.step_s.median, result.step_s.p25, result.step_s.p75)]
-            cost = self._cost_s(result)
-            metered = result.metered or {}
-            lines.append(
-                f"  {result.label:<{width}} {' '.join(f'{time:>8.2f}' for time in times)} {_ratio(self._ratio(result))}"
-                f"  {_figure(cost, 1e3, 10)} {_ratio(self._cost_ratio(result))}"
-                f"  {_figure(metered.get('total_ms'))} {_figure(metered.get('hidden_ms'))} "
-                f"{_figure(metered.get('exposed_ms'))} {_figure(metered.get('sent_bytes'), 1e-6, 9)} "
-                f"{_figure(result.samples_per_s, 1.0, 9)}"
-            )
-        return lines
+            step, metered = result.step_s.scaled(1e3), result.metered or {}
+            figures = [
+                *(step.median, step.p25, step.p75, self._ratio(result)),
+                *(_scaled(self._cost_s(result), 1e3), self._cost_ratio(result)),
+                *(metered.get(name) for name in ("total_ms", "hidden_ms", "exposed_ms")),
+                *(_scaled(metered.get("sent_bytes"), 1e-6), result.samples_per_s),
+            ]
+            rows.append([f"  {result.label}", *("-" if each is None else f"{each:.2f}" for each in figures)])
+        return [*columns(rows, "left", "right"), *failures]
 
     def as_json(self) -> list[dict[str, Any]]:
         """The entries of ``results``."""
@@ -91,11 +85,3 @@ class StrategiesTable:
 
 def _scaled(value: float | None, factor: float) -> float | None:
     return None if value is None else factor * value
-
-
-def _figure(value: float | None, factor: float = 1.0, width: int = 8) -> str:
-    return f"{'-' if value is None else format(factor * value, '.2f'):>{width}}"
-
-
-def _ratio(value: float | None) -> str:
-    return f"{'-' if value is None else format(value, '.2f'):>6}"

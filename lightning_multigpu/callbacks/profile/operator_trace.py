@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_multigpu.planning.launch_queue import LaunchQueue
 
@@ -21,15 +20,12 @@ _MOST_EVENTS = 20_000
 _GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _CATEGORIES = ("cpu_op", "user_annotation", *_GPU_CATEGORIES)
 _LAUNCHING = ("cuda_runtime", "cuda_driver", "cpu_op")
-_STEP = "ProfilerStep"
-_NOT_OPERATORS = (_STEP, "[pl]", _ANCHOR)
-"""Annotations of torch's and Lightning's profilers, which cover the operators within them."""
 
 
 class OperatorTrace:
     """The operators of a training step, on the CPU and on a GPU.
 
-    They are recorded between :meth:`start` and :meth:`stop`, or by Lightning's own profiler, see :meth:`take`.
+    They are recorded between :meth:`start` and :meth:`stop`.
 
     Args:
         now: the clock on which :attr:`events` are, in seconds.
@@ -49,7 +45,6 @@ class OperatorTrace:
         self._now = now
         self._anchor_s = 0.0
         self._profile: profile | None = None
-        self._taken: object = None
 
     def start(self) -> None:
         """Begins; the first time in a process takes seconds, in which torch looks for what it can trace."""
@@ -85,43 +80,9 @@ class OperatorTrace:
         anchor = next(event for event in written if event.get("name") == _ANCHOR)
         self._read(written, count, self._anchor_s - float(anchor["ts"]) / 1e6)
 
-    def take(self, profiler: PyTorchProfiler, count: int = 12) -> bool:
-        """Reads the training steps that Lightning's profiler has recorded; their :attr:`events` are left to its file.
-
-        A second torch.profiler would empty the first one, so none is started beside it.
-
-        Returns:
-            Whether it had recorded them.
-        """
-        recorded = profiler.profiler
-        if not isinstance(recorded, profile) or recorded.current_action != ProfilerAction.NONE:
-            return False
-        if recorded.profiler is self._taken:  # nothing yet, or what has been looked at
-            return False
-        self._taken = recorded.profiler
-        events = [
-            {
-                "ph": "X",
-                "name": event.name,
-                "cat": "kernel" if event.device_type.name == "CUDA" else "cpu_op",
-                "tid": event.thread,
-                "ts": event.time_range.start,
-                "dur": event.time_range.elapsed_us(),
-                "args": {"correlation": event.id},
-            }
-            for event in recorded.events()  # type: ignore[no-untyped-call]
-            if not (event.device_type.name == "CUDA" and event.is_user_annotation)  # it covers kernels
-        ]
-        steps = sum(event["name"].startswith(_STEP) and event["cat"] == "cpu_op" for event in events)
-        if not steps or not any(event["name"].endswith("training_step") for event in events):
-            return False
-        self._read(events, count, 0.0, steps)
-        self.events = []
-        return True
-
-    def _read(self, written: list[dict[str, Any]], count: int, origin_s: float, steps: int = 1) -> None:
-        """Sums up the events of a trace of ``steps`` steps; ``origin_s`` is the clock at its 0."""
-        written = [e for e in written if e.get("ph") == "X" and not e["name"].startswith(_NOT_OPERATORS)]
+    def _read(self, written: list[dict[str, Any]], count: int, origin_s: float) -> None:
+        """Sums up the events of a trace; ``origin_s`` is the clock at its 0."""
+        written = [e for e in written if e.get("ph") == "X" and e["name"] != _ANCHOR]
         spans = [event for event in written if event.get("cat") in _CATEGORIES]
         threads: dict[bool, dict[Any, int]] = {False: {}, True: {}}
         of_operators: dict[str, list[float]] = {}
@@ -142,15 +103,13 @@ class OperatorTrace:
                 of_operators[around[-1][0]][1] -= seconds
             around.append((event["name"], start_s + seconds))
         self.events = sorted(self.events, key=lambda event: event[2] - event[3])[:_MOST_EVENTS]
-        operators = [
-            (name, n / steps, cpu_s / steps, gpu_s / steps) for name, (n, cpu_s, gpu_s) in of_operators.items()
-        ]
+        operators = [(name, calls, cpu_s, gpu_s) for name, (calls, cpu_s, gpu_s) in of_operators.items()]
         self.most = sorted(operators, key=lambda operator: -max(operator[2:]))[:count]
-        self.launches = _launches(written, steps)
+        self.launches = _launches(written)
 
 
-def _launches(written: list[dict[str, Any]], steps: int) -> LaunchQueue | None:
-    """The queue of a step, on average, by the numbers that a launch and its kernels have in common."""
+def _launches(written: list[dict[str, Any]]) -> LaunchQueue | None:
+    """The queue of a step, by the numbers that a launch and its kernels have in common."""
     numbered = [event for event in written if "correlation" in event.get("args", {})]
     launched_us = {
         event["args"]["correlation"]: event["ts"]
@@ -162,5 +121,4 @@ def _launches(written: list[dict[str, Any]], steps: int) -> LaunchQueue | None:
         for event in numbered
         if event.get("cat") == "kernel" and event["args"]["correlation"] in launched_us
     ]
-    found = LaunchQueue.of(kernels)
-    return None if found is None else LaunchQueue(found.kernels // steps, found.busy_s / steps, found.queued)
+    return LaunchQueue.of(kernels)

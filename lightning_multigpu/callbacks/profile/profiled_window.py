@@ -18,7 +18,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler, PyTorchProfiler
@@ -112,17 +111,17 @@ class ProfiledWindow:
         self._recorder: ActionRecorder | None = None
         self._transfers: list[Transfer] = []
         self._exposed: list[tuple[float, float]] = []
-        self._broadcasts: list[tuple[int, float, float, int]] = []
         self._end_s = math.inf
         self._counted: list[tuple[float, float, int]] = []
         self._reads: ValueReads | None = None
         self._activations = activations
         self._memory: dict[str, int | None] = {}
         self._limit: tuple[str, int] | None = None
-        self._records_operators = trainer.strategy.root_device.type == "cuda" if operators is None else operators
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        # A second torch.profiler would empty the first.
+        beside = isinstance(_profiler(trainer), PyTorchProfiler)
+        self._records_operators = (on_gpu if operators is None else operators) and not beside
         self._operators = OperatorTrace(self.now)
-        profiler = _profiler(trainer)
-        self._theirs = profiler if isinstance(profiler, PyTorchProfiler) else None
         self._clock: ClockOffset | None = None
         self._trial: tuple[int, list[float]] | None = None
         self._stages: StageRecord | None = None
@@ -133,8 +132,6 @@ class ProfiledWindow:
 
     def step_ends(self) -> None:
         """An optimizer step has ended on this rank."""
-        if self._theirs is not None and self._operators.take(self._theirs):
-            self._theirs, self._records_operators = None, False
         next(self._course, None)
         self.batches = 0
         self.interrupted = False
@@ -181,7 +178,7 @@ class ProfiledWindow:
             with saved.counted():
                 yield
             self._memory["activations_bytes"] = saved.peak_bytes
-        if self._records_operators and self._theirs is None:  # a second torch.profiler would empty the first
+        if self._records_operators:
             self._operators.start()
             try:
                 yield
@@ -235,11 +232,12 @@ class ProfiledWindow:
 
     def _step(self, spans: Sequence[Span], start_s: float, end_s: float, batches: int) -> ProfiledStep:
         within = [span for span in spans if span.start_s < end_s and span.end_s > start_s]
-        moved = [(t.operation, t.group, t.group_size, *t.interval(), t.size_bytes, t.sent_bytes, t.memory_bytes)
-                 for t in self._transfers]  # fmt: skip
-        moved += [("broadcast", "Lightning", ranks, a, b, size, size if self._rank == 0 else 0, 0)
-                  for ranks, a, b, size in self._broadcasts]  # fmt: skip
-        transfers = [ProfiledTransfer(*each) for each in moved]
+        transfers = [
+            ProfiledTransfer(
+                *(t.operation, t.group, t.group_size, *t.interval()), t.size_bytes, t.sent_bytes, t.memory_bytes
+            )
+            for t in self._transfers
+        ]
         return ProfiledStep(
             start_s=start_s,
             end_s=end_s,
@@ -266,7 +264,7 @@ class ProfiledWindow:
         if self._meter is not None:
             self._meter.listener = self._heard
         try:
-            with self._broadcasts_heard(), self._logging_heard(trainer, recorder.spans):
+            with self._logging_heard(trainer, recorder.spans):
                 yield
         finally:
             self._end_s = self.now()
@@ -276,27 +274,6 @@ class ProfiledWindow:
     def _heard(self, transfers: list[Transfer], exposed: list[tuple[float, float]]) -> None:
         self._transfers += [transfer for transfer in transfers if transfer.interval()[0] < self._end_s]
         self._exposed += [interval for interval in exposed if interval[0] < self._end_s]
-
-    @contextmanager
-    def _broadcasts_heard(self) -> Iterator[None]:
-        """Lightning broadcasts before each batch whether rank 0 was sent a SIGTERM: an action that it does not name."""
-        broadcast = dist.broadcast
-
-        def timed(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            start_s = self.now()
-            try:
-                return broadcast(tensor, *args, **kwargs)
-            finally:
-                end_s = self.now()
-                self._exposed.append((start_s, end_s))
-                if "group" not in kwargs:  # the meter has those of this pack
-                    self._broadcasts.append((dist.get_world_size(), start_s, end_s, tensor.nbytes))
-
-        dist.broadcast = timed
-        try:
-            yield
-        finally:
-            dist.broadcast = broadcast
 
     @contextmanager
     def _logging_heard(self, trainer: Trainer, spans: list[Span]) -> Iterator[None]:

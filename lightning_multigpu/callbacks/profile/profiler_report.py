@@ -51,8 +51,8 @@ class ProfilerReport(SilentMonitors):
     are those of the whole run, from the Trainer's :class:`ThroughputMonitor` and :class:`DeviceUtilizationMonitor`, or
     from silent ones.
 
-    With ``Trainer(profiler="pytorch")`` the operators are those of the training steps that this profiler records, and
-    none are recorded beside it. Its steps take longer: keep its schedule apart from the window.
+    With ``Trainer(profiler="pytorch")``, whose profiler writes operators itself, none are recorded beside it. Its steps
+    take longer: keep its schedule apart from the window.
 
     The figures come from the actions that Lightning reports to its profiler, which still receives them, from the
     strategy's meter and the record of a pipeline's stages. Clocks of ranks are compared within the window. Under

@@ -32,12 +32,10 @@ not. ::
       ]
     }
 
-With ``--support`` there is, in place of ``results``, ::
+With ``--support`` the results are ::
 
-      "support": [{"implementation": str, "device": "cpu" or "cuda", "operation": str, "supported": bool,
-                   "status": as above, or "wrong", "not built", "no GPU", "reason": str or null}]
-
-and ``settings`` has ``timeout_s`` only.
+      {"implementation": str, "device": "cpu" or "cuda", "operation": str, "supported": bool,
+       "status": as above, or "wrong", "not built", "no GPU", "reason": str or null}
 
 Functions import what needs torch, so that ``--help`` and a refusal do without.
 """
@@ -54,8 +52,8 @@ import psutil
 from lightning_multigpu.bench.collectives import implementations as table_of_implementations
 from lightning_multigpu.bench.collectives.implementations import Implementation
 from lightning_multigpu.bench.collectives.operations import BY_NAME, Operation
-from lightning_multigpu.bench.collectives.plot import draw
 from lightning_multigpu.bench.jobs.placement import Placement, placement
+from lightning_multigpu.bench.plots import draw_collectives
 from lightning_multigpu.bench.sizes import geometric_sizes, size_bytes, size_text
 from lightning_multigpu.commands.benches.bench_options import (
     add_common_options,
@@ -99,7 +97,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
 def _table(hosts: HostAgents, head: dict[str, Any], plan: CollectivePlan, options: argparse.Namespace) -> int:
     from lightning_multigpu.bench.collectives.collective_run import measure
-    from lightning_multigpu.bench.collectives.collective_table import CollectivesTable, document
+    from lightning_multigpu.bench.collectives.collective_table import CollectivesTable
 
     world_size = hosts.placement.world_size
     table = CollectivesTable(world_size=world_size, dtype=plan.dtype, link_gbit=options.link_gbit)
@@ -116,22 +114,20 @@ def _table(hosts: HostAgents, head: dict[str, Any], plan: CollectivePlan, option
         "timeout_s": plan.timeout_s,
         "link_gbit": options.link_gbit,
     }
-    write_json(options.json, document(head, settings, "results", [table.as_json(result) for result in results]))
+    write_json(options.json, head, settings, [table.as_json(result) for result in results])
     if options.plot is not None:
-        draw(results, options.plot, world_size=world_size, link_gbit=options.link_gbit)
+        draw_collectives(results, options.plot)
         print(f"# drawn into {options.plot}", flush=True)
     return int(any(result.wrong for result in results))
 
 
 def _support(hosts: HostAgents, head: dict[str, Any], plan: CollectivePlan, options: argparse.Namespace) -> int:
     from lightning_multigpu.bench.collectives import support
-    from lightning_multigpu.bench.collectives.collective_table import document
 
-    cells = list(support.try_all(hosts, plan.implementations, plan.operations, timeout_s=plan.timeout_s))
+    cells = support.try_all(hosts, plan.implementations, plan.operations, plan.timeout_s)
     print("\n".join(support.lines(cells)), flush=True)
-    settings = {"timeout_s": plan.timeout_s}
-    write_json(options.json, document(head, settings, "support", [support.as_json(cell) for cell in cells]))
-    return int(any(cell.status == support.WRONG for cell in cells))
+    write_json(options.json, head, {"timeout_s": plan.timeout_s}, cells)
+    return int(any(cell["status"] == support.WRONG for cell in cells))
 
 
 def _operations(options: argparse.Namespace) -> list[Operation]:
@@ -183,7 +179,7 @@ def _check(options: argparse.Namespace, place: Placement) -> None:
 
 
 def _check_memory(options: argparse.Namespace, plan: CollectivePlan, place: Placement) -> None:
-    if options.device == "cpu" and not options.support:
+    if options.device == "cpu":
         jobs = len(plan.implementations) * place.devices
         needed, free = _TENSORS_A_RANK * plan.sizes[-1] * jobs, psutil.virtual_memory().available
         if needed > free:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_multigpu.bench.collectives.plot import check_plot
 from lightning_multigpu.bench.jobs.placement import DEFAULT_DEVICES, Placement
+from lightning_multigpu.bench.plots import check_plot
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number
 from lightning_multigpu.commands.usage import UsageError
 
 if TYPE_CHECKING:
     from lightning_multigpu.bench.jobs.host_agents import HostAgents
 
+SCHEMA_VERSION = 1
 _OWN = ("json", "plot", "verbose")  # options that hosts may be given differently
 
 
@@ -113,8 +114,11 @@ def started(
         yield hosts, head
 
 
-def write_json(path: Path | None, document: dict[str, Any]) -> None:
-    """Writes a document if there is a path for it."""
+def write_json(
+    path: Path | None, head: Mapping[str, Any], settings: Mapping[str, Any], results: Sequence[Mapping[str, Any]]
+) -> None:
+    """Writes the document of ``--json`` if there is a path for it."""
     if path is not None:
+        document = {"schema_version": SCHEMA_VERSION, **head, "settings": settings, "results": results}
         path.write_text(json.dumps(document, indent=2) + "\n")
         print(f"# written to {path}", flush=True)

@@ -49,6 +49,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lightning_multigpu.bench.jobs.placement import placement
+from lightning_multigpu.bench.plots import draw_strategies
 from lightning_multigpu.commands.benches.bench_options import (
     add_common_options,
     check_device,
@@ -56,9 +57,9 @@ from lightning_multigpu.commands.benches.bench_options import (
     started,
     write_json,
 )
+from lightning_multigpu.commands.early_checks import check_strategy
 from lightning_multigpu.commands.option_parser import OptionParser, number, strategies_of
-from lightning_multigpu.commands.settings.sources import load
-from lightning_multigpu.commands.settings.spelling import ClassNotFoundError, check_class, check_strategy
+from lightning_multigpu.commands.settings import load
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     from lightning_multigpu.bench.strategies.strategy_run import measure
-    from lightning_multigpu.bench.strategies.strategy_table import SCHEMA_VERSION, StrategiesTable
+    from lightning_multigpu.bench.strategies.strategy_table import StrategiesTable
 
     progress = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
     with started(place, options, [*name.split(), *arguments]) as (hosts, head), progress:
@@ -119,12 +120,9 @@ def run(name: str, arguments: Sequence[str]) -> int:
         "# samples: of all ranks; under async_ps a step is one rank's own, and an update: compare samples, not steps"
     )
     print("\n".join(table.lines()), flush=True)
-    document = {"schema_version": SCHEMA_VERSION, **head, "settings": settings, "results": table.as_json()}
-    write_json(options.json, document)
+    write_json(options.json, head, settings, table.as_json())
     if options.plot is not None:
-        from lightning_multigpu.bench.strategies.strategy_plot import draw
-
-        draw(results, options.plot)
+        draw_strategies(results, options.plot)
         print(f"# drawn into {options.plot}", flush=True)
     return status
 
@@ -135,17 +133,10 @@ def _check_names(options: argparse.Namespace) -> None:
         raise UsageError("--config has a model and its data: leave --model and --data out, or it")
     for strategy in options.strategies:
         check_strategy(strategy.partition(":")[0])
-    for option, path in (("model", options.model), ("data", options.data)):
-        if path is None or (option == "model" and path in MODEL_NAMES):
-            continue
-        if option == "model" and "." not in path:
-            raise UsageError(
-                f"--model={path}: pass one of {', '.join(MODEL_NAMES)}, or the class of yours as package.Class"
-            )
-        try:
-            check_class(path)
-        except ClassNotFoundError as error:
-            raise UsageError(f"--{option}={path}: {error}") from error
+    if options.model is not None and options.model not in MODEL_NAMES and "." not in options.model:
+        raise UsageError(
+            f"--model={options.model}: pass one of {', '.join(MODEL_NAMES)}, or the class of yours as package.Class"
+        )
 
 
 def _subject(options: argparse.Namespace) -> Subject:

@@ -55,9 +55,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from lightning_multigpu.commands.early_checks import checked_settings
+from lightning_multigpu.commands.early_checks import check_strategy, checked_settings
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number, strategies_of
-from lightning_multigpu.commands.settings.spelling import check_strategy
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.registry import STRATEGIES
 from lightning_multigpu.report.schedule_picture import check_picture

@@ -7,7 +7,6 @@ from importlib.resources import files
 from typing import Any
 
 from lightning_multigpu.planning.numbers import ms, number
-from lightning_multigpu.planning.step_phases import PHASES
 from lightning_multigpu.report import figures
 from lightning_multigpu.report.figures import bars, words
 from lightning_multigpu.report.profile import profile_sections, run_curves
@@ -33,33 +32,19 @@ def page(profile: ProfileDocument) -> str:
 
 def comparison(profiles: Mapping[str, ProfileDocument]) -> str:
     """A page of several runs, by name: the step of each run's slowest rank, samples a second, the first finding."""
-    slowest = {name: profile.slowest for name, profile in profiles.items()}
-    used = [phase for phase in PHASES if any(phase in rank.phases_s for rank in slowest.values())]
-    # What the runs are compared for stands first: a phone shows three columns.
-    rows = [
-        [
-            name,
-            run_curves.samples_a_second(profile),
-            ms(profile.step_s),
-            profile.findings[0].kind if profile.findings else "nothing found",
-            *(ms(slowest[name].phases_s.get(phase, 0.0)) for phase in used),
-            profile.strategy.name,
-        ]
-        for name, profile in profiles.items()
-    ]
+    of_runs = [(name, profile.slowest.phases_s) for name, profile in profiles.items()]
     rates = [(name, {"samples": rate}) for name, p in profiles.items() if (rate := run_curves.rate(p))]
-    of_runs = [(name, rank.phases_s) for name, rank in slowest.items()]
-    fastest = "Samples a second of each run; the table above has the numbers"
     found = [
         ReportSection(
             title="Phases of a step",
-            legend={phase: PHASE_COLOURS[phase] for phase in used},
+            legend={phase: c for phase, c in PHASE_COLOURS.items() if any(phase in parts for _, parts in of_runs)},
             figure=bars("Phases of a step by run; the table below has the numbers", of_runs, PHASE_COLOURS, ms),
-            table=[["run", "samples/s", "step", "diagnosis", *map(words, used), "strategy"], *rows],
+            table=profile_sections.comparison(profiles),
         )
     ]
     if rates:
-        figure = bars(fastest, rates, {"samples": figures.BLUE}, number)
+        meaning = "Samples a second of each run; the table above has the numbers"
+        figure = bars(meaning, rates, {"samples": figures.BLUE}, number)
         found.append(ReportSection(title="Samples a second", figure=figure))
     lead = " ".join(run_curves.fastest(profiles)) + (
         " A step of the slowest rank of each run. It has more samples under some strategies than under others: samples "

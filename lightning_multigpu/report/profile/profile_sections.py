@@ -35,8 +35,6 @@ _MEMORY_COLOURS = {
 _MOST_BARS = 16
 _SMALLEST_SHARE = 0.01
 """The share of a step from which on a part of a phase is in the tree."""
-_OPERATORS = 5
-"""The operators that the terminal shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +46,7 @@ class ReportSection:
         lead: a paragraph above the figure, on the page.
         legend: name -> colour of the figure.
         figure: SVG.
-        table: a header and rows.
-        row_names: the first cells of the rows on the page; by default those of ``table``.
-        lines: what the terminal shows in place of the table.
+        table: a header and rows; numbers are right-aligned.
         note: a sentence below.
         is_detail: whether it belongs to the section before, on the page alone.
     """
@@ -60,18 +56,8 @@ class ReportSection:
     legend: Mapping[str, str] = field(default_factory=dict)
     figure: str = ""
     table: Sequence[Sequence[str]] = ()
-    row_names: Sequence[str] = ()
-    lines: Sequence[str] = ()
     note: str = ""
     is_detail: bool = False
-
-    @property
-    def page_table(self) -> Sequence[Sequence[str]]:
-        """The table with the names of its rows on the page."""
-        if not self.row_names:
-            return self.table
-        header, *rows = self.table
-        return [header, *([name, *row[1:]] for name, row in zip(self.row_names, rows, strict=True))]
 
 
 class TreeRow(NamedTuple):
@@ -146,10 +132,10 @@ def sections(profile: ProfileDocument) -> Iterator[ReportSection]:
 def _phases(profile: ProfileDocument) -> Iterator[ReportSection]:
     ranks = profile.ranks
     used = [phase for phase in PHASES if any(phase in rank.phases_s for rank in ranks)]
-    rows = [
-        [str(r.rank), *(number(1e3 * x) for x in (*(r.phases_s.get(p, 0.0) for p in used), r.step_s, r.hidden_s))]
-        for r in ranks
-    ]
+    rows = []
+    for rank in ranks:
+        times_s = [*(rank.phases_s.get(phase, 0.0) for phase in used), rank.step_s, rank.hidden_s]
+        rows.append([f"{rank.rank} ({rank.host})", *(number(1e3 * seconds) for seconds in times_s)])
     error_s = profile.clock_error_s
     yield ReportSection(
         title="A step of each rank, in ms",
@@ -161,7 +147,6 @@ def _phases(profile: ProfileDocument) -> Iterator[ReportSection]:
             ms,
         ),
         table=[["rank", *map(words, used), "step, ms", "hidden transfers"], *rows],
-        row_names=[f"{rank.rank} ({rank.host})" for rank in ranks],
         note="Communication is what nothing hides; hidden transfers run beside the other phases."
         + (f"\nclocks of ranks are compared to within {ms(error_s)}" if error_s else ""),
     )
@@ -206,12 +191,19 @@ def _schedule(profile: ProfileDocument) -> Iterator[ReportSection]:
     yield ReportSection(
         title="The pipeline's schedule",
         figure=f'<div class="wide schedule" role="img" aria-label="{meaning}">{drawn.decode()}</div>',
-        lines=[
-            f"{section.schedule}, {timed.num_micro_batches} micro-batch"
-            f"{'es' * (timed.num_micro_batches != 1)}: ranks are not busy for {100 * timed.bubble:.1f} % of "
-            f"{ms(timed.wall_s)}; in theory for {100 * timed.theoretical_bubble:.1f} %"
-            for timed in section.pipelines
-            if timed.wall_s is not None and timed.bubble is not None and timed.theoretical_bubble is not None
+        table=[
+            [section.schedule, "micro-batches", "step", "ranks not busy", "in theory"],
+            *(
+                [
+                    f"pipeline {index}",
+                    str(timed.num_micro_batches),
+                    ms(timed.wall_s),
+                    f"{100 * timed.bubble:.1f} %",
+                    f"{100 * timed.theoretical_bubble:.1f} %",
+                ]
+                for index, timed in enumerate(section.pipelines)
+                if timed.wall_s is not None and timed.bubble is not None and timed.theoretical_bubble is not None
+            ),
         ],
     )
 
@@ -264,36 +256,27 @@ def _over_time(profile: ProfileDocument) -> Iterator[ReportSection]:
     if not found:
         return
     ranks = dict.fromkeys(rank for curves in found.values() for rank in curves)
-    lines, details = [], []
+    rows, details = [["medians", "first tenth", "whole run", "last tenth"]], []
     for key, curves in found.items():
         name, show = run_curves.KEYS[key]
         courses = {rank: run_curves.course(curve) for rank, curve in curves.items()}
         # Samples add up; the others are those of the rank with the most.
         add = sum if key == run_curves.SAMPLES else max
-        first, middle, last = (add(column) for column in zip(*courses.values(), strict=True))
-        lines.append(f"  {name}: {show(middle)} (first tenth {show(first)}, last tenth {show(last)})")
+        rows.append([name, *(show(add(column)) for column in zip(*courses.values(), strict=True))])
         points = {
             f"rank {rank}: median {show(courses[rank][1])}": [(point.at_s, point.median) for point in curve]
             for rank, curve in curves.items()
         }
         end_s = max(curve[-1].at_s for curve in curves.values())
-        details.append(
-            ReportSection(
-                title=f"{name[0].upper()}{name[1:]}",
-                figure=plot(f"{name} over the run; the table below has medians", points, end_s, show),
-                table=[
-                    ["rank", "first tenth", "whole run", "last tenth"],
-                    *([str(rank), *map(show, course)] for rank, course in courses.items()),
-                ],
-                is_detail=True,
-            )
-        )
+        figure = plot(f"{name} over the run, a line for each rank", points, end_s, show)
+        details.append(ReportSection(title=f"{name[0].upper()}{name[1:]}", figure=figure, is_detail=True))
     few = len(ranks) <= len(figures.LINES)
     yield ReportSection(
         title="Over the whole run",
         lead="A line for each rank; seconds from the start of training.",
         legend={f"rank {rank}": c for rank, c in zip(ranks, figures.LINES, strict=False)} if few else {},
-        lines=["Medians, of all ranks together or of the largest:", *lines],
+        table=rows,
+        note="Samples are those of all ranks together, the rest is that of the rank with the most.",
     )
     yield from details
 
@@ -316,13 +299,6 @@ def _staleness(profile: ProfileDocument) -> Iterator[ReportSection]:
         lead="The number of updates that other ranks made between a rank's pull of the weights and its update.",
         figure=bars("Updates by their staleness", rows, {"updates": figures.BLUE}, number),
         table=[["rank", "updates", "median", "95 % at most", "largest"], *(list(map(str, row)) for row in found)],
-        lines=[
-            "Updates that other ranks made between a rank's pull and its update:",
-            *(
-                f"  rank {rank}: {updates} updates, staleness {middle} (median), {largest} (largest)"
-                for rank, updates, middle, _, largest in found
-            ),
-        ],
     )
 
 
@@ -335,8 +311,28 @@ def _operators(profile: ProfileDocument) -> Iterator[ReportSection]:
         yield ReportSection(
             title="Operators of a step on rank 0, by their own time",
             table=[row[:shown] for row in rows],
-            lines=[
-                f"  {name}: {round(calls, 1):g} x, {ms(cpu_s)}" + (f", {ms(gpu_s)} on the GPU" if gpu_s else "")
-                for name, calls, cpu_s, gpu_s in operators[:_OPERATORS]
-            ],
         )
+
+
+def comparison(profiles: Mapping[str, ProfileDocument]) -> list[list[str]]:
+    """A header, and a row for each run: samples a second, step of its slowest rank, first finding, and phases.
+
+    Steps have more samples under some strategies than under others: samples a second tell which is faster.
+    """
+    used = [phase for phase in PHASES if any(phase in profile.slowest.phases_s for profile in profiles.values())]
+    # What the runs are compared for is first: a phone shows three columns.
+    rows = [["run", "samples/s", "step", "diagnosis", *map(words, used), "strategy"]]
+    for name, profile in profiles.items():
+        rate = run_curves.rate(profile)
+        phases_s = profile.slowest.phases_s
+        rows.append(
+            [
+                name,
+                "-" if rate is None else number(rate),
+                ms(profile.step_s),
+                profile.findings[0].kind if profile.findings else "nothing found",
+                *(ms(phases_s.get(phase, 0.0)) for phase in used),
+                profile.strategy.name,
+            ]
+        )
+    return rows

@@ -5,9 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from lightning_multigpu.planning.numbers import ms, number
-from lightning_multigpu.planning.step_phases import PHASES
-from lightning_multigpu.report.figures import words
+from lightning_multigpu.planning.numbers import ms
 from lightning_multigpu.report.profile import profile_sections, run_curves
 from lightning_multigpu.report.profile.profile_document import ProfileDocument
 from lightning_multigpu.report.terminal import columns
@@ -29,25 +27,16 @@ def text(profile: ProfileDocument) -> str:
     ]
     lines += columns(rows, "left", "right", "right", "left")
     for section in profile_sections.sections(profile):
-        shown = section.lines or (columns(section.table) if section.table else [])
+        shown = columns(section.table, "left", "right") if section.table else []
         if not section.is_detail and (shown or section.note):
             lines += ["", f"{section.title}:", *shown, *section.note.splitlines()]
     return "\n".join([*lines, "", *_diagnosis(profile)])
 
 
 def comparison(profiles: Mapping[str, ProfileDocument]) -> str:
-    """The fastest run; a row for each run: samples a second, step of its slowest rank, first finding, and phases.
-
-    Steps have more samples under some strategies than under others: samples a second tell which is faster.
-    """
-    found = [phase for phase in PHASES if any(phase in profile.slowest.phases_s for profile in profiles.values())]
-    rows = [["run", "strategy", "samples/s", "step, ms", "diagnosis", *map(words, found)]]
-    for name, profile in profiles.items():
-        cells = [number(1e3 * profile.slowest.phases_s.get(phase, 0.0)) for phase in found]
-        first = profile.findings[0].kind if profile.findings else "nothing found"
-        whole = run_curves.samples_a_second(profile), number(1e3 * profile.step_s)
-        rows.append([name, profile.strategy.name, *whole, first, *cells])
-    return "\n".join([*run_curves.fastest(profiles), *columns(rows)])
+    """The fastest run, and a row for each run."""
+    rows = profile_sections.comparison(profiles)
+    return "\n".join([*run_curves.fastest(profiles), *columns(rows, "left", "right")])
 
 
 def _diagnosis(profile: ProfileDocument) -> list[str]:

@@ -44,12 +44,6 @@ def rate(profile: ProfileDocument) -> float | None:
     return sum(middle for _, middle, _ in courses) if courses else None
 
 
-def samples_a_second(profile: ProfileDocument) -> str:
-    """:func:`rate` as text; a dash where it was not measured."""
-    found = rate(profile)
-    return "-" if found is None else number(found)
-
-
 def fastest(profiles: Mapping[str, ProfileDocument]) -> list[str]:
     """The verdict of a comparison, by the names of the runs; empty where fewer than two have the figure."""
     rates = {name: found for name, profile in profiles.items() if (found := rate(profile))}

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -124,13 +123,6 @@ class SplitModel:
                 kind = "parameter" if holding.is_parameter else "buffer"
                 why = "gather_at_end=False left it on another rank; load a checkpoint to have all values"
                 holding.tensor.sources = (f"{kind} {holding.name} ({why})",)
-
-    def values_of_other_ranks(self) -> dict[int, Tensor]:
-        """On the last stage, the values that it does not hold, by the ``id`` of the placeholder; elsewhere none."""
-        return {
-            id(holding.tensor): Parameter(value, holding.tensor.requires_grad) if holding.is_parameter else value
-            for holding, value in self.ownership.values_of_others()
-        }
 
     def whole_state_dict(self, state: dict[str, Any], *, streams: bool = False) -> dict[str, Any]:
         """``module.state_dict()`` with all values, on the last stage; elsewhere ``state`` unchanged.

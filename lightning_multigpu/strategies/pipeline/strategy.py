@@ -264,10 +264,6 @@ class PipelineStrategy(MultiGPUStrategy):
     # What callbacks ask
 
     @override
-    def values_of_other_ranks(self) -> dict[int, Tensor]:
-        return self._pipeline.model.values_of_other_ranks() if self.data_parallel_rank == 0 else {}
-
-    @override
     def split_plan(self) -> SplitPlan | None:
         return None if self._axis is None else self._axis.plan
 

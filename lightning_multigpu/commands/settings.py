@@ -1,4 +1,4 @@
-"""The settings of a command line, in the order given: each option, and each setting of a configuration file."""
+"""The settings of a command line, in their order: each option, and each setting of a configuration file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from lightning_multigpu._suggest import nearest
+from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu.commands.usage import UsageError
 
 _NOT_SETTINGS = ("h", "help", "help_all", "print_config")
@@ -60,32 +60,20 @@ def flat(value: Any, name: str = "") -> Settings:
     return {key: each for key, value in inner.items() for key, each in flat(value, key).items()}
 
 
-def load(path: str, *, example: str = "trainer: {max_epochs: 3}") -> Mapping[str, Any]:
+def load(path: str) -> Mapping[str, Any]:
     """The settings in a configuration file.
 
-    Args:
-        path: of the file.
-        example: of a setting, for the message.
-
     Raises:
-        UsageError: the file is missing, cannot be read, is not YAML or holds something else than settings.
+        UsageError: the file is missing, cannot be read, is not YAML, or has no settings.
     """
-    file = Path(path)
     try:
-        loaded = yaml.safe_load(file.read_text())
-    except FileNotFoundError:
-        siblings = {sibling.stem: str(sibling) for sibling in file.parent.glob("*.y*ml")}
-        near = nearest(file.stem, siblings)
-        hint = f" Did you mean {siblings[near]!r}?" if near else ""
-        raise UsageError(f"--config={path}: there is no such file.{hint}") from None
-    except IsADirectoryError:
-        raise UsageError(f"--config={path}: this is a directory; pass a file in it") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config={path}: this file cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UsageError(f"{path}{place}: this is not YAML: {getattr(error, 'problem', error)}") from error
+        with open(path) as file:
+            loaded = yaml.safe_load(file)
+    except OSError as error:
+        hint = did_you_mean(path, map(str, Path(path).parent.glob("*.y*ml")))
+        raise UsageError(f"--config={path}: {error.strerror}. {hint}".rstrip()) from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"--config={path}: this is not YAML: {error}") from error
     if not isinstance(loaded, dict):
-        raise UsageError(f"{path}: not settings, as in {example!r}, but {loaded!r:.40}")
+        raise UsageError(f"--config={path}: not settings, as in 'trainer: {{max_epochs: 3}}', but {loaded!r:.40}")
     return loaded
