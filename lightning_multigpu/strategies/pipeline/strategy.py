@@ -305,10 +305,12 @@ class PipelineStrategy(MultiGPUStrategy):
 
         Returns:
             The number 1. Lightning divides it by the number of accumulated batches and multiplies it by the scale of
-            the gradients; the result is the factor of each micro-batch's loss.
+            the gradients; the result is the factor of each micro-batch's loss. It is on the host, which need not wait
+            for the device to read it, unless a gradient scaler on the device multiplies it.
         """
         self._pipeline.step_args = (*args, *kwargs.values())
-        return torch.ones((), dtype=torch.float64, device=self.root_device)
+        has_scaler = getattr(self.precision_plugin, "scaler", None) is not None
+        return torch.ones((), dtype=torch.float64, device=self.root_device if has_scaler else "cpu")
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -329,9 +331,8 @@ class PipelineStrategy(MultiGPUStrategy):
         return multiplier
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._pipeline.stepping():
-            return super().optimizer_step(*args, **kwargs)
+    def _updating(self) -> AbstractContextManager[None]:
+        return self._pipeline.stepping()
 
     @override
     def on_optimizer_step_end(self) -> None:

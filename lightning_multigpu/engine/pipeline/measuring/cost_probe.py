@@ -29,7 +29,6 @@ from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages.layer_interception import (
     Activations,
     LayerInterception,
-    Region,
     map_only,
     tensors_of,
 )
@@ -206,8 +205,8 @@ class CostProbe:
         )
         self._parts.setdefault(part, []).append(cost)
 
-    def _enter(self, region: Region) -> None:
-        if region == Region.WITHIN and self._layers.start and not self._saved.counts:
+    def _enter(self) -> None:
+        if self._layers.start and not self._saved.counts:
             self.elsewhere_s = min(self._clock_s(), self.elsewhere_s or math.inf)
 
     def _begin_part(self, part: int) -> None:

@@ -56,12 +56,10 @@ class Proof:
     Args:
         pipeline: whose steps are compared.
         runner: runs the stages, and records nothing.
-        recompute: layers run again in backward.
     """
 
-    def __init__(self, pipeline: RunningPipeline, runner: PipelineRunner, *, recompute: bool) -> None:
+    def __init__(self, pipeline: RunningPipeline, runner: PipelineRunner) -> None:
         self._pipeline, self._model, self._runner = pipeline, pipeline.model, runner
-        self._recompute = recompute
 
     def run(self, one: WholeCopy | None, batch: Any, others: Sequence[Any], scales: Sequence[float]) -> str:
         """Compares steps on a batch. Returns why that cannot be told, or nothing.
@@ -194,7 +192,7 @@ class Proof:
 
     def _cause(self, one: WholeCopy, step: int) -> str:
         kept = ", ".join(one.changed) or "a value in an object that is no module"
-        if self._recompute:
+        if self._pipeline.recompute:
             return (
                 f"training_step or a layer changes {kept}: layers under activation_checkpointing run again in "
                 f"backward, after the change. Leave out those that keep values. {_ONCE_A_BATCH}"
@@ -385,8 +383,6 @@ def prove(
     others: Sequence[Any],
     weights: Sequence[float],
     multiplier: float,
-    *,
-    recompute: bool,
 ) -> str:
     """Ends the run, on every stage, if its steps would not equal those of one device; a collective of the pipeline.
 
@@ -398,7 +394,6 @@ def prove(
         others: further arguments of ``training_step``.
         weights: of the losses of its micro-batches.
         multiplier: the factor of the loss before its backward.
-        recompute: layers run again in backward.
 
     Returns:
         A line for the user about what cannot be told; empty if there is nothing.
@@ -411,7 +406,7 @@ def prove(
     trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     scales = [weight * multiplier for weight in weights]
     with without_trace(module):
-        is_open = Proof(pipeline, runner, recompute=recompute).run(one, batch, others, scales)
+        is_open = Proof(pipeline, runner).run(one, batch, others, scales)
         found: tuple[Exception | None, str] = (None, "")
         if one is not None and len(weights) > 1 and not is_open:
             found = Sums(pipeline, one, others).check(batch, weights, multiplier)
