@@ -190,15 +190,16 @@ class RunningPipeline:
 
     # Training
 
-    def same_batch(self, batch: Any, device: torch.device) -> Any:
+    def same_batch(self, batch: Any, device: torch.device, checksum: int | None) -> Any:
         """The batch on the device; if its ranks have loaded different ones, the first rank's of the last stage."""
         model = self.model
-        if not model.group.same_everywhere(checksum_of(batch)):
+        if not model.on_hosts.same_everywhere(checksum_of(batch) if checksum is None else checksum):
             # Without the module's hooks: the last stage has called them for this batch.
-            batch = move_data_to_device(model.stages.broadcast_object(batch, model.group.ranks[-1]), device)
+            batch, checksum = model.stages.broadcast_object(batch, model.group.ranks[-1]), None
+            batch = move_data_to_device(batch, device)
         if self.tensor_axis is None or self.strategy.failure_watch.failed:
             return batch
-        return same_batch(batch, self.tensor_axis.peers, device)
+        return same_batch(batch, self.tensor_axis.peers, device, checksum)
 
     def train(self, *, multiplier: float, accumulating: bool) -> dict[str, Any]:
         """Forward and backward of a batch; a collective of the world. The step's logs are logged once, on every stage.

@@ -36,6 +36,7 @@ from lightning_multigpu.strategies.pipeline.split_model import built_by_stages
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
 from lightning_multigpu.strategies.steps.same_batches import (
     builds_layers_later,
+    checksum_before_transfer,
     gather_metrics_by,
     share_random_states,
     write_no_predictions,
@@ -286,8 +287,9 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves the batch to the device; if ranks that train on it have loaded others, all get the last stage's."""
+        checksum = checksum_before_transfer(batch, self._module)
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        return self._pipeline.same_batch(batch, device or self.root_device)
+        return self._pipeline.same_batch(batch, device or self.root_device, checksum)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

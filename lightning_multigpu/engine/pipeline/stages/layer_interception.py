@@ -114,7 +114,6 @@ class LayerInterception:
             and with 1 + n after the last of n layers.
         run_layer: called as ``run_layer(i, own, args, kwargs)`` to run layer i of this stage; ``own`` is its own call,
             with hooks and compiled code. None runs ``own`` as it is.
-        enter: called when a running step calls the first of all layers.
     """
 
     def __init__(
@@ -124,7 +123,6 @@ class LayerInterception:
         stop: int,
         begin_part: Callable[[int], None] = lambda part: None,
         run_layer: Callable[..., Any] | None = None,
-        enter: Callable[[], None] = lambda: None,
     ) -> None:
         self.chain = chain
         self.start = start
@@ -133,7 +131,6 @@ class LayerInterception:
         self._run_layer = run_layer
         self._receive: Callable[[], Activations] | None = None
         self._values: Callable[[], tuple[Tensor, ...]] | None = None
-        self._enter = enter
         self._with_grad = False
         self._before: dict[Module, dict[str, Any]] = {}
         self._is_inside = False  # a layer runs, within which calls are not intercepted
@@ -254,8 +251,6 @@ class LayerInterception:
         given = tensors_of((args, kwargs))
         self._check_input(index, given)
         self._next = index + 1
-        if index == 0:
-            self._enter()
         if index < self.start:
             output = self._skip(index)
             self._show_to_hooks(index, args, kwargs, output)

@@ -56,15 +56,12 @@ class PipelineRunner:
         self._bounds = bounds
         self._seed: tuple[int, ...] = ()  # of the step and of its micro-batch that runs
         self._step_seed: tuple[int, ...] = ()
-        self._known_seeds: dict[tuple[int, ...], int] = {}
         self._recompute = recompute
         self._layers = LayerInterception(chain, 0, 0, self._begin_part, self._recomputed if recompute else None)
         self.stages = [
             Stage(self._layers, self._begin_step, self._end_step, ownership, index, recorder)
             for index in ownership.stages
         ]
-        own = [bounds[index] for index in ownership.stages]
-        self._parts = [0, *(1 + index for start, stop in own for index in range(start, stop)), 1 + len(chain)]
         self._order = (
             TorchSchedules(self.stages, group.process_group, ownership.device, schedule)
             if group.in_batches
@@ -106,9 +103,12 @@ class PipelineRunner:
             self._recorder.step(len(kinds), together=len(groups) == 1),
         ):
             for self._micro_batches in groups:
-                self._begin(kinds)
+                count = len(self._micro_batches)
+                alternates = executed_schedule(self._schedule, self._ownership.num_ranks, count) == "1f1b"
+                for stage in self.stages:
+                    stage.begin([kinds[m] for m in self._micro_batches], alternates=alternates)
                 try:
-                    self._order.run(len(self._micro_batches))
+                    self._order.run(count)
                 finally:
                     for stage in self.stages:
                         stage.drop()
@@ -151,16 +151,6 @@ class PipelineRunner:
                 groups.append([micro_batch])
         return [*groups, others] if others else groups
 
-    def _begin(self, kinds: Sequence[Any]) -> None:
-        """Prepares the stages for the micro-batches that run together."""
-        own = self._micro_batches
-        # All seeds at once: between two layers, with cold caches, each takes several times as long.
-        keys = [(*self._step_seed, m, part) for m in own for part in self._parts]
-        self._known_seeds = {key: seed_of(*key) for key in keys}
-        alternates = executed_schedule(self._schedule, self._ownership.num_ranks, len(own)) == "1f1b"
-        for stage in self.stages:
-            stage.begin([kinds[m] for m in own], alternates=alternates)
-
     def _begin_step(self, stage: int, chunk: int) -> Callable[[], Any]:
         """The user's step on a micro-batch, given by its number in the schedule, for one of this rank's stages."""
         micro_batch = self._micro_batches[chunk]
@@ -189,16 +179,11 @@ class PipelineRunner:
         return result.reshape(()) * self._scales[micro_batch]
 
     def _begin_part(self, part: int) -> None:
-        set_random_state(self._seed_of_part(part), self._device)
-
-    def _seed_of_part(self, part: int) -> int:
-        key = (*self._seed, part)
-        seed = self._known_seeds.get(key)
-        return seed_of(*key) if seed is None else seed
+        set_random_state(seed_of(*self._seed, part), self._device)
 
     def _recomputed(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The output of a layer of this stage, some of which backward computes again."""
         if index not in self._recompute or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        begin = functools.partial(set_random_state, self._seed_of_part(1 + index), self._device)
+        begin = functools.partial(set_random_state, seed_of(*self._seed, 1 + index), self._device)
         return recomputed(self._ownership.chain.layers[index], forward, args, kwargs, lambda: nullcontext(begin()))

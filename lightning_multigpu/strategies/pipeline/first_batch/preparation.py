@@ -19,14 +19,14 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_multigpu.engine.micro_batches import cloned, first_part, num_micro_batches_of
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
-from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.ownership import Bounds
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
 from lightning_multigpu.engine.step_state import seed_of, without_differentiation
 from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipelines.stage_costs import MeasuredBalance, PartCost, StageCosts
-from lightning_multigpu.strategies.pipeline.first_batch.proof import Copied, copied, prove
+from lightning_multigpu.strategies.pipeline.first_batch.proof import Proof, copied
+from lightning_multigpu.strategies.pipeline.first_batch.whole_copy import WholeCopy
 from lightning_multigpu.strategies.steps.dry_run import without_trace
 from lightning_multigpu.strategies.steps.step_logs import Record
 
@@ -79,18 +79,20 @@ class Preparation:
             self._pipeline.prepared.add(state)
 
     def prove(
-        self, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float, one: Copied | None = None
+        self,
+        batch: Any,
+        others: Sequence[Any],
+        weights: Sequence[float],
+        multiplier: float,
+        one: tuple[bool, WholeCopy | None] | None = None,
     ) -> None:
         """Proves the step of a batch; arguments and errors as for :meth:`prepare`, and ``one`` that is copied."""
-        one = one or copied(self._pipeline)
-        if not one.is_there:
+        is_there, copy = one or copied(self._pipeline)
+        if not is_there:
             return
-        model = self._model
-        runner = self._pipeline.new_runner(Recorder(model.meter, model.device, model.ownership.held))
-        with model.meter.unrecorded():
-            line = prove(self._pipeline, runner, one.copy, batch, others, weights, multiplier)
-        if one.copy is not None:
-            one.copy.free()
+        line = Proof(self._pipeline, copy, batch, others, weights, multiplier).run()
+        if copy is not None:
+            copy.free()
         if line and line not in self._lines:  # a later proof would only repeat it
             self._lines.add(line)
             rank_zero_info(line)
