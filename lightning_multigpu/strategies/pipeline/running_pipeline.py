@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 from torchmetrics import Metric
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
@@ -41,6 +41,7 @@ from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.pipeline.stages.loss_forms import LossForms
 from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.step_state import seed_of, without_differentiation
+from lightning_multigpu.engine.tensor_split.parts import whole
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.strategies.pipeline.first_batch.preparation import Preparation
@@ -178,7 +179,7 @@ class RunningPipeline:
 
     def _whole(self, output: Any) -> Any:
         """The output of a step, in which parts over the tensor group are gathered."""
-        return output if self.tensor_axis is None else self.tensor_axis.whole_outputs(output)
+        return output if self.tensor_axis is None else tree_map(whole, output)
 
     def loss_of(self, micro_batch: Any, others: Sequence[Any]) -> Any:
         """The loss of a dry run of ``training_step``, whose logs are dropped."""
