@@ -112,12 +112,12 @@ class MixedUp(Task):
 
 
 class Later(Task):
-    """Another term joins in the second epoch."""
+    """Another term joins within the first epoch, where nothing but the new term has the steps proved again."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         logits = self.layers(x)
         loss = nn.functional.cross_entropy(logits, y)
-        return loss if self.current_epoch == 0 else loss + 0.1 * logits.var(0).sum()
+        return loss if self.global_step < 3 else loss + 0.1 * logits.var(0).sum()
 
 
 class Contrastive(Task):
@@ -187,7 +187,7 @@ def train(module: Callable[[], Any], options: dict[str, Any], trainer_options: d
         (Mixtral, {"num_micro_batches": 3}, {"precision": "32-true"}, 0),
         (ZeroGate, {"schedule": "zero_bubble"}, {"accumulate_grad_batches": 2}, 0),
         (MixedUp, {}, {}, 0),
-        (Later, {"schedule": "interleaved"}, {}, 5),
+        (Later, {"schedule": "interleaved"}, {}, 3),
         (Contrastive, {}, {"precision": "bf16-mixed"}, 0),
     ],
     ids=["router", "float32", "gate-of-zeros", "mixup", "later", "half-precision"],
