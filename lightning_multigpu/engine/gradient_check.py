@@ -27,6 +27,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.micro_batches import samples_of, split_batch, weights_of
+from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 
 # Relative to a gradient's own norm. In float64 too, models compute norms, softmax and losses in float32.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4}
@@ -228,24 +229,31 @@ def _heaviest_pair(batch: Any, num_parts: int, loss_reduction: LossReduction) ->
 
 
 @contextmanager
-def moved_weights(parameters: dict[str, Parameter]) -> Iterator[None]:
-    """Within the block noise moves the weights; it depends on their names, and is the same on all ranks."""
+def moved_weights(
+    parameters: dict[str, Parameter], *, step: int = 0, rank: int = 0, sizes: dict[str, float] | None = None
+) -> Iterator[None]:
+    """Within the block noise moves the weights; it depends on their names, and is the same on all ranks.
+
+    Args:
+        parameters: by their names; a part of one is moved as at its place in the whole parameter.
+        step: other steps have other noise.
+        rank: the index of this rank's parts.
+        sizes: of whole weights, which are noted here when they are moved first.
+    """
+    sizes = {} if sizes is None else sizes
     before = {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
     try:
         for name, parameter in parameters.items():
-            noise = moving(parameter, parameter.shape, zlib.crc32(name.encode()))
-            size = float(torch.linalg.vector_norm(parameter.detach())) / math.sqrt(max(1, parameter.numel()))
-            parameter.data.add_(noise, alpha=size or 1.0)
+            split, device = split_of(parameter), parameter.device
+            shape = parameter.shape if split is None else split.whole_shape(parameter)
+            generator = torch.Generator(device).manual_seed(zlib.crc32(f"{step} {name}".encode()))
+            noise = torch.randn(shape, generator=generator, dtype=parameter.dtype, device=device) * _SHIFT
+            size = sizes.setdefault(name, norm_of(before[name]) / max(1, parameter.numel()) ** 0.5)
+            parameter.data.add_(noise if split is None else split.part(noise, rank), alpha=size or 1.0)
         yield
     finally:
         for name, parameter in parameters.items():
             parameter.data.copy_(before[name])
-
-
-def moving(like: Tensor, shape: Sequence[int], seed: int) -> Tensor:
-    """Noise that moves weights by a hundredth of their size, if it is multiplied by that: (*shape)."""
-    generator = torch.Generator(like.device).manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device) * _SHIFT
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import copy
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -33,21 +33,10 @@ def num_micro_batches_of(batch: Any, wanted: int) -> int:
     return max(1, min(wanted, size)) if size is not None else 1
 
 
-@dataclass(frozen=True)
-class Wording:
-    """The terms that errors use for the parts of a batch, and the fixes that they name where a batch cannot be cut."""
-
-    parts: str = "micro-batches"
-    one_part: str = "num_micro_batches=1"
-    other_dimension: str = (
-        "pass batch_dim where another dimension counts the samples (1 for time-first batches), or use "
-    )
+_WHOLE = "num_micro_batches=1 (under dp devices=1)"
 
 
-_OF_PIPELINES = Wording()
-
-
-def split_batch(batch: Any, num_parts: int, wording: Wording = _OF_PIPELINES) -> list[Any]:
+def split_batch(batch: Any, num_parts: int) -> list[Any]:
     """The batch in ``num_parts`` parts whose sizes differ by 1 at most, larger ones first; views, not copies.
 
     Tensors are cut along their first dimension, and lists of tensorless entries if they have one entry for each sample.
@@ -56,7 +45,6 @@ def split_batch(batch: Any, num_parts: int, wording: Wording = _OF_PIPELINES) ->
     Args:
         batch: nested mappings, sequences and dataclasses of tensors.
         num_parts: at most the number of samples.
-        wording: the terms of errors.
 
     Raises:
         ValueError: the first dimension of a tensor is not the number of samples, an object cannot be cut, or the batch
@@ -66,18 +54,17 @@ def split_batch(batch: Any, num_parts: int, wording: Wording = _OF_PIPELINES) ->
         return [batch]
     size = leading_size(batch)
     assert size is not None
-    refuse_list_of_samples(batch, wording)
+    refuse_list_of_samples(batch)
     bounds = [part.tolist() for part in torch.arange(size).tensor_split(num_parts)]
-    return [_cut(batch, slice(part[0], part[-1] + 1), size, "batch", wording) for part in bounds]
+    return [_cut(batch, slice(part[0], part[-1] + 1), size, "batch") for part in bounds]
 
 
-def refuse_list_of_samples(batch: Any, wording: Wording = _OF_PIPELINES) -> None:
+def refuse_list_of_samples(batch: Any) -> None:
     """Raises ValueError for a batch that is a list of samples."""
     if _is_list_of_samples(batch):
         raise ValueError(
             f"the batch is a list of {len(batch)} samples ({type(batch[0]).__name__} each), whose tensors have no "
-            f"dimension of samples to be cut into {wording.parts} along: stack them in collate_fn, or use "
-            f"{wording.one_part}"
+            f"dimension of samples to be cut into parts along: stack them in collate_fn, or use {_WHOLE}"
         )
 
 
@@ -94,7 +81,7 @@ def samples_of(batch: Any, samples: list[int]) -> Any:
     """A batch with copies of these samples, in this order. Raises as :func:`split_batch`."""
     size = leading_size(batch)
     assert size is not None
-    return _cut(batch, samples, size, "batch", _OF_PIPELINES)
+    return _cut(batch, samples, size, "batch")
 
 
 def first_part(batch: Any, wanted: int) -> Any:
@@ -224,27 +211,27 @@ def _is_list_of_samples(batch: Any) -> bool:
     return None in sizes or len(sizes) > 1
 
 
-def _cut(value: Any, samples: slice | list[int], size: int, where: str, wording: Wording) -> Any:
+def _cut(value: Any, samples: slice | list[int], size: int, where: str) -> Any:
     if isinstance(value, Tensor):
         if value.ndim == 0:
             return value
         if value.shape[0] != size:
             raise ValueError(
                 f"{where} has the shape {tuple(value.shape)}, and the batch has {size} samples: its first dimension "
-                f"must be {size} to be cut into {wording.parts}; bring it into the module as a buffer, "
-                f"{wording.other_dimension}{wording.one_part}"
+                f"must be {size} to be cut into parts; bring it into the module as a buffer, pass batch_dim to a "
+                f"pipeline where another dimension counts the samples (1 for time-first batches), or use {_WHOLE}"
             )
         # .data has its own version counter: autograd counts writes, and a step may change its micro-batch in place.
         return value[samples].data
     if isinstance(value, list) and len(value) == size and next(tensors_in(value), None) is None:
         return value[samples] if isinstance(samples, slice) else [value[sample] for sample in samples]
     if _is_container(value):
-        return _rebuilt(value, lambda entry, place: _cut(entry, samples, size, where + place, wording))
+        return _rebuilt(value, lambda entry, place: _cut(entry, samples, size, where + place))
     if value is None or isinstance(value, str | bytes | bool | int | float):
         return value
     raise ValueError(
-        f"{where} is a {type(value).__name__}, which cannot be cut into {wording.parts}: use tensors in dictionaries, "
-        f"lists, tuples or dataclasses, or {wording.one_part}"
+        f"{where} is a {type(value).__name__}, which cannot be cut into parts: use tensors in dictionaries, "
+        f"lists, tuples or dataclasses, or {_WHOLE}"
     )
 
 

@@ -640,13 +640,18 @@ class MultiGPUStrategy(ParallelStrategy):
         self.averaging.end_backward()
         return loss
 
+    def _updating(self) -> AbstractContextManager[None]:
+        """The block in which an optimizer steps, its closure included."""
+        return nullcontext()
+
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.common.values.look()
-        self._watch_states()
-        output = super().optimizer_step(*args, **kwargs)
-        self.on_optimizer_step_end()
-        self.common.stepped()
-        self.meter.end_step()
-        self._run.completed_step()
+        with self._updating():
+            self.common.values.look()
+            self._watch_states()
+            output = super().optimizer_step(*args, **kwargs)
+            self.on_optimizer_step_end()
+            self.common.stepped()
+            self.meter.end_step()
+            self._run.completed_step()
         return output

@@ -28,7 +28,6 @@ from lightning_multigpu.engine.batch_size import leading_size, tensors_in
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction, full_batch_size, is_stateful
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_embeddings
 from lightning_multigpu.engine.micro_batches import (
-    Wording,
     num_micro_batches_of,
     refuse_list_of_samples,
     split_batch,
@@ -54,7 +53,6 @@ from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, comb
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_WORDING = Wording(parts="parts for the devices of dp", one_part="devices=1", other_dimension="or use ")
 _LOG = "log"  # replaced on each replica while a step runs
 DEVICES = "devices"
 """The meter's group for traffic between the devices of this process."""
@@ -331,11 +329,11 @@ class DataParallelStrategy(SingleDeviceStrategy):
                 f"{len(self.devices)} devices; have collate_fn make tensors with a dimension of samples, "
                 "or use devices=1"
             )
-        refuse_list_of_samples(batch, _WORDING)
+        refuse_list_of_samples(batch)
         size_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
         others = 1 - 1 / len(self.devices)
         with self._travelling("scatter", size_bytes, copies=0 if self.root_device.type == "cpu" else others):
-            parts = split_batch(batch, num_micro_batches_of(batch, len(self.devices)), _WORDING)
+            parts = split_batch(batch, num_micro_batches_of(batch, len(self.devices)))
             moved = [
                 move_data_to_device(part, device) for part, device in zip(parts[1:], self.devices[1:], strict=False)
             ]

@@ -309,7 +309,8 @@ def test_nothing_is_trained() -> None:
         ("--trainer.max_epoch=1", "--trainer.max_epoch is not a setting. Did you mean '--trainer.max_epochs'?"),
         ("--model=tests.commands.planned.Residual", "the input of layer layers.1 is not the output of layer layers.0: "
          "something is computed between the two, such as a residual x + layer(x), and would be lost between stages; "
-         "put the loop over the layers into the forward() of a module, which can be cut by split_points=['layers.2']"),
+         "cut the forward pass around the layers, unchanged (a step that calls the layers itself needs a module with "
+         "their loop in its forward): PipelineStrategy(split_points=['layers.2'])"),
         ("--model=tests.commands.planned.Manual", "Manual.automatic_optimization=False: a pipeline runs backward"),
         ("--model.optimizer=LBFGS", "LBFGS works on all parameters at once"),
     ],

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lightning_multigpu.engine.gradient_check import SMALLEST, Gradients, moving, norm_of, without_gradients
+from lightning_multigpu.engine.gradient_check import SMALLEST, Gradients, moved_weights, norm_of, without_gradients
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.planning.numbers import size
@@ -118,7 +117,8 @@ class SplitProof:
     def _gradients(self, step: int) -> Gradients:
         """This rank's gradients, in host memory: of whole parameters, or of its parts."""
         parameters = self._trained()
-        with self._running(parameters), self._moved(parameters, step):
+        moved = moved_weights(parameters, step=step, rank=self._group.rank, sizes=self._sizes)
+        with self._running(parameters), moved:
             if not self._trains:
                 self._module.eval()
             with self._group.showing(parts=False):
@@ -141,19 +141,3 @@ class SplitProof:
         finally:
             for parameter in parameters.values():
                 parameter.requires_grad_(True)
-
-    @contextmanager
-    def _moved(self, parameters: dict[str, Parameter], step: int) -> Iterator[None]:
-        """Within the block noise moves the weights, those of a part as at its place in the whole parameter."""
-        before = {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
-        try:
-            for name, parameter in parameters.items():
-                split = split_of(parameter)
-                shape = parameter.shape if split is None else split.whole_shape(parameter)
-                noise = moving(parameter, shape, zlib.crc32(f"{step} {name}".encode()))
-                scale = self._sizes.setdefault(name, norm_of(before[name]) / max(1, parameter.numel()) ** 0.5)
-                parameter.data.add_(noise if split is None else split.part(noise, self._group.rank), alpha=scale or 1.0)
-            yield
-        finally:
-            for name, parameter in parameters.items():
-                parameter.data.copy_(before[name])

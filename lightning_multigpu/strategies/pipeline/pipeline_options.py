@@ -166,9 +166,9 @@ class PipelineOptions:
             chain = Chain(type(module).__name__, (), {module: ""})
         elif self.split_points is not None:
             self._check_num_split_points(num_ranks)
-            chain = TracedChain(module, self.module, self.split_points, device, self._schedule_code)
+            chain = TracedChain(module, self.module, self.split_points, device)
         else:
-            chain = find_chain(module, self.module, num_ranks * self.num_stages_of_rank, self._schedule_code)
+            chain = find_chain(module, self.module, num_ranks * self.num_stages_of_rank)
         self._check_replicated(module)
         chain.replicated = self.replicated
         return chain
@@ -178,14 +178,6 @@ class PipelineOptions:
         for name in self.replicated if isinstance(self.replicated, Sequence) else ():
             if name not in known:
                 raise ValueError(f"replicated names {name!r}, which is no part of the module; name one of its parts")
-
-    @property
-    def _schedule_code(self) -> str:
-        """The options on which the number of split points depends, as code; empty if they have their defaults."""
-        given: dict[str, object] = {"schedule": self.schedule} if self.schedule != "1f1b" else {}
-        if self.stages_per_rank is not None:
-            given["stages_per_rank"] = self.stages_per_rank
-        return ", ".join(f"{name}={value!r}" for name, value in given.items())
 
     def bounds(self, chain: Chain, num_ranks: int) -> list[tuple[int, int]]:
         """The layers ``[start, stop)`` of each stage; before a measurement those of ``balance="parameters"``.

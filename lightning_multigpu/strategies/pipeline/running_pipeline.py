@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +14,11 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 from torchmetrics import Metric
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.engine.activation_checkpointing import layers_of
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
@@ -37,8 +38,10 @@ from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Bounds
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
+from lightning_multigpu.engine.pipeline.stages.loss_forms import LossForms
 from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.step_state import seed_of, without_differentiation
+from lightning_multigpu.engine.tensor_split.parts import whole
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.strategies.pipeline.first_batch.preparation import Preparation
@@ -77,6 +80,9 @@ class RunningPipeline:
         loss_reduction: combines the losses of micro-batches to the loss of their batch.
         num_micro_batches: of a batch with enough samples.
         seed: the seed of this pipeline's random numbers.
+        recompute: indices of the layers that run again in backward.
+        runner: runs the stages of this rank.
+        prepared: the kinds of steps for which the work of a first batch is done.
         in_step: a step of the user is running, so other stages are elsewhere in the program.
         step_args: the arguments of the ``training_step`` under way.
 
@@ -110,10 +116,20 @@ class RunningPipeline:
         self.seed = seed_of(seed, strategy.data_parallel_rank)
         self.in_step = False
         self.step_args: tuple[Any, ...] = ()
+        chain = model.chain
+        self.recompute = layers_of(chain.name, chain.named_layers(), self.options.activation_checkpointing)
+        self.runner = self.new_runner(self.recorder)
+        self.prepared: set[Any] = set()
         self._preparation = Preparation(self)
+        self._loss_forms = LossForms()
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self._num_evaluated = 0
         self._buffers_due = True
+
+    def new_runner(self, recorder: Recorder) -> PipelineRunner:
+        """What runs the stages that this rank has now; no collective."""
+        ownership, schedule = self.model.ownership, self.options.schedule
+        return PipelineRunner(ownership, schedule=schedule, recompute=self.recompute, recorder=recorder)
 
     def _data_axis(self) -> DataAxis | None:
         """The ranks that hold the same stages in other pipelines; a collective of the world."""
@@ -143,18 +159,27 @@ class RunningPipeline:
 
     def call(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """The output of a step of the module; a ``training_step`` gets a micro-batch, cut along dimension 0."""
+        if hook == "training_step":
+            args = (moved(args[0], 0, self.options.batch_dim), *args[1:])
+        with self._user_step():
+            return self._whole(getattr(self.model.module, hook)(*args, **kwargs))
+
+    @contextmanager
+    def _user_step(self) -> Iterator[None]:
+        """The block in which a step of the module runs."""
         self.in_step = True
         try:
-            if hook == "training_step":
-                args = (moved(args[0], 0, self.options.batch_dim), *args[1:])
             with self.outputs.noting(), self._showing_whole():
-                output = getattr(self.model.module, hook)(*args, **kwargs)
-                return output if self.tensor_axis is None else self.tensor_axis.whole_outputs(output)
+                yield
         finally:
             self.in_step = False
             # A metric that this stage computed alone within the step has to be computed by all stages.
             for metric in self._metrics:
                 metric._computed = None
+
+    def _whole(self, output: Any) -> Any:
+        """The output of a step, in which parts over the tensor group are gathered."""
+        return output if self.tensor_axis is None else tree_map(whole, output)
 
     def loss_of(self, micro_batch: Any, others: Sequence[Any]) -> Any:
         """The loss of a dry run of ``training_step``, whose logs are dropped."""
@@ -166,15 +191,16 @@ class RunningPipeline:
 
     # Training
 
-    def same_batch(self, batch: Any, device: torch.device) -> Any:
+    def same_batch(self, batch: Any, device: torch.device, checksum: int | None) -> Any:
         """The batch on the device; if its ranks have loaded different ones, the first rank's of the last stage."""
         model = self.model
-        if not model.group.same_everywhere(checksum_of(batch)):
+        if not model.on_hosts.same_everywhere(checksum_of(batch) if checksum is None else checksum):
             # Without the module's hooks: the last stage has called them for this batch.
-            batch = move_data_to_device(model.stages.broadcast_object(batch, model.group.ranks[-1]), device)
+            batch, checksum = model.stages.broadcast_object(batch, model.group.ranks[-1]), None
+            batch = move_data_to_device(batch, device)
         if self.tensor_axis is None or self.strategy.failure_watch.failed:
             return batch
-        return same_batch(batch, self.tensor_axis.peers, device)
+        return same_batch(batch, self.tensor_axis.peers, device, checksum)
 
     def train(self, *, multiplier: float, accumulating: bool) -> dict[str, Any]:
         """Forward and backward of a batch; a collective of the world. The step's logs are logged once, on every stage.
@@ -197,66 +223,66 @@ class RunningPipeline:
         self._buffers_due = not accumulating
         parts = split_batch(batch, num_micro_batches_of(batch, self.num_micro_batches))
         weights = weights_of(parts, self.loss_reduction)
-        runner = self._preparation.prepare(batch, others, weights, multiplier)
-        passes = self._run_schedule(runner, parts, others, [weight * multiplier for weight in weights])
-        outputs = self._share_outputs(parts, weights, passes, counts=multiplier != 0)
-        self._preparation.follow(batch, others, weights, multiplier)
+        trainer, scales = self.model.module.trainer, [weight * multiplier for weight in weights]
+        trainable = self._trainable()
+        # What a proof that steps equal those of one device rests on; the second epoch may train in another way.
+        state = (trainable, tuple(map(id, trainer.optimizers)), min(trainer.current_epoch, 1))
+        if state not in self.prepared:
+            self._preparation.prepare(state, batch, others, weights, multiplier)
+            trainable = self._trainable()
+        run = _Run(parts, others, [p for p in self.model.ownership.held() if p.grad is None])
+        # Whether sent tensors have a gradient depends on which parameters are frozen.
+        kinds = [(signature_of(part), trainable) for part in parts]
+        seed = (self.seed, 0, trainer.current_epoch, trainer.fit_loop.batch_idx)
+        run.losses = self.runner.train(partial(self._training_step, run), kinds, scales, seed)
+        outputs = self._share_outputs(run, weights, counts=multiplier != 0)
+        if run.has_new_term and multiplier != 0:
+            self._preparation.prove(batch, others, weights, multiplier)
         if not accumulating:
             self._reduce_gradients()
         return outputs
 
-    def _run_schedule(
-        self, runner: PipelineRunner, parts: Sequence[Any], others: Sequence[Any], scales: Sequence[float]
-    ) -> _Passes:
-        """Forward and backward of the micro-batches."""
-        held = self.model.ownership.held()
-        passes = _Passes([[] for _ in parts], [{} for _ in parts], [p for p in held if p.grad is None])
-        # A step may change its batch in place, and each stage of this rank runs it.
-        own = cloned if self.options.num_stages_of_rank > 1 else lambda part: part
+    def _trainable(self) -> tuple[bool, ...]:
+        return tuple(parameter.requires_grad for parameter in self.model.ownership.parameters())
 
-        def step(micro_batch: int) -> Any:
-            with (
-                self.strategy.precision_plugin.train_step_context(),
-                self.logs.recording(pass_on=False) as passes.records[micro_batch],
-                without_differentiation(),
-            ):
-                loss = self.call("training_step", own(parts[micro_batch]), *others)
-            if isinstance(loss, Mapping):
-                passes.outputs[micro_batch] = {key: value for key, value in loss.items() if key != "loss"}
-                loss = loss.get("loss")
-            if micro_batch == 0:
-                self._preparation.note_form(loss)
-            return loss
+    def _training_step(self, run: _Run, micro_batch: int) -> Any:
+        """The loss of a micro-batch; no collective."""
+        part = run.parts[micro_batch]
+        if self.options.num_stages_of_rank > 1:  # a step may change its batch in place, and each stage runs it
+            part = cloned(part)
+        part = moved(part, 0, self.options.batch_dim)
+        with (
+            self.strategy.precision_plugin.train_step_context(),
+            self.logs.recording(pass_on=False) as run.records[micro_batch],
+            without_differentiation(),
+            self._user_step(),
+        ):
+            loss = self._whole(self.model.module.training_step(part, *run.others))
+        if isinstance(loss, Mapping):
+            run.outputs[micro_batch] = {key: value for key, value in loss.items() if key != "loss"}
+            loss = loss.get("loss")
+        if micro_batch == 0 and self.options.verify_steps and isinstance(loss, Tensor):
+            run.has_new_term = self._loss_forms.is_new(loss)
+        return loss
 
-        # Whether sent tensors have a gradient depends on which parameters are frozen.
-        trainable = tuple(parameter.requires_grad for parameter in self.model.ownership.parameters())
-        kinds = [(signature_of(part), trainable) for part in parts]
-        trainer = self.model.module.trainer
-        seed = (self.seed, 0, trainer.current_epoch, trainer.fit_loop.batch_idx)
-        passes.losses = runner.train(step, kinds, scales, seed)
-        passes.use_layers = runner.uses_layers
-        return passes
-
-    def _share_outputs(
-        self, parts: Sequence[Any], weights: Sequence[float], passes: _Passes, *, counts: bool
-    ) -> dict[str, Any]:
+    def _share_outputs(self, run: _Run, weights: Sequence[float], *, counts: bool) -> dict[str, Any]:
         """Logs what the last stage's steps have logged as the logs of one batch; returns the outputs of the batch."""
-        model, preparation, trainer = self.model, self._preparation, self.model.module.trainer
+        model, trainer = self.model, self.model.module.trainer
         message: Any = None
         further: dict[str, Any] = {}
         if model.is_last:
-            samples = [leading_size(part) or 1 for part in parts]
+            samples = [leading_size(part) or 1 for part in run.parts]
             sizes = weights if callable(self.loss_reduction) else [float(size) for size in samples]
-            loss = combined_loss(passes.losses, weights)
-            logged = combined(passes.records, sizes, passes.losses, weights)
-            message = logged, loss, trainer.should_stop, preparation.is_new_form, passes.use_layers
-            further = tree_map_only(Tensor, Tensor.detach, gathered(passes.outputs, samples, model.device))
+            logged = combined(run.records, sizes, run.losses, weights)
+            loss = combined_loss(run.losses, weights)
+            message = logged, loss, trainer.should_stop, run.has_new_term, self.runner.uses_layers
+            further = tree_map_only(Tensor, Tensor.detach, gathered(run.outputs, samples, model.device))
         received, further = self.outputs.from_last(message, further, "on_train_batch_end")
-        logged, loss, stops, preparation.is_new_form, uses_layers = received
+        logged, loss, stops, run.has_new_term, uses_layers = received
         if not (uses_layers or (model.is_last and self.options.num_stages_of_rank == 1)):
             # Stages before the last one have got zeros for parameters on which no loss depends, and one device has no
             # gradient: an optimizer with momentum or weight decay would change them.
-            for parameter in passes.without_gradient:
+            for parameter in run.without_gradient:
                 if parameter.grad is not None and not parameter.grad.any():
                     parameter.grad = None
         trainer.should_stop = trainer.should_stop or stops  # a step may ask for the end of training
@@ -303,12 +329,13 @@ class RunningPipeline:
             The output of the step: on every stage for ``predict_step`` and if a hook reads it, else on the last stage;
             None elsewhere.
         """
-        runner = self._preparation.prepare_evaluation(hook, *args, **kwargs)
+        if (key := (hook, *args[2:])) not in self.prepared:  # of each loader
+            self._preparation.prepare_evaluation(key, hook, *args, **kwargs)
         is_last = self.model.is_last
         self._num_evaluated += 1
         seed = (self.seed, 1, self.model.module.trainer.global_step, self._num_evaluated)
         with self.logs.recording(pass_on=is_last) as records:
-            _, output = runner.evaluate(lambda: self.call(hook, *args, **kwargs), seed)
+            _, output = self.runner.evaluate(lambda: self.call(hook, *args, **kwargs), seed)
         if hook != "predict_step":
             batch_end = f"on_{hook.removesuffix('_step')}_batch_end"
             replayed, output = self.outputs.from_last(records, output, batch_end)
@@ -369,21 +396,27 @@ class RunningPipeline:
 
 
 @dataclass
-class _Passes:
-    """The results of a batch's passes.
+class _Run:
+    """The micro-batches of a batch, and the results of their passes.
 
     Attributes:
-        records, outputs: for each micro-batch, what its step has logged, and returned beside the loss.
+        parts: the micro-batches, with their samples along dimension 0.
+        others: further arguments of ``training_step``.
         without_gradient: parameters of this rank that had no gradient before.
+        records, outputs: for each micro-batch, what its step has logged, and returned beside the loss.
         losses: the losses of the micro-batches, on the last stage.
-        use_layers: the losses depend on what the last stage has received.
+        has_new_term: the first loss has a term that earlier batches had not.
     """
 
-    records: list[list[Record]]
-    outputs: list[dict[str, Any]]
+    parts: list[Any]
+    others: list[Any]
     without_gradient: list[Parameter]
     losses: list[Tensor] = field(default_factory=list)
-    use_layers: bool = False
+    has_new_term: bool = False
+
+    def __post_init__(self) -> None:
+        self.records: list[list[Record]] = [[] for _ in self.parts]
+        self.outputs: list[dict[str, Any]] = [{} for _ in self.parts]
 
 
 def _of_micro_batches(loss_reduction: LossReduction, batch_dim: int) -> LossReduction:

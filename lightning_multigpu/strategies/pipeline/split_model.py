@@ -54,6 +54,7 @@ class SplitModel:
 
     Attributes:
         group: point-to-point messages between the ranks of the pipeline.
+        on_hosts: the same between the hosts' memories.
         stages: collectives of the same ranks.
         ownership: the ranks that hold each parameter and buffer.
         is_last: this rank has the last stage.
@@ -66,7 +67,12 @@ class SplitModel:
         ranks = strategy.new_group("pipeline", descending=True)
         self.module, self.chain, self.meter, self.device = strategy._module, chain, strategy.meter, strategy.root_device
         self.stages = stages = strategy.metered(ranks, "pipeline")
-        self.group = PipelineGroup(ranks, self.meter, self.device if dist.get_backend(ranks) == "nccl" else _CPU)
+        is_nccl = dist.get_backend(ranks) == "nccl"
+        self.group = PipelineGroup(ranks, self.meter, self.device if is_nccl else _CPU)
+        self.on_hosts = self.group
+        if is_nccl:  # what hosts agree on need not wait for the devices
+            on_hosts = strategy.new_group("pipeline", backend="gloo", descending=True)
+            self.on_hosts = PipelineGroup(on_hosts, self.meter, _CPU)
         self.ownership = Ownership(self.module, chain, bounds, stages.rank, stages.size, self.group, self.device)
         self.is_last = self.ownership.position == self.group.num_ranks - 1
         self.remote = RemoteValues(self.group, self.ownership.position)

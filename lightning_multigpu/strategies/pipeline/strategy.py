@@ -36,6 +36,7 @@ from lightning_multigpu.strategies.pipeline.split_model import built_by_stages
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
 from lightning_multigpu.strategies.steps.same_batches import (
     builds_layers_later,
+    checksum_before_transfer,
     gather_metrics_by,
     share_random_states,
     write_no_predictions,
@@ -282,8 +283,9 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves the batch to the device; if ranks that train on it have loaded others, all get the last stage's."""
+        checksum = checksum_before_transfer(batch, self._module)
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        return self._pipeline.same_batch(batch, device or self.root_device)
+        return self._pipeline.same_batch(batch, device or self.root_device, checksum)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -301,10 +303,12 @@ class PipelineStrategy(MultiGPUStrategy):
 
         Returns:
             The number 1. Lightning divides it by the number of accumulated batches and multiplies it by the scale of
-            the gradients; the result is the factor of each micro-batch's loss.
+            the gradients; the result is the factor of each micro-batch's loss. It is on the host, which need not wait
+            for the device to read it, unless a gradient scaler on the device multiplies it.
         """
         self._pipeline.step_args = (*args, *kwargs.values())
-        return torch.ones((), dtype=torch.float64, device=self.root_device)
+        has_scaler = getattr(self.precision_plugin, "scaler", None) is not None
+        return torch.ones((), dtype=torch.float64, device=self.root_device if has_scaler else "cpu")
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -325,9 +329,8 @@ class PipelineStrategy(MultiGPUStrategy):
         return multiplier
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._pipeline.stepping():
-            return super().optimizer_step(*args, **kwargs)
+    def _updating(self) -> AbstractContextManager[None]:
+        return self._pipeline.stepping()
 
     @override
     def on_optimizer_step_end(self) -> None:

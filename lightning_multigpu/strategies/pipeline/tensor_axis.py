@@ -18,13 +18,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.utils._pytree import tree_map
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.placeholder import Placeholder, exchange
 from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
-from lightning_multigpu.engine.tensor_split.parts import functions_get_whole, whole
+from lightning_multigpu.engine.tensor_split.parts import functions_get_whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.split_plan import SplitPlan
@@ -107,10 +106,6 @@ class TensorAxis:
         rank_zero_info(summary(plan))
         if self._on_split is not None:
             self._on_split(plan)
-
-    def whole_outputs(self, outputs: Any) -> Any:
-        """Outputs of a step, in which parts are gathered."""
-        return tree_map(whole, outputs)
 
     def gather(self, value: Any) -> list[Any]:
         """The picklable objects of all ranks of the pipeline and its tensor groups; a collective of these."""

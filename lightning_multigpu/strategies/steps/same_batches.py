@@ -26,6 +26,17 @@ def builds_layers_later(module: pl.LightningModule) -> bool:
     return is_overridden("configure_model", module) or is_overridden("setup", module)
 
 
+def checksum_before_transfer(batch: Any, module: pl.LightningModule) -> int | None:
+    """The checksum of a batch in the host's memory, which need not wait for a device.
+
+    None if the module or its datamodule has code around the transfer of batches to the device, which may change them.
+    """
+    owners = [each for each in (module, getattr(module.trainer, "datamodule", None)) if each is not None]
+    hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    has_hooks = any(is_overridden(hook, owner) for owner in owners for hook in hooks)
+    return None if has_hooks else checksum_of(batch)
+
+
 def share_random_states(device: torch.device, broadcast: Callable[[Any], Any]) -> None:
     """Gives every rank one rank's random states: torch's, Python's, NumPy's, and its GPU's.
 
@@ -46,9 +57,9 @@ def are_equal(checksum: int, peers: MeteredGroup) -> bool:
     return len(set(peers.gather_tensor(torch.tensor([checksum])).flatten().tolist())) == 1
 
 
-def same_batch(batch: Any, peers: MeteredGroup, device: torch.device) -> Any:
+def same_batch(batch: Any, peers: MeteredGroup, device: torch.device, checksum: int | None = None) -> Any:
     """The batch on the device; the first rank's if ranks have loaded different batches. A collective."""
-    if are_equal(checksum_of(batch), peers):
+    if are_equal(checksum_of(batch) if checksum is None else checksum, peers):
         return batch
     batch = peers.broadcast_object(batch, peers.first_rank)
     return move_data_to_device(batch, device)  # without the module's hooks, which have seen the other batch

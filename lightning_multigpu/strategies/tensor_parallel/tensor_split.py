@@ -301,10 +301,9 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         return tree_map(whole, super().training_step(*args, **kwargs))
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def _updating(self) -> AbstractContextManager[None]:
         assert self._layers is not None
-        with self._layers.stepping():
-            return super().optimizer_step(*args, **kwargs)
+        return self._layers.stepping()
 
     @override
     def _watch_states(self) -> None:

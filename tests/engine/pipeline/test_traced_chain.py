@@ -244,8 +244,8 @@ def size_of_a_value(net: Net, x: Tensor) -> Tensor:
         (branches, r"torch.export cannot trace the forward pass of Net: .* that depend on values"),
         (draws, "Python's random or of NumPy"),
         (draws_numpy, "Python's random or of NumPy"),
-        (twice, "split point 'b' is called 2 times"),
-        (lambda net, x: net.a(x), "split point 'b' is called 0 times"),
+        (twice, "calls the split points 'b', 'b', and stages begin in the order 'b'"),
+        (lambda net, x: net.a(x), "calls the split points not at all"),
         (without_grad, r"cut into 1 pieces, and the split points 'b' make 2"),
         (writes_argument, "changes an argument in place .*work on a copy"),
         (writes_view, "shares its memory, is needed too"),
@@ -264,7 +264,7 @@ def test_what_cannot_be_cut_is_refused(forward: Forward, message: str) -> None:
 
 def test_points_are_named_in_the_order_in_which_they_run() -> None:
     chain = chain_of(Outer(), POINTS[::-1])
-    with pytest.raises(PipelineError, match="run in the order 'b', 'c'; name them in that order"):
+    with pytest.raises(PipelineError, match="calls the split points 'b', 'c', and stages begin in the order 'c', 'b'"):
         chain.arrange(lambda: run(chain._whole), will_train=True)
 
 

@@ -511,13 +511,13 @@ class _Listed(torch.utils.data.Dataset[Any]):
 @pytest.mark.parametrize(
     ("collate", "message"),
     [
-        (list, r"the batch is a list of 4 samples \(dict each\).*parts for the devices of dp.*or use devices=1"),
+        (list, r"the batch is a list of 4 samples \(dict each\).*cut into parts along.*under dp devices=1"),
         (lambda samples: [each["name"] for each in samples], "the batch is a list without a tensor: dp cannot cut it"),
         (
             lambda samples: {"x": torch.zeros(4), "z": torch.zeros(3, 4)},
-            r"batch\['z'\] has the shape \(3, 4\), and the batch has 4 samples: .*as a buffer, or use devices=1",
+            r"batch\['z'\] has the shape \(3, 4\), and the batch has 4 samples: .*as a buffer, .*under dp devices=1",
         ),
-        (lambda samples: (torch.zeros(4), object()), r"batch\[1\] is a object, which cannot be cut into parts for the"),
+        (lambda samples: (torch.zeros(4), object()), r"batch\[1\] is a object, which cannot be cut into parts: use"),
     ],
 )
 def test_batches_that_cannot_be_cut(collate: Any, message: str) -> None:

@@ -436,14 +436,10 @@ def test_what_is_computed_between_layers_is_told_a_line_that_trains_it(world2: W
     lines = []
     for kind, schedule in zip(kinds, schedules, strict=True):
         before = f"PipelineStrategy(schedule={schedule!r})"
-        errors = world2.run_raising(PipelineError, r"unchanged.* strategy=PipelineStrategy\(", pasted, [kind], [before])
-        (line,) = {str(error).partition("strategy=")[2].partition("; or")[0] for error in errors}
-        lines.append(line)
-    assert lines[:3] == [
-        "PipelineStrategy(module='net', split_points=['net.layers.third'])",
-        "PipelineStrategy(split_points=['net.layers.third'], schedule='gpipe')",
-        "PipelineStrategy(module='net', split_points=['net.layers.third'])",
-    ]
+        errors = world2.run_raising(PipelineError, r"unchanged.* PipelineStrategy\(", pasted, [kind], [before])
+        (options,) = {str(error).partition("PipelineStrategy(")[2].partition(")")[0] for error in errors}
+        assert options.startswith("module='net', split_points=['net.layers.")
+        lines.append(f"PipelineStrategy({options}, schedule={schedule!r})")
     references = pasted(kinds, ["auto"] * len(kinds), 1)
     for results in world2.run(pasted, kinds, lines):
         for result, reference in zip(results, references, strict=True):

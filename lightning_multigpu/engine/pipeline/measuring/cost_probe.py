@@ -29,7 +29,6 @@ from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages.layer_interception import (
     Activations,
     LayerInterception,
-    Region,
     map_only,
     tensors_of,
 )
@@ -78,7 +77,7 @@ class CostProbe:
         self._fewest_runs = fewest_runs
         self._enough_s = enough_s
         self._agreed = agreed
-        self._layers = LayerInterception(self._chain, 0, 0, self._begin_part, self._measure_layer, self._enter)
+        self._layers = LayerInterception(self._chain, 0, 0, self._begin_part, self._measure_layer)
         self.elsewhere_s: float | None = None
         self._parts: dict[int, list[PartCost]] = {}
         self._is_warm = False
@@ -118,8 +117,14 @@ class CostProbe:
         self._layers.select(start, stop)
 
         @functools.cache
-        def receive() -> Activations:
+        def received() -> Activations:
             return ownership.group.receive_activations(ownership.previous, self._device, gradients=True)
+
+        def receive() -> Activations:
+            """Called as the step reaches the layers."""
+            if not self._saved.counts:
+                self.elsewhere_s = min(self._clock_s(), self.elsewhere_s or math.inf)
+            return received()
 
         held = [*ownership.held(), *ownership.buffers()]
         for run in range(1 if self._is_warm else 0, 1 + _MOST_RUNS):
@@ -205,10 +210,6 @@ class CostProbe:
             recomputed_bytes,
         )
         self._parts.setdefault(part, []).append(cost)
-
-    def _enter(self, region: Region) -> None:
-        if region == Region.WITHIN and self._layers.start and not self._saved.counts:
-            self.elsewhere_s = min(self._clock_s(), self.elsewhere_s or math.inf)
 
     def _begin_part(self, part: int) -> None:
         set_random_state(seed_of(self._seed, part), self._device)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -32,7 +31,6 @@ class Chain:
         layers: the container's children.
         around: the modules that contain the layers, the container included, with their names; the outermost first.
         points: names of submodules at which other stages could begin; empty if there are none.
-        schedule: options of the schedule, as code.
         uses: for each tensor outside of the layers, by its first name, the parts of a step that have used its values:
             0 before the layers, 1 + i layer i, and n + 1 after the last of n layers.
         replicated: names of modules and tensors outside of the layers that all ranks hold; True for all.
@@ -44,7 +42,6 @@ class Chain:
     layers: tuple[Module, ...]
     around: Mapping[Module, str] = field(default_factory=dict)
     points: Sequence[str] = ()
-    schedule: str = ""
     uses: dict[str, set[int]] = field(default_factory=dict)
     replicated: bool | Sequence[str] = False
     is_arranged: bool = True
@@ -58,16 +55,6 @@ class Chain:
 
     def named_layers(self) -> list[tuple[str, Module]]:
         return [(self.layer_name(index), layer) for index, layer in enumerate(self.layers)]
-
-    def cut_of(self, around: Module) -> str:
-        """A strategy that cuts the forward pass of a module around the layers, as code to paste.
-
-        Args:
-            around: one of ``self.around``; the step runs its forward pass once.
-        """
-        root, name = next(iter(self.around)), self.around[around]
-        is_found = smallest_around(root, self.points) == name
-        return strategy_code("auto" if is_found else name, self.points, self.schedule)
 
     def describe(self) -> str:
         """A description of the split part, for messages."""
@@ -95,21 +82,6 @@ class Chain:
         """Makes the user's code call the layers within the block."""
         return nullcontext()
 
-    @contextmanager
-    def intercepted(self, call: Callable[..., Any]) -> Iterator[None]:
-        """Runs ``call(places, own, args, kwargs)`` in place of each call of a layer within the block.
-
-        ``places`` are the layer's indices: several if the container holds it several times. ``own`` is the original
-        call, with hooks and compiled code. Calls within ``own`` are not intercepted.
-        """
-        running: list[Module] = []
-        with ExitStack() as undo:
-            for layer in dict.fromkeys(self.layers):
-                places = [index for index, other in enumerate(self.layers) if other is layer]
-                undo.enter_context(_patched_call(layer, functools.partial(call, places), running))
-            undo.enter_context(self.entered())
-            yield
-
     def parameter_bytes(self) -> list[int]:
         """Bytes that this rank holds of each layer's parameters; a shared parameter counts for its first layer."""
         with torch._C.DisableTorchFunctionSubclass():  # split parameters show the whole
@@ -128,45 +100,6 @@ class Chain:
             yield own
 
 
-_CALLS = ("forward", "_compiled_call_impl")
-
-
-@contextmanager
-def _patched_call(module: Module, call: Callable[..., Any], running: list[Module]) -> Iterator[None]:
-    """Runs ``call(own, args, kwargs)`` in place of the module and of its forward within the block.
-
-    torch calls a module's ``_compiled_call_impl``, if any, instead of hooks and forward. While ``own`` runs, the module
-    is unpatched and in ``running``. While any module is in ``running``, calls are not replaced.
-    """
-    table = vars(module)
-    before = {name: table[name] for name in _CALLS if name in table}
-
-    def put(entries: dict[str, Any]) -> None:
-        for name in _CALLS:
-            table.pop(name, None)
-        table.update(entries)
-
-    def patched(function: Callable[..., Any]) -> Callable[..., Any]:
-        def own(*args: Any, **kwargs: Any) -> Any:
-            put(before)
-            running.append(module)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                running.pop()
-                put(patches)
-
-        return uncompiled(lambda *args, **kwargs: own(*args, **kwargs) if running else call(own, args, kwargs))
-
-    functions = (module.forward, module._compiled_call_impl or module._call_impl)
-    patches = {name: patched(function) for name, function in zip(_CALLS, functions, strict=True)}
-    put(patches)
-    try:
-        yield
-    finally:
-        put(before)
-
-
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which ``torch.compile`` does not trace when compiled code calls it."""
     reason = "the layers of a pipeline run apart from each other; compile each of them, without fullgraph around them"
@@ -174,7 +107,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return disabled
 
 
-def find_chain(module: Module, name: str, num_stages: int, schedule: str = "") -> Chain:
+def find_chain(module: Module, name: str, num_stages: int) -> Chain:
     """The container called ``name``; for "auto" the container with most parameters that has a layer for every stage.
 
     Containers are ``nn.Sequential`` and ``nn.ModuleList``. Of nested containers with equally many parameters the outer
@@ -185,14 +118,13 @@ def find_chain(module: Module, name: str, num_stages: int, schedule: str = "") -
         module: the whole module.
         name: the name of the container, or "auto".
         num_stages: the number of stages.
-        schedule: options of the schedule, as code, for suggestions.
 
     Raises:
         ValueError: there is no such container, or it has too few layers; the message lists the containers.
     """
     found = {path: child for path, child in module.named_modules() if isinstance(child, _CONTAINERS)}
     if name != "auto":
-        return _named(module, name, num_stages, found, schedule)
+        return _named(module, name, num_stages, found)
     usable = {
         path: found[path]
         for path in _candidates(module, found)
@@ -201,34 +133,23 @@ def find_chain(module: Module, name: str, num_stages: int, schedule: str = "") -
     if not usable:
         raise ValueError(
             f"module='auto' finds no nn.Sequential or nn.ModuleList with {num_stages} layers or more to split into "
-            f"{num_stages} stages. {_listing(found)} {_suggestion(module, num_stages, schedule)}"
+            f"{num_stages} stages. {_listing(found)} {_suggestion(module, num_stages)}"
         )
     path = max(usable, key=lambda candidate: _size(usable[candidate]))  # the first of equals is the outer one
-    return _chain(module, path, usable[path], num_stages, schedule)
+    return _chain(module, path, usable[path], num_stages)
 
 
-def strategy_code(name: str, points: Sequence[str], schedule: str) -> str:
-    """The strategy with these split points, as code to paste."""
-    own = "" if name == "auto" else f"module={name!r}, "
-    return f"PipelineStrategy({own}split_points={list(points)}{schedule and f', {schedule}'})"
-
-
-def _suggestion(module: Module, num_stages: int, schedule: str) -> str:
+def _suggestion(module: Module, num_stages: int) -> str:
     """How the module can be cut at its submodules, for an error message."""
     points = suggested_split_points(module, num_stages)
-    stages = len(points) + 1
     if not points:
         return "It has no two submodules with parameters to cut between: use another strategy, such as ring_ddp"
-    code = strategy_code("auto", points, schedule)
-    fewer = f"It has submodules for {stages} stages: use fewer devices, and cut" if stages < num_stages else "Cut"
-    if smallest_around(module, points) or type(module).forward.__module__.partition(".")[0] not in (
-        "torch",
-        "lightning",
-    ):
-        return f"{fewer} the module at its submodules, unchanged: {code}"
+    fewer = ""
+    if len(points) + 1 < num_stages:
+        fewer = f"It has submodules for {len(points) + 1} stages: use fewer devices. "
     return (
-        f"{fewer} the module at its submodules, which {type(module).__name__}.forward has to call: write it, run it "
-        f"once in training_step, as self(x), and pass {code}"
+        f"{fewer}Cut the module at its submodules, which a forward pass has to call, once a step: "
+        f"PipelineStrategy(split_points={points})"
     )
 
 
@@ -264,9 +185,7 @@ def smallest_around(module: Module, points: Sequence[str]) -> str:
     return ".".join(common)
 
 
-def _named(
-    module: Module, name: str, num_stages: int, found: dict[str, Sequential | ModuleList], schedule: str
-) -> Chain:
+def _named(module: Module, name: str, num_stages: int, found: dict[str, Sequential | ModuleList]) -> Chain:
     if name not in found:
         kind = next((type(child).__name__ for path, child in module.named_modules() if path == name), None)
         what = "is no part of the module" if kind is None else f"is a {kind}"
@@ -274,12 +193,12 @@ def _named(
     if len(found[name]) < num_stages:
         raise ValueError(
             f"module={name!r} has {len(found[name])} layers for {num_stages} stages; use {len(found[name])} or fewer "
-            f"devices, or name a longer chain. {_suggestion(module, num_stages, schedule)}"
+            f"devices, or name a longer chain. {_suggestion(module, num_stages)}"
         )
-    return _chain(module, name, found[name], num_stages, schedule)
+    return _chain(module, name, found[name], num_stages)
 
 
-def _chain(module: Module, path: str, container: Sequential | ModuleList, num_stages: int, schedule: str) -> Chain:
+def _chain(module: Module, path: str, container: Sequential | ModuleList, num_stages: int) -> Chain:
     """The chain; warns if a module around the layers was compiled and the layers were not."""
     around = modules_around(module, path)
     if any(map(_is_compiled, around)) and not all(map(_is_compiled, container)):
@@ -288,7 +207,7 @@ def _chain(module: Module, path: str, container: Sequential | ModuleList, num_st
             "stages: they run uncompiled; compile each layer by itself with layer.compile()",
             stacklevel=2,
         )
-    chain = Chain(path, tuple(container), around, schedule=schedule)
+    chain = Chain(path, tuple(container), around)
     names = list(container._modules)
     if len(set(chain.layers)) == len(names):  # else a submodule is called twice
         starts = [start for start, _ in balanced_bounds(chain.parameter_bytes(), num_stages)[1:]]

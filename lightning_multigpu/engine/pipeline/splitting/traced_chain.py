@@ -82,7 +82,6 @@ class TracedChain(Chain):
         name: the submodule to cut; "auto" takes the smallest submodule with all points in its forward pass.
         points: names of submodules of ``module``; a piece begins with each of them.
         device: where the parameters and buffers will be.
-        schedule: options of the schedule, as code, for suggestions.
 
     Raises:
         ValueError: there are no such submodules.
@@ -90,13 +89,11 @@ class TracedChain(Chain):
 
     layers: tuple[TracedPiece, ...]
 
-    def __init__(
-        self, module: Module, name: str, points: Sequence[str], device: torch.device, schedule: str = ""
-    ) -> None:
+    def __init__(self, module: Module, name: str, points: Sequence[str], device: torch.device) -> None:
         name = smallest_around(module, points) if name == "auto" else name
         self._whole = _checked(module, name, points)
         pieces = tuple(TracedPiece(self._whole) for _ in range(len(points) + 1))
-        super().__init__(name or type(module).__name__, pieces, modules_around(module, name), points, schedule)
+        super().__init__(name or type(module).__name__, pieces, modules_around(module, name), points)
         self._prefix = f"{name}." if name else ""
         self._points = [point.removeprefix(self._prefix) for point in points]
         self._device = device

@@ -21,7 +21,7 @@ graphs (``run_decompositions``), in which nothing is written, compute gradients 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -316,15 +316,11 @@ def _fake(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _check_called(points: Sequence[str], called: Sequence[str]) -> None:
-    counts = Counter(called)
-    for point in points:
-        if counts[point] != 1:
-            raise PipelineError(
-                f"split point {point!r} is called {counts[point]} times in a forward pass, and a stage begins once: "
-                "name a submodule that is called once"
-            )
     if list(called) != list(points):
-        raise PipelineError(f"the split points run in the order {_listed(called)}; name them in that order")
+        raise PipelineError(
+            f"a forward pass calls the split points {_listed(called) or 'not at all'}, and stages begin in the order "
+            f"{_listed(points)}: name submodules that are called once, in the order in which they run"
+        )
 
 
 def _first_lines(error: Exception) -> str:

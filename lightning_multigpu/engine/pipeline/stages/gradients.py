@@ -29,7 +29,6 @@ from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGro
 from lightning_multigpu.engine.placeholder import Placeholder, exchange
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from lightning_multigpu.placement.gradient_kinds import ABSENT, DENSE, SPARSE, kind_of
 
 _BUCKET_BYTES = 25 << 20
 _LARGEST = float("inf")
@@ -65,7 +64,7 @@ class StageSums:
         """Gives every holder of a parameter the sum of the ranks' gradients; a missing gradient counts as zero.
 
         Each path from a parameter to the loss runs through exactly one stage, so the sum is the gradient. Parameters
-        without a gradient on any rank keep none.
+        without a gradient on any rank keep none. Sparse gradients become dense.
 
         Args:
             common: parameters that several ranks hold; the same list on every rank.
@@ -73,15 +72,15 @@ class StageSums:
         trained = {h.tensor: h.holders for h in common if isinstance(h.tensor, Parameter) and h.tensor.requires_grad}
         if not trained:
             return
-        kinds = torch.tensor([kind_of(p.grad) for p in trained], dtype=torch.uint8, device=self._group.device)
-        self._all_reduce(kinds, dist.ReduceOp.MAX)
+        found = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=self._group.device)
+        self._all_reduce(found, dist.ReduceOp.MAX)
         on_all: list[Parameter] = []
-        for (parameter, holders), kind in zip(trained.items(), kinds.tolist(), strict=True):
-            if kind != ABSENT and len(holders) < self._group.num_ranks:
-                self._sum_between(parameter, holders, is_sparse=kind == SPARSE)
-            elif kind == SPARSE:
-                self._sum_sparse(parameter)
-            elif kind == DENSE:
+        for (parameter, holders), has_gradient in zip(trained.items(), found.tolist(), strict=True):
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+            if has_gradient and len(holders) < self._group.num_ranks:
+                self._sum_between(parameter, holders)
+            elif has_gradient:
                 on_all.append(parameter)
         for gradients in alike(_gradients(on_all)):
             apply_flat(self._all_reduce, gradients)
@@ -123,36 +122,21 @@ class StageSums:
         self._all_reduce(summed)
         return summed.cpu()
 
-    def _sum_between(self, parameter: Parameter, holders: Sequence[int], *, is_sparse: bool) -> None:
+    def _sum_between(self, parameter: Parameter, holders: Sequence[int]) -> None:
         """Sums on the last holder, which sends the sum to the other holders."""
         *others, last = holders
         position, group = dist.get_rank(self._group.process_group), self._group
         if position not in holders:
             return
-        gradient = _sparse_gradient(parameter) if is_sparse else _gradients([parameter])[0]
-
-        def send(target: int) -> None:
-            group.send_object(gradient, target) if is_sparse else group.send(gradient, target)
-
-        def receive(source: int) -> Tensor:
-            if is_sparse:
-                received: Tensor = group.receive_object(source).to(gradient.device)
-                return received
-            return group.receive(torch.empty_like(gradient), source)
-
+        (gradient,) = _gradients([parameter])
         if position == last:
             for other in others:
-                gradient = gradient + receive(other)
+                gradient = gradient + group.receive(torch.empty_like(gradient), other)
             for other in others:
-                send(other)
+                group.send(gradient, other)
         else:
-            send(last)
-            gradient = receive(last)
-        parameter.grad = gradient
-
-    def _sum_sparse(self, parameter: Parameter) -> None:
-        gradient = _sparse_gradient(parameter)
-        self._all_reduce(gradient)
+            group.send(gradient, last)
+            gradient = group.receive(torch.empty_like(gradient), last)
         parameter.grad = gradient
 
     def _all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
@@ -333,18 +317,6 @@ def remote_gradients(ownership: Ownership, sums: StageSums) -> Iterator[None]:
 def _resize(parameter: Any, shape: Sequence[int]) -> None:
     """Gives the placeholder of a parameter another shape; it stays the same object."""
     exchange(parameter, Parameter(parameter.resized(shape), requires_grad=parameter.requires_grad))
-
-
-def _sparse_gradient(parameter: Parameter) -> Tensor:
-    """The parameter's gradient in sparse form; an empty one if it has none."""
-    gradient = parameter.grad
-    if gradient is None:
-        indices = torch.empty((1, 0), dtype=torch.int64)
-        values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype)
-        gradient = torch.sparse_coo_tensor(
-            indices, values, parameter.shape, device=parameter.device, check_invariants=False, is_coalesced=True
-        )
-    return gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
 
 
 def _gradients(parameters: Sequence[Parameter]) -> list[Tensor]:

@@ -14,11 +14,10 @@ that, and any other use of the layers raises.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from enum import IntEnum
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.engine.activation_checkpointing import runs_in_checkpoint
 from lightning_multigpu.engine.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.chain import Chain
+from lightning_multigpu.engine.pipeline.splitting.chain import Chain, uncompiled
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit
 from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, local
@@ -37,6 +36,7 @@ from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor
 T = TypeVar("T")
 
 _PLAIN = (type(None), bool, int, float, str)
+_CALLS = ("forward", "_compiled_call_impl")  # torch calls the second one, if there is one, instead of hooks and forward
 
 
 def map_only(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
@@ -104,14 +104,6 @@ class _StageEnd(BaseException):
         self.output = output
 
 
-class Region(IntEnum):
-    """The parts of a step: all stages run the part before the layers, only the last stage the part after them."""
-
-    BEFORE = 0
-    WITHIN = 1
-    AFTER = 2
-
-
 class LayerInterception:
     """Runs the layers of one stage within the user's step, and skips those of the other stages.
 
@@ -120,8 +112,8 @@ class LayerInterception:
         start, stop: the stage has the layers ``[start, stop)``.
         begin_part: called to set a new random state: with 0 before the step, with 1 + i before layer i of this stage,
             and with 1 + n after the last of n layers.
-        run_layer: called as ``run_layer(i, own, args, kwargs)`` to run layer i of this stage.
-        enter: called when a running step enters the layers, and when it leaves them.
+        run_layer: called as ``run_layer(i, own, args, kwargs)`` to run layer i of this stage; ``own`` is its own call,
+            with hooks and compiled code. None runs ``own`` as it is.
     """
 
     def __init__(
@@ -130,8 +122,7 @@ class LayerInterception:
         start: int,
         stop: int,
         begin_part: Callable[[int], None] = lambda part: None,
-        run_layer: Callable[..., Any] = lambda index, own, args, kwargs: own(*args, **kwargs),
-        enter: Callable[[Region], None] = lambda region: None,
+        run_layer: Callable[..., Any] | None = None,
     ) -> None:
         self.chain = chain
         self.start = start
@@ -140,8 +131,9 @@ class LayerInterception:
         self._run_layer = run_layer
         self._receive: Callable[[], Activations] | None = None
         self._values: Callable[[], tuple[Tensor, ...]] | None = None
-        self._enter = enter
         self._with_grad = False
+        self._before: dict[Module, dict[str, Any]] = {}
+        self._is_inside = False  # a layer runs, within which calls are not intercepted
         self._next = 0
         self._running = False
         self._forget()
@@ -161,9 +153,18 @@ class LayerInterception:
         """Whether the running step has passed the last layer; only the last stage does."""
         return self._next == len(self.chain)
 
-    def installed(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def installed(self) -> Iterator[None]:
         """Intercepts the calls of the layers within the block."""
-        return self.chain.intercepted(self._call)
+        with ExitStack() as undo:
+            for layer in dict.fromkeys(self.chain.layers):
+                functions = (layer.forward, layer._compiled_call_impl or layer._call_impl)
+                patches = [uncompiled(partial(self._call, layer, function)) for function in functions]
+                before = _put(layer, dict(zip(_CALLS, patches, strict=True)))
+                undo.callback(_put, layer, before)
+                self._before[layer] = before
+            undo.enter_context(self.chain.entered())
+            yield
 
     def select(self, start: int, stop: int) -> None:
         """Continues with another stage of this rank."""
@@ -233,9 +234,11 @@ class LayerInterception:
                 "activation_checkpointing=True to the strategy"
             )
 
-    def _call(
-        self, places: Sequence[int], own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _call(self, layer: Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """A call of a layer, in place of its own ``function``."""
+        if self._is_inside:
+            return function(*args, **kwargs)
+        places = [place for place, other in enumerate(self.chain.layers) if other is layer]  # several if it runs again
         index = self._next if self._next in places else places[0]
         if not self._running:
             raise PipelineError(
@@ -248,8 +251,6 @@ class LayerInterception:
         given = tensors_of((args, kwargs))
         self._check_input(index, given)
         self._next = index + 1
-        if index == 0:
-            self._enter(Region.WITHIN)
         if index < self.start:
             output = self._skip(index)
             self._show_to_hooks(index, args, kwargs, output)
@@ -268,7 +269,11 @@ class LayerInterception:
             assert self._arrived is not None
             values = self._placed(self._arrived.tensors if self._values is None else self._values())
             args, kwargs = map_only(Placeholder, lambda placeholder: values[arriving[id(placeholder)]], (args, kwargs))
-        output = self._run_layer(index, own, args, kwargs)
+        if self._run_layer is None:
+            with self._as_itself(layer):
+                output = function(*args, **kwargs)
+        else:
+            output = self._run_layer(index, partial(self._run_own, layer, function), args, kwargs)
         if not tensors_of(output):
             raise PipelineError(
                 f"layer {self._name(index)} returns {type(output).__name__}, in which a pipeline finds no tensors to "
@@ -278,9 +283,23 @@ class LayerInterception:
             raise _StageEnd(output)
         if index == len(self.chain) - 1:
             self._begin_part(2 + index)
-            self._enter(Region.AFTER)
         self._remember(output)
         return output
+
+    def _run_own(self, layer: Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        with self._as_itself(layer):
+            return function(*args, **kwargs)
+
+    @contextmanager
+    def _as_itself(self, layer: Module) -> Iterator[None]:
+        """Within the block, in which the layer runs, it is not patched: compiled code would look into the patches."""
+        patches = _put(layer, self._before[layer])
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+            _put(layer, patches)
 
     def _skip(self, index: int) -> Any:
         """The output of a layer of an earlier stage: placeholders for what is received.
@@ -360,39 +379,28 @@ class LayerInterception:
             )
 
     def _other_ways(self) -> str:
-        """The fixes for a step that computes between the layers.
-
-        A forward pass around the layers can be cut as it is; a step that calls the layers itself has no such pass.
-        """
+        """The fixes for a step that computes between the layers."""
         rewrite = "move it into the layers, or name another part with module="
         if not self.chain.points:
             return rewrite
-        around = self._find_callers()
-        if around:
-            return (
-                "cut the forward pass there, unchanged, with your other options: "
-                f"strategy={self.chain.cut_of(around[0])}; or {rewrite}"
-            )
+        parent = self.chain.name.rpartition(".")[0]
+        own = parent and f"module={parent!r}, "
         return (
-            "put the loop over the layers into the forward() of a module, which can be cut by "
-            f"split_points={list(self.chain.points)}; or {rewrite}"
+            "cut the forward pass around the layers, unchanged (a step that calls the layers itself needs a module "
+            f"with their loop in its forward): PipelineStrategy({own}split_points={list(self.chain.points)}) with your "
+            f"other options; or {rewrite}"
         )
-
-    def _find_callers(self) -> list[Module]:
-        """The modules around the layers whose forward pass is running, the innermost first."""
-        found: list[Module] = []
-        frame = sys._getframe(1)
-        while frame is not None:
-            code = frame.f_code
-            if code.co_name == "forward" and code.co_argcount:
-                caller = frame.f_locals.get(code.co_varnames[0])
-                if isinstance(caller, Module) and caller in self.chain.around and caller not in found:
-                    found.append(caller)
-            frame = frame.f_back  # type: ignore[assignment]
-        return found
 
     def _name(self, index: int) -> str:
         return self.chain.layer_name(index)
+
+
+def _put(layer: Module, entries: dict[str, Any]) -> dict[str, Any]:
+    """Sets what is called of a layer; returns what was set before."""
+    table = vars(layer)
+    before = {name: table.pop(name) for name in _CALLS if name in table}
+    table.update(entries)
+    return before
 
 
 def _version(tensor: Tensor) -> int:

@@ -23,7 +23,8 @@ class LossForms:
     def is_new(self, loss: Tensor) -> bool:
         """Whether the graph of ``loss``, before backward, has a pair of operations that no earlier loss had.
 
-        It follows the graph to the leaves and to the stage's inputs, over at most 2000 operations.
+        The first loss has no new one. The graph is followed to the leaves and to the stage's inputs, over at most 2000
+        operations.
         """
         found: set[tuple[int, str, str]] = set()
         nodes: list[Any] = [loss.grad_fn]
@@ -41,6 +42,6 @@ class LossForms:
                         seen.add(other)
                         following.append(other)
             nodes, depth = following, min(depth + 1, _DEPTH)
-        new = found - self._known
-        self._known |= new
-        return bool(new)
+        is_new = bool(self._known) and not found <= self._known
+        self._known |= found
+        return is_new

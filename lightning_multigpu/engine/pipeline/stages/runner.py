@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_multigpu.engine.activation_checkpointing import recomputed, works_in_place
+from lightning_multigpu.engine.activation_checkpointing import recomputed
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
@@ -54,18 +54,14 @@ class PipelineRunner:
         self._device = ownership.device
         self._schedule = schedule
         self._bounds = bounds
-        self._seed: tuple[int, ...] = ()
-        self._known_seeds: dict[tuple[int, ...], int] = {}
+        self._seed: tuple[int, ...] = ()  # of the step and of its micro-batch that runs
+        self._step_seed: tuple[int, ...] = ()
         self._recompute = recompute
-        self._layers = LayerInterception(chain, 0, 0, self._begin_part, self._run_layer)
+        self._layers = LayerInterception(chain, 0, 0, self._begin_part, self._recomputed if recompute else None)
         self.stages = [
-            Stage(functools.partial(self._compute, number), ownership, index, recorder)
-            for number, index in enumerate(ownership.stages)
+            Stage(self._layers, self._begin_step, self._end_step, ownership, index, recorder)
+            for index in ownership.stages
         ]
-        own = [bounds[index] for index in ownership.stages]
-        self._parts = [0, *(1 + index for start, stop in own for index in range(start, stop)), 1 + len(chain)]
-        # An operation in place must not overwrite a received tensor: its gradient is needed.
-        self._clones_input = {i for i in ownership.stages if i > 0 and works_in_place(chain.layers[bounds[i][0]])}
         self._order = (
             TorchSchedules(self.stages, group.process_group, ownership.device, schedule)
             if group.in_batches
@@ -98,6 +94,7 @@ class PipelineRunner:
             PipelineError: the step cannot be split; or whatever the step raises.
         """
         self._step, self._scales, self._losses, self.uses_layers = step, scales, {}, False
+        self._step_seed = seed
         groups = self._groups(kinds)
         self.order = [m for group in groups for m in group]
         with (
@@ -105,8 +102,19 @@ class PipelineRunner:
             self._layers.installed(),
             self._recorder.step(len(kinds), together=len(groups) == 1),
         ):
-            for group in groups:
-                self._run_group(group, [kinds[m] for m in group], seed)
+            for self._micro_batches in groups:
+                count = len(self._micro_batches)
+                alternates = executed_schedule(self._schedule, self._ownership.num_ranks, count) == "1f1b"
+                for stage in self.stages:
+                    stage.begin([kinds[m] for m in self._micro_batches], alternates=alternates)
+                try:
+                    self._order.run(count)
+                finally:
+                    for stage in self.stages:
+                        stage.drop()
+                for stage in self.stages:
+                    stage.end()
+                self.uses_layers |= self.stages[-1].needs_input
         self._step = lambda micro_batch: None
         return [self._losses[m] for m in sorted(self._losses)]
 
@@ -143,37 +151,16 @@ class PipelineRunner:
                 groups.append([micro_batch])
         return [*groups, others] if others else groups
 
-    def _run_group(self, micro_batches: list[int], kinds: list[Any], seed: tuple[int, ...]) -> None:
-        self._seed = seed
-        self._micro_batches = micro_batches
-        # All seeds at once: between two layers, with cold caches, each takes several times as long.
-        self._known_seeds = {(*seed, m, part): seed_of(*seed, m, part) for m in micro_batches for part in self._parts}
-        count = len(micro_batches)
-        alternates = executed_schedule(self._schedule, self._ownership.num_ranks, count) == "1f1b"
-        for stage in self.stages:
-            stage.begin(kinds, alternates=alternates)
-        try:
-            self._order.run(count)
-        finally:
-            for stage in self.stages:
-                stage.drop()
-        for stage in self.stages:
-            stage.end()
-        self.uses_layers |= self.stages[-1].needs_input
+    def _begin_step(self, stage: int, chunk: int) -> Callable[[], Any]:
+        """The user's step on a micro-batch, given by its number in the schedule, for one of this rank's stages."""
+        micro_batch = self._micro_batches[chunk]
+        self._seed = (*self._step_seed, micro_batch)
+        self._layers.select(*self._bounds[stage])
+        return functools.partial(self._step, micro_batch)
 
-    def _compute(self, number: int, chunk: int) -> Activations | Tensor:
-        """A forward pass of one of this rank's stages; returns its output, on the last stage the scaled loss."""
-        stage, micro_batch = self.stages[number], self._micro_batches[chunk]
-        step_seed, self._seed = self._seed, (*self._seed, micro_batch)
-        self._layers.select(*self._bounds[stage.index])
-        try:
-            ended, result = self._layers.run(
-                functools.partial(self._step, micro_batch),
-                None if stage.is_first else functools.partial(stage.expected, chunk),
-                functools.partial(self._arrived, stage, chunk),
-            )
-        finally:
-            self._seed = step_seed
+    def _end_step(self, stage: Stage, chunk: int, ended: bool, result: Any) -> Activations | Tensor:
+        """The output of a stage, on the last stage the scaled loss."""
+        micro_batch = self._micro_batches[chunk]
         if ended:
             output = Activations.of(result)
             if self._schedule == "zero_bubble":  # it detaches outputs in place, which views forbid
@@ -191,20 +178,12 @@ class PipelineRunner:
             return torch.zeros((), dtype=result.dtype, device=result.device, requires_grad=True)
         return result.reshape(()) * self._scales[micro_batch]
 
-    def _arrived(self, stage: Stage, chunk: int) -> tuple[Tensor, ...]:
-        tensors = stage.arrived(chunk)
-        return tuple(tensor.clone() for tensor in tensors) if stage.index in self._clones_input else tensors
-
     def _begin_part(self, part: int) -> None:
-        set_random_state(self._seed_of_part(part), self._device)
+        set_random_state(seed_of(*self._seed, part), self._device)
 
-    def _seed_of_part(self, part: int) -> int:
-        key = (*self._seed, part)
-        seed = self._known_seeds.get(key)
-        return seed_of(*key) if seed is None else seed
-
-    def _run_layer(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _recomputed(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The output of a layer of this stage, some of which backward computes again."""
         if index not in self._recompute or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        begin = functools.partial(set_random_state, self._seed_of_part(1 + index), self._device)
+        begin = functools.partial(set_random_state, seed_of(*self._seed, 1 + index), self._device)
         return recomputed(self._ownership.chain.layers[index], forward, args, kwargs, lambda: nullcontext(begin()))

@@ -24,9 +24,10 @@ from torch.distributed.pipelining._backward import (
 )
 from torch.nn import Parameter
 
+from lightning_multigpu.engine.activation_checkpointing import works_in_place
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations, LayerInterception
 from lightning_multigpu.engine.pipeline.stages.stage_messages import (
     Header,
     HostMessages,
@@ -48,7 +49,11 @@ class Stage:
     before the pass, and posts what :meth:`outgoing` returns after it.
 
     Args:
-        run: computes the micro-batch of this number in the schedule; returns the output, on the last stage the loss.
+        layers: runs the part of a step that this stage computes.
+        begin_step: called with the index of the stage and a micro-batch's number in the schedule before its forward
+            pass; returns the user's step.
+        end_step: called as ``end_step(stage, number, *layers.run(...))`` after it; returns the output, on the last
+            stage the loss.
         ownership: the stages of the rank.
         index: the index of the stage.
         recorder: records the stage's work.
@@ -59,7 +64,9 @@ class Stage:
 
     def __init__(
         self,
-        run: Callable[[int], Activations | Tensor],
+        layers: LayerInterception,
+        begin_step: Callable[[int, int], Callable[[], Any]],
+        end_step: Callable[[Stage, int, bool, Any], Activations | Tensor],
         ownership: Ownership,
         index: int,
         recorder: Recorder,
@@ -69,7 +76,10 @@ class Stage:
         self.device = ownership.device
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
-        self._run = run
+        self._layers, self._begin_step, self._end_step = layers, begin_step, end_step
+        start, _ = ownership.bounds[index]
+        # An operation in place must not overwrite a received tensor: its gradient is needed.
+        self._clones_input = index > 0 and works_in_place(ownership.chain.layers[start])
         self._parameters = ownership.held
         self._group = group = ownership.group
         self._messages: ScheduledMessages | HostMessages = (
@@ -126,7 +136,7 @@ class Stage:
         tensors = tuple(tensor.to(self.device) for tensor in self._received[micro_batch])
         self._headers_in[self._keys[micro_batch]].require_gradients(tensors)
         self._received[micro_batch] = tensors
-        return tensors
+        return tuple(tensor.clone() for tensor in tensors) if self._clones_input else tensors
 
     # Called by schedules
 
@@ -154,7 +164,12 @@ class Stage:
         """Runs the forward pass; returns the output, on the last stage the loss."""
         needed = None if self.is_first else Message("forward", self.index - 1, micro_batch)
         self._begin_pass("forward", micro_batch, needed)
-        output = self._run(micro_batch)
+        ended, result = self._layers.run(
+            self._begin_step(self.index, micro_batch),
+            None if self.is_first else functools.partial(self.expected, micro_batch),
+            functools.partial(self.arrived, micro_batch),
+        )
+        output = self._end_step(self, micro_batch, ended, result)
         if isinstance(output, Tensor):
             self._outputs[micro_batch] = (output,)
         else:

@@ -16,21 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
 
-from lightning_multigpu.engine.activation_checkpointing import layers_of
 from lightning_multigpu.engine.micro_batches import cloned, first_part, num_micro_batches_of
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
-from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.ownership import Bounds
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
-from lightning_multigpu.engine.pipeline.stages.loss_forms import LossForms
-from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.step_state import seed_of, without_differentiation
 from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipelines.stage_costs import MeasuredBalance, PartCost, StageCosts
-from lightning_multigpu.strategies.pipeline.first_batch.proof import Copied, copied, prove
+from lightning_multigpu.strategies.pipeline.first_batch.proof import Proof, copied
+from lightning_multigpu.strategies.pipeline.first_batch.whole_copy import WholeCopy
 from lightning_multigpu.strategies.steps.dry_run import without_trace
 from lightning_multigpu.strategies.steps.step_logs import Record
 
@@ -43,105 +39,70 @@ class Preparation:
 
     Args:
         pipeline: whose model is split.
-
-    Attributes:
-        is_first: the batch under way is the first one.
-        is_new_form: the loss of the batch under way has a term that earlier ones had not.
-
-    Raises:
-        ValueError: no layer has a name or class that is listed in ``activation_checkpointing``.
     """
 
     def __init__(self, pipeline: RunningPipeline) -> None:
         self._pipeline, self._model, self._options = pipeline, pipeline.model, pipeline.options
         self._world, self._tensor_axis = pipeline.strategy.collectives.world, pipeline.tensor_axis
-        chain, choice = self._model.chain, self._options.activation_checkpointing
-        self._recompute = layers_of(chain.name, chain.named_layers(), choice)
         self._will_train = self._model.module.trainer.state.fn == TrainerFn.FITTING
         measures = self._will_train and self._model.group.num_ranks > 1
         self._balance_due = self._options.measured_balance if measures else None
-        self._watched: set[Any] = set()
-        self._loss_forms = LossForms()
-        self._proved: set[Any] = set()
+        self._is_watched = False
+        self._is_split = False
         self._lines: set[str] = set()
-        self._follows_forms = False
-        self.is_first = True
-        self.is_new_form = False
-        self._runner = self._new_runner(pipeline.recorder)
 
-    def _new_runner(self, recorder: Recorder) -> PipelineRunner:
-        return PipelineRunner(
-            self._model.ownership,
-            schedule=self._options.schedule,
-            recompute=self._recompute,
-            recorder=recorder,
-        )
-
-    def prepare(self, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float) -> PipelineRunner:
-        """Does the work of the first batch before its step; a collective of the world.
+    def prepare(
+        self, state: Any, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float
+    ) -> None:
+        """Does the work of the first batch before its step, and proves steps in another ``state``.
 
         Args:
+            state: what the proof rests on.
             batch: the same on every stage, with its samples along dimension 0.
             others: further arguments of ``training_step``.
             weights: the weights of its micro-batches' losses.
             multiplier: the factor of the loss before its backward; 0 for a batch that does not count.
 
-        Returns:
-            The runner of this rank's stages.
-
         Raises:
             ValueError: the losses or the gradients of the micro-batches do not add up to those of the batch.
             PipelineError: the step cannot be split, or depends on values that an earlier step has kept elsewhere.
         """
-        is_due = self._options.verify_steps > 0 and multiplier != 0 and not self._proved >= self._rests_on()
-        self._follows_forms = bool(self._proved)
+        proves = self._options.verify_steps > 0 and multiplier != 0
         splits = self._tensor_axis is not None  # after that a copy would have parts of layers
-        one = copied(self._pipeline) if is_due and splits else None
-        if self.is_first:
+        one = copied(self._pipeline) if proves and splits else None
+        if not self._is_split:
+            self._is_split = True
             self._split(batch, others)
-        if is_due:
-            self._proved |= self._rests_on()
-            self._prove(one or copied(self._pipeline), batch, others, weights, multiplier)
-        return self._runner
+        if proves:
+            self.prove(batch, others, weights, multiplier, one)
+        if multiplier != 0:
+            self._pipeline.prepared.add(state)
 
-    def follow(self, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float) -> None:
-        """Does the work that the step of a batch has made necessary; arguments and errors as for :meth:`prepare`."""
-        if self._follows_forms and self.is_new_form and multiplier != 0:
-            self._prove(copied(self._pipeline), batch, others, weights, multiplier)
-        self.is_first = False
-
-    def _rests_on(self) -> set[Any]:
-        """What a proof of the next step rests on: trained parameters, optimizers, and the first two epochs."""
-        trainer = self._model.module.trainer
-        trained = tuple(parameter.requires_grad for parameter in self._model.ownership.parameters())
-        return {trained, tuple(map(id, trainer.optimizers)), min(trainer.current_epoch, 1)}
-
-    def _prove(self, one: Copied, batch: Any, others: Sequence[Any], weights: Sequence[float], scale: float) -> None:
-        if not one.is_there:
+    def prove(
+        self,
+        batch: Any,
+        others: Sequence[Any],
+        weights: Sequence[float],
+        multiplier: float,
+        one: tuple[bool, WholeCopy | None] | None = None,
+    ) -> None:
+        """Proves the step of a batch; arguments and errors as for :meth:`prepare`, and ``one`` that is copied."""
+        is_there, copy = one or copied(self._pipeline)
+        if not is_there:
             return
-        model, again = self._model, bool(self._recompute)
-        runner = self._new_runner(Recorder(model.meter, model.device, model.ownership.held))
-        with model.meter.unrecorded():
-            line = prove(self._pipeline, runner, one.copy, batch, others, weights, scale, recompute=again)
-        if one.copy is not None:
-            one.copy.free()
+        line = Proof(self._pipeline, copy, batch, others, weights, multiplier).run()
+        if copy is not None:
+            copy.free()
         if line and line not in self._lines:  # a later proof would only repeat it
             self._lines.add(line)
             rank_zero_info(line)
 
-    def note_form(self, loss: Any) -> None:
-        """Notes whether the loss of a micro-batch has a new term; no collective."""
-        if self._options.verify_steps and isinstance(loss, Tensor):
-            self.is_new_form = self._loss_forms.is_new(loss)
-
-    def prepare_evaluation(self, hook: str, *args: Any, **kwargs: Any) -> PipelineRunner:
-        """Traces the model, unless that is done, and finds the uses of parameters by the first step of each loader."""
+    def prepare_evaluation(self, key: Any, hook: str, *args: Any, **kwargs: Any) -> None:
+        """Traces the model, unless that is done, and finds the uses of parameters by the first step of a loader."""
         if not self._model.chain.is_arranged:
             self._trace(hook, *args, will_train=self._will_train, **kwargs)
-        key = (hook, *args[2:])  # of each loader
-        if key not in self._watched:
-            self._find_uses(key, hook, *args, **kwargs)
-        return self._runner
+        self._find_uses(hook, *args, **kwargs)
+        self._pipeline.prepared.add(key)
 
     # The split
 
@@ -153,14 +114,14 @@ class Preparation:
             if not self._model.chain.is_arranged:
                 self._trace("training_step", part, *others, will_train=True)
             with without_differentiation():
-                self._find_uses("training_step", "training_step", part, *others)
+                self._find_uses("training_step", part, *others)
         if self._balance_due is not None:
             balance, self._balance_due = self._balance_due, None
             self._split_by_costs(balance, batch, others)
 
     def _split_again(self, bounds: Bounds) -> None:
         self._model.split_again(bounds)
-        self._runner = self._new_runner(self._pipeline.recorder)
+        self._pipeline.runner = self._pipeline.new_runner(self._pipeline.recorder)
 
     def _trace(self, hook: str, *args: Any, will_train: bool, **kwargs: Any) -> None:
         """Traces a step of the module, and gives each rank the parameters that its stages use."""
@@ -175,10 +136,10 @@ class Preparation:
             chain.arrange(step, will_train=will_train)
         self._model.split_again(self._model.bounds)
 
-    def _find_uses(self, key: Any, hook: str, batch: Any, *args: Any, **kwargs: Any) -> None:
-        """Watches the first step of the module with this ``key``, and prints the split if it changes."""
-        model, options, is_first = self._model, self._options, not self._watched
-        self._watched.add(key)
+    def _find_uses(self, hook: str, batch: Any, *args: Any, **kwargs: Any) -> None:
+        """Watches a step of the module, and prints the split, later on if it changes."""
+        model, options, is_first = self._model, self._options, not self._is_watched
+        self._is_watched = True
         records: list[Record] = []
 
         def step() -> Any:
@@ -233,7 +194,7 @@ class Preparation:
         probe = CostProbe(
             model.ownership,
             self._pipeline.seed,
-            self._recompute,
+            self._pipeline.recompute,
             agreed=bool if self._tensor_axis is None else partial(self._tensor_axis.group.any, device=model.device),
         )
         with without_trace(model.module):

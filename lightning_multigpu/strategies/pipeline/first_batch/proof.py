@@ -13,7 +13,7 @@ cut into micro-batches, these must add up to it::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -32,7 +32,7 @@ from lightning_multigpu.engine.gradient_check import (
     without_gradients,
 )
 from lightning_multigpu.engine.micro_batches import cloned, disagreement, relative_tolerance, signature_of, split_batch
-from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
+from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.step_state import preserved_state, without_differentiation
 from lightning_multigpu.strategies.pipeline.first_batch.whole_copy import WholeCopy, lacks_memory
 from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, precision_dtypes, without_trace
@@ -48,34 +48,67 @@ _ONCE_A_BATCH = (
 
 
 class Proof:
-    """Compares the first steps of a pipeline with those of one device. Methods are collectives of the pipeline.
+    """Compares steps of a pipeline on a batch with those of one device.
 
     A proof leaves no trace in the module, in random states, in logs and in the batch; changes that the step makes to
     objects of libraries stay. Its messages have arrived when it ends, since the run may end there.
 
     Args:
-        pipeline: whose steps are compared.
-        runner: runs the stages, and records nothing.
-        recompute: layers run again in backward.
+        pipeline: before a step.
+        one: on the last stage, the copy of the module, before it was split over a tensor group; None elsewhere.
+        batch: the same on every stage, with its samples along dimension 0.
+        others: further arguments of ``training_step``.
+        weights: of the losses of its micro-batches.
+        multiplier: the factor of the loss before its backward.
     """
 
-    def __init__(self, pipeline: RunningPipeline, runner: PipelineRunner, *, recompute: bool) -> None:
-        self._pipeline, self._model, self._runner = pipeline, pipeline.model, runner
-        self._recompute = recompute
+    def __init__(
+        self,
+        pipeline: RunningPipeline,
+        one: WholeCopy | None,
+        batch: Any,
+        others: Sequence[Any],
+        weights: Sequence[float],
+        multiplier: float,
+    ) -> None:
+        self._pipeline, self._model = pipeline, pipeline.model
+        self._one, self._batch, self._others = one, batch, others
+        self._weights, self._multiplier = weights, multiplier
+        self._parts = split_batch(batch, len(weights))
+        self._scales = [weight * multiplier for weight in weights]
+        model = pipeline.model
+        self._runner = pipeline.new_runner(Recorder(model.meter, model.device, model.ownership.held))
 
-    def run(self, one: WholeCopy | None, batch: Any, others: Sequence[Any], scales: Sequence[float]) -> str:
-        """Compares steps on a batch. Returns why that cannot be told, or nothing.
+    def run(self) -> str:
+        """Ends the run, on every stage, if its steps would not equal those of one device; a collective.
 
-        Args:
-            one: on the last stage, the copy of the module, before it was split over a tensor group; None elsewhere.
-            batch: the same on every stage, with its samples along dimension 0.
-            others: further arguments of ``training_step``.
-            scales: the factors of its micro-batches' losses before backward.
+        Returns:
+            A line for the user about what cannot be told; empty if there is nothing.
 
         Raises:
-            PipelineError: on every stage, if steps differ.
+            PipelineError: steps differ, or depend on values that an earlier step has kept.
+            ValueError: losses or gradients of micro-batches do not add up.
         """
-        model, parts = self._model, split_batch(batch, len(scales))
+        group, module = self._model.group, self._model.module
+        trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        with without_trace(module), self._model.meter.unrecorded():
+            is_open = self._compare_steps()
+            found: tuple[Exception | None, str] = (None, "")
+            if self._one is not None and len(self._parts) > 1 and not is_open:
+                found = self._compare_sums(self._one)
+            error, line = group.from_last(found)
+            group.finish()
+        for parameter, is_trained in trained:  # a step may freeze layers
+            parameter.requires_grad_(is_trained)
+        if error is not None:
+            raise error
+        return line or (is_open and f"{_NOT_PROVED}: {is_open}.")
+
+    # The stages and one device
+
+    def _compare_steps(self) -> str:
+        """Compares steps; returns why that cannot be told, or nothing; a collective, also if steps differ."""
+        model = self._model
         held = {
             holding.name: holding.tensor
             for holding in model.ownership.holdings
@@ -83,41 +116,41 @@ class Proof:
         }
         trained = {name: parameter for name, parameter in held.items() if parameter.requires_grad}
         found: tuple[str | None, str] = None, ""
-        with moved_weights(trained), without_gradients(held.values()):  # type: ignore[arg-type]
-            self._load(one)
+        axis = self._pipeline.tensor_axis
+        moved = moved_weights(trained, rank=0 if axis is None else axis.group.rank)  # type: ignore[arg-type]
+        with moved, without_gradients(held.values()):  # type: ignore[arg-type]
+            self._load()
             for step in range(self._pipeline.options.verify_steps):
-                self._train(parts, others, scales, step)
+                self._train(step)
                 gradients = self._whole_gradients()
-                if one is not None:
-                    found = self._difference(one, gradients, parts, others, scales, step)
+                if self._one is not None:
+                    found = self._difference(self._one, gradients, step)
                 model.group.finish()
                 problem, is_open = model.group.from_last(found)
                 if problem is not None:
                     raise PipelineError(problem)
                 if is_open:
                     break
-        self._load(one)
+        self._load()
         return is_open  # type: ignore[no-any-return]
 
-    # Both ways
-
-    def _load(self, one: WholeCopy | None) -> None:
+    def _load(self) -> None:
         state = self._pipeline.whole_weights(self._model.module.state_dict(), streams=False)
-        if one is not None:
-            one.load(state)
+        if self._one is not None:
+            self._one.load(state)
 
     def _seed(self, step: int) -> tuple[int, ...]:
         trainer = self._model.module.trainer
         return (self._pipeline.seed, 3, step, trainer.current_epoch, trainer.fit_loop.batch_idx)
 
-    def _train(self, parts: Sequence[Any], others: Sequence[Any], scales: Sequence[float], step: int) -> None:
+    def _train(self, step: int) -> None:
         pipeline, model = self._pipeline, self._model
 
         def run(number: int) -> Any:
             with without_differentiation():
-                return pipeline.loss_of(cloned(parts[number]), others)
+                return pipeline.loss_of(cloned(self._parts[number]), self._others)
 
-        self._runner.train(run, [signature_of(part) for part in parts], scales, self._seed(step))
+        self._runner.train(run, [signature_of(part) for part in self._parts], self._scales, self._seed(step))
         pipeline.agreement.sums.sum_gradients(model.ownership.common())
         model.group.finish()
 
@@ -141,21 +174,11 @@ class Proof:
             return {}
         return {name: value.detach().to("cpu", copy=True) for name, value in state.items() if isinstance(value, Tensor)}
 
-    # What differs
-
-    def _difference(
-        self,
-        one: WholeCopy,
-        found: Gradients,
-        parts: Sequence[Any],
-        others: Sequence[Any],
-        scales: Sequence[float],
-        step: int,
-    ) -> tuple[str | None, str]:
+    def _difference(self, one: WholeCopy, found: Gradients, step: int) -> tuple[str | None, str]:
         """The message that gradients of a step differ from those of one device, and why that cannot be told."""
 
         def run(seed: int) -> Gradients:
-            one.backward(parts, others, scales, self._seed(seed), self._runner.order)
+            one.backward(self._parts, self._others, self._scales, self._seed(seed), self._runner.order)
             return one.taken()
 
         try:
@@ -194,7 +217,7 @@ class Proof:
 
     def _cause(self, one: WholeCopy, step: int) -> str:
         kept = ", ".join(one.changed) or "a value in an object that is no module"
-        if self._recompute:
+        if self._pipeline.recompute:
             return (
                 f"training_step or a layer changes {kept}: layers under activation_checkpointing run again in "
                 f"backward, after the change. Leave out those that keep values. {_ONCE_A_BATCH}"
@@ -215,34 +238,16 @@ class Proof:
             f"old value. {_ONCE_A_BATCH}; a value that only one layer uses can also be kept in that layer"
         )
 
+    # The parts of a batch and the batch, on one device
 
-class Sums:
-    """Whether losses and gradients of the parts of a batch add up to those of the batch, on one device; no collective.
-
-    Args:
-        pipeline: whose batches are cut.
-        one: a copy of the whole module.
-        others: further arguments of ``training_step``.
-    """
-
-    def __init__(self, pipeline: RunningPipeline, one: WholeCopy, others: Sequence[Any]) -> None:
-        self._pipeline, self._one, self._others = pipeline, one, others
-
-    def check(self, batch: Any, weights: Sequence[float], multiplier: float) -> tuple[Exception | None, str]:
-        """The error that ends the run, or None, and a line for the user, or none.
-
-        Args:
-            batch: the whole one.
-            weights: of the losses of its micro-batches.
-            multiplier: the factor of the loss before its backward.
-        """
-        parts = split_batch(batch, len(weights))
-        if (kept := self._depends_on_kept(parts[0])) is not None:
+    def _compare_sums(self, one: WholeCopy) -> tuple[Exception | None, str]:
+        """The error that ends the run, or None, and a line for the user, or none; no collective."""
+        if (kept := self._depends_on_kept(one)) is not None:
             return kept, ""
-        message, is_random = self._losses(batch, parts, weights)
+        message, is_random = self._losses(one)
         if message is not None:
             return ValueError(message), ""
-        finding = self._gradients(batch, len(weights), multiplier)
+        finding = self._gradients(one)
         if finding is not None and finding.verdict == Verdict.COUPLED:
             return _coupled(finding), ""
         if is_random:
@@ -263,13 +268,13 @@ class Sums:
             )
         return None, ""
 
-    def _depends_on_kept(self, part: Any) -> PipelineError | None:
+    def _depends_on_kept(self, one: WholeCopy) -> PipelineError | None:
         """The error that the loss of a step depends on a value that is no buffer and that the step before has kept."""
-        module = self._one.module
+        module = one.module
         buffers = [buffer.clone() for buffer in module.buffers()]
 
         def loss() -> Any:
-            return self._one.loss(part, self._others, (self._pipeline.seed, 4))
+            return one.loss(self._parts[0], self._others, (self._pipeline.seed, 4))
 
         with preserved_state(module), torch.no_grad():
             first = loss()
@@ -278,42 +283,42 @@ class Sums:
             second = loss()
         if not (_is_loss(first) and _is_loss(second)) or _same(first, second):
             return None
-        kept = ", ".join(self._one.changed) or "an object that is no module, such as a generator"
+        kept = ", ".join(one.changed) or "an object that is no module, such as a generator"
         return PipelineError(
             f"the loss of a step depends on values that the previous step has kept ({kept}), and with "
             f"num_micro_batches={self._pipeline.num_micro_batches} every stage runs the step as often for a batch. "
             f"{_ONCE_A_BATCH}, or pass num_micro_batches=1"
         )
 
-    def _losses(self, batch: Any, parts: Sequence[Any], weights: Sequence[float]) -> tuple[str | None, bool]:
+    def _losses(self, one: WholeCopy) -> tuple[str | None, bool]:
         """The message that losses do not add up, or None, and whether random numbers leave it open.
 
         They are computed forward only and in evaluation mode: dropout draws other numbers for a whole batch than for
         its parts, and BatchNorm's statistics of a part differ from those of the batch, as documented.
         """
-        module = self._one.module
+        module = one.module
 
         def losses_of(attempt: int) -> list[Any]:
             found = []
-            for number, part in enumerate((batch, *parts)):
+            for number, part in enumerate((self._batch, *self._parts)):
                 with preserved_state(module):
                     module.eval()
                     try:
-                        found.append(self._one.loss(part, self._others, (self._pipeline.seed, 2, attempt, number)))
+                        found.append(one.loss(part, self._others, (self._pipeline.seed, 2, attempt, number)))
                     except Exception:  # a step may work in training mode only
                         found.append(None)
             return found
 
         with torch.no_grad():
             losses = losses_of(0)
-            found = self._disagreement(losses, parts, weights)
+            found = self._disagreement(losses)
             if found is None:
                 return None, False
             if all(map(_is_loss, losses)) and _all_equal(losses, losses_of(1)):
                 return found, False
         return None, True
 
-    def _disagreement(self, losses: list[Any], parts: Sequence[Any], weights: Sequence[float]) -> str | None:
+    def _disagreement(self, losses: list[Any]) -> str | None:
         """The message about losses that do not add up; None if they do."""
         if not all(map(_is_loss, losses)):
             return "no loss"
@@ -324,18 +329,18 @@ class Sums:
         dtypes = {loss.dtype for loss in losses} | {p.dtype for p in module.parameters() if p.is_floating_point()}
         rtol = relative_tolerance(sorted(dtypes | precision_dtypes(module), key=str), losses[0].device.type)
         given = getattr(reduction, "__name__", "a function") if callable(reduction) else repr(reduction)
-        samples = [leading_size(part) or 1 for part in parts]
-        return disagreement(whole, rest, weights, samples, given=given, rtol=rtol)
+        samples = [leading_size(part) or 1 for part in self._parts]
+        return disagreement(whole, rest, self._weights, samples, given=given, rtol=rtol)
 
-    def _gradients(self, batch: Any, num_parts: int, multiplier: float) -> GradientFinding | None:
+    def _gradients(self, one: WholeCopy) -> GradientFinding | None:
         """Compares the gradients of two parts with those of both together, in training mode.
 
         BatchNorm and dropout are in evaluation mode: their differences are known.
         """
-        pipeline, one = self._pipeline, self._one
+        pipeline = self._pipeline
 
         def run(parts: Sequence[Any], weights: Sequence[float], seed: int) -> None:
-            one.backward(parts, self._others, [w * multiplier for w in weights], (pipeline.seed, 5, seed))
+            one.backward(parts, self._others, [w * self._multiplier for w in weights], (pipeline.seed, 5, seed))
 
         check = GradientCheck(
             one.module,
@@ -346,7 +351,7 @@ class Sums:
             loss_reduction=pipeline.loss_reduction,
             rtol=gradient_rtol(pipeline.model.module, pipeline.model.device),
         )
-        return check.find(batch, num_parts)
+        return check.find(self._batch, len(self._parts))
 
 
 def _coupled(finding: GradientFinding) -> ValueError:
@@ -377,68 +382,14 @@ def _all_equal(losses: Sequence[Any], others: Sequence[Any]) -> bool:
     )
 
 
-def prove(
-    pipeline: RunningPipeline,
-    runner: PipelineRunner,
-    one: WholeCopy | None,
-    batch: Any,
-    others: Sequence[Any],
-    weights: Sequence[float],
-    multiplier: float,
-    *,
-    recompute: bool,
-) -> str:
-    """Ends the run, on every stage, if its steps would not equal those of one device; a collective of the pipeline.
-
-    Args:
-        pipeline: before a step.
-        runner: runs the stages, and records nothing.
-        one: on the last stage, the copy of the module; None elsewhere.
-        batch: the same on every stage, with its samples along dimension 0.
-        others: further arguments of ``training_step``.
-        weights: of the losses of its micro-batches.
-        multiplier: the factor of the loss before its backward.
-        recompute: layers run again in backward.
-
-    Returns:
-        A line for the user about what cannot be told; empty if there is nothing.
-
-    Raises:
-        PipelineError: steps differ, or depend on values that an earlier step has kept.
-        ValueError: losses or gradients of micro-batches do not add up.
-    """
-    group, module = pipeline.model.group, pipeline.model.module
-    trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    scales = [weight * multiplier for weight in weights]
-    with without_trace(module):
-        is_open = Proof(pipeline, runner, recompute=recompute).run(one, batch, others, scales)
-        found: tuple[Exception | None, str] = (None, "")
-        if one is not None and len(weights) > 1 and not is_open:
-            found = Sums(pipeline, one, others).check(batch, weights, multiplier)
-        error, line = group.from_last(found)
-        group.finish()
-    for parameter, is_trained in trained:  # a step may freeze layers
-        parameter.requires_grad_(is_trained)
-    if error is not None:
-        raise error
-    return line or (is_open and f"{_NOT_PROVED}: {is_open}.")
-
-
-class Copied(NamedTuple):
-    """Whether the last stage has a copy of the whole module, and there the copy."""
-
-    is_there: bool
-    copy: WholeCopy | None
-
-
-def copied(pipeline: RunningPipeline) -> Copied:
-    """Copies the whole module on the last stage; a collective of the pipeline.
+def copied(pipeline: RunningPipeline) -> tuple[bool, WholeCopy | None]:
+    """Whether the whole module has been copied on the last stage, and there the copy; a collective of the pipeline.
 
     Where that cannot be done, a line says why, and nothing is proved.
     """
     model, one = pipeline.model, None
     if pipeline.tensor_axis is not None and pipeline.tensor_axis.is_split:
-        return Copied(False, None)
+        return False, None
     with model.meter.unrecorded():
         problem = model.group.from_last(lacks_memory(pipeline) if model.is_last else None)
         if problem is None:
@@ -451,4 +402,4 @@ def copied(pipeline: RunningPipeline) -> Copied:
             problem = model.group.from_last(problem)
     if problem is not None:
         rank_zero_info(f"{_NOT_PROVED}: {problem}.")
-    return Copied(problem is None, one)
+    return problem is None, one
