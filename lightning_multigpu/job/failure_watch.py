@@ -55,6 +55,19 @@ _CONNECTION_LOST = re.compile(
 )
 
 
+# The connection of this process to its guardian, from the first run until the world of that run is left.
+KEPT: list[tuple[GuardianClient, Guardian | None]] = []
+
+
+def leave_guardian() -> None:
+    """Ends the connection to the guardian, which ends with the last one."""
+    while KEPT:
+        client, guardian = KEPT.pop()
+        client.leave()
+        if guardian is not None:
+            guardian.stop()
+
+
 class FailureWatch:
     """Ends this rank's run when another rank fails, and informs the others when this rank fails.
 
@@ -63,8 +76,7 @@ class FailureWatch:
 
     Attributes:
         signals: the signals of this run.
-        client: the connection to the guardian of this host; None without a guardian.
-        guardian: the guardian of this host, if this process has started it for this rank's run.
+        client: the connection to the guardian of this host; None without a guardian, and between two runs.
         failed: whether this run has failed.
         failure: the failure that has ended this run, this rank's own or another's; None while there is none.
         ranks_have_ended: in the process that has spawned ranks, whether they have failed, and their state is lost.
@@ -77,7 +89,6 @@ class FailureWatch:
 
     def __init__(self, signals: RunSignals) -> None:
         self.client: GuardianClient | None = None
-        self.guardian: Guardian | None = None
         self.failed = False
         self.failure: Failure | None = None
         self.ranks_have_ended = self.all_raised = False
@@ -159,13 +170,12 @@ class FailureWatch:
             self.stop()
 
     def stop(self) -> None:
-        """Ends the watch: from now on the end of this process is no failure, and it receives no failure."""
+        """Ends the watch of this run: the end of this process is no failure until a rank begins the next run."""
         client, self.client = self.client, None
-        if client is not None:
-            client.leave()
-        guardian, self.guardian = self.guardian, None
-        if guardian is not None:
-            guardian.stop()
+        if client is not None and self.failed:
+            leave_guardian()  # the process groups are gone, too
+        elif client is not None:
+            client.rest()
         self._cut, self._world_size = None, 0
 
     def guarded(

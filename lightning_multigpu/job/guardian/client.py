@@ -59,6 +59,8 @@ class GuardianClient:
             complete before ``on_failure`` is called, and a moment after :meth:`failed`.
         lost: the ranks of this host that the job has lost, in that order. See :meth:`can_be_lost`.
         flight_recorder: the record of this rank's steps and collectives, for the guardian to read.
+        rests: the process is between two runs: neither its end nor the guardian's is a failure, until a rank begins the
+            next run.
 
     Raises:
         GuardianError: no guardian listens there, or it refuses this rank.
@@ -78,6 +80,8 @@ class GuardianClient:
         self.failure: Failure | None = None
         self.waited: list[str] = []
         self.lost: list[int] = []
+        self.rests = False
+        self._run = 1
         self._temporary: str | None = None
         self._on_failure = on_failure
         self._leaving, self._met, self._seen = threading.Event(), threading.Event(), threading.Event()
@@ -104,7 +108,8 @@ class GuardianClient:
             welcome = self._welcome(time.monotonic() + timeout_s)
             self.guardian_pid, failure_timeout_s = int(welcome["pid"]), float(welcome["failure_timeout_s"])
             self._guardian = WatchedProcess(self.guardian_pid)
-            self.flight_recorder = FlightRecorder(self._map_pages(int(welcome["num_slots"])), int(welcome["slot"]))
+            self._pages, self._slot = self._map_pages(int(welcome["num_slots"])), int(welcome["slot"])
+            self.flight_recorder = FlightRecorder(self._pages, self._slot)
         except ProcessLookupError as error:
             self._connection.close()
             raise GuardianError(f"the guardian (pid {self.guardian_pid}) of rank {rank} has ended") from error
@@ -114,13 +119,12 @@ class GuardianClient:
         except BaseException:
             self._connection.close()
             raise
-        self._end_s, self._stopped_limit_s = 0.9 * failure_timeout_s, 0.5 * failure_timeout_s
-        self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 10)  # between checks for a stopped guardian
+        self._set_limits(failure_timeout_s)
         self._offer_stacks()
         self._thread = threading.Thread(target=self._listen, name="guardian-client", daemon=True)
         self._thread.start()
         # Not atexit, whose functions do not run in a forked process of multiprocessing.
-        self._at_exit = Finalize(None, self._leave_none_stopped, exitpriority=0)
+        self._at_exit = Finalize(None, self._exit, exitpriority=0)
 
     @classmethod
     def from_variables(cls, variables: Mapping[str, str], *, rank: int, on_failure: OnFailure) -> GuardianClient:
@@ -136,6 +140,29 @@ class GuardianClient:
                 "the first rank of the host, before the others are started"
             )
         return cls(variables[ADDRESS], variables[SECRET], rank=rank, on_failure=on_failure)
+
+    def begin(self, on_failure: OnFailure, *, failure_timeout_s: float, hang_report_s: float | None) -> None:
+        """Begins a further run of all ranks, with its own limits, after :meth:`rest`; all ranks have to come to it.
+
+        A failure that was found meanwhile is passed to ``on_failure`` at once.
+        """
+        self._run += 1
+        self.lost, self._is_alone = [], False
+        self._all_at_end.clear()
+        self._set_limits(failure_timeout_s)
+        self.flight_recorder = FlightRecorder(self._pages, self._slot)
+        self._on_failure, self.rests = on_failure, False
+        self._send("begin", run=self._run, failure_timeout_s=failure_timeout_s, hang_report_s=hang_report_s)
+        if self.failure is not None:
+            on_failure(self.failure)
+            self._all_at_end.set()
+
+    def rest(self) -> None:
+        """Ends a run that has ended well: see :attr:`rests`."""
+        self.rests = True
+        self.flight_recorder.detach()
+        self._pages[PAGE_BYTES * self._slot : PAGE_BYTES * (self._slot + 1)] = bytes(PAGE_BYTES)
+        self._send("rest", run=self._run)
 
     def failed(self, failure: Failure, *, age_s: float = 0.0) -> None:
         """Reports a failure of this rank or of a link to the guardian, which informs the other ranks; all have to end.
@@ -285,7 +312,7 @@ class GuardianClient:
         with self._deciding:
             self._leaving.set()  # before the message: the guardian may end at once, which is no failure then
         with self._sending:
-            self._connection.send("leave")
+            self._connection.send("leave", run=self._run)
         self._leave_none_stopped()
         self._at_exit.cancel()
         with contextlib.suppress(OSError):  # wakes the thread; sent messages still arrive
@@ -325,7 +352,8 @@ class GuardianClient:
                 break
             readable, _, _ = select.select([self._connection], [], [], self._look_s)
             messages = self._connection.receive() if readable else []
-            if (stopped_s := stopped_time.lasts_s()) > self._stopped_limit_s and self._gives_up():
+            stopped_s = stopped_time.lasts_s()
+            if stopped_s > self._stopped_limit_s and not self.rests and self._gives_up():
                 what = f"the guardian (pid {self.guardian_pid}) has been stopped by a signal for {stopped_s:.1f} s"
                 self._report(Failure(what, host=host_name()))
                 self._end_s -= stopped_s + 2 * self._look_s
@@ -336,7 +364,7 @@ class GuardianClient:
             return
         what = f"the guardian (pid {self.guardian_pid}) has ended, and nobody watches the ranks any more"
         self._report(Failure(what, host=host_name()))
-        if not self._leaving.wait(self._end_s):
+        if not self._leaving.wait(self._end_s) and not self.rests:
             why = [] if self.failure is None else closing_lines(self.failure, [])
             lines = [f"Rank {self.rank} has not ended {self._end_s:g} s later, so it is ended now.", *why]
             sys.stderr.write("".join(f"{line}\n" for line in lines))
@@ -373,8 +401,20 @@ class GuardianClient:
         if self.failure is None and not self._leaving.is_set():
             self.failure = failure
             self._met.set()  # wakes join_hosts, which raises the failure
-            self._on_failure(failure)
-            self._all_at_end.set()
+            if not self.rests:
+                self._on_failure(failure)
+                self._all_at_end.set()
+
+    def _set_limits(self, failure_timeout_s: float) -> None:
+        self._end_s, self._stopped_limit_s = 0.9 * failure_timeout_s, 0.5 * failure_timeout_s
+        self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 10)  # between checks for a stopped guardian
+
+    def _exit(self) -> None:
+        """At the end of the process."""
+        if self.rests:
+            self.leave()
+        else:
+            self._leave_none_stopped()
 
     # Messages
 

@@ -38,8 +38,8 @@ class WatchedRank:
     Attributes:
         slot: the index of the rank's page in the shared memory.
         introduced: True once the process itself has sent its rank.
-        finished: True once the rank needs no other rank: it has left, or its process ended with exit status 0 before it
-            had sent its rank.
+        finished: True while the rank needs no other rank: it rests or has left, or its process ended with exit status 0
+            before it had sent its rank.
         at_end: True once the rank has reached the end of its run, and waits for the others.
         raised: the exception with which the rank has reached it, with its failure and the time; None otherwise.
         joining_until_s: the time by which the rank has to join the others; None before and afterwards.
@@ -79,15 +79,17 @@ class Ranks:
         stopped_limit_s: how long a rank may be stopped (state T) while others are not.
 
     Attributes:
+        run: the number of the run that ranks have begun last.
         others_wait: ranks on other hosts are not stopped.
         all_stopped: the ranks of this host that are at work are stopped.
     """
 
     def __init__(self, num_ranks: int, stopped_limit_s: float) -> None:
         self.num_ranks = num_ranks
+        self.stopped_limit_s = stopped_limit_s
+        self.run = 1
         self.others_wait = False
         self.all_stopped = False
-        self._stopped_limit_s = stopped_limit_s
         self._ranks: dict[int, WatchedRank] = {}
 
     def __iter__(self) -> Iterator[WatchedRank]:
@@ -129,6 +131,25 @@ class Ranks:
             )
         self._ranks[rank] = WatchedRank(rank, WatchedProcess(pid), slot=len(self._ranks), introduced=introduced)
         return self._ranks[rank]
+
+    def begin(self, run: int) -> bool:
+        """Begins a further run, to which all ranks have to come; False if it has begun already."""
+        if run <= self.run:
+            return False
+        self.run = run
+        for rank in self._ranks.values():
+            rank.finished = rank.at_end = rank.can_be_lost = False
+            rank.raised = None
+        return True
+
+    @property
+    def resting(self) -> list[WatchedRank]:
+        """The ranks between two runs."""
+        return [
+            rank
+            for rank in self._ranks.values()
+            if rank.finished and rank.introduced and not rank.has_left and rank.process.state() != ENDED
+        ]
 
     def get(self, rank: object) -> WatchedRank | None:
         """The rank, if it has connected."""
@@ -212,7 +233,7 @@ class Ranks:
     def _stopped_too_long(self, stopped: list[WatchedRank], now_s: float) -> Found | None:
         for rank in stopped:
             since_s = now_s if rank.stopped_since_s is None else rank.stopped_since_s
-            if now_s - since_s > self._stopped_limit_s:
+            if now_s - since_s > self.stopped_limit_s:
                 what = (
                     f"has been stopped by a signal (SIGSTOP, SIGTSTP...) for {now_s - since_s:.1f} s while others wait"
                 )

@@ -117,7 +117,7 @@ class Watchdog:
             if ended:
                 self._read_rest()
             return ended and self._lost_have_ended() and not self._awaits_late_ranks(self._shutdown)
-        if not self._lost_have_ended() or self._ranks.at_work:
+        if not self._lost_have_ended() or self._ranks.at_work or self._ranks.resting:
             return False
         self._read_rest()
         everybody_came = len(self._ranks) == self._ranks.num_ranks
@@ -139,7 +139,10 @@ class Watchdog:
         self._observe_interrupts()
         self._ranks.others_wait = self._hosts.others_wait
         # Messages that ranks sent before they ended count first, and so do failures that other hosts have found.
-        found = self._hosts.observe(self._now_s, paused=self._ranks.all_stopped) if self._shutdown is None else None
+        found = None
+        if self._shutdown is None:
+            resting = not self._ranks.at_work and bool(self._ranks.resting)
+            found = self._hosts.observe(self._now_s, paused=self._ranks.all_stopped, resting=resting)
         if self._shutdown is None and found is None:
             found = self._ranks.observe(self._now_s)
             if found is not None:
@@ -293,10 +296,25 @@ class Watchdog:
                 connection.send("lost", rank=lost.rank)
         show(closing_lines(failure, [], goes_on=True)[0] + "\n")
 
+    def _begin(self, run: int, failure_timeout_s: float, hang_report_s: float | None) -> None:
+        """Begins a further run, if it is one, with the limits of the first rank that comes."""
+        if not self._ranks.begin(run):
+            return
+        self._released = False
+        self._set_limits(failure_timeout_s, hang_report_s)
+        self._hosts.begin(run, self._now_s)
+
+    def _set_limits(self, failure_timeout_s: float, hang_report_s: float | None) -> None:
+        self._timeout_s, self._tick_s = failure_timeout_s, min(0.5, failure_timeout_s / 20)
+        self._ranks.stopped_limit_s = self._hosts.silence_s = failure_timeout_s / 2
+        self._hang_watch.limit_s = self._hangs.limit_s = hang_report_s
+
     def _handle_host(self, host: Hashable, message: Message) -> None:
         """Handles a message of another host's guardian that is not about the connection itself."""
         if message["kind"] in KINDS:
             self._hangs.handle(host, message)
+        elif message["kind"] == "begin":
+            self._begin(int(message["run"]), self._timeout_s, self._hangs.limit_s)
         elif message["kind"] == "waited" and self._shutdown is not None and host not in self._have_told_waits:
             self._have_told_waits.add(host)
             self._shutdown.waits += in_message(message["lines"])
@@ -391,8 +409,17 @@ class Watchdog:
 
     def _handle(self, connection: Connection, message: Message) -> None:
         rank, kind = self._connections[connection], message["kind"]
-        if kind == "leave":
-            rank.finished = rank.at_end = rank.has_left = True
+        if kind == "begin":
+            limit_s = message["hang_report_s"]
+            limits = float(message["failure_timeout_s"]), None if limit_s is None else float(limit_s)
+            self._begin(int(message["run"]), *limits)
+        elif kind in ("rest", "leave"):
+            rank.has_left = kind == "leave"
+            # Others may have begun a further run: then this one has to come, or its end is a failure.
+            if self._shutdown is not None or int(message["run"]) == self._ranks.run:
+                rank.finished = rank.at_end = True
+            if not self._ranks.at_work:
+                self._interrupts.restart()
         elif kind == "at end":
             rank.at_end = True
             self._looks_now |= self._ranks.all_at_end

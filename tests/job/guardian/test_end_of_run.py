@@ -60,6 +60,48 @@ def test_a_rank_that_leaves_while_it_waits_for_the_others_fails_too() -> None:
         assert "ended with exit status 4" in printed[0]
 
 
+RESTS = "client.finish(); client.rest(); "
+AGAIN = "client.begin(client._on_failure, failure_timeout_s=4.0, hang_report_s=None); "
+
+
+def test_a_rank_that_ends_between_two_runs_is_a_failure_of_the_second_run(capfd: pytest.CaptureFixture[str]) -> None:
+    begins = f"{RESTS}print('rests', flush=True); sys.stdin.readline(); {AGAIN}{WORK}"
+    with Job(begins, f"{RESTS}os.kill(os.getpid(), 9)") as job:
+        first, second = job.ranks
+        assert first.stdout is not None
+        assert first.stdout.readline() == "rests\n"
+        assert second.wait(60) == -signal.SIGKILL
+        time.sleep(1.0)
+        assert not capfd.readouterr().err, "as long as nobody needs it"
+        printed = first.communicate("\n", timeout=60)[0]
+        assert "rank 1 (" in printed
+        assert "was ended by SIGKILL" in printed
+        assert first.returncode == 1
+        assert job.guardian_ends()
+    assert "was ended by SIGKILL" in capfd.readouterr().err
+
+
+def test_a_second_run_ends_as_the_first_one(capfd: pytest.CaptureFixture[str]) -> None:
+    """One rank begins it while the other one still leaves the first run."""
+    with Job(f"{RESTS}{AGAIN}{FINISH}", f"client.finish(); time.sleep(1); client.rest(); {AGAIN}{FINISH}") as job:
+        assert job.outcome() == ([0, 0], ["finished True\n"] * 2)
+        assert job.guardian_ends()
+    assert not capfd.readouterr().err
+
+
+def test_the_end_of_the_guardian_between_two_runs_fails_the_second_one() -> None:
+    begins = f"{RESTS}print('rests', flush=True); sys.stdin.readline(); {AGAIN}sys.exit(3)"
+    with Job(begins, failure_timeout_s=1.0) as job:
+        (rank,) = job.ranks
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "rests\n"
+        os.kill(job.guardian.pid, signal.SIGKILL)
+        with pytest.raises(subprocess.TimeoutExpired):
+            rank.wait(2.0)
+        assert "the guardian" in rank.communicate("\n", timeout=60)[0]
+        assert rank.returncode == 3
+
+
 RAISED = (
     "alike = client.all_raised({key!r}, Failure('raised Own', rank=client.rank)); print('alike', alike, flush=True); "
 )
