@@ -37,7 +37,7 @@ from lightning_multigpu.job.guardian.interrupts import report_of, signal_of
 from lightning_multigpu.job.guardian.proc import ended_text
 from lightning_multigpu.job.loader_workers import ignoring_ends_of_workers, note_refused_worker
 from lightning_multigpu.job.run_signals import RunSignals
-from lightning_multigpu.job.uncaught_errors import FailureMessage, give_sigterm_back, resume_advice
+from lightning_multigpu.job.uncaught_errors import FailureReport, resume_advice
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -103,7 +103,6 @@ class FailureWatch:
 
     def begin(self, cut: Callable[[], object]) -> None:
         """Begins a new run, whose ranks have yet to join; ``cut`` ends their waits until then."""
-        give_sigterm_back()
         self.failed = self.is_lost = self.all_raised = self._can_be_lost = False
         self.failure = None
         self._cut, self._world_size = cut, 0
@@ -172,9 +171,7 @@ class FailureWatch:
     def stop(self) -> None:
         """Ends the watch of this run: the end of this process is no failure until a rank begins the next run."""
         client, self.client = self.client, None
-        if client is not None and self.failed:
-            leave_guardian()  # the process groups are gone, too
-        elif client is not None:
+        if client is not None:
             client.rest()
         self._cut, self._world_size = None, 0
 
@@ -225,31 +222,25 @@ class FailureWatch:
             log.info("Rank %d ends because %s", run.rank, failure.sentence())
             raise SystemExit(1) from None
 
-    def announce(self) -> None:
-        """Informs the guardian that this rank prints the failure, so that the guardian does not."""
-        if self.client is not None:
-            self.client.announced()
-
-    def message(self, run: RunContext, trainer: pl.Trainer | None) -> FailureMessage:
-        """The text that this rank prints about the failure, if nobody catches its exception."""
+    def report(self, run: RunContext, trainer: pl.Trainer | None) -> FailureReport:
+        """What this rank prints about the failure, if nobody catches its exception."""
         failure = self.failure
         assert failure is not None
         is_own = failure.rank == run.rank and bool(failure.traceback)  # without a traceback, the guardian has found it
         # Ranks that cannot join all raise the same exception.
         alike = self._cannot_join or self.all_raised
         in_full = is_own and (run.local_rank == 0 or not alike) and (run.node_rank == 0 or not self.all_raised)
-        is_first = run.node_rank == 0 and run.local_rank == _printing_rank(failure, run)
-        waited: list[str] = []
-        if self.client is not None and (in_full or not failure.traceback):  # else the rank that raised prints it
-            waited = self.client.waited
         checkpoint = None
         # torchrun and SLURM end the first rank as soon as another one has failed, before it can print.
-        advises = is_first or (in_full and not isinstance(run.environment, LightningEnvironment))
-        if advises and not self.is_lost and has_trained(trainer):
+        advises = run.node_rank == 0 or (in_full and not isinstance(run.environment, LightningEnvironment))
+        if advises and not self.is_lost and not (self.all_raised and run.rank) and has_trained(trainer):
             checkpoint = partial(last_checkpoint_of, trainer)
-        return FailureMessage(
-            failure, in_full, waited, checkpoint, is_first_host=run.node_rank == 0, goes_on=self.is_lost
-        )
+        show: Callable[[str], bool] | None = None
+        if not (self.all_raised or self.is_lost):
+            client = self.client
+            # A terminal shows its prompt when the first rank has ended.
+            show = (lambda advice: False) if client is None else partial(client.show, waits=run.local_rank == 0)
+        return FailureReport(failure, in_full, show, checkpoint)
 
     def settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
         """Finds the rank whose failure has caused ``error``; reports to the guardian if it is this rank.

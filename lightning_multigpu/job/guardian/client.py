@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing.util import Finalize
 
-from lightning_multigpu.job.guardian.failure import Failure, closing_lines, host_name
+from lightning_multigpu.job.guardian.failure import MAX_WHAT_BYTES, Failure, closing_lines, host_name, start_within
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
 from lightning_multigpu.job.guardian.hang.stacks import answer_stack_signal
 from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS
@@ -55,8 +55,6 @@ class GuardianClient:
 
     Attributes:
         failure: the failure that ``on_failure`` was called with, or None.
-        waited: the collectives in which the ranks of this host waited when the job failed, one line for each rank;
-            complete before ``on_failure`` is called, and a moment after :meth:`failed`.
         lost: the ranks of this host that the job has lost, in that order. See :meth:`can_be_lost`.
         flight_recorder: the record of this rank's steps and collectives, for the guardian to read.
         rests: the process is between two runs: neither its end nor the guardian's is a failure, until a rank begins the
@@ -78,13 +76,13 @@ class GuardianClient:
     ) -> None:
         self.rank = rank
         self.failure: Failure | None = None
-        self.waited: list[str] = []
         self.lost: list[int] = []
         self.rests = False
         self._run = 1
         self._temporary: str | None = None
         self._on_failure = on_failure
         self._leaving, self._met, self._seen = threading.Event(), threading.Event(), threading.Event()
+        self._shown, self._is_shown = threading.Event(), False
         self._all_at_end = threading.Event()
         self._is_alone = False  # with its exception
         self._sending = threading.RLock()  # a signal's handler may send while its thread does
@@ -158,7 +156,7 @@ class GuardianClient:
             self._all_at_end.set()
 
     def rest(self) -> None:
-        """Ends a run that has ended well: see :attr:`rests`."""
+        """Ends a run: see :attr:`rests`. After a failure the guardian leaves this process the time that it needs."""
         self.rests = True
         self.flight_recorder.detach()
         self._pages[PAGE_BYTES * self._slot : PAGE_BYTES * (self._slot + 1)] = bytes(PAGE_BYTES)
@@ -205,9 +203,24 @@ class GuardianClient:
             raise ValueError("rank 0 cannot be lost, since it has the results: call can_be_lost on other ranks only")
         self._send("can be lost")
 
-    def announced(self) -> None:
-        """Informs the guardian that this rank prints the failure in the terminal, so that the guardian does not."""
-        self._send("announced")
+    def raises(self) -> None:
+        """Tells that this rank raises the failure's exception: it calls :meth:`show` unless its program catches it."""
+        self._send("raises")
+
+    def show(self, advice: str, *, waits: bool) -> bool:
+        """Makes the guardian show the failure in the terminal, once for all ranks, when the others have ended.
+
+        Args:
+            advice: the last line.
+            waits: return when it has been shown.
+
+        Returns:
+            False if there is no guardian any more.
+        """
+        self._send("show", advice=start_within(advice, MAX_WHAT_BYTES))
+        if waits:
+            self._shown.wait(self._end_s + _SEEN_S)
+        return self._is_shown if waits else not self._connection.closed
 
     def uses_temporary(self, directory: str) -> None:
         """Names multiprocessing's directory of this rank; the guardian removes it if the rank cannot."""
@@ -334,11 +347,13 @@ class GuardianClient:
         messages, self._early = self._early, []
         while True:
             for message in messages:
-                self.waited += [str(line) for line in message.get("waited", ())]
                 if message["kind"] == "met":
                     self._met.set()
                 elif message["kind"] == "seen":
                     self._seen.set()
+                elif message["kind"] == "shown":
+                    self._is_shown = True
+                    self._shown.set()
                 elif message["kind"] == "lost":
                     self.lost.append(int(message["rank"]))
                 elif message["kind"] in ("all at end", "alone"):
@@ -360,6 +375,7 @@ class GuardianClient:
                 self._end_stopped()
                 break
         self._seen.set()
+        self._shown.set()
         if self._leaving.is_set():
             return
         what = f"the guardian (pid {self.guardian_pid}) has ended, and nobody watches the ranks any more"

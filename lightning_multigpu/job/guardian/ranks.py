@@ -48,6 +48,8 @@ class WatchedRank:
         can_be_lost: the rank has declared that the job goes on without it.
         lost_since_s: the time at which the job has lost the rank and has gone on; None otherwise.
         has_left: True once the rank has left.
+        raises: the rank has raised the job's failure, and asks to show it if its program does not catch it.
+        advice: the last line of the failure that it has asked to show; None before.
     """
 
     def __init__(self, rank: int, process: WatchedProcess, slot: int, *, introduced: bool) -> None:
@@ -61,7 +63,8 @@ class WatchedRank:
         self.joining_until_s: float | None = None
         self.temporary: str | None = None
         self.reported_exit_code: int | None = None
-        self.can_be_lost = self.has_left = False
+        self.can_be_lost = self.has_left = self.raises = False
+        self.advice: str | None = None
         self.lost_since_s: float | None = None
         self.stopped_since_s: float | None = None
         self.ended_since_s: float | None = None

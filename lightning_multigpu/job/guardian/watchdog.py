@@ -30,6 +30,7 @@ _MAX_STRANGERS = 64  # and as many as there are ranks
 _SHORTEST_PAUSE_S = 1.0
 _MAY_RAISE_S = 0.5  # a rank that waits longer for a message, or for ranks that have raised, does not raise too
 _SHORTEST_ROUND_S = 0.05
+_TO_ASK_S = 2.0  # after the first rank that asks to show the failure, for the others
 
 
 class Watchdog:
@@ -48,7 +49,10 @@ class Watchdog:
         self._tick_s = min(0.5, self._timeout_s / 20)
         self._now_s = self._started_s = clock_s()
         self._owner = WatchedProcess(settings["owner_pid"])
-        self._owner_gone = self._stopping = False
+        self._owner_gone = self._stopping = self._owner_shows = self._owner_raises = False
+        self._owner_advice = ""
+        self._unanswered: list[Connection] = []  # that have asked to show the failure
+        self._asked_s = 0.0
         self._ranks = Ranks(settings["num_ranks"], self._timeout_s / 2)
         self._connections: dict[Connection, WatchedRank] = {}
         self._strangers: list[Connection] = []
@@ -88,10 +92,11 @@ class Watchdog:
             self._now_s = now_s
             self._observe()
         self._hosts.close()
-        if self._shutdown is not None:
-            self._shutdown.report(self._file(), self._ranks)
-            self._listener.close()  # a further run of these processes may want the address
-            self._shutdown.tidy_up(self._ranks)
+        if self._shutdown is not None and not self._is_caught():
+            self._shutdown.show(self._ranks, is_first=self._hosts.is_first)
+        for rank in self._ranks:
+            if rank.temporary is not None and rank.process.state() == ENDED:
+                remove_temporary(rank.temporary)
 
     def _serve(self) -> None:
         """Handles messages until the next look at the ranks: a tick later, or sooner if messages arrive.
@@ -116,7 +121,13 @@ class Watchdog:
             ended = self._shutdown.progress(self._ranks, self._now_s) and self._workers_have_ended(self._ranks.at_work)
             if ended:
                 self._read_rest()
-            return ended and self._lost_have_ended() and not self._awaits_late_ranks(self._shutdown)
+            if not ended or not self._lost_have_ended():
+                return False
+            self._shutdown.write(self._file(), self._ranks)
+            self._hosts.close()
+            self._show_if_asked(self._shutdown)
+            owner_may_ask = self._owner_shows and not self._stopping
+            return not (self._ranks.resting or owner_may_ask or self._awaits_late_ranks(self._shutdown))
         if not self._lost_have_ended() or self._ranks.at_work or self._ranks.resting:
             return False
         self._read_rest()
@@ -125,6 +136,32 @@ class Watchdog:
             return False
         self._hosts.finish()
         return self._hosts.all_done
+
+    def _show_if_asked(self, shutdown: Shutdown) -> None:
+        """Shows the failure when all ranks have asked for it or ended; those whose programs catch it get a moment."""
+        asked = sorted((rank.rank, rank.advice) for rank in self._ranks if rank.advice is not None)
+        may_ask = any(rank.advice is None for rank in self._ranks.resting)
+        if not self._unanswered or (may_ask and self._now_s - self._asked_s < _TO_ASK_S):
+            return
+        shutdown.show(
+            self._ranks,
+            is_first=self._hosts.is_first,
+            has_traceback=self._owner_raises or any(rank == shutdown.failure.rank for rank, _ in asked),
+            advice=asked[0][1] if asked else self._owner_advice,
+        )
+        while self._unanswered:
+            self._unanswered.pop().send("shown")
+
+    def _ask(self, connection: Connection, advice: object) -> str:
+        """Notes that a process asks to show the failure; returns its last line."""
+        self._unanswered.append(connection)
+        self._asked_s, self._looks_now = self._now_s, True
+        return str(advice)
+
+    def _is_caught(self) -> bool:
+        """Whether a program has caught the failure's exception: no signal has kept it from asking to show it."""
+        processes = [rank.process for rank in self._ranks if rank.raises] + [self._owner] * self._owner_raises
+        return any((process.exit_code() or 0) >= 0 for process in processes)
 
     def _read_rest(self) -> None:
         """Reads the last messages of ranks that have ended, which may have arrived since the last look."""
@@ -276,7 +313,7 @@ class Watchdog:
         for connection, rank in self._connections.items():
             # The failed rank knows its failure; a stopped one receives it in case it is resumed.
             if rank is not failed or rank.process.state() == STOPPED:
-                connection.send("failure", failure=failure.to_message(), waited=waits)
+                connection.send("failure", failure=failure.to_message())
             elif rank.raised is not None:
                 connection.send("alone")
 
@@ -444,9 +481,11 @@ class Watchdog:
             self._interrupts.reported(int(message["number"]), int(message["status"]))
         elif kind == "failed":
             self._fail(Failure.from_message(message.get("failure")), self._now_s - age_of(message))
-            connection.send("seen", waited=[] if self._shutdown is None else in_message(self._shutdown.waits))
-        elif kind == "announced" and self._shutdown is not None:
-            self._shutdown.announcer = rank
+            connection.send("seen")
+        elif kind == "raises":
+            rank.raises = True
+        elif kind == "show":
+            rank.advice, rank.finished = self._ask(connection, message["advice"]), True
         elif kind == "stacks":
             number, main_thread = int(message["number"]), int(message["main_thread"])
             if not 0 < number <= signal.SIGRTMAX:
@@ -489,7 +528,14 @@ class Watchdog:
                     continue
             elif kind == "ended" and (rank := self._ranks.get(message["rank"])) is not None:
                 rank.reported_exit_code = message["exit_code"]
+            elif kind == "shows":
+                self._owner_shows = True
+            elif kind == "raises":
+                self._owner_raises = True
+            elif kind == "show":
+                self._owner_advice = self._ask(self._owner_link, message["advice"])
             elif kind == "stop":
                 self._stopping = True
         if self._owner_link.closed:
+            self._stopping |= self._owner_shows
             self._forget(self._owner_link.socket)

@@ -10,8 +10,9 @@ import pickle
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -42,7 +43,7 @@ from lightning_multigpu.job.guardian.proc import ended_text, note_refusal
 from lightning_multigpu.job.joining import Joining, start_guardian
 from lightning_multigpu.job.loader_workers import note_refused_worker
 from lightning_multigpu.job.run_context import RunContext
-from lightning_multigpu.job.uncaught_errors import FailureMessage, show_if_uncaught
+from lightning_multigpu.job.uncaught_errors import FailureReport, is_reported, print_if_uncaught
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -110,6 +111,8 @@ class SpawnLauncher(MultiProcessingLauncher):
         self, function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer | None, kwargs: dict[str, Any]
     ) -> Any:
         guardian = start_guardian(self.run)
+        if guardian is not None:
+            guardian.shows()
         try:
             task = _Task(
                 self,
@@ -121,12 +124,13 @@ class SpawnLauncher(MultiProcessingLauncher):
                 {} if guardian is None else guardian.environment,
             )
             result = self._run_ranks(task, guardian)
-        except BaseException:
+        except BaseException as error:
             self.joining.watch.ranks_have_ended = True  # callbacks that save at exceptions do not know
-            raise
-        finally:
-            if guardian is not None:
+            if guardian is not None and not is_reported(error):
                 guardian.stop()
+            raise
+        if guardian is not None:
+            guardian.stop()
         if trainer is None:
             return result.returned
         self._already_fit |= trainer.state.fn == TrainerFn.FITTING
@@ -247,6 +251,24 @@ class _Result(NamedTuple):
     extra: Any = None
 
 
+class _Failed(NamedTuple):
+    """The answer of a rank whose run has failed.
+
+    Attributes:
+        failure: the failure of the job.
+        in_full: the failure is this rank's own.
+        is_programs: all ranks have raised it.
+        checkpoint: the file to resume from.
+        pickled: the exception; empty if it is about another rank's failure, or cannot be pickled.
+    """
+
+    failure: Failure
+    in_full: bool = False
+    is_programs: bool = False
+    checkpoint: str | None = None
+    pickled: bytes = b""
+
+
 @dataclass(frozen=True)
 class _Task:
     """The work of each spawned process. It answers with a result or a failure's message over its own pipe."""
@@ -294,13 +316,14 @@ class _Task:
             if watch.failure is None:  # it has not joined
                 note_refused_worker(error, run.rank)
                 watch.failure = Failure.of(error, rank=run.rank, step=None)
-            message = watch.message(run, None)
+            report = watch.report(run, None)
             if watch.is_lost:  # the process that has started the ranks goes on
-                sys.stderr.write(message.text(error))
+                report.print(error)
                 raise SystemExit(1) from None
-            message = replace(message, checkpoint=self._checkpoint(), pickled=_pickled(error, watch.failure))
-            answers.send_bytes(pickle.dumps(message))
-            watch.announce()
+            pickled, is_shown = _pickled(error, watch.failure), report.show is None
+            answers.send_bytes(
+                pickle.dumps(_Failed(watch.failure, report.in_full, is_shown, self._checkpoint(), pickled))
+            )
             raise SystemExit(1) from None
         answers.send_bytes(answer)
 
@@ -320,14 +343,14 @@ def _pickled(error: Exception, failure: Failure) -> bytes:
     return b""
 
 
-def _exception_of(message: FailureMessage) -> Exception:
+def _exception_of(failed: _Failed) -> Exception:
     """The exception of a rank, of its own class; if it cannot be unpickled, that of :meth:`Failure.exception`."""
     with contextlib.suppress(Exception):  # as where its class takes other arguments than its args
-        error = pickle.loads(message.pickled)
+        error = pickle.loads(failed.pickled)
         if isinstance(error, Exception):
-            error.add_note(message.failure.note())
+            error.add_note(failed.failure.note())
             return error
-    return message.failure.exception()
+    return failed.failure.exception()
 
 
 class _Ranks:
@@ -389,7 +412,7 @@ class _Ranks:
         codes = [process.exitcode for process in self.processes]
         if not self._bad and 0 not in self._answers:  # another host's first rank was lost
             self._bad.append(0)
-        failed = [answer for answer in self._answers.values() if isinstance(answer, FailureMessage)]
+        failed = [answer for answer in self._answers.values() if isinstance(answer, _Failed)]
         if not failed and self._bad and all(codes[index] == SIGTERM_STATUS for index in self._bad):
             raise SystemExit(SIGTERM_STATUS)
         if not failed and self._bad:
@@ -397,11 +420,18 @@ class _Ranks:
             when = " before its work was done" if codes[index] == 0 else ""
             what = f"{ended_text(codes[index])}{when}"
             failure = Failure(what, self._first_rank + index, host_name(), self.processes[index].pid)
-            failed = [FailureMessage(failure, False, [])]
+            failed = [_Failed(failure)]
         if failed:
-            message = min(failed, key=lambda message: not message.in_full)
-            error = _exception_of(message)
-            show_if_uncaught(error, message)
+            first = min(failed, key=lambda each: not each.in_full)
+            error = _exception_of(first)
+            guardian, show = self._guardian, None
+            if not first.is_programs:
+                show = (lambda advice: False) if guardian is None else guardian.show
+            report = FailureReport(first.failure, first.in_full, show, lambda: first.checkpoint)
+            print_if_uncaught(error, report)
+            if guardian is not None:
+                guardian.raises()
+                weakref.finalize(report, guardian.stop)
             raise error from None
         result = self._answers[0]
         assert isinstance(result, _Result)

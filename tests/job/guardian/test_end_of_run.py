@@ -196,7 +196,7 @@ def test_interrupts_of_a_program_that_handles_them_itself_do_not_count() -> None
 def test_a_rank_that_is_ended_on_its_way_out_leaves_nothing(tmp_path: Path) -> None:
     """torchrun ends all ranks by SIGTERM as soon as one has failed; they may have left by then."""
     place = f"{tmp_path}/pymp-rank"
-    leaves = f"os.makedirs('{place}'); client.uses_temporary('{place}'); client.finish(); client.leave()"
+    leaves = f"os.makedirs('{place}'); client.uses_temporary('{place}'); client.finish(); client.rest()"
     with Job(f"{leaves}; time.sleep(1); os.kill(os.getpid(), 15)", "os.kill(os.getpid(), 9)") as job:
         assert job.outcome()[0] == [-signal.SIGTERM, -signal.SIGKILL]
         assert job.guardian_ends()

@@ -241,12 +241,39 @@ def test_the_word_of_a_rank_that_raises_comes_before_its_exit_status(capfd: pyte
     assert err.startswith("Traceback: ...\nThe job failed: rank 1")
 
 
-def test_a_rank_that_shows_the_failure_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with Job("told.wait(60); client.announced(); sys.exit(1)", "os._exit(3)", directory=tmp_path) as job:
+RAISES = "told.wait(60); client.raises(); client.rest(); "
+
+
+def test_a_program_that_catches_the_exception_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It may go on for longer than a failed job has."""
+    with Job(f"{RAISES}time.sleep(4); sys.exit(1)", "os._exit(3)", directory=tmp_path, failure_timeout_s=2.0) as job:
         assert job.outcome()[0] == [1, 3]
         assert job.guardian_ends()
-    assert message(capfd) == "", "the message is shown once"
+    assert message(capfd) == ""
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_failure_is_shown_once_with_the_advice_of_the_first_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    """Each rank printed it, torchrun's SIGTERM cut the first one off, and the guardian stayed silent."""
+    shows = RAISES + "print(client.show('Resume with {rank}', waits={rank} == 0)); sys.exit(1)"
+    with Job(shows.format(rank=0), "os._exit(3)", shows.format(rank=2)) as job:
+        assert all(text.endswith("True\n") for text in job.outcome()[1][::2])
+        assert job.guardian_ends()
+    lines = message(capfd).splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("The job failed: rank 1 (")
+    assert lines[1] == "Resume with 0"
+
+
+def test_a_rank_that_a_signal_keeps_from_showing_the_failure(capfd: pytest.CaptureFixture[str]) -> None:
+    """torchrun ends the first rank as soon as another one has ended."""
+    fails = "client.failed(Failure('raised Own', 1, traceback='Traceback: ...')); sys.exit(1)"
+    with Job(f"{RAISES}os.kill(os.getpid(), 15)", fails) as job:
+        assert job.outcome()[0] == [-signal.SIGTERM, 1]
+        assert job.guardian_ends()
+    first, last = message(capfd).splitlines()
+    assert first == "Traceback: ..."
+    assert last.startswith("The job failed: rank 1")
 
 
 def test_a_wrong_secret_is_refused_and_the_job_goes_on() -> None:
