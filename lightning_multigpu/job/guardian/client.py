@@ -51,7 +51,6 @@ class GuardianClient:
         rank: the global rank of this process.
         on_failure: called once, in another thread.
         timeout_s: seconds that the guardian may take to answer.
-        stands_in_line: wait for that time, too, while the queue of connections there is full.
 
     Attributes:
         failure: the failure that ``on_failure`` was called with, or None.
@@ -72,7 +71,6 @@ class GuardianClient:
         rank: int,
         on_failure: OnFailure,
         timeout_s: float = 30.0,
-        stands_in_line: bool = True,
     ) -> None:
         self.rank = rank
         self.failure: Failure | None = None
@@ -92,7 +90,7 @@ class GuardianClient:
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(timeout_s)
         try:
-            _connect(sock, address, time.monotonic() + (timeout_s if stands_in_line else 0.0))
+            _connect(sock, address, time.monotonic() + timeout_s)
         except OSError as error:
             sock.close()
             raise NoGuardianError(f"rank {rank} finds no guardian on {host_name()}: {error}; has it ended?") from error

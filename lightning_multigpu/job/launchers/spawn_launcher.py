@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -140,7 +137,6 @@ class SpawnLauncher(MultiProcessingLauncher):
     def _check(self, trainer: pl.Trainer | None) -> None:
         if self._start_method == "spawn":
             check_main_guard()
-            _check_script()
         else:
             check_cuda_fork()
         if trainer is not None:
@@ -204,39 +200,6 @@ class SpawnLauncher(MultiProcessingLauncher):
             },
             self.get_extra_results(trainer),
         )
-
-
-def _check_script() -> None:
-    """Checks that spawned processes, which run the script again as a module, would not start further ones.
-
-    Raises:
-        RuntimeError: the script starts them, and has no main guard.
-    """
-    main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)
-    if path is None or main.__spec__ is not None or not _is_running(main):
-        return
-    try:
-        tree = ast.parse(Path(path).read_bytes())
-    except (OSError, SyntaxError):
-        return
-    tests = [node.test for node in ast.walk(tree) if isinstance(node, ast.If)]
-    if not any(isinstance(part, ast.Name) and part.id == "__name__" for test in tests for part in ast.walk(test)):
-        raise RuntimeError(
-            f'{os.path.basename(path)} has no `if __name__ == "__main__":`, and each spawned process would run all of '
-            "it again: put what it does under that line, or use a strategy that needs none and starts the script "
-            "itself, such as 'ring_ddp'"
-        )
-
-
-def _is_running(module: Any) -> bool:
-    """Whether the top level of a module has called this function."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_globals is vars(module) and frame.f_code.co_name == "<module>":
-            return True
-    return False
 
 
 class _Result(NamedTuple):

@@ -203,17 +203,15 @@ def test_a_rank_that_is_ended_on_its_way_out_leaves_nothing(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-# It listens as processes of multiprocessing do, in a directory of its own.
+# Workers listen as processes of multiprocessing do, in the directory of their rank.
 FORKS = """
 import socket
 os.makedirs("{place}/pymp-rank")
 client.uses_temporary("{place}/pymp-rank")
-open("{place}/pymp-rank/listener-0", "w").close()
 for turn in range(2):
     if os.fork() == 0:
-        os.makedirs(f"{place}/pymp-{turn}")
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(f"{place}/pymp-{turn}/listener-0")
+        listener.bind(f"{place}/pymp-rank/listener-{turn}")
         listener.listen()
         os.write(1, f"worker {os.getpid()}\\n".encode())
         time.sleep(600)
