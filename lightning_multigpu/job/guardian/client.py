@@ -84,8 +84,6 @@ class GuardianClient:
         self._all_at_end = threading.Event()
         self._is_alone = False  # with its exception
         self._sending = threading.RLock()  # a signal's handler may send while its thread does
-        self._deciding = threading.RLock()  # whether a stopped guardian goes on or is killed
-        self._kill_at_s: float | None = None  # set when this rank has decided to kill the stopped guardian
         self._process = os.getpid()
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(timeout_s)
@@ -320,11 +318,10 @@ class GuardianClient:
         """Ends the connection: from now on this rank's end is no failure, and it receives no failure."""
         if self._leaving.is_set() or os.getpid() != self._process:
             return
-        with self._deciding:
-            self._leaving.set()  # before the message: the guardian may end at once, which is no failure then
+        self._leaving.set()  # before the message: the guardian may end at once, which is no failure then
         with self._sending:
             self._connection.send("leave", run=self._run)
-        self._leave_none_stopped()
+        self._resume_guardian()
         self._at_exit.cancel()
         with contextlib.suppress(OSError):  # wakes the thread; sent messages still arrive
             self._connection.socket.shutdown(socket.SHUT_RDWR)
@@ -343,6 +340,7 @@ class GuardianClient:
     def _listen(self) -> None:
         stopped_time = StoppedTime(self._guardian, pause_s=4 * self._look_s)
         messages, self._early = self._early, []
+        stopped_s = 0.0
         while True:
             for message in messages:
                 if message["kind"] == "met":
@@ -365,51 +363,27 @@ class GuardianClient:
                 break
             readable, _, _ = select.select([self._connection], [], [], self._look_s)
             messages = self._connection.receive() if readable else []
+            if self._connection.closed:
+                continue  # with its last messages
             stopped_s = stopped_time.lasts_s()
-            if stopped_s > self._stopped_limit_s and not self.rests and self._gives_up():
-                what = f"the guardian (pid {self.guardian_pid}) has been stopped by a signal for {stopped_s:.1f} s"
-                self._report(Failure(what, host=host_name()))
-                self._end_s -= stopped_s + 2 * self._look_s
-                self._end_stopped()
+            if stopped_s > self._stopped_limit_s and not self.rests and not self._leaving.is_set():
+                self._guardian.kill()  # it would stay for ever; its end also informs the other hosts' guardians
                 break
         self._seen.set()
         self._shown.set()
         if self._leaving.is_set():
             return
-        what = f"the guardian (pid {self.guardian_pid}) has ended, and nobody watches the ranks any more"
-        self._report(Failure(what, host=host_name()))
-        if not self._leaving.wait(self._end_s) and not self.rests:
+        what = "has ended, and nobody watches the ranks any more"
+        if stopped_time.was_stopped:  # and this rank, or another one, has killed it
+            what = f"has been stopped by a signal for {stopped_s:.1f} s"
+        self._report(Failure(f"the guardian (pid {self.guardian_pid}) {what}", host=host_name()))
+        if not self._leaving.wait(max(0.0, self._end_s - stopped_s)) and not self.rests:
             why = [] if self.failure is None else closing_lines(self.failure, [])
             lines = [f"Rank {self.rank} has not ended {self._end_s:g} s later, so it is ended now.", *why]
             sys.stderr.write("".join(f"{line}\n" for line in lines))
             if self._temporary is not None:
                 remove_temporary(self._temporary)
             os.kill(self._process, signal.SIGKILL)
-
-    def _gives_up(self) -> bool:
-        """Decides to kill a stopped guardian. From then on no process resumes it, or its report would be cut off."""
-        with self._deciding:
-            if not self._leaving.is_set():
-                # By then the host's other ranks have decided so too, even if this one leaves.
-                self._kill_at_s = time.monotonic() + 2 * self._look_s
-        return self._kill_at_s is not None
-
-    def _end_stopped(self) -> None:
-        """Kills a stopped guardian if this rank has decided so; at once if Ctrl-C interrupts the wait."""
-        if self._kill_at_s is None:
-            return
-        try:
-            time.sleep(max(0.0, self._kill_at_s - time.monotonic()))
-        finally:
-            if self._guardian.state() == STOPPED:  # else another rank has resumed it, and it may be writing
-                self._guardian.kill()  # it would stay for ever; its end also informs the other hosts' guardians
-
-    def _leave_none_stopped(self) -> None:
-        """Resumes a stopped guardian, or kills it if this rank has decided so before the thread could."""
-        with self._deciding:
-            if self._kill_at_s is None and self._guardian.state() == STOPPED:
-                self._guardian.resume()  # else it would stay stopped for ever
-        self._end_stopped()
 
     def _report(self, failure: Failure) -> None:
         if self.failure is None and not self._leaving.is_set():
@@ -428,7 +402,12 @@ class GuardianClient:
         if self.rests:
             self.leave()
         else:
-            self._leave_none_stopped()
+            self._resume_guardian()
+
+    def _resume_guardian(self) -> None:
+        """Resumes a stopped guardian: no rank may be left that would kill it."""
+        if self._guardian.state() == STOPPED:
+            self._guardian.resume()
 
     # Messages
 

@@ -181,6 +181,11 @@ class StoppedTime:
         self._looked_s = clock_s()
         self._since_s: float | None = None
 
+    @property
+    def was_stopped(self) -> bool:
+        """Whether it was stopped at the last look."""
+        return self._since_s is not None
+
     def lasts_s(self) -> float:
         """Seconds since it was first seen stopped; 0 if it is not stopped."""
         now_s = clock_s()
