@@ -137,6 +137,7 @@ class Hosts:
         self._on_met: Callable[[], None] = lambda: None
         self._finished = self._paused = False
         self._at_end = self._all_at_end = False
+        self._run = 1
         self.end_now = 0
         self._peers: list[Peer] = []
         self._strangers: list[Peer] = []
@@ -195,6 +196,7 @@ class Hosts:
     def begin(self, run: int, now_s: float) -> None:
         """Begins a further run, and informs the other hosts."""
         self._at_end = self._all_at_end = False
+        self._run = run
         self.restart_timers(now_s)
         for peer in self._peers:
             peer.end_key = None
@@ -259,9 +261,9 @@ class Hosts:
         if not self._at_end:
             self._at_end = True
             if self.is_first:
-                self.send("all at end")
+                self.send("all at end", run=self._run)
             else:
-                self.send("at end", key=key)
+                self.send("at end", key=key, run=self._run)
         return self.is_first or self._all_at_end or not self._peers
 
     def finish(self) -> None:
@@ -379,9 +381,9 @@ class Hosts:
         elif kind == "failure" and self._found is None:
             age_s = age_of(message)
             self._found = Found(Failure.from_message(message.get("failure")), self._now_s - age_s)
-        elif kind == "at end":
+        elif kind == "at end" and message["run"] == self._run:
             peer.end_key = str(message["key"])
-        elif kind == "all at end":
+        elif kind == "all at end" and message["run"] == self._run:
             self._all_at_end = True
         elif kind == "end now":
             self.end_now = int(message["status"])

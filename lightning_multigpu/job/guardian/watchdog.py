@@ -335,6 +335,8 @@ class Watchdog:
 
     def _begin(self, run: int, failure_timeout_s: float, hang_report_s: float | None) -> None:
         """Begins a further run, if it is one, with the limits of the first rank that comes."""
+        if self._shutdown is None and run > self._ranks.run:
+            self._observe_end()  # node 0 may have told the end of the run before a moment ago
         if not self._ranks.begin(run):
             return
         self._released = False
