@@ -2,7 +2,8 @@
 
 A rank that raises reports to the guardian of its host and aborts its process groups. The guardians inform all other
 ranks, which abort their groups too, so that no rank waits in a group. Each of these ranks then raises the exception
-that :meth:`~lightning_multigpu.job.guardian.Failure.exception` makes from the text of the failure.
+that :meth:`~lightning_multigpu.job.guardian.Failure.exception` makes from the text of the failure. The guardian shows
+the failure; see :mod:`lightning_multigpu.job.uncaught_errors`.
 
 Guardians need Linux. Elsewhere the other ranks learn of a failure from torch: by a closed connection, or at the end of
 a collective's timeout.

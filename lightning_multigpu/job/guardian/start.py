@@ -130,13 +130,13 @@ class Guardian:
         """As :meth:`GuardianClient.raises`."""
         self._link.send("raises")
 
-    def show(self, advice: str, *, waits: bool = True) -> bool:
-        """As :meth:`GuardianClient.show`."""
+    def show(self, advice: str) -> bool:
+        """As :meth:`GuardianClient.show`; returns when it has been shown."""
         self._link.send("show", advice=advice)
-        while waits and not self._link.closed and select.select([self._link], [], [], _START_TIMEOUT_S)[0]:
+        while not self._link.closed and select.select([self._link], [], [], _START_TIMEOUT_S)[0]:
             if any(message["kind"] == "shown" for message in self._link.receive()):
                 return True
-        return not waits
+        return False
 
     def stop(self) -> None:
         """Closes the connection: the guardian ends when no rank is at work, even if not all ranks have connected.

@@ -161,7 +161,7 @@ class Watchdog:
     def _is_caught(self) -> bool:
         """Whether a program has caught the failure's exception: no signal has kept it from asking to show it."""
         processes = [rank.process for rank in self._ranks if rank.raises] + [self._owner] * self._owner_raises
-        return any((process.exit_code() or 0) >= 0 for process in processes)
+        return not self._hurries and any((process.exit_code() or 0) >= 0 for process in processes)
 
     def _read_rest(self) -> None:
         """Reads the last messages of ranks that have ended, which may have arrived since the last look."""
@@ -238,8 +238,11 @@ class Watchdog:
             self._hurries = True
             status = self._hosts.end_now or self._interrupts.status
             name = "Ctrl-C" if status == INTERRUPTED_STATUS else "SIGTERM"
-            self._fail(Failure(f"a second {name} has ended the job at once", host=host_name()), self._now_s)
+            failure = Failure(f"a second {name} has ended the job at once", host=host_name())
+            self._fail(failure, self._now_s)
             assert self._shutdown is not None
+            if signal_of(self._shutdown.failure.what) is not None:  # the first signal, which a rank has acted on alone
+                self._shutdown.failure = failure
             self._shutdown.hurry(self._now_s)
             self._hosts.send("end now", status=status)
             for connection in self._connections:

@@ -184,6 +184,17 @@ def test_a_second_interrupt_of_one_rank_ends_the_others_too(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir()), "whoever did it knows"
 
 
+def test_a_second_sigterm_while_a_rank_raises_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    """The rank was to print the failure, ended at once, and nobody said why."""
+    raises = "client.failed(Failure('was terminated (SIGTERM)', 0)); client.raises(); client.signalled(143, 2); "
+    with Job(f"{raises}time.sleep(60)", "time.sleep(60)", failure_timeout_s=50) as job:
+        assert job.outcome()[0] == [143, 143]
+        assert job.guardian_ends()
+    assert (
+        capfd.readouterr().err.splitlines()[-1].startswith("The job failed: a second SIGTERM has ended the job at once")
+    )
+
+
 def test_interrupts_of_a_program_that_handles_them_itself_do_not_count() -> None:
     with Job("client.signalled(130, 1); client.signalled(130, 2); time.sleep(1.5); client.leave()") as job:
         for _ in range(2):
