@@ -365,17 +365,18 @@ class GuardianClient:
             messages = self._connection.receive() if readable else []
             if self._connection.closed:
                 continue  # with its last messages
-            stopped_s = stopped_time.lasts_s()
-            if stopped_s > self._stopped_limit_s and not self.rests and not self._leaving.is_set():
+            lasts_s = stopped_time.lasts_s()
+            stopped_s = lasts_s or stopped_s
+            if lasts_s > self._stopped_limit_s and not self.rests and not self._leaving.is_set():
                 self._guardian.kill()  # it would stay for ever; its end also informs the other hosts' guardians
                 break
         self._seen.set()
         self._shown.set()
         if self._leaving.is_set():
             return
-        what = "has ended, and nobody watches the ranks any more"
-        if stopped_time.was_stopped:  # and this rank, or another one, has killed it
-            what = f"has been stopped by a signal for {stopped_s:.1f} s"
+        what = f"has been stopped by a signal for {stopped_s:.1f} s"  # and this rank, or another one, has killed it
+        if not stopped_time.was_stopped:
+            what, stopped_s = "has ended, and nobody watches the ranks any more", 0.0
         self._report(Failure(f"the guardian (pid {self.guardian_pid}) {what}", host=host_name()))
         if not self._leaving.wait(max(0.0, self._end_s - stopped_s)) and not self.rests:
             why = [] if self.failure is None else closing_lines(self.failure, [])

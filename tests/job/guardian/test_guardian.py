@@ -159,7 +159,7 @@ def test_the_end_of_the_guardian_is_told_and_ends_the_ranks() -> None:
             assert f"the guardian (pid {job.guardian.pid}) has ended" in text
 
 
-def test_a_guardian_that_is_stopped_is_told_and_does_not_stay() -> None:
+def test_a_guardian_that_is_stopped_is_told_and_does_not_stay(capfd: pytest.CaptureFixture[str]) -> None:
     """It looks like one that has nothing to say."""
     with Job(WORK, "time.sleep(60)", failure_timeout_s=2.0) as job:
         os.kill(job.guardian.pid, signal.SIGSTOP)
@@ -168,6 +168,7 @@ def test_a_guardian_that_is_stopped_is_told_and_does_not_stay() -> None:
         for text in printed:
             assert f"the guardian (pid {job.guardian.pid}) has been stopped by a signal for" in text
         assert job.guardian_ends()
+    assert "exit status" not in message(capfd), "it would take what follows for the cause"
 
 
 def test_a_guardian_that_is_stopped_at_the_end_does_not_stay() -> None:
