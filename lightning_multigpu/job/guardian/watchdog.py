@@ -238,15 +238,15 @@ class Watchdog:
             self._hurries = True
             status = self._hosts.end_now or self._interrupts.status
             name = "Ctrl-C" if status == INTERRUPTED_STATUS else "SIGTERM"
+            self._hosts.send("end now", status=status)
+            for connection in self._connections:  # before the failure, which ranks would raise first
+                connection.send("end now", status=status)
             failure = Failure(f"a second {name} has ended the job at once", host=host_name())
             self._fail(failure, self._now_s)
             assert self._shutdown is not None
             if signal_of(self._shutdown.failure.what) is not None:  # the first signal, which a rank has acted on alone
                 self._shutdown.failure = failure
             self._shutdown.hurry(self._now_s)
-            self._hosts.send("end now", status=status)
-            for connection in self._connections:
-                connection.send("end now", status=status)
 
     def _workers_have_ended(self, ranks: list[WatchedRank]) -> bool:
         pids = self._pids()
