@@ -37,7 +37,9 @@ _ENTRY = Entry("data", "0-1", 2, AWAITED, 3, 3, "all_reduce", 8, 9.0, 7, "")
 _VIEW = View(0, "h", 1, 2, (_ENTRY,), Stacks("dump", (Frame("train.py", 4, "f"),)), 7).to_message()
 
 OF_RANKS: dict[str, dict[str, Any]] = {
-    "leave": {},
+    "begin": {"run": 2, "failure_timeout_s": 5.0, "hang_report_s": None},
+    "rest": {"run": 1},
+    "leave": {"run": 1},
     "at end": {},
     "joining": {"limit_s": 600.0},
     "joined": {},
@@ -46,7 +48,8 @@ OF_RANKS: dict[str, dict[str, Any]] = {
     "counts interrupts": {},
     "interrupted": {"number": 1},
     "failed": {"failure": _FAILURE},
-    "announced": {},
+    "raises": {},
+    "show": {"advice": "Resume with ckpt_path='last.ckpt'"},
     "stacks": {"number": 60, "main_thread": 7},
     "listen": {"num_nodes": 2, "secret": _SECRET},
     "join": {"node_rank": 1, "secret": _SECRET},
@@ -54,6 +57,7 @@ OF_RANKS: dict[str, dict[str, Any]] = {
 }
 OF_HOSTS: dict[str, dict[str, Any]] = {
     "alive": {"paused": False},
+    "begin": {"run": 2},
     "failure": {"failure": _FAILURE, "age_s": 0.5},
     "at end": {},
     "all at end": {},
@@ -163,7 +167,8 @@ class Guarded:
         watchdog = self.watchdog
         watchdog._hosts.close()
         if watchdog._shutdown is not None:
-            watchdog._shutdown.report(watchdog._file(), watchdog._ranks)
+            watchdog._shutdown.write(watchdog._file(), watchdog._ranks)
+            watchdog._shutdown.show(watchdog._ranks, is_first=True)
         for rank in watchdog._ranks:
             remove_temporary(rank.temporary or "")
             rank.process.close()

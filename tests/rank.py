@@ -163,7 +163,10 @@ def _clean_up(before: ProcessState, *, may_leak: bool) -> list[str]:
     import torch.distributed as dist
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+    from lightning_multigpu.job.failure_watch import leave_guardian
+
     gc.collect()
+    leave_guardian()
     if dist.is_initialized():
         dist.destroy_process_group()
     rank_zero_only.rank = rank()

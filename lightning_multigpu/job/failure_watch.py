@@ -2,7 +2,8 @@
 
 A rank that raises reports to the guardian of its host and aborts its process groups. The guardians inform all other
 ranks, which abort their groups too, so that no rank waits in a group. Each of these ranks then raises the exception
-that :meth:`~lightning_multigpu.job.guardian.Failure.exception` makes from the text of the failure.
+that :meth:`~lightning_multigpu.job.guardian.Failure.exception` makes from the text of the failure. The guardian shows
+the failure; see :mod:`lightning_multigpu.job.uncaught_errors`.
 
 Guardians need Linux. Elsewhere the other ranks learn of a failure from torch: by a closed connection, or at the end of
 a collective's timeout.
@@ -37,7 +38,7 @@ from lightning_multigpu.job.guardian.interrupts import report_of, signal_of
 from lightning_multigpu.job.guardian.proc import ended_text
 from lightning_multigpu.job.loader_workers import ignoring_ends_of_workers, note_refused_worker
 from lightning_multigpu.job.run_signals import RunSignals
-from lightning_multigpu.job.uncaught_errors import FailureMessage, give_sigterm_back, resume_advice
+from lightning_multigpu.job.uncaught_errors import FailureReport, resume_advice
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -55,6 +56,19 @@ _CONNECTION_LOST = re.compile(
 )
 
 
+# The connection of this process to its guardian, from the first run until the world of that run is left.
+KEPT: list[tuple[GuardianClient, Guardian | None]] = []
+
+
+def leave_guardian() -> None:
+    """Ends the connection to the guardian, which ends with the last one."""
+    while KEPT:
+        client, guardian = KEPT.pop()
+        client.leave()
+        if guardian is not None:
+            guardian.stop()
+
+
 class FailureWatch:
     """Ends this rank's run when another rank fails, and informs the others when this rank fails.
 
@@ -63,8 +77,7 @@ class FailureWatch:
 
     Attributes:
         signals: the signals of this run.
-        client: the connection to the guardian of this host; None without a guardian.
-        guardian: the guardian of this host, if this process has started it for this rank's run.
+        client: the connection to the guardian of this host; None without a guardian, and between two runs.
         failed: whether this run has failed.
         failure: the failure that has ended this run, this rank's own or another's; None while there is none.
         ranks_have_ended: in the process that has spawned ranks, whether they have failed, and their state is lost.
@@ -77,7 +90,6 @@ class FailureWatch:
 
     def __init__(self, signals: RunSignals) -> None:
         self.client: GuardianClient | None = None
-        self.guardian: Guardian | None = None
         self.failed = False
         self.failure: Failure | None = None
         self.ranks_have_ended = self.all_raised = False
@@ -92,7 +104,6 @@ class FailureWatch:
 
     def begin(self, cut: Callable[[], object]) -> None:
         """Begins a new run, whose ranks have yet to join; ``cut`` ends their waits until then."""
-        give_sigterm_back()
         self.failed = self.is_lost = self.all_raised = self._can_be_lost = False
         self.failure = None
         self._cut, self._world_size = cut, 0
@@ -159,13 +170,10 @@ class FailureWatch:
             self.stop()
 
     def stop(self) -> None:
-        """Ends the watch: from now on the end of this process is no failure, and it receives no failure."""
+        """Ends the watch of this run: the end of this process is no failure until a rank begins the next run."""
         client, self.client = self.client, None
         if client is not None:
-            client.leave()
-        guardian, self.guardian = self.guardian, None
-        if guardian is not None:
-            guardian.stop()
+            client.rest()
         self._cut, self._world_size = None, 0
 
     def guarded(
@@ -215,31 +223,25 @@ class FailureWatch:
             log.info("Rank %d ends because %s", run.rank, failure.sentence())
             raise SystemExit(1) from None
 
-    def announce(self) -> None:
-        """Informs the guardian that this rank prints the failure, so that the guardian does not."""
-        if self.client is not None:
-            self.client.announced()
-
-    def message(self, run: RunContext, trainer: pl.Trainer | None) -> FailureMessage:
-        """The text that this rank prints about the failure, if nobody catches its exception."""
+    def report(self, run: RunContext, trainer: pl.Trainer | None) -> FailureReport:
+        """What this rank prints about the failure, if nobody catches its exception."""
         failure = self.failure
         assert failure is not None
         is_own = failure.rank == run.rank and bool(failure.traceback)  # without a traceback, the guardian has found it
         # Ranks that cannot join all raise the same exception.
         alike = self._cannot_join or self.all_raised
         in_full = is_own and (run.local_rank == 0 or not alike) and (run.node_rank == 0 or not self.all_raised)
-        is_first = run.node_rank == 0 and run.local_rank == _printing_rank(failure, run)
-        waited: list[str] = []
-        if self.client is not None and (in_full or not failure.traceback):  # else the rank that raised prints it
-            waited = self.client.waited
         checkpoint = None
         # torchrun and SLURM end the first rank as soon as another one has failed, before it can print.
-        advises = is_first or (in_full and not isinstance(run.environment, LightningEnvironment))
-        if advises and not self.is_lost and has_trained(trainer):
+        advises = run.node_rank == 0 or (in_full and not isinstance(run.environment, LightningEnvironment))
+        if advises and not self.is_lost and not (self.all_raised and run.rank) and has_trained(trainer):
             checkpoint = partial(last_checkpoint_of, trainer)
-        return FailureMessage(
-            failure, in_full, waited, checkpoint, is_first_host=run.node_rank == 0, goes_on=self.is_lost
-        )
+        show: Callable[[str], bool] | None = None
+        if not (self.all_raised or self.is_lost):
+            client = self.client
+            # A terminal shows its prompt when the first rank has ended.
+            show = (lambda advice: False) if client is None else partial(client.show, waits=run.local_rank == 0)
+        return FailureReport(failure, in_full, show, checkpoint)
 
     def settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
         """Finds the rank whose failure has caused ``error``; reports to the guardian if it is this rank.

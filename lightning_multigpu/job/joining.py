@@ -26,7 +26,7 @@ from lightning_multigpu.communication.main_store import MainStore, kept_by_torch
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError, conflict, own_host
 from lightning_multigpu.job.checkpoint_files.last_checkpoint import with_last_found
-from lightning_multigpu.job.failure_watch import FailureWatch
+from lightning_multigpu.job.failure_watch import KEPT, FailureWatch, leave_guardian
 from lightning_multigpu.job.guardian import Guardian, GuardianClient
 from lightning_multigpu.job.guardian.discovery import address_of_job, find, start_at
 from lightning_multigpu.job.guardian.host_links import node_name
@@ -80,17 +80,25 @@ class Joining:
     def begin(
         self, run: RunContext, *, guardian: Guardian | None = None, variables: Mapping[str, str] | None = None
     ) -> None:
-        """Connects this rank to its host's guardian, unless it is in a world already.
+        """Connects this rank to its host's guardian, or begins a further run under the one of its world.
 
         Args:
             run: the run.
             guardian: the guardian, if this process has started it.
             variables: the variables that name the guardian, if they are not in the environment.
         """
-        if dist.is_initialized() or self._deadline_s is not None:
+        if self._deadline_s is not None:
             return
         self._deadline_s = time.monotonic() + run.join_timeout_s
         run.tell_ranks()
+        if dist.is_initialized() and KEPT:
+            self.watch.begin(lambda: None)
+            self.watch.client, _ = KEPT[0]
+            self.watch.client.begin(
+                self.watch.receive, failure_timeout_s=run.failure_timeout_s, hang_report_s=run.hang_report_s
+            )
+            return
+        leave_guardian()
         where = (run.main_address, run.main_port)
         self._attempt = _ATTEMPTS[where]
         _ATTEMPTS[where] += 1
@@ -119,10 +127,6 @@ class Joining:
     @contextlib.contextmanager
     def limited(self, run: RunContext) -> Iterator[None]:
         """Limits the time for connecting the ranks; after it, connections are cut."""
-        if dist.is_initialized():
-            self.watch.begin(lambda: None)
-            yield
-            return
         self.begin(run)
         assert self._deadline_s is not None
         left_s = max(0.0, self._deadline_s - time.monotonic())
@@ -192,6 +196,10 @@ class Joining:
         if client is not None and run.num_nodes > 1 and run.local_rank == 0 and run.rank != 0:
             _follow(rendezvous.wait_for(_INVITATION), client, run)
         self._arrivals = rendezvous.wait_for_all()
+        if client is not None and run.num_nodes > 2:  # links between two hosts other than node 0's
+            hosts = {each.address: node_name(each.node_rank, each.host) for each in self._arrivals}
+            own_name = node_name(run.node_rank, own_host())
+            LinkWatch(client, own=own_name, hosts=hosts, failure_timeout_s=run.failure_timeout_s).start()
         return rendezvous.group_store
 
     def _cannot_reach(self, run: RunContext, error: str) -> str:
@@ -212,31 +220,6 @@ class Joining:
             "interface by GLOO_SOCKET_IFNAME"
         )
 
-    def watch_links(self, run: RunContext) -> None:
-        """Watches links that guardians do not: those between two hosts other than node 0's."""
-        if self.watch.client is not None and run.num_nodes > 2:
-            hosts = {each.address: node_name(each.node_rank, each.host) for each in self._arrivals}
-            own = node_name(run.node_rank, own_host())
-            LinkWatch(self.watch.client, own=own, hosts=hosts, failure_timeout_s=run.failure_timeout_s).start()
-
-    def watch_again(self, run: RunContext, world: MeteredGroup) -> None:
-        """Connects this rank to a new guardian if an earlier run has kept the world; a collective of it."""
-        if sys.platform != "linux" or self.watch.client is not None:
-            return
-        guardian: Guardian | None = None
-        mine: dict[str, str] = {}
-        if run.local_rank == 0:
-            guardian = Guardian.start(**_guardian_options(run))
-            guardian.withdraw()
-            mine = guardian.environment
-        found = {node: variables for node, variables in world.gather_objects((run.node_rank, mine)) if variables}
-        client = self._connect_to(found[run.node_rank], guardian, run)
-        if run.num_nodes > 1:
-            invitation = world.broadcast_object(_invite_hosts(client, run) if run.rank == 0 else None, 0)
-            if run.local_rank == 0 and run.rank != 0:
-                assert invitation is not None
-                _follow(invitation, client, run)
-
     def _connect_to(self, variables: Mapping[str, str], guardian: Guardian | None, run: RunContext) -> GuardianClient:
         client = GuardianClient.from_variables(variables, rank=run.rank, on_failure=self.watch.receive)
         self._take(client, guardian)
@@ -245,7 +228,8 @@ class Joining:
     def _take(self, client: GuardianClient, guardian: Guardian | None) -> None:
         # It is made before any worker is forked, so that workers share it: a killed worker would leave its own.
         client.uses_temporary(multiprocessing.util.get_temp_dir())
-        self.watch.client, self.watch.guardian = client, guardian
+        self.watch.client = client
+        KEPT.append((client, guardian))
 
 
 def start_guardian(run: RunContext) -> Guardian | None:

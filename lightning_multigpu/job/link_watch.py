@@ -24,7 +24,7 @@ _SHORTEST_LIMIT_S = 1.0
 
 
 class LinkWatch(threading.Thread):
-    """Reports a link that has broken to the guardian of this host, until the run ends.
+    """Reports a link that breaks in a run to the guardian of this host, until the process leaves it.
 
     Args:
         client: the connection to the guardian.
@@ -41,7 +41,7 @@ class LinkWatch(threading.Thread):
     @override
     def run(self) -> None:
         while not self._client.has_left(_LOOK_S) and self._client.failure is None:
-            for _, address, silent_s in CONNECTIONS.silent(self._limit_s):
+            for _, address, silent_s in [] if self._client.rests else CONNECTIONS.silent(self._limit_s):
                 text = silence(self._own, self._hosts.get(address, address), silent_s)
                 self._client.failed(Failure(text), age_s=silent_s)
                 return

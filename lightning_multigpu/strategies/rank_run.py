@@ -106,9 +106,7 @@ class RankRun:
             )
             strategy._process_group_backend = groups.backend
             strategy.collectives.join(groups)
-            strategy.joining.watch_again(run, strategy.collectives.world)
         watch.joined(groups.cut, run.world_size)
-        strategy.joining.watch_links(run)
         strategy.meter.notes = watch.flight_recorder
         counts = strategy.signals.begin(
             run.environment,

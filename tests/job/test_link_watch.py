@@ -16,6 +16,7 @@ class Client:
 
     def __init__(self) -> None:
         self.failure: Failure | None = None
+        self.rests = False
         self.told: list[tuple[str, float]] = []
 
     def has_left(self, timeout_s: float) -> bool:

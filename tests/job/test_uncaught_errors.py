@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import pytest
 
 from lightning_multigpu.job.guardian import Failure
-from lightning_multigpu.job.uncaught_errors import FailureMessage, give_sigterm_back, show_if_uncaught
-from tests import preforked
+from lightning_multigpu.job.uncaught_errors import FailureReport, print_if_uncaught
 
-WAITED = ["rank 0 waited in all_reduce #4 of group data for 0.1 s"]
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 @pytest.fixture(autouse=True)
-def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def hook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    yield
-    give_sigterm_back()
 
 
 def raised() -> ValueError:
@@ -46,53 +41,44 @@ def own_failure(error: BaseException, **changes: Any) -> Failure:
     return failure
 
 
-def test_the_failed_rank_prints_what_and_where_first_and_its_exception_last(capsys: pytest.CaptureFixture[str]) -> None:
-    error = raised()
-    show_if_uncaught(error, FailureMessage(own_failure(error), True, WAITED))
-    first, second, third, *_, last = printed(error, capsys)
-    place = f"{os.path.basename(os.path.dirname(__file__))}/{os.path.basename(__file__)}"
-    assert first.startswith(f"The job failed: rank 1 (host h, pid {os.getpid()}, last completed step 3, at {place}:")
-    assert first.endswith(" in raised) raised ValueError"), "its text follows once"
-    assert second == f"Meanwhile {WAITED[0]}"
-    assert third == "Traceback (most recent call last):"
-    assert last == "ValueError: spoilt", "not the note, which is the first line again"
+def test_the_failed_rank_prints_its_traceback_and_has_the_failure_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    error, shown = raised(), []
+    print_if_uncaught(error, FailureReport(own_failure(error), True, lambda advice: not shown.append(advice)))
+    first, *_, last = printed(error, capsys)
+    assert first == "Traceback (most recent call last):"
+    assert last == "ValueError: spoilt", "not the note, which the guardian shows"
+    assert shown == [""]
 
 
-def test_a_long_message_is_printed_in_full_where_the_exception_is(capsys: pytest.CaptureFixture[str]) -> None:
-    """A refusal of a few hundred characters stood on the terminal three times."""
-    error = ValueError("no such thing, " * 20 + "pass another")
-    show_if_uncaught(error, FailureMessage(own_failure(error), True, []))
-    headline, *_, last = printed(error, capsys)
-    assert headline.endswith(") raised ValueError")
-    assert last == f"ValueError: {error}"
-
-
-def test_another_rank_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_rank_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """It printed its own stack, and then that of the failed rank once more."""
-    failure = Failure.of(raised(), rank=1, step=3)._replace(pid=1)
+    failure, shown = Failure.of(raised(), rank=1, step=3)._replace(pid=1), []
     error = failure.exception()
-    show_if_uncaught(error, FailureMessage(failure, False, []))
-    assert printed(error, capsys) == [f"The job failed: {failure.summary()}"]
+    print_if_uncaught(error, FailureReport(failure, False, lambda advice: not shown.append(advice)))
+    assert printed(error, capsys) == []
+    assert shown == [""]
     assert "in raised" in error.__notes__[0], "who catches it has the traceback"
 
 
-def test_another_host_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """33 hosts printed the same 35 lines each."""
-    failure = Failure("was ended by SIGKILL", rank=1, host="h", pid=1, step=3)
+def test_without_a_guardian_the_rank_prints_the_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    failure = Failure.of(raised(), rank=1, step=3)._replace(pid=1)
     error = failure.exception()
-    show_if_uncaught(error, FailureMessage(failure, False, [*WAITED, "b", "c"], is_first_host=False))
-    headline = "The job failed: rank 1 (host h, pid 1, last completed step 3) was ended by SIGKILL"
-    assert printed(error, capsys) == [f"{headline}; meanwhile {WAITED[0]}, and 2 more ranks waited too"]
-    show_if_uncaught(error, FailureMessage(failure, False, WAITED))
-    assert printed(error, capsys) == [f"Meanwhile {WAITED[0]}", headline]
+    print_if_uncaught(error, FailureReport(failure, False, lambda advice: False, lambda: "runs/a.ckpt"))
+    assert printed(error, capsys) == [f"The job failed: {failure.summary()}", "Resume with ckpt_path='runs/a.ckpt'"]
+
+
+def test_an_exception_that_all_ranks_raise_is_one_line_on_further_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    error = raised()
+    print_if_uncaught(error, FailureReport(own_failure(error), False))
+    assert printed(error, capsys)[0] == "ValueError: spoilt"
+    assert "The job failed" not in "".join(printed(error, capsys))
 
 
 def test_the_process_that_has_spawned_the_rank_prints_the_ranks_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     failure = Failure.of(raised(), rank=1, step=3)._replace(pid=1)
     error = failure.exception()
-    show_if_uncaught(error, FailureMessage(failure, True, []))
-    lines = printed(error, capsys)
-    assert lines[1:] == failure.traceback.splitlines()
+    print_if_uncaught(error, FailureReport(failure, True))
+    assert printed(error, capsys) == failure.traceback.splitlines()
 
 
 def test_the_last_line_names_the_file_to_resume_from(
@@ -100,7 +86,7 @@ def test_the_last_line_names_the_file_to_resume_from(
 ) -> None:
     error = raised()
     found = ["runs/a.ckpt"]
-    show_if_uncaught(error, FailureMessage(own_failure(error), True, [], found.pop))
+    print_if_uncaught(error, FailureReport(own_failure(error), True, checkpoint=found.pop))
     found[:] = ["runs/b.ckpt"]
     assert printed(error, capsys)[-1] == "Resume with ckpt_path='runs/b.ckpt'", "saved at the exception"
     assert printed(error, capsys)[-1] == "ValueError: spoilt", "without advice where that cannot be had"
@@ -113,12 +99,12 @@ def test_the_last_line_names_the_file_to_resume_from(
 
 def test_exceptions_of_a_program_that_goes_on_are_shown_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
     error = raised()
-    show_if_uncaught(error, FailureMessage(own_failure(error), False, []))
+    print_if_uncaught(error, FailureReport(own_failure(error), True))
     other = KeyError("another")
     assert printed(other, capsys) == ["KeyError: 'another'"]
     other.__context__ = error  # raised while the program handled the failure
     lines = printed(other, capsys)
-    assert lines[0].startswith("The job failed: rank 1")
+    assert lines[0].startswith("Traceback")
     assert lines[-1] == "KeyError: 'another'"
 
 
@@ -130,10 +116,10 @@ def test_a_hook_of_the_users_own_stays(capsys: pytest.CaptureFixture[str], monke
         monkeypatch.setattr(sys, "excepthook", as_torch_does(users if is_users else sys.__excepthook__))
         for _ in range(2):  # a second failure finds the hook of the first one
             error = raised()
-            show_if_uncaught(error, FailureMessage(own_failure(error), True, []))
+            print_if_uncaught(error, FailureReport(own_failure(error), True))
         lines = printed(error, capsys)
         assert (lines == ["the user's"]) == is_users
-        assert lines[0].startswith("The job failed") == (not is_users), "without torch's '[rank1]:' in each line"
+        assert lines[0].startswith("Traceback") == (not is_users), "without torch's '[rank1]:' in each line"
 
 
 def as_torch_does(old_hook: Hook) -> Hook:
@@ -149,36 +135,7 @@ def as_torch_does(old_hook: Hook) -> Hook:
 def test_an_exception_that_a_program_catches_can_be_sent_to_another_process(capsys: pytest.CaptureFixture[str]) -> None:
     """The function that finds the checkpoint went with it, which pickle refuses."""
     error = raised()
-    show_if_uncaught(error, FailureMessage(own_failure(error), True, WAITED, checkpoint=lambda: "last.ckpt"))
+    print_if_uncaught(error, FailureReport(own_failure(error), True, checkpoint=lambda: "last.ckpt"))
     sent = pickle.loads(pickle.dumps(error))
     assert (type(sent), sent.args) == (ValueError, ("spoilt",))
-    assert printed(sent, capsys)[-1] == "ValueError: spoilt"
-
-
-SIGTERM_BEFORE_THE_MESSAGE = """
-import os, signal, sys
-from tests.job.test_uncaught_errors import FailureMessage, own_failure, raised, show_if_uncaught
-from lightning_multigpu.job.uncaught_errors import give_sigterm_back
-error = raised()
-show_if_uncaught(error, FailureMessage(own_failure(error), False, []))
-if sys.argv[1] == "new run":
-    give_sigterm_back()
-if sys.argv[1] == "while it is shown":
-    write = sys.stderr.write
-    sys.stderr.write = lambda text: (os.kill(os.getpid(), signal.SIGTERM), write(text))
-if sys.argv[1] in ("shown", "while it is shown"):
-    sys.excepthook(type(error), error, None)
-if sys.argv[1] == "caught":
-    del error
-os.kill(os.getpid(), signal.SIGTERM)
-"""
-
-
-@pytest.mark.parametrize(
-    ("occasion", "times"), [("on the way", 1), ("while it is shown", 1), ("shown", 1), ("new run", 0), ("caught", 0)]
-)
-def test_a_launcher_that_ends_the_rank_first_does_not_hide_the_message(occasion: str, times: int) -> None:
-    command = [sys.executable, "-c", SIGTERM_BEFORE_THE_MESSAGE, occasion]
-    ended = preforked.run(command, timeout=60)
-    assert ended.returncode == -signal.SIGTERM
-    assert ended.stderr.count("The job failed: rank 1") == times
+    assert "ValueError: spoilt" in printed(sent, capsys)

@@ -46,21 +46,18 @@ def test_the_exception_of_any_rank_is_what_the_user_sees(
     finished = run(tmp_path, strategy, devices, rank, "raise")
     assert finished.returncode == 1
     *_, last, advice = finished.stderr.strip().splitlines()
-    assert last.endswith(f"OwnError: the data on rank {rank} is spoilt"), finished.stderr[-3000:]
-    assert re.fullmatch(r"Resume with ckpt_path='.*/checkpoints/.*step=3\.ckpt'", advice)
-    # 249 lines, of which each rank printed its own: one rank's traceback without Lightning's frames, and one line more
-    # from the first rank where another one has failed.
-    failure = finished.stderr[finished.stderr.index("The job failed: ") :].splitlines()
-    assert re.match(
+    assert re.fullmatch(
         rf"The job failed: rank {rank} \(host \S+, pid \d+, last completed step 3, at launch/failing_script.py:\d+ in "
-        r"training_step\) raised OwnError$", failure[0],
-    ), failure  # fmt: skip
+        rf"training_step\) raised OwnError: the data on rank {rank} is spoilt", last,
+    ), finished.stderr[-3000:]  # fmt: skip
+    assert re.fullmatch(r"Resume with ckpt_path='.*/checkpoints/.*step=3\.ckpt'", advice)
+    # 249 lines, of which each rank printed its own: one rank's traceback without Lightning's frames, and one line.
+    failure = finished.stderr[finished.stderr.index("Traceback") :].splitlines()
     assert sum(line.startswith("Traceback") for line in failure) == 1
     assert sum("site-packages" in line for line in failure) == 0, failure
     assert failure.count(advice) == 1
     assert len(failure) <= 20, failure  # eight of them because of the forked interpreter
-    named = sum(line.startswith(failure[0]) for line in failure)
-    assert named == (1 if rank == "0" or strategy == "ring_ddp_spawn" else 2)
+    assert finished.stderr.count("The job failed") == 1
     assert "onnection closed" not in finished.stderr, "what follows from the failure must not hide it"
     if strategy == "ring_ddp":  # where ranks are spawned, callbacks see exceptions in the first process only
         assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 3
@@ -114,7 +111,7 @@ BETWEEN = """
 import os, signal
 import lightning_multigpu
 from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
-trainer = make_trainer(Case(), "ring_ddp", 2)
+trainer = make_trainer(Case(), "ring_ddp", 2, default_root_dir=os.environ["SAVE_TO"])
 module, loader = Classifier(), train_loader(Case(), trainer)
 trainer.fit(module, loader)
 if trainer.global_rank == 1:
@@ -123,11 +120,10 @@ trainer.predict(module, loader)
 """
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="until guardians stay from the first run to the exit")
 def test_a_rank_that_is_killed_between_two_runs_is_named(tmp_path: Path) -> None:
-    """The next run fails on the other rank, by an error of the back end; after SIGSTOP it waits for 30 minutes."""
+    """Guardians ended with each run: the next one failed by an error of the back end, after SIGSTOP in 30 minutes."""
     (script := tmp_path / "script.py").write_text(BETWEEN)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SAVE_TO": str(tmp_path)}
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(job.run, f"{tmp_path}-{k}", str(script), LOCAL_RANK=str(k), **place) for k in range(2)]
     first = runs[0].result()

@@ -20,14 +20,12 @@ _UNLOCKED_S = 60.0  # between the making of a file and its lock
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Lightning's format; a process that dies during a save leaves the previous file unchanged, and no other file.
+    """Lightning's format; a process that dies during a save leaves the previous file unchanged.
 
     Lightning writes to the directory for temporary files and moves the result. To another file system that is a copy,
-    which can end half-way, and a killed process leaves the temporary file. Here the data goes to a file without a name
-    in the directory of the checkpoint, which the kernel removes with the process; it gets its name when it is complete
-    and on the disk. File systems without such files get a hidden file with a name; the next save removes it if its
-    process was killed. The directory is on the disk, too, before a save returns: then an older checkpoint may be
-    removed.
+    which can end half-way. Here the data goes to a hidden file in the directory of the checkpoint, which gets its name
+    when it is complete and on the disk; the next save removes it if its process was killed. The directory is on the
+    disk, too, before a save returns: then an older checkpoint may be removed.
 
     If the system refuses to write, a save raises OSError with the path and the reason, for a full disk with the free
     space. The previous file stays.
@@ -49,11 +47,11 @@ class WholeCheckpointIO(TorchCheckpointIO):
         try:
             os.makedirs(directory, exist_ok=True)
             _remove_left(directory)
-            with contextlib.ExitStack() as stack:  # the file is open, and so locked, until it has its name
-                if not _write_unnamed(checkpoint, directory, partial, stack):
-                    file = stack.enter_context(open(partial, "wb"))
-                    _lock(file.fileno())
-                    _write(checkpoint, file)
+            with open(partial, "wb") as file:
+                _lock(file.fileno())  # until it has its name
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
                 os.replace(partial, path)
             _sync_directory(directory)
         except BaseException as error:
@@ -115,36 +113,6 @@ def _lock(descriptor: int) -> bool:
     return False
 
 
-def _write_unnamed(checkpoint: dict[str, Any], directory: str, name: str, stack: contextlib.ExitStack) -> bool:
-    """Writes a file without a name, then names it; it stays open until the end of ``stack``.
-
-    Returns:
-        False if the system cannot.
-    """
-    if not hasattr(os, "O_TMPFILE"):
-        return False
-    try:
-        descriptor = os.open(directory, os.O_TMPFILE | os.O_WRONLY, 0o666)
-    except OSError:
-        return False
-    file = stack.enter_context(open(descriptor, "wb"))  # noqa: SIM115 - the stack closes it
-    _lock(descriptor)
-    _write(checkpoint, file)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(name)
-    try:
-        folder = os.open("/proc/self/fd", os.O_RDONLY)
-        try:
-            # Given a directory, os.link follows the link in /proc to the file itself.
-            os.link(str(descriptor), name, src_dir_fd=folder, follow_symlinks=True)
-        finally:
-            os.close(folder)
-    except OSError:  # no /proc, or a file system without links
-        file.close()  # gives its space back
-        return False
-    return True
-
-
 def _reason(error: BaseException | None, directory: str) -> tuple[int, str] | None:
     """The number and text of a system error, also within an error of torch; None for other errors."""
     while error is not None and not (isinstance(error, OSError) and error.errno):
@@ -168,9 +136,3 @@ def _sync_directory(directory: str) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _write(checkpoint: dict[str, Any], file: Any) -> None:
-    torch.save(checkpoint, file)
-    file.flush()
-    os.fsync(file.fileno())

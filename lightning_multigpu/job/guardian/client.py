@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing.util import Finalize
 
-from lightning_multigpu.job.guardian.failure import Failure, closing_lines, host_name
+from lightning_multigpu.job.guardian.failure import MAX_WHAT_BYTES, Failure, closing_lines, host_name, start_within
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
 from lightning_multigpu.job.guardian.hang.stacks import answer_stack_signal
 from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS
@@ -51,14 +51,13 @@ class GuardianClient:
         rank: the global rank of this process.
         on_failure: called once, in another thread.
         timeout_s: seconds that the guardian may take to answer.
-        stands_in_line: wait for that time, too, while the queue of connections there is full.
 
     Attributes:
         failure: the failure that ``on_failure`` was called with, or None.
-        waited: the collectives in which the ranks of this host waited when the job failed, one line for each rank;
-            complete before ``on_failure`` is called, and a moment after :meth:`failed`.
         lost: the ranks of this host that the job has lost, in that order. See :meth:`can_be_lost`.
         flight_recorder: the record of this rank's steps and collectives, for the guardian to read.
+        rests: the process is between two runs: neither its end nor the guardian's is a failure, until a rank begins the
+            next run.
 
     Raises:
         GuardianError: no guardian listens there, or it refuses this rank.
@@ -72,25 +71,24 @@ class GuardianClient:
         rank: int,
         on_failure: OnFailure,
         timeout_s: float = 30.0,
-        stands_in_line: bool = True,
     ) -> None:
         self.rank = rank
         self.failure: Failure | None = None
-        self.waited: list[str] = []
         self.lost: list[int] = []
+        self.rests = False
+        self._run = 1
         self._temporary: str | None = None
         self._on_failure = on_failure
         self._leaving, self._met, self._seen = threading.Event(), threading.Event(), threading.Event()
+        self._shown, self._is_shown = threading.Event(), False
         self._all_at_end = threading.Event()
         self._is_alone = False  # with its exception
         self._sending = threading.RLock()  # a signal's handler may send while its thread does
-        self._deciding = threading.RLock()  # whether a stopped guardian goes on or is killed
-        self._kill_at_s: float | None = None  # set when this rank has decided to kill the stopped guardian
         self._process = os.getpid()
         sock = socket.socket(socket.AF_UNIX)
         sock.settimeout(timeout_s)
         try:
-            _connect(sock, address, time.monotonic() + (timeout_s if stands_in_line else 0.0))
+            _connect(sock, address, time.monotonic() + timeout_s)
         except OSError as error:
             sock.close()
             raise NoGuardianError(f"rank {rank} finds no guardian on {host_name()}: {error}; has it ended?") from error
@@ -104,7 +102,8 @@ class GuardianClient:
             welcome = self._welcome(time.monotonic() + timeout_s)
             self.guardian_pid, failure_timeout_s = int(welcome["pid"]), float(welcome["failure_timeout_s"])
             self._guardian = WatchedProcess(self.guardian_pid)
-            self.flight_recorder = FlightRecorder(self._map_pages(int(welcome["num_slots"])), int(welcome["slot"]))
+            self._pages, self._slot = self._map_pages(int(welcome["num_slots"])), int(welcome["slot"])
+            self.flight_recorder = FlightRecorder(self._pages, self._slot)
         except ProcessLookupError as error:
             self._connection.close()
             raise GuardianError(f"the guardian (pid {self.guardian_pid}) of rank {rank} has ended") from error
@@ -114,13 +113,12 @@ class GuardianClient:
         except BaseException:
             self._connection.close()
             raise
-        self._end_s, self._stopped_limit_s = 0.9 * failure_timeout_s, 0.5 * failure_timeout_s
-        self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 10)  # between checks for a stopped guardian
+        self._set_limits(failure_timeout_s)
         self._offer_stacks()
         self._thread = threading.Thread(target=self._listen, name="guardian-client", daemon=True)
         self._thread.start()
         # Not atexit, whose functions do not run in a forked process of multiprocessing.
-        self._at_exit = Finalize(None, self._leave_none_stopped, exitpriority=0)
+        self._at_exit = Finalize(None, self._exit, exitpriority=0)
 
     @classmethod
     def from_variables(cls, variables: Mapping[str, str], *, rank: int, on_failure: OnFailure) -> GuardianClient:
@@ -136,6 +134,29 @@ class GuardianClient:
                 "the first rank of the host, before the others are started"
             )
         return cls(variables[ADDRESS], variables[SECRET], rank=rank, on_failure=on_failure)
+
+    def begin(self, on_failure: OnFailure, *, failure_timeout_s: float, hang_report_s: float | None) -> None:
+        """Begins a further run of all ranks, with its own limits, after :meth:`rest`; all ranks have to come to it.
+
+        A failure that was found meanwhile is passed to ``on_failure`` at once.
+        """
+        self._run += 1
+        self.lost, self._is_alone = [], False
+        self._all_at_end.clear()
+        self._set_limits(failure_timeout_s)
+        self.flight_recorder = FlightRecorder(self._pages, self._slot)
+        self._on_failure, self.rests = on_failure, False
+        self._send("begin", run=self._run, failure_timeout_s=failure_timeout_s, hang_report_s=hang_report_s)
+        if self.failure is not None:
+            on_failure(self.failure)
+            self._all_at_end.set()
+
+    def rest(self) -> None:
+        """Ends a run: see :attr:`rests`. After a failure the guardian leaves this process the time that it needs."""
+        self.rests = True
+        self.flight_recorder.detach()
+        self._pages[PAGE_BYTES * self._slot : PAGE_BYTES * (self._slot + 1)] = bytes(PAGE_BYTES)
+        self._send("rest", run=self._run)
 
     def failed(self, failure: Failure, *, age_s: float = 0.0) -> None:
         """Reports a failure of this rank or of a link to the guardian, which informs the other ranks; all have to end.
@@ -178,9 +199,24 @@ class GuardianClient:
             raise ValueError("rank 0 cannot be lost, since it has the results: call can_be_lost on other ranks only")
         self._send("can be lost")
 
-    def announced(self) -> None:
-        """Informs the guardian that this rank prints the failure in the terminal, so that the guardian does not."""
-        self._send("announced")
+    def raises(self) -> None:
+        """Tells that this rank raises the failure's exception: it calls :meth:`show` unless its program catches it."""
+        self._send("raises")
+
+    def show(self, advice: str, *, waits: bool) -> bool:
+        """Makes the guardian show the failure in the terminal, once for all ranks, when the others have ended.
+
+        Args:
+            advice: the last line.
+            waits: return when it has been shown.
+
+        Returns:
+            False if there is no guardian any more.
+        """
+        self._send("show", advice=start_within(advice, MAX_WHAT_BYTES))
+        if waits:
+            self._shown.wait(self._end_s + _SEEN_S)
+        return self._is_shown if waits else not self._connection.closed
 
     def uses_temporary(self, directory: str) -> None:
         """Names multiprocessing's directory of this rank; the guardian removes it if the rank cannot."""
@@ -282,11 +318,10 @@ class GuardianClient:
         """Ends the connection: from now on this rank's end is no failure, and it receives no failure."""
         if self._leaving.is_set() or os.getpid() != self._process:
             return
-        with self._deciding:
-            self._leaving.set()  # before the message: the guardian may end at once, which is no failure then
+        self._leaving.set()  # before the message: the guardian may end at once, which is no failure then
         with self._sending:
-            self._connection.send("leave")
-        self._leave_none_stopped()
+            self._connection.send("leave", run=self._run)
+        self._resume_guardian()
         self._at_exit.cancel()
         with contextlib.suppress(OSError):  # wakes the thread; sent messages still arrive
             self._connection.socket.shutdown(socket.SHUT_RDWR)
@@ -305,13 +340,16 @@ class GuardianClient:
     def _listen(self) -> None:
         stopped_time = StoppedTime(self._guardian, pause_s=4 * self._look_s)
         messages, self._early = self._early, []
+        stopped_s = 0.0
         while True:
             for message in messages:
-                self.waited += [str(line) for line in message.get("waited", ())]
                 if message["kind"] == "met":
                     self._met.set()
                 elif message["kind"] == "seen":
                     self._seen.set()
+                elif message["kind"] == "shown":
+                    self._is_shown = True
+                    self._shown.set()
                 elif message["kind"] == "lost":
                     self.lost.append(int(message["rank"]))
                 elif message["kind"] in ("all at end", "alone"):
@@ -325,18 +363,22 @@ class GuardianClient:
                 break
             readable, _, _ = select.select([self._connection], [], [], self._look_s)
             messages = self._connection.receive() if readable else []
-            if (stopped_s := stopped_time.lasts_s()) > self._stopped_limit_s and self._gives_up():
-                what = f"the guardian (pid {self.guardian_pid}) has been stopped by a signal for {stopped_s:.1f} s"
-                self._report(Failure(what, host=host_name()))
-                self._end_s -= stopped_s + 2 * self._look_s
-                self._end_stopped()
+            if self._connection.closed:
+                continue  # with its last messages
+            lasts_s = stopped_time.lasts_s()
+            stopped_s = lasts_s or stopped_s
+            if lasts_s > self._stopped_limit_s and not self.rests and not self._leaving.is_set():
+                self._guardian.kill()  # it would stay for ever; its end also informs the other hosts' guardians
                 break
         self._seen.set()
+        self._shown.set()
         if self._leaving.is_set():
             return
-        what = f"the guardian (pid {self.guardian_pid}) has ended, and nobody watches the ranks any more"
-        self._report(Failure(what, host=host_name()))
-        if not self._leaving.wait(self._end_s):
+        what = f"has been stopped by a signal for {stopped_s:.1f} s"  # and this rank, or another one, has killed it
+        if not stopped_time.was_stopped:
+            what, stopped_s = "has ended, and nobody watches the ranks any more", 0.0
+        self._report(Failure(f"the guardian (pid {self.guardian_pid}) {what}", host=host_name()))
+        if not self._leaving.wait(max(0.0, self._end_s - stopped_s)) and not self.rests:
             why = [] if self.failure is None else closing_lines(self.failure, [])
             lines = [f"Rank {self.rank} has not ended {self._end_s:g} s later, so it is ended now.", *why]
             sys.stderr.write("".join(f"{line}\n" for line in lines))
@@ -344,37 +386,29 @@ class GuardianClient:
                 remove_temporary(self._temporary)
             os.kill(self._process, signal.SIGKILL)
 
-    def _gives_up(self) -> bool:
-        """Decides to kill a stopped guardian. From then on no process resumes it, or its report would be cut off."""
-        with self._deciding:
-            if not self._leaving.is_set():
-                # By then the host's other ranks have decided so too, even if this one leaves.
-                self._kill_at_s = time.monotonic() + 2 * self._look_s
-        return self._kill_at_s is not None
-
-    def _end_stopped(self) -> None:
-        """Kills a stopped guardian if this rank has decided so; at once if Ctrl-C interrupts the wait."""
-        if self._kill_at_s is None:
-            return
-        try:
-            time.sleep(max(0.0, self._kill_at_s - time.monotonic()))
-        finally:
-            if self._guardian.state() == STOPPED:  # else another rank has resumed it, and it may be writing
-                self._guardian.kill()  # it would stay for ever; its end also informs the other hosts' guardians
-
-    def _leave_none_stopped(self) -> None:
-        """Resumes a stopped guardian, or kills it if this rank has decided so before the thread could."""
-        with self._deciding:
-            if self._kill_at_s is None and self._guardian.state() == STOPPED:
-                self._guardian.resume()  # else it would stay stopped for ever
-        self._end_stopped()
-
     def _report(self, failure: Failure) -> None:
         if self.failure is None and not self._leaving.is_set():
             self.failure = failure
             self._met.set()  # wakes join_hosts, which raises the failure
-            self._on_failure(failure)
-            self._all_at_end.set()
+            if not self.rests:
+                self._on_failure(failure)
+                self._all_at_end.set()
+
+    def _set_limits(self, failure_timeout_s: float) -> None:
+        self._end_s, self._stopped_limit_s = 0.9 * failure_timeout_s, 0.5 * failure_timeout_s
+        self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 10)  # between checks for a stopped guardian
+
+    def _exit(self) -> None:
+        """At the end of the process."""
+        if self.rests:
+            self.leave()
+        else:
+            self._resume_guardian()
+
+    def _resume_guardian(self) -> None:
+        """Resumes a stopped guardian: no rank may be left that would kill it."""
+        if self._guardian.state() == STOPPED:
+            self._guardian.resume()
 
     # Messages
 

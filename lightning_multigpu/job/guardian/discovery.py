@@ -2,8 +2,7 @@
 
 torchrun, srun or a shell start each rank separately, so that no rank inherits variables of another one. The ranks and
 their guardian meet at a UNIX address that is computed from the job. The kernel knows the user and the PID namespace of
-each process: only processes with the same ones trust each other, and the guardian sends the job's secret only to them.
-If another process has taken the address, the guardian listens at a longer one, which ranks find in the kernel's list.
+each process: only processes with the same ones trust each other.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from lightning_multigpu.job.guardian.client import GuardianClient, NoGuardianError, OnFailure
 from lightning_multigpu.job.guardian.failure import host_name
@@ -31,7 +29,6 @@ _JOB_VARIABLES = (
     "SLURM_RESTART_COUNT",
 )
 _SHORTEST_POLL_S, _POLL_S = 0.005, 0.1
-_NO_ANSWER_S = 2.0
 
 
 def address_of_job(
@@ -58,10 +55,10 @@ def start_at(
     The guardian of a job that has just failed may still run: it has time to end.
 
     Raises:
-        GuardianError: the guardian does not start, or an earlier job's guardian does not end.
+        GuardianError: the guardian does not start, an earlier job's guardian does not end, or a process of another user
+            or container has taken the address.
     """
     began_s = time.monotonic()
-    own_address = address
     while True:
         try:
             return Guardian.start(
@@ -69,17 +66,15 @@ def start_at(
                 failure_timeout_s=failure_timeout_s,
                 join_timeout_s=join_timeout_s,
                 hang_report_s=hang_report_s,
-                address=own_address,
+                address=address,
             )
         except AddressTakenError:
-            owners = [_owner(name) for name in _addresses(address)]
-            known = [owner.pid for owner in owners if owner is not None and not owner.is_foreign]
-            if any((stat := read_stat(pid)) is not None and stat.state not in "ZX" for pid in known):
+            pid, why = _owner(address) or (0, "")
+            if why:
+                raise GuardianError(f"the guardian's address belongs to {why}; choose another MASTER_PORT") from None
+            if pid and (stat := read_stat(pid)) is not None and stat.state not in "ZX":
                 return None
-            waited_s = time.monotonic() - began_s
-            if not known and (owners[0] is not None or waited_s > _NO_ANSWER_S):
-                own_address = f"{address}-{os.urandom(8).hex()}"  # another user's process, which need not answer
-            elif waited_s > failure_timeout_s + 1:
+            if time.monotonic() - began_s > failure_timeout_s + 1:
                 raise
         time.sleep(_POLL_S)
 
@@ -99,44 +94,24 @@ def find(address: str, *, rank: int, on_failure: OnFailure, timeout_s: float) ->
     deadline_s = time.monotonic() + timeout_s
     pause_s = _SHORTEST_POLL_S
     while True:
-        for name in _addresses(address):
-            try:
-                # A stranger's queue may be full for ever: the next name is tried at once, and this one again later.
-                return GuardianClient(name, None, rank=rank, on_failure=on_failure, stands_in_line=False)
-            except NoGuardianError as error:
-                if time.monotonic() > deadline_s:
-                    raise GuardianError(
-                        f"rank {rank} has found no guardian on {host_name()} within {timeout_s:g} s: the first rank "
-                        "of this host, which starts it, has not come. Are MASTER_ADDR, MASTER_PORT and NODE_RANK the "
-                        "same for all ranks of the host, and has one of them LOCAL_RANK=0? Do all belong to one user, "
-                        "and to one container?"
-                    ) from error
+        try:
+            return GuardianClient(address, None, rank=rank, on_failure=on_failure)
+        except NoGuardianError as error:
+            if time.monotonic() > deadline_s:
+                raise GuardianError(
+                    f"rank {rank} has found no guardian on {host_name()} within {timeout_s:g} s: the first rank of "
+                    "this host, which starts it, has not come. Are MASTER_ADDR, MASTER_PORT and NODE_RANK the same "
+                    "for all ranks of the host, and has one of them LOCAL_RANK=0? Do all belong to one user, and to "
+                    "one container?"
+                ) from error
         time.sleep(pause_s)
         pause_s = min(_POLL_S, 1.5 * pause_s)
 
 
-class _Owner(NamedTuple):
-    """The process that listens at an address."""
-
-    pid: int
-    is_foreign: bool
-
-
-def _owner(address: str) -> _Owner | None:
-    """The owner, from the kernel; None if no process answers."""
+def _owner(address: str) -> tuple[int, str] | None:
+    """The pid of the process that listens at an address, and why it is not of this job; None if no process answers."""
     with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
         sock.settimeout(1)
         sock.connect("\0" + address)
-        return _Owner(peer_of(sock)[0], bool(foreign(sock)))
+        return peer_of(sock)[0], foreign(sock)
     return None
-
-
-def _addresses(address: str) -> list[str]:
-    """The job's address, and the longer ones in the kernel's list at which processes of this host listen."""
-    found: set[str] = set()
-    with contextlib.suppress(OSError), open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            name = line.rstrip("\n").rpartition(" ")[2]
-            if name.startswith(f"@{address}-"):
-                found.add(name[1:])
-    return [address, *sorted(found)]

@@ -129,8 +129,7 @@ class Hosts:
         forget: Callable[[socket.socket], None],
         on_message: Callable[[Hashable, Message], None] = lambda host, message: None,
     ) -> None:
-        self._silence_s = silence_s
-        self._beat_every_s = min(_LONGEST_BEAT_S, silence_s / 4)
+        self.silence_s = silence_s
         self._join_timeout_s = join_timeout_s
         self._watch, self._forget, self._on_message = watch, forget, on_message
         self._secret = ""
@@ -138,6 +137,7 @@ class Hosts:
         self._on_met: Callable[[], None] = lambda: None
         self._finished = self._paused = False
         self._at_end = self._all_at_end = False
+        self._run = 1
         self.end_now = 0
         self._peers: list[Peer] = []
         self._strangers: list[Peer] = []
@@ -145,6 +145,10 @@ class Hosts:
         self._awaited: set[int] = set()  # node ranks that have yet to connect
         self._since_s = self._now_s = self._beat_s = 0.0
         self._found: Found | None = None
+
+    @property
+    def _beat_every_s(self) -> float:
+        return min(_LONGEST_BEAT_S, self.silence_s / 4)
 
     @property
     def others_wait(self) -> bool:
@@ -189,30 +193,42 @@ class Hosts:
         for peer in self._peers:
             peer.received_s = now_s
 
-    def observe(self, now_s: float, *, paused: bool) -> Found | None:
+    def begin(self, run: int, now_s: float) -> None:
+        """Begins a further run, and informs the other hosts."""
+        self._at_end = self._all_at_end = False
+        self._run = run
+        self.restart_timers(now_s)
+        for peer in self._peers:
+            peer.end_key = None
+            if peer.done:
+                self._find(f"the ranks of {peer.name} have ended, and ranks of {self._own_name} have begun another run")
+        self.send("begin", run=run)
+
+    def observe(self, now_s: float, *, paused: bool, resting: bool = False) -> Found | None:
         """Sends that this host is alive; returns the failure of another host, if any.
 
         Args:
             now_s: time on this guardian's clock.
             paused: whether all ranks of this host are stopped.
+            resting: whether the ranks of this host are between two runs: nothing is a failure.
         """
         self._now_s = now_s
         if now_s - self._beat_s >= self._beat_every_s or paused != self._paused:
             self._beat_s, self._paused = now_s, paused
             self._send_alive()
         for stranger in self._strangers[:]:
-            if stranger.connection.closed or now_s - stranger.received_s > self._silence_s:
+            if stranger.connection.closed or now_s - stranger.received_s > self.silence_s:
                 self._drop(stranger)
+        if resting:
+            return None
         waited_for = [peer for peer in self._peers if not peer.done]
         for peer in waited_for:
             if peer.connection.closed:
                 self._drop(peer)
                 self._lost(peer)
-        if silent := [peer for peer in waited_for if now_s - peer.received_s > self._silence_s]:
+        if silent := [peer for peer in waited_for if now_s - peer.received_s > self.silence_s]:
             # Hosts that went silent together are named together: this host, or a switch, may be cut off.
-            self._silent(
-                [peer for peer in waited_for if now_s - peer.received_s > self._silence_s - self._beat_every_s]
-            )
+            self._silent([peer for peer in waited_for if now_s - peer.received_s > self.silence_s - self._beat_every_s])
             for peer in silent:
                 self._drop(peer)
         if self._awaited and now_s - self._since_s > self._join_timeout_s:
@@ -245,9 +261,9 @@ class Hosts:
         if not self._at_end:
             self._at_end = True
             if self.is_first:
-                self.send("all at end")
+                self.send("all at end", run=self._run)
             else:
-                self.send("at end", key=key)
+                self.send("at end", key=key, run=self._run)
         return self.is_first or self._all_at_end or not self._peers
 
     def finish(self) -> None:
@@ -365,9 +381,9 @@ class Hosts:
         elif kind == "failure" and self._found is None:
             age_s = age_of(message)
             self._found = Found(Failure.from_message(message.get("failure")), self._now_s - age_s)
-        elif kind == "at end":
+        elif kind == "at end" and message["run"] == self._run:
             peer.end_key = str(message["key"])
-        elif kind == "all at end":
+        elif kind == "all at end" and message["run"] == self._run:
             self._all_at_end = True
         elif kind == "end now":
             self.end_now = int(message["status"])

@@ -57,6 +57,11 @@ class Interrupts:
         """Takes SIGINT over; called in the main thread."""
         signal.signal(signal.SIGINT, self._note)
 
+    def restart(self) -> None:
+        """Forgets all interrupts: a run has ended."""
+        self.counts = self._shown = False
+        self._received = self._reported = 0
+
     def reported(self, number: int, status: int) -> None:
         """Counts a rank's first or second signal."""
         if number > self._reported:

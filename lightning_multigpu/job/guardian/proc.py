@@ -180,6 +180,12 @@ class StoppedTime:
         self._pause_s = pause_s
         self._looked_s = clock_s()
         self._since_s: float | None = None
+        self._seen_s = float("-inf")
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether it was seen stopped a moment ago: a killed process runs until it has ended."""
+        return clock_s() - self._seen_s < 2 * self._pause_s
 
     def lasts_s(self) -> float:
         """Seconds since it was first seen stopped; 0 if it is not stopped."""
@@ -188,6 +194,7 @@ class StoppedTime:
         if self._process.state() != STOPPED:
             self._since_s = None
             return 0.0
+        self._seen_s = now_s
         if was_paused or self._since_s is None:
             self._since_s = now_s
         return now_s - self._since_s

@@ -38,8 +38,8 @@ class WatchedRank:
     Attributes:
         slot: the index of the rank's page in the shared memory.
         introduced: True once the process itself has sent its rank.
-        finished: True once the rank needs no other rank: it has left, or its process ended with exit status 0 before it
-            had sent its rank.
+        finished: True while the rank needs no other rank: it rests or has left, or its process ended with exit status 0
+            before it had sent its rank.
         at_end: True once the rank has reached the end of its run, and waits for the others.
         raised: the exception with which the rank has reached it, with its failure and the time; None otherwise.
         joining_until_s: the time by which the rank has to join the others; None before and afterwards.
@@ -48,6 +48,8 @@ class WatchedRank:
         can_be_lost: the rank has declared that the job goes on without it.
         lost_since_s: the time at which the job has lost the rank and has gone on; None otherwise.
         has_left: True once the rank has left.
+        raises: the rank has raised the job's failure, and asks to show it if its program does not catch it.
+        advice: the last line of the failure that it has asked to show; None before.
     """
 
     def __init__(self, rank: int, process: WatchedProcess, slot: int, *, introduced: bool) -> None:
@@ -61,7 +63,8 @@ class WatchedRank:
         self.joining_until_s: float | None = None
         self.temporary: str | None = None
         self.reported_exit_code: int | None = None
-        self.can_be_lost = self.has_left = False
+        self.can_be_lost = self.has_left = self.raises = False
+        self.advice: str | None = None
         self.lost_since_s: float | None = None
         self.stopped_since_s: float | None = None
         self.ended_since_s: float | None = None
@@ -79,15 +82,17 @@ class Ranks:
         stopped_limit_s: how long a rank may be stopped (state T) while others are not.
 
     Attributes:
+        run: the number of the run that ranks have begun last.
         others_wait: ranks on other hosts are not stopped.
         all_stopped: the ranks of this host that are at work are stopped.
     """
 
     def __init__(self, num_ranks: int, stopped_limit_s: float) -> None:
         self.num_ranks = num_ranks
+        self.stopped_limit_s = stopped_limit_s
+        self.run = 1
         self.others_wait = False
         self.all_stopped = False
-        self._stopped_limit_s = stopped_limit_s
         self._ranks: dict[int, WatchedRank] = {}
 
     def __iter__(self) -> Iterator[WatchedRank]:
@@ -129,6 +134,25 @@ class Ranks:
             )
         self._ranks[rank] = WatchedRank(rank, WatchedProcess(pid), slot=len(self._ranks), introduced=introduced)
         return self._ranks[rank]
+
+    def begin(self, run: int) -> bool:
+        """Begins a further run, to which all ranks have to come; False if it has begun already."""
+        if run <= self.run:
+            return False
+        self.run = run
+        for rank in self._ranks.values():
+            rank.finished = rank.at_end = rank.can_be_lost = False
+            rank.raised = None
+        return True
+
+    @property
+    def resting(self) -> list[WatchedRank]:
+        """The ranks between two runs."""
+        return [
+            rank
+            for rank in self._ranks.values()
+            if rank.finished and rank.introduced and not rank.has_left and rank.process.state() != ENDED
+        ]
 
     def get(self, rank: object) -> WatchedRank | None:
         """The rank, if it has connected."""
@@ -212,7 +236,7 @@ class Ranks:
     def _stopped_too_long(self, stopped: list[WatchedRank], now_s: float) -> Found | None:
         for rank in stopped:
             since_s = now_s if rank.stopped_since_s is None else rank.stopped_since_s
-            if now_s - since_s > self._stopped_limit_s:
+            if now_s - since_s > self.stopped_limit_s:
                 what = (
                     f"has been stopped by a signal (SIGSTOP, SIGTSTP...) for {now_s - since_s:.1f} s while others wait"
                 )

@@ -11,16 +11,13 @@ import time
 from lightning_multigpu.job.guardian.blocking import done_within, no_link
 from lightning_multigpu.job.guardian.failure import Failure, closing_lines, folded, host_name
 from lightning_multigpu.job.guardian.interrupts import signal_of
-from lightning_multigpu.job.guardian.proc import ENDED, STOPPED, clock_s
+from lightning_multigpu.job.guardian.proc import ENDED, STOPPED
 from lightning_multigpu.job.guardian.ranks import Ranks, WatchedRank
-from lightning_multigpu.job.guardian.workers import remove_temporary
 
 # The share of failure_timeout_s in which ranks may end themselves; the rest is for the kernel and the message.
 OWN_TIME = 0.9
 _HURRY_S = 1.0
 _WRITE_LIMIT_S = 5
-_TIDY_LIMIT_S = 3.0
-_TIDY_LOOK_S = 0.05
 
 
 class Shutdown:
@@ -33,7 +30,7 @@ class Shutdown:
 
     Attributes:
         waits: the collectives in which ranks waited at the failure, one line for each rank.
-        announcer: the rank that will print the failure in this host's terminal, unless it is killed first.
+        is_shown: whether the failure was printed in the terminal.
     """
 
     def __init__(self, failure: Failure, since_s: float, timeout_s: float) -> None:
@@ -42,7 +39,7 @@ class Shutdown:
         self._kill_at_s = since_s + OWN_TIME * timeout_s
         self._own_time_s = OWN_TIME * timeout_s
         self._killed: list[WatchedRank] = []
-        self.announcer: WatchedRank | None = None
+        self.is_shown = False
         self.waits: list[str] = []
         self._wants_file = signal_of(failure.what) is None
 
@@ -71,44 +68,41 @@ class Shutdown:
                     rank.process.kill()
         return not left
 
-    def report(self, path: str | None, ranks: Ranks) -> None:
-        """Writes the failure to a file, and to the terminal unless a rank has done so.
+    def write(self, path: str | None, ranks: Ranks) -> None:
+        """Writes the failure to a file, once; the file of an earlier failure is replaced.
 
         Args:
-            path: the path of the file, or None for no file. The file of an earlier failure is replaced.
+            path: the path of the file, or None for no file.
             ranks: the ranks of this host, which the file names with the time: it may be read much later.
         """
         if path is not None and self._wants_file:
             text = _heading(ranks) + self._text(self.failure.traceback)
             done_within(_WRITE_LIMIT_S, lambda: _write_file(path, text))
-        if self.announcer is not None and self.announcer not in self._killed:
+        self._wants_file = False
+
+    def show(self, ranks: Ranks, *, is_first: bool, has_traceback: bool = False, advice: str = "") -> None:
+        """Prints the failure in the terminal, once.
+
+        Args:
+            ranks: the ranks of this host.
+            is_first: whether this is node 0. Another host prints one line, unless the failed rank is its own.
+            has_traceback: whether the failed rank has printed its traceback.
+            advice: the last line, or empty.
+        """
+        if self.is_shown:
             return
-        if sys.stderr is None:
-            return
+        self.is_shown = True
+        is_here = ranks.get(self.failure.rank) is not None
+        if is_first or is_here or self.failure.rank is None:
+            text = self._text(folded(self.failure.traceback) if is_here and not has_traceback else "")
+        else:
+            text = closing_lines(self.failure, self.waits, in_one=True)[0] + "\n"
         # A pipe that nobody reads must not block the guardian for ever: SIGALRM ends it.
         signal.alarm(_WRITE_LIMIT_S)
-        with contextlib.suppress(OSError, ValueError):
-            is_here = self.failure.rank is None or ranks.get(self.failure.rank) is not None
-            line = closing_lines(self.failure, self.waits, in_one=True)[0]
-            sys.stderr.write(self._text(folded(self.failure.traceback)) if is_here else f"{line}\n")
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error may be closed, or None
+            sys.stderr.write(text + (f"{advice}\n" if advice else ""))
             sys.stderr.flush()
         signal.alarm(0)
-
-    def tidy_up(self, ranks: Ranks) -> None:
-        """Removes files of ranks that left after the failure, and were ended before they could remove them.
-
-        A launcher such as torchrun sends SIGTERM to all ranks as soon as one has failed. A rank that runs on for
-        seconds keeps its own files.
-        """
-        deadline_s = clock_s() + _TIDY_LIMIT_S
-        left = [(rank.process, rank.temporary) for rank in ranks if rank.temporary is not None]
-        while left and clock_s() < deadline_s:
-            for process, directory in list(left):
-                if process.state() == ENDED:
-                    remove_temporary(directory)
-                    left.remove((process, directory))
-            if left:
-                time.sleep(_TIDY_LOOK_S)
 
     def _text(self, traceback: str) -> str:
         """The failed rank's traceback, the killed ranks, the other ranks' collectives and, last, the failure."""

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -120,6 +121,22 @@ class Guardian:
     def ended(self, rank: int, exit_code: int) -> None:
         """Reports a child's exit status (``Popen.returncode``); kernels before 6.15 give it to the parent only."""
         self._link.send("ended", rank=rank, exit_code=exit_code)
+
+    def shows(self) -> None:
+        """Reports that this process is no rank and gets the ranks' failure: the guardian stays until :meth:`stop`."""
+        self._link.send("shows")
+
+    def raises(self) -> None:
+        """As :meth:`GuardianClient.raises`."""
+        self._link.send("raises")
+
+    def show(self, advice: str) -> bool:
+        """As :meth:`GuardianClient.show`; returns when it has been shown."""
+        self._link.send("show", advice=advice)
+        while not self._link.closed and select.select([self._link], [], [], _START_TIMEOUT_S)[0]:
+            if any(message["kind"] == "shown" for message in self._link.receive()):
+                return True
+        return False
 
     def stop(self) -> None:
         """Closes the connection: the guardian ends when no rank is at work, even if not all ranks have connected.

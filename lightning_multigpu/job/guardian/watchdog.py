@@ -30,6 +30,7 @@ _MAX_STRANGERS = 64  # and as many as there are ranks
 _SHORTEST_PAUSE_S = 1.0
 _MAY_RAISE_S = 0.5  # a rank that waits longer for a message, or for ranks that have raised, does not raise too
 _SHORTEST_ROUND_S = 0.05
+_TO_ASK_S = 2.0  # after the first rank that asks to show the failure, for the others
 
 
 class Watchdog:
@@ -48,7 +49,10 @@ class Watchdog:
         self._tick_s = min(0.5, self._timeout_s / 20)
         self._now_s = self._started_s = clock_s()
         self._owner = WatchedProcess(settings["owner_pid"])
-        self._owner_gone = self._stopping = False
+        self._owner_gone = self._stopping = self._owner_shows = self._owner_raises = False
+        self._owner_advice = ""
+        self._unanswered: list[Connection] = []  # that have asked to show the failure
+        self._asked_s = 0.0
         self._ranks = Ranks(settings["num_ranks"], self._timeout_s / 2)
         self._connections: dict[Connection, WatchedRank] = {}
         self._strangers: list[Connection] = []
@@ -88,10 +92,11 @@ class Watchdog:
             self._now_s = now_s
             self._observe()
         self._hosts.close()
-        if self._shutdown is not None:
-            self._shutdown.report(self._file(), self._ranks)
-            self._listener.close()  # a further run of these processes may want the address
-            self._shutdown.tidy_up(self._ranks)
+        if self._shutdown is not None and not self._is_caught():
+            self._shutdown.show(self._ranks, is_first=self._hosts.is_first)
+        for rank in self._ranks:
+            if rank.temporary is not None and rank.process.state() == ENDED:
+                remove_temporary(rank.temporary)
 
     def _serve(self) -> None:
         """Handles messages until the next look at the ranks: a tick later, or sooner if messages arrive.
@@ -116,8 +121,14 @@ class Watchdog:
             ended = self._shutdown.progress(self._ranks, self._now_s) and self._workers_have_ended(self._ranks.at_work)
             if ended:
                 self._read_rest()
-            return ended and self._lost_have_ended() and not self._awaits_late_ranks(self._shutdown)
-        if not self._lost_have_ended() or self._ranks.at_work:
+            if not ended or not self._lost_have_ended():
+                return False
+            self._shutdown.write(self._file(), self._ranks)
+            self._hosts.close()
+            self._show_if_asked(self._shutdown)
+            owner_may_ask = self._owner_shows and not self._stopping
+            return not (self._ranks.resting or owner_may_ask or self._awaits_late_ranks(self._shutdown))
+        if not self._lost_have_ended() or self._ranks.at_work or self._ranks.resting:
             return False
         self._read_rest()
         everybody_came = len(self._ranks) == self._ranks.num_ranks
@@ -125,6 +136,32 @@ class Watchdog:
             return False
         self._hosts.finish()
         return self._hosts.all_done
+
+    def _show_if_asked(self, shutdown: Shutdown) -> None:
+        """Shows the failure when all ranks have asked for it or ended; those whose programs catch it get a moment."""
+        asked = sorted((rank.rank, rank.advice) for rank in self._ranks if rank.advice is not None)
+        may_ask = any(rank.advice is None for rank in self._ranks.resting)
+        if not self._unanswered or (may_ask and self._now_s - self._asked_s < _TO_ASK_S):
+            return
+        shutdown.show(
+            self._ranks,
+            is_first=self._hosts.is_first,
+            has_traceback=self._owner_raises or any(rank == shutdown.failure.rank for rank, _ in asked),
+            advice=asked[0][1] if asked else self._owner_advice,
+        )
+        while self._unanswered:
+            self._unanswered.pop().send("shown")
+
+    def _ask(self, connection: Connection, advice: object) -> str:
+        """Notes that a process asks to show the failure; returns its last line."""
+        self._unanswered.append(connection)
+        self._asked_s, self._looks_now = self._now_s, True
+        return str(advice)
+
+    def _is_caught(self) -> bool:
+        """Whether a program has caught the failure's exception: no signal has kept it from asking to show it."""
+        processes = [rank.process for rank in self._ranks if rank.raises] + [self._owner] * self._owner_raises
+        return not self._hurries and any((process.exit_code() or 0) >= 0 for process in processes)
 
     def _read_rest(self) -> None:
         """Reads the last messages of ranks that have ended, which may have arrived since the last look."""
@@ -139,7 +176,10 @@ class Watchdog:
         self._observe_interrupts()
         self._ranks.others_wait = self._hosts.others_wait
         # Messages that ranks sent before they ended count first, and so do failures that other hosts have found.
-        found = self._hosts.observe(self._now_s, paused=self._ranks.all_stopped) if self._shutdown is None else None
+        found = None
+        if self._shutdown is None:
+            resting = not self._ranks.at_work and bool(self._ranks.resting)
+            found = self._hosts.observe(self._now_s, paused=self._ranks.all_stopped, resting=resting)
         if self._shutdown is None and found is None:
             found = self._ranks.observe(self._now_s)
             if found is not None:
@@ -198,12 +238,15 @@ class Watchdog:
             self._hurries = True
             status = self._hosts.end_now or self._interrupts.status
             name = "Ctrl-C" if status == INTERRUPTED_STATUS else "SIGTERM"
-            self._fail(Failure(f"a second {name} has ended the job at once", host=host_name()), self._now_s)
-            assert self._shutdown is not None
-            self._shutdown.hurry(self._now_s)
             self._hosts.send("end now", status=status)
-            for connection in self._connections:
+            for connection in self._connections:  # before the failure, which ranks would raise first
                 connection.send("end now", status=status)
+            failure = Failure(f"a second {name} has ended the job at once", host=host_name())
+            self._fail(failure, self._now_s)
+            assert self._shutdown is not None
+            if signal_of(self._shutdown.failure.what) is not None:  # the first signal, which a rank has acted on alone
+                self._shutdown.failure = failure
+            self._shutdown.hurry(self._now_s)
 
     def _workers_have_ended(self, ranks: list[WatchedRank]) -> bool:
         pids = self._pids()
@@ -273,7 +316,7 @@ class Watchdog:
         for connection, rank in self._connections.items():
             # The failed rank knows its failure; a stopped one receives it in case it is resumed.
             if rank is not failed or rank.process.state() == STOPPED:
-                connection.send("failure", failure=failure.to_message(), waited=waits)
+                connection.send("failure", failure=failure.to_message())
             elif rank.raised is not None:
                 connection.send("alone")
 
@@ -293,10 +336,27 @@ class Watchdog:
                 connection.send("lost", rank=lost.rank)
         show(closing_lines(failure, [], goes_on=True)[0] + "\n")
 
+    def _begin(self, run: int, failure_timeout_s: float, hang_report_s: float | None) -> None:
+        """Begins a further run, if it is one, with the limits of the first rank that comes."""
+        if self._shutdown is None and run > self._ranks.run:
+            self._observe_end()  # node 0 may have told the end of the run before a moment ago
+        if not self._ranks.begin(run):
+            return
+        self._released = False
+        self._set_limits(failure_timeout_s, hang_report_s)
+        self._hosts.begin(run, self._now_s)
+
+    def _set_limits(self, failure_timeout_s: float, hang_report_s: float | None) -> None:
+        self._timeout_s, self._tick_s = failure_timeout_s, min(0.5, failure_timeout_s / 20)
+        self._ranks.stopped_limit_s = self._hosts.silence_s = failure_timeout_s / 2
+        self._hang_watch.limit_s = self._hangs.limit_s = hang_report_s
+
     def _handle_host(self, host: Hashable, message: Message) -> None:
         """Handles a message of another host's guardian that is not about the connection itself."""
         if message["kind"] in KINDS:
             self._hangs.handle(host, message)
+        elif message["kind"] == "begin":
+            self._begin(int(message["run"]), self._timeout_s, self._hangs.limit_s)
         elif message["kind"] == "waited" and self._shutdown is not None and host not in self._have_told_waits:
             self._have_told_waits.add(host)
             self._shutdown.waits += in_message(message["lines"])
@@ -391,8 +451,17 @@ class Watchdog:
 
     def _handle(self, connection: Connection, message: Message) -> None:
         rank, kind = self._connections[connection], message["kind"]
-        if kind == "leave":
-            rank.finished = rank.at_end = rank.has_left = True
+        if kind == "begin":
+            limit_s = message["hang_report_s"]
+            limits = float(message["failure_timeout_s"]), None if limit_s is None else float(limit_s)
+            self._begin(int(message["run"]), *limits)
+        elif kind in ("rest", "leave"):
+            rank.has_left = kind == "leave"
+            # Others may have begun a further run: then this one has to come, or its end is a failure.
+            if self._shutdown is not None or int(message["run"]) == self._ranks.run:
+                rank.finished = rank.at_end = True
+            if not self._ranks.at_work:
+                self._interrupts.restart()
         elif kind == "at end":
             rank.at_end = True
             self._looks_now |= self._ranks.all_at_end
@@ -417,9 +486,11 @@ class Watchdog:
             self._interrupts.reported(int(message["number"]), int(message["status"]))
         elif kind == "failed":
             self._fail(Failure.from_message(message.get("failure")), self._now_s - age_of(message))
-            connection.send("seen", waited=[] if self._shutdown is None else in_message(self._shutdown.waits))
-        elif kind == "announced" and self._shutdown is not None:
-            self._shutdown.announcer = rank
+            connection.send("seen")
+        elif kind == "raises":
+            rank.raises = True
+        elif kind == "show":
+            rank.advice, rank.finished = self._ask(connection, message["advice"]), True
         elif kind == "stacks":
             number, main_thread = int(message["number"]), int(message["main_thread"])
             if not 0 < number <= signal.SIGRTMAX:
@@ -462,7 +533,14 @@ class Watchdog:
                     continue
             elif kind == "ended" and (rank := self._ranks.get(message["rank"])) is not None:
                 rank.reported_exit_code = message["exit_code"]
+            elif kind == "shows":
+                self._owner_shows = True
+            elif kind == "raises":
+                self._owner_raises = True
+            elif kind == "show":
+                self._owner_advice = self._ask(self._owner_link, message["advice"])
             elif kind == "stop":
                 self._stopping = True
         if self._owner_link.closed:
+            self._stopping |= self._owner_shows
             self._forget(self._owner_link.socket)

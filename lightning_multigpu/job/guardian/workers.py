@@ -65,11 +65,8 @@ class Workers:
             return False
         left = [pid for pid in alive if self._is_still_one(pid, rank) and not _ends_itself(pid)]
         for pid in left:
-            directories = temporary_directories(pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-            for directory in directories:
-                remove_temporary(directory)
         return not left
 
     def _is_still_one(self, pid: int, rank: int) -> bool:
@@ -78,23 +75,8 @@ class Workers:
         return command is None or _is_worker(command, self._commands.get(rank, b""))
 
 
-def temporary_directories(pid: int) -> set[str]:
-    """Directories with the sockets of a multiprocessing process, which a killed process cannot remove."""
-    found: set[str] = set()
-    with contextlib.suppress(OSError):
-        sockets = {os.readlink(f"/proc/{pid}/fd/{entry}") for entry in os.listdir(f"/proc/{pid}/fd")}
-        with open(f"/proc/{pid}/net/unix", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                fields = line.rstrip("\n").split(maxsplit=7)
-                if len(fields) == 8 and f"socket:[{fields[6]}]" in sockets:
-                    directory = os.path.dirname(fields[7])
-                    if os.path.basename(directory).startswith(_TEMPORARY):
-                        found.add(directory)
-    return found
-
-
 def remove_temporary(directory: str) -> None:
-    """Removes such a directory; a directory with another name stays."""
+    """Removes multiprocessing's directory of a rank and its workers; a directory with another name stays."""
     if not os.path.basename(directory).startswith(_TEMPORARY):
         return
     with contextlib.suppress(OSError, ValueError):

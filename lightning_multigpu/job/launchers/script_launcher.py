@@ -20,7 +20,7 @@ from lightning_multigpu.job.guardian.proc import note_refusal
 from lightning_multigpu.job.joining import Joining, start_guardian
 from lightning_multigpu.job.loader_workers import note_refused_worker
 from lightning_multigpu.job.run_context import RunContext
-from lightning_multigpu.job.uncaught_errors import show_if_uncaught
+from lightning_multigpu.job.uncaught_errors import print_if_uncaught
 from lightning_multigpu.job.waiting_ranks import are_waiting, launch_rank
 
 if TYPE_CHECKING:
@@ -79,8 +79,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
         except EndOfRun:  # on all ranks; their scripts go on
             raise
         except Exception as error:
-            show_if_uncaught(error, watch.message(self._run, trainer))
-            watch.announce()
+            print_if_uncaught(error, watch.report(self._run, trainer))
+            if watch.client is not None:
+                watch.client.raises()
             if not (watch.is_lost or watch.all_raised):
                 _end(children.values(), _PATIENCE * self._run.failure_timeout_s)
             raise

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -42,7 +40,7 @@ from lightning_multigpu.job.guardian.proc import ended_text, note_refusal
 from lightning_multigpu.job.joining import Joining, start_guardian
 from lightning_multigpu.job.loader_workers import note_refused_worker
 from lightning_multigpu.job.run_context import RunContext
-from lightning_multigpu.job.uncaught_errors import FailureMessage, show_if_uncaught
+from lightning_multigpu.job.uncaught_errors import FailureReport, is_reported, print_if_uncaught
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -110,6 +108,8 @@ class SpawnLauncher(MultiProcessingLauncher):
         self, function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer | None, kwargs: dict[str, Any]
     ) -> Any:
         guardian = start_guardian(self.run)
+        if guardian is not None:
+            guardian.shows()
         try:
             task = _Task(
                 self,
@@ -121,12 +121,13 @@ class SpawnLauncher(MultiProcessingLauncher):
                 {} if guardian is None else guardian.environment,
             )
             result = self._run_ranks(task, guardian)
-        except BaseException:
+        except BaseException as error:
             self.joining.watch.ranks_have_ended = True  # callbacks that save at exceptions do not know
-            raise
-        finally:
-            if guardian is not None:
+            if guardian is not None and not is_reported(error):
                 guardian.stop()
+            raise
+        if guardian is not None:
+            guardian.stop()
         if trainer is None:
             return result.returned
         self._already_fit |= trainer.state.fn == TrainerFn.FITTING
@@ -136,7 +137,6 @@ class SpawnLauncher(MultiProcessingLauncher):
     def _check(self, trainer: pl.Trainer | None) -> None:
         if self._start_method == "spawn":
             check_main_guard()
-            _check_script()
         else:
             check_cuda_fork()
         if trainer is not None:
@@ -202,39 +202,6 @@ class SpawnLauncher(MultiProcessingLauncher):
         )
 
 
-def _check_script() -> None:
-    """Checks that spawned processes, which run the script again as a module, would not start further ones.
-
-    Raises:
-        RuntimeError: the script starts them, and has no main guard.
-    """
-    main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)
-    if path is None or main.__spec__ is not None or not _is_running(main):
-        return
-    try:
-        tree = ast.parse(Path(path).read_bytes())
-    except (OSError, SyntaxError):
-        return
-    tests = [node.test for node in ast.walk(tree) if isinstance(node, ast.If)]
-    if not any(isinstance(part, ast.Name) and part.id == "__name__" for test in tests for part in ast.walk(test)):
-        raise RuntimeError(
-            f'{os.path.basename(path)} has no `if __name__ == "__main__":`, and each spawned process would run all of '
-            "it again: put what it does under that line, or use a strategy that needs none and starts the script "
-            "itself, such as 'ring_ddp'"
-        )
-
-
-def _is_running(module: Any) -> bool:
-    """Whether the top level of a module has called this function."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_globals is vars(module) and frame.f_code.co_name == "<module>":
-            return True
-    return False
-
-
 class _Result(NamedTuple):
     """The answer of the first rank to the process that has started it."""
 
@@ -245,6 +212,24 @@ class _Result(NamedTuple):
     progress: Any = None
     of_callbacks: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
     extra: Any = None
+
+
+class _Failed(NamedTuple):
+    """The answer of a rank whose run has failed.
+
+    Attributes:
+        failure: the failure of the job.
+        in_full: the failure is this rank's own.
+        is_programs: all ranks have raised it.
+        checkpoint: the file to resume from.
+        pickled: the exception; empty if it is about another rank's failure, or cannot be pickled.
+    """
+
+    failure: Failure
+    in_full: bool = False
+    is_programs: bool = False
+    checkpoint: str | None = None
+    pickled: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -294,13 +279,14 @@ class _Task:
             if watch.failure is None:  # it has not joined
                 note_refused_worker(error, run.rank)
                 watch.failure = Failure.of(error, rank=run.rank, step=None)
-            message = watch.message(run, None)
+            report = watch.report(run, None)
             if watch.is_lost:  # the process that has started the ranks goes on
-                sys.stderr.write(message.text(error))
+                report.print(error)
                 raise SystemExit(1) from None
-            message = replace(message, checkpoint=self._checkpoint(), pickled=_pickled(error, watch.failure))
-            answers.send_bytes(pickle.dumps(message))
-            watch.announce()
+            pickled, is_shown = _pickled(error, watch.failure), report.show is None
+            answers.send_bytes(
+                pickle.dumps(_Failed(watch.failure, report.in_full, is_shown, self._checkpoint(), pickled))
+            )
             raise SystemExit(1) from None
         answers.send_bytes(answer)
 
@@ -320,14 +306,14 @@ def _pickled(error: Exception, failure: Failure) -> bytes:
     return b""
 
 
-def _exception_of(message: FailureMessage) -> Exception:
+def _exception_of(failed: _Failed) -> Exception:
     """The exception of a rank, of its own class; if it cannot be unpickled, that of :meth:`Failure.exception`."""
     with contextlib.suppress(Exception):  # as where its class takes other arguments than its args
-        error = pickle.loads(message.pickled)
+        error = pickle.loads(failed.pickled)
         if isinstance(error, Exception):
-            error.add_note(message.failure.note())
+            error.add_note(failed.failure.note())
             return error
-    return message.failure.exception()
+    return failed.failure.exception()
 
 
 class _Ranks:
@@ -389,7 +375,7 @@ class _Ranks:
         codes = [process.exitcode for process in self.processes]
         if not self._bad and 0 not in self._answers:  # another host's first rank was lost
             self._bad.append(0)
-        failed = [answer for answer in self._answers.values() if isinstance(answer, FailureMessage)]
+        failed = [answer for answer in self._answers.values() if isinstance(answer, _Failed)]
         if not failed and self._bad and all(codes[index] == SIGTERM_STATUS for index in self._bad):
             raise SystemExit(SIGTERM_STATUS)
         if not failed and self._bad:
@@ -397,11 +383,18 @@ class _Ranks:
             when = " before its work was done" if codes[index] == 0 else ""
             what = f"{ended_text(codes[index])}{when}"
             failure = Failure(what, self._first_rank + index, host_name(), self.processes[index].pid)
-            failed = [FailureMessage(failure, False, [])]
+            failed = [_Failed(failure)]
         if failed:
-            message = min(failed, key=lambda message: not message.in_full)
-            error = _exception_of(message)
-            show_if_uncaught(error, message)
+            first = min(failed, key=lambda each: not each.in_full)
+            error = _exception_of(first)
+            guardian, show = self._guardian, None
+            if not first.is_programs:
+                show = (lambda advice: False) if guardian is None else guardian.show
+            report = FailureReport(first.failure, first.in_full, show, lambda: first.checkpoint)
+            print_if_uncaught(error, report)
+            if guardian is not None:
+                guardian.raises()
+                weakref.finalize(report, guardian.stop)
             raise error from None
         result = self._answers[0]
         assert isinstance(result, _Result)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import subprocess
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient, GuardianError
-from lightning_multigpu.job.guardian import client as client_module
 from lightning_multigpu.job.guardian.discovery import address_of_job, find, start_at
 from lightning_multigpu.job.guardian.start import AddressTakenError
 from tests.job.guardian.job import REPOSITORY, eventually, is_alive
@@ -153,53 +151,6 @@ as_other_user = pytest.mark.skipif(os.getuid() != 0, reason="becoming another us
 
 
 @as_other_user
-@pytest.mark.parametrize("listens", [True, False])
-def test_another_user_has_taken_the_address(address: str, listens: bool) -> None:
-    """It follows from the job, so that anybody can tell it; and the job did not start."""
-    with socket.socket(socket.AF_UNIX) as squatter:
-        os.seteuid(NOBODY)
-        try:
-            squatter.bind("\0" + address)
-            if listens:
-                squatter.listen(100)
-        finally:
-            os.seteuid(0)
-        started = start_at(address, num_ranks=2, failure_timeout_s=3, join_timeout_s=30)
-        assert started is not None
-        started.withdraw()
-        assert start_at(address, num_ranks=2, failure_timeout_s=3, join_timeout_s=30) is None, "there already"
-        client = find(address, rank=0, on_failure=lambda failure: None, timeout_s=10)
-        assert client.guardian_pid == started.pid
-        squatter.close()
-        again = find(address, rank=0, on_failure=lambda failure: None, timeout_s=10)
-        assert again.guardian_pid == started.pid
-        for one in (again, client):
-            one.leave()
-        started.stop()
-        assert eventually(lambda: not is_alive(started.pid))
-
-
-def test_queues_that_are_full_hold_nobody_up(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each name at which another user listened, without accepting, cost 30 s."""
-    names = [address, f"{address}-0", f"{address}-1"]
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            squatter, waiting = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
-            squatter.bind("\0" + name)
-            squatter.listen(0)
-            waiting.connect("\0" + name)
-        started = Guardian.start(num_ranks=1, address=f"{address}-9")
-        started.withdraw()
-        # Whoever waits in a queue looks at it again and again, and sleeps in between.
-        monkeypatch.setattr(client_module, "_IN_LINE_S", 3600.0)
-        found = find(address, rank=0, on_failure=lambda failure: None, timeout_s=10)
-        assert found.guardian_pid == started.pid
-        found.leave()
-        started.stop()
-        assert eventually(lambda: not is_alive(started.pid))
-
-
-@as_other_user
 def test_a_guardian_of_another_user_is_none(address: str) -> None:
     with socket.socket(socket.AF_UNIX) as squatter:
         squatter.bind("\0" + address)
@@ -210,6 +161,8 @@ def test_a_guardian_of_another_user_is_none(address: str) -> None:
             os.seteuid(0)
         with pytest.raises(GuardianError, match=r"has found no guardian .* belong to one user"):
             find(address, rank=1, on_failure=lambda failure: None, timeout_s=0.2)
+        with pytest.raises(GuardianError, match=rf"belongs to a process of user {NOBODY}.*choose another MASTER_PORT"):
+            start_at(address, num_ranks=2, failure_timeout_s=3, join_timeout_s=30)
 
 
 @as_other_user

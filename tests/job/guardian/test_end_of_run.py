@@ -60,6 +60,48 @@ def test_a_rank_that_leaves_while_it_waits_for_the_others_fails_too() -> None:
         assert "ended with exit status 4" in printed[0]
 
 
+RESTS = "client.finish(); client.rest(); "
+AGAIN = "client.begin(client._on_failure, failure_timeout_s=4.0, hang_report_s=None); "
+
+
+def test_a_rank_that_ends_between_two_runs_is_a_failure_of_the_second_run(capfd: pytest.CaptureFixture[str]) -> None:
+    begins = f"{RESTS}print('rests', flush=True); sys.stdin.readline(); {AGAIN}{WORK}"
+    with Job(begins, f"{RESTS}os.kill(os.getpid(), 9)") as job:
+        first, second = job.ranks
+        assert first.stdout is not None
+        assert first.stdout.readline() == "rests\n"
+        assert second.wait(60) == -signal.SIGKILL
+        time.sleep(1.0)
+        assert not capfd.readouterr().err, "as long as nobody needs it"
+        printed = first.communicate("\n", timeout=60)[0]
+        assert "rank 1 (" in printed
+        assert "was ended by SIGKILL" in printed
+        assert first.returncode == 1
+        assert job.guardian_ends()
+    assert "was ended by SIGKILL" in capfd.readouterr().err
+
+
+def test_a_second_run_ends_as_the_first_one(capfd: pytest.CaptureFixture[str]) -> None:
+    """One rank begins it while the other one still leaves the first run."""
+    with Job(f"{RESTS}{AGAIN}{FINISH}", f"client.finish(); time.sleep(1); client.rest(); {AGAIN}{FINISH}") as job:
+        assert job.outcome() == ([0, 0], ["finished True\n"] * 2)
+        assert job.guardian_ends()
+    assert not capfd.readouterr().err
+
+
+def test_the_end_of_the_guardian_between_two_runs_fails_the_second_one() -> None:
+    begins = f"{RESTS}print('rests', flush=True); sys.stdin.readline(); {AGAIN}sys.exit(3)"
+    with Job(begins, failure_timeout_s=1.0) as job:
+        (rank,) = job.ranks
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "rests\n"
+        os.kill(job.guardian.pid, signal.SIGKILL)
+        with pytest.raises(subprocess.TimeoutExpired):
+            rank.wait(2.0)
+        assert "the guardian" in rank.communicate("\n", timeout=60)[0]
+        assert rank.returncode == 3
+
+
 RAISED = (
     "alike = client.all_raised({key!r}, Failure('raised Own', rank=client.rank)); print('alike', alike, flush=True); "
 )
@@ -142,6 +184,17 @@ def test_a_second_interrupt_of_one_rank_ends_the_others_too(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir()), "whoever did it knows"
 
 
+def test_a_second_sigterm_while_a_rank_raises_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    """The rank was to print the failure, ended at once, and nobody said why."""
+    raises = "client.failed(Failure('was terminated (SIGTERM)', 0)); client.raises(); client.signalled(143, 2); "
+    with Job(f"{raises}time.sleep(60)", "time.sleep(60)", failure_timeout_s=50) as job:
+        assert job.outcome()[0] == [143, 143]
+        assert job.guardian_ends()
+    assert (
+        capfd.readouterr().err.splitlines()[-1].startswith("The job failed: a second SIGTERM has ended the job at once")
+    )
+
+
 def test_interrupts_of_a_program_that_handles_them_itself_do_not_count() -> None:
     with Job("client.signalled(130, 1); client.signalled(130, 2); time.sleep(1.5); client.leave()") as job:
         for _ in range(2):
@@ -154,24 +207,22 @@ def test_interrupts_of_a_program_that_handles_them_itself_do_not_count() -> None
 def test_a_rank_that_is_ended_on_its_way_out_leaves_nothing(tmp_path: Path) -> None:
     """torchrun ends all ranks by SIGTERM as soon as one has failed; they may have left by then."""
     place = f"{tmp_path}/pymp-rank"
-    leaves = f"os.makedirs('{place}'); client.uses_temporary('{place}'); client.finish(); client.leave()"
+    leaves = f"os.makedirs('{place}'); client.uses_temporary('{place}'); client.finish(); client.rest()"
     with Job(f"{leaves}; time.sleep(1); os.kill(os.getpid(), 15)", "os.kill(os.getpid(), 9)") as job:
         assert job.outcome()[0] == [-signal.SIGTERM, -signal.SIGKILL]
         assert job.guardian_ends()
     assert not list(tmp_path.iterdir())
 
 
-# It listens as processes of multiprocessing do, in a directory of its own.
+# Workers listen as processes of multiprocessing do, in the directory of their rank.
 FORKS = """
 import socket
 os.makedirs("{place}/pymp-rank")
 client.uses_temporary("{place}/pymp-rank")
-open("{place}/pymp-rank/listener-0", "w").close()
 for turn in range(2):
     if os.fork() == 0:
-        os.makedirs(f"{place}/pymp-{turn}")
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(f"{place}/pymp-{turn}/listener-0")
+        listener.bind(f"{place}/pymp-rank/listener-{turn}")
         listener.listen()
         os.write(1, f"worker {os.getpid()}\\n".encode())
         time.sleep(600)

@@ -284,10 +284,10 @@ def test_a_terminal_that_nobody_reads_does_not_stop_the_guardian(tmp_path: Path)
 
 
 def test_what_the_others_waited_in_when_a_rank_failed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    told = "told.wait(60); print(client.waited); sys.exit(1)"
+    told = "told.wait(60); sys.exit(1)"
     broken = NOTE.format(operation="broadcast") + "note.broke(); "
     with Job(NOTE.format(operation="all_reduce") + told, broken + told, "time.sleep(1); os._exit(3)", WORK) as job:
-        printed = job.outcome()[1]
+        job.outcome()
         assert job.guardian_ends()
     lines = capfd.readouterr().err.splitlines()
     patterns = [
@@ -298,14 +298,13 @@ def test_what_the_others_waited_in_when_a_rank_failed(tmp_path: Path, capfd: pyt
     assert len(lines) == len(patterns), lines
     for pattern, line in zip(patterns, lines, strict=True):
         assert re.fullmatch(pattern, line), line
-    assert "rank 1 waited in broadcast" in printed[0]
 
 
-def test_the_failing_rank_learns_it_too_and_many_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
+def test_of_many_ranks_that_waited_some_are_counted(capfd: pytest.CaptureFixture[str]) -> None:
     waiting = [NOTE.format(operation="all_reduce") + WORK] * 10
-    fails = "time.sleep(1); client.failed(Failure('raised', 10)); print(len(client.waited), flush=True); os._exit(1)"
+    fails = "time.sleep(1); client.failed(Failure('raised', 10)); os._exit(1)"
     with Job(*waiting, fails, failure_timeout_s=10) as job:
-        assert job.outcome()[1][-1] == "10\n"
+        job.outcome()
         assert job.guardian_ends()
     err = capfd.readouterr().err
     assert err.count("Meanwhile rank") == 8
@@ -313,13 +312,15 @@ def test_the_failing_rank_learns_it_too_and_many_are_counted(capfd: pytest.Captu
     assert "2 more ranks waited" in err
 
 
-def test_the_failing_rank_learns_it_from_a_guardian_that_takes_its_time() -> None:
-    """On a busy machine it left without: here the guardian is stopped for a while."""
+def test_a_failing_rank_lets_a_guardian_that_takes_its_time_look(capfd: pytest.CaptureFixture[str]) -> None:
+    """It cut its groups before the waits were read: here the guardian is stopped for a while."""
     stops = "import threading; time.sleep(1); os.kill(client.guardian_pid, 19); "
     goes_on = "threading.Timer(1.5, os.kill, (client.guardian_pid, 18)).start(); "
-    fails = "client.failed(Failure('raised', 1)); print(len(client.waited), flush=True); os._exit(1)"
+    fails = "client.failed(Failure('raised', 1)); print('seen', flush=True); os._exit(1)"
     with Job(NOTE.format(operation="all_reduce") + WORK, stops + goes_on + fails, failure_timeout_s=20) as job:
-        assert job.outcome()[1][-1] == "1\n"
+        assert job.outcome()[1][-1] == "seen\n"
+        assert job.guardian_ends()
+    assert "Meanwhile rank 0 waited" in capfd.readouterr().err
 
 
 def test_another_host_says_in_one_line_what_its_ranks_waited_in(

@@ -148,3 +148,27 @@ def test_another_job_is_refused() -> None:
         assert is_alive(one.guardian.pid), "a stranger is nobody's loss"
         os.kill(one.guardian.pid, signal.SIGKILL)
         assert one.outcome()[0] == [1]
+
+
+RESTS = "client.finish(); client.rest(); "
+AGAIN = "client.begin(client._on_failure, failure_timeout_s=6.0, hang_report_s=None); "
+ENDS = "print('finished', client.finish() is None, flush=True); client.leave()"
+
+
+def test_a_second_run_of_all_hosts() -> None:
+    with two_hosts(f"{RESTS}{AGAIN}{ENDS}", f"client.finish(); time.sleep(1); client.rest(); {AGAIN}{ENDS}") as jobs:
+        for job in jobs:
+            assert job.outcome() == ([0], ["finished True\n"])
+            assert job.guardian_ends()
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_host_whose_rank_has_ended_between_two_runs_fails_the_second(node: int) -> None:
+    statements = [f"{RESTS}time.sleep(2); {AGAIN}{WORK}"] * 2
+    statements[node] = f"{RESTS}os.kill(os.getpid(), 9)"
+    with two_hosts(*statements) as jobs:
+        codes, printed = jobs[1 - node].outcome()
+        assert codes == [1]
+        assert ("was ended by SIGKILL" if node == 0 else "the ranks of node 1") in printed[0]
+        for job in jobs:
+            assert job.guardian_ends()

@@ -192,7 +192,7 @@ def test_a_link_in_place_of_a_report_is_not_written_through(
     hang_reports._append(str(tmp_path / "hang.txt"), "report")
     assert "Too many levels of symbolic links" in printed[0]
     shutdown = Shutdown(Failure("x"), 0.0, 1.0)
-    shutdown.report(str(tmp_path / "failure.txt"), guarded.watchdog._ranks)
+    shutdown.write(str(tmp_path / "failure.txt"), guarded.watchdog._ranks)
     assert (tmp_path / "mine").read_text() == "precious"
-    shutdown.report(str(tmp_path / "failure.txt"), guarded.watchdog._ranks)
+    Shutdown(Failure("x"), 0.0, 1.0).write(str(tmp_path / "failure.txt"), guarded.watchdog._ranks)
     assert eventually(lambda: "The job failed: x" in (tmp_path / "failure.txt").read_text())

@@ -55,7 +55,7 @@ class HangReports:
         directory: Callable[[], str | None],
         on_deadlock: Callable[[str], None] = lambda ranks: None,
     ) -> None:
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._watch, self._hosts, self._directory, self._on_deadlock = watch, hosts, directory, on_deadlock
         self._now_s = 0.0
         self._waits: dict[Hashable, Waits] = {}
@@ -81,7 +81,7 @@ class HangReports:
                 self._hosts.send("waiting", waits={name: now_s - since_s for name, since_s in waits.items()})
             return
         self._waits[_OWN] = waits
-        if self._limit_s is None:
+        if self.limit_s is None:
             return
         current = self._current()
         if self._until_s is not None:
@@ -139,7 +139,7 @@ class HangReports:
 
     def _report(self, current: Waits) -> None:
         self._until_s = None
-        if not current or self._limit_s is None:
+        if not current or self.limit_s is None:
             return  # the run has gone on meanwhile
         ranks = deadlock(self._views, lasting=current, at_least_s=self._now_s - self._begun_s)
         since_s = min(current.values())
@@ -150,7 +150,7 @@ class HangReports:
             self._again_s = self._now_s + (_AGAIN - 1) * (self._now_s - since_s)
             waited_s = self._now_s - since_s
             text = hang_report(
-                self._views, waited_s=waited_s, limit_s=self._limit_s, file=self._path(), ends=bool(ranks)
+                self._views, waited_s=waited_s, limit_s=self.limit_s, file=self._path(), ends=bool(ranks)
             )
             self._write(text, full_stacks(self._views))
         self._views = []

@@ -65,7 +65,7 @@ class HangWatch:
     """
 
     def __init__(self, limit_s: float | None, ranks: Ranks, memory: Any) -> None:
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._ranks = ranks
         self._memory = memory
         self.signals: dict[int, StackSignal] = {}
@@ -90,7 +90,7 @@ class HangWatch:
         """Looks at all pages; returns the waits that have lasted too long."""
         self._now_s = now_s
         self._advance()
-        if self._limit_s is None:
+        if self.limit_s is None:
             return {}
         at_work = self._ranks.at_work
         if at_work and all(rank.process.state() == STOPPED for rank in at_work):
@@ -101,7 +101,7 @@ class HangWatch:
             for entry in entries:
                 name = f"{rank.rank}: {entry.name} {entry.ranks}"
                 since_s = self._waits.get(name, max(entry.since_s, self._restarted_s))
-                if entry.state == AWAITED and now_s - since_s >= self._limit_s:
+                if entry.state == AWAITED and now_s - since_s >= self.limit_s:
                     waits[name] = since_s
             silence = self._silence(rank, entries)
             if silence.confirmed and silence.seen is not None:
@@ -158,8 +158,8 @@ class HangWatch:
         silence = self._silences.get(rank.rank)
         if silence is None or silence.signature != signature:
             silence = self._silences[rank.rank] = _Silence(signature, self._now_s)
-        assert self._limit_s is not None
-        if self._now_s - silence.since_s < self._limit_s or self._now_s < silence.look_at_s:
+        assert self.limit_s is not None
+        if self._now_s - silence.since_s < self.limit_s or self._now_s < silence.look_at_s:
             return silence
         ticks, before = rank.process.cpu_ticks(), silence.ticks
         silence.ticks = ticks
@@ -177,7 +177,7 @@ class HangWatch:
         seen = views[0].stacks.collective if views else None
         silence.confirmed = seen is not None and seen == silence.seen
         silence.seen = seen
-        silence.look_at_s = self._now_s + (_SECOND_LOOK_S if seen is not None else self._limit_s or 0.0)
+        silence.look_at_s = self._now_s + (_SECOND_LOOK_S if seen is not None else self.limit_s or 0.0)
 
 
 def _gone(rank: WatchedRank) -> str:

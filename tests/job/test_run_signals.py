@@ -8,11 +8,11 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_multigpu.job.deferred_signals import DeferredSignals
 from lightning_multigpu.job.guardian.interrupts import SAME_INTERRUPT_S
 from lightning_multigpu.job.run_signals import RunSignals
 
@@ -27,12 +27,18 @@ def handled() -> Iterator[list[int]]:
         signal.signal(signum, handler)
 
 
+def deferred(signals: list[signal.Signals], **options: Any) -> RunSignals:
+    deferred = RunSignals()
+    deferred.defer(signals, **options)
+    return deferred
+
+
 def send(signum: signal.Signals) -> None:
     os.kill(os.getpid(), signum)
 
 
 def test_a_signal_waits_until_it_is_due(handled: list[int]) -> None:
-    signals = DeferredSignals([signal.SIGUSR1, signal.SIGUSR2])
+    signals = deferred([signal.SIGUSR1, signal.SIGUSR2])
     signals.hold()
     send(signal.SIGUSR2)
     assert (signals.received, handled) == (0b10, [])
@@ -48,7 +54,7 @@ def test_a_signal_waits_until_it_is_due(handled: list[int]) -> None:
 
 
 def test_what_was_received_and_not_acted_on_is_not_lost(handled: list[int]) -> None:
-    signals = DeferredSignals([signal.SIGUSR1])
+    signals = deferred([signal.SIGUSR1])
     signals.hold()
     send(signal.SIGUSR1)
     signals.release()
@@ -56,7 +62,7 @@ def test_what_was_received_and_not_acted_on_is_not_lost(handled: list[int]) -> N
 
 
 def test_sigterm_waits_for_the_other_ranks() -> None:
-    signals = DeferredSignals([signal.SIGTERM])
+    signals = deferred([signal.SIGTERM])
     signals.hold()
     try:
         send(signal.SIGTERM)
@@ -66,7 +72,7 @@ def test_sigterm_waits_for_the_other_ranks() -> None:
         signals.release()
 
 
-def interrupts(signals: DeferredSignals, number: int) -> None:
+def interrupts(signals: RunSignals, number: int) -> None:
     for _ in range(number):
         send(signal.SIGINT)
         time.sleep(1.1 * SAME_INTERRUPT_S)
@@ -74,7 +80,7 @@ def interrupts(signals: DeferredSignals, number: int) -> None:
 
 def test_interrupts_are_counted_and_a_wrapper_sends_each_twice() -> None:
     told: list[int] = []
-    signals = DeferredSignals([signal.SIGINT], on_signal=lambda signum, number: told.append(number))
+    signals = deferred([signal.SIGINT], on_signal=lambda signum, number: told.append(number))
     signals.hold()
     try:
         send(signal.SIGINT)
@@ -89,7 +95,7 @@ def test_interrupts_are_counted_and_a_wrapper_sends_each_twice() -> None:
 
 
 def test_without_a_batch_to_agree_on_a_rank_acts_alone() -> None:
-    signals = DeferredSignals([signal.SIGTERM, signal.SIGINT])
+    signals = deferred([signal.SIGTERM, signal.SIGINT])
     signals.waits = False
     signals.hold()
     try:
@@ -104,7 +110,7 @@ def test_without_a_batch_to_agree_on_a_rank_acts_alone() -> None:
 @pytest.mark.parametrize("how", ["push", "follow"])
 def test_what_waits_in_vain_acts_alone(how: str) -> None:
     """Pushed by the clock, and by the word of another rank that has acted alone."""
-    signals = DeferredSignals([signal.SIGINT], patience_s=0.2)
+    signals = deferred([signal.SIGINT], patience_s=0.2)
     signals.hold()
     try:
         signals.push()
@@ -121,7 +127,7 @@ def test_what_waits_in_vain_acts_alone(how: str) -> None:
 
 
 def test_a_forked_worker_ignores_what_its_rank_holds() -> None:
-    signals = DeferredSignals([signal.SIGINT])
+    signals = deferred([signal.SIGINT])
     signals.waits = False
     signals.hold()
     try:
@@ -140,7 +146,7 @@ def test_a_forked_worker_ignores_what_its_rank_holds() -> None:
 
 def test_a_signal_that_was_acted_on_is_not_handled_again_at_the_end(handled: list[int]) -> None:
     """The launcher of a rank that acts on SIGTERM sends it to its children, which have acted too."""
-    signals = DeferredSignals([signal.SIGUSR1, signal.SIGUSR2])
+    signals = deferred([signal.SIGUSR1, signal.SIGUSR2])
     signals.hold()
     signals.due = 0b01
     signals.act()
