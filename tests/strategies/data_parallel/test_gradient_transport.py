@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.communication.shared_memory import segment
-from lightning_multigpu.engine.data_parallel.gradient_transport import HostLayout, layout
+from lightning_multigpu.engine.data_parallel.gradient_transport import layout
 from lightning_multigpu.strategies.averaged_gradients import CHECKPOINT_KEY
 from tests.strategies.tasks import Case, Classifier, dataset, fit, make_strategy, make_trainer, state, train_loader
 from tests.world import World, rank
@@ -35,28 +35,28 @@ COMPRESSIONS: dict[str, Any] = {
 
 class TestLayout:
     def test_one_host(self) -> None:
-        assert layout([[0, 1, 2, 3]], 4) == HostLayout(inside=[[0, 1, 2, 3]], between=[])
+        assert layout([[0, 1, 2, 3]], 4) == ([[0, 1, 2, 3]], [])
 
     def test_two_hosts_of_two(self) -> None:
-        assert layout([[0, 1, 2, 3]], 2) == HostLayout(inside=[[0, 1], [2, 3]], between=[[0, 2], [1, 3]])
+        assert layout([[0, 1, 2, 3]], 2) == ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
 
     def test_a_rank_a_host(self) -> None:
-        assert layout([[0, 1, 2]], 1) == HostLayout(inside=[], between=[[0, 1, 2]])
+        assert layout([[0, 1, 2]], 1) == ([], [[0, 1, 2]])
 
     def test_lines_of_a_mesh_with_other_axes(self) -> None:
         """Two hosts of four ranks; neighbours share a model, so that a line has every other rank."""
         lines = [[0, 2, 4, 6], [1, 3, 5, 7]]
         inside = [[0, 2], [4, 6], [1, 3], [5, 7]]
-        assert layout(lines, 4) == HostLayout(inside, between=[[0, 4], [2, 6], [1, 5], [3, 7]])
+        assert layout(lines, 4) == (inside, [[0, 4], [2, 6], [1, 5], [3, 7]])
 
     def test_hosts_with_different_numbers_of_ranks_of_a_line(self) -> None:
-        assert layout([[0, 1, 2]], 2) == HostLayout(inside=[], between=[[0, 1, 2]])
+        assert layout([[0, 1, 2]], 2) == ([], [[0, 1, 2]])
 
     def test_hosts_are_not_used(self) -> None:
-        assert layout([[0, 1, 2, 3]], 2, use_hosts=False) == HostLayout(inside=[], between=[[0, 1, 2, 3]])
+        assert layout([[0, 1, 2, 3]], 2, use_hosts=False) == ([], [[0, 1, 2, 3]])
 
     def test_one_rank(self) -> None:
-        assert layout([[0]], 1) == HostLayout([], [])
+        assert layout([[0]], 1) == ([], [])
 
 
 @contextmanager
