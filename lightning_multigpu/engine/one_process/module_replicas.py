@@ -72,10 +72,11 @@ class ModuleReplicas:
         def copied(part: nn.Module) -> nn.Module:
             if id(part) not in copies:
                 substitute = self._substitute(part, number)
-                copies[id(part)] = _shallow_copy(part) if substitute is None else substitute
                 if substitute is None:
+                    copies[id(part)] = part._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
                     fill(part, copies[id(part)])
                 else:
+                    copies[id(part)] = substitute
                     substitutes.add(id(part))
             return copies[id(part)]
 
@@ -111,11 +112,6 @@ class ModuleReplicas:
 
 
 _OF_TORCH = vars(nn.Module()).keys()
-
-
-def _shallow_copy(part: nn.Module) -> nn.Module:
-    copy: nn.Module = part._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-    return copy
 
 
 def check_can_be_copied(module: nn.Module) -> None:

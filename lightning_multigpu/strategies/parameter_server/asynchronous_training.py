@@ -141,16 +141,13 @@ class AsynchronousTraining(Callback):
     def _of_epoch(self, trainer: pl.Trainer) -> dict[str, Any]:
         size, num_batches = trainer.accumulate_grad_batches, self._num_batches(trainer)
         is_resumed = trainer.current_epoch == self._resumed_epoch
+        # In manual optimization batches make any number of steps.
+        is_limited = trainer.max_steps > 0 and trainer.lightning_module.automatic_optimization
         return {
             "first": min(self._first_batch or 0, num_batches) // size if is_resumed else 0,
             "num_batches": -(-num_batches // size),
-            "limit": max(0, trainer.max_steps - self._resumed_version) if self._has_max_steps(trainer) else None,
+            "limit": max(0, trainer.max_steps - self._resumed_version) if is_limited else None,
         }
-
-    def _has_max_steps(self, trainer: pl.Trainer) -> bool:
-        """Whether the number of batches follows from ``max_steps``; in manual optimization batches make any number of
-        steps."""
-        return trainer.max_steps > 0 and trainer.lightning_module.automatic_optimization
 
     # The moments of a fit
 
