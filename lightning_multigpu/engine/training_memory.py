@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from threading import RLock
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,44 +49,38 @@ _STATES: dict[type[Optimizer], Callable[[dict[str, object]], int]] = {
 }
 
 
-def _of_parts(function: Callable[..., HeldBytes]) -> Callable[..., HeldBytes]:
-    """Counts of split parameters what this rank holds."""
-
-    @wraps(function)
-    def on_parts(*args: Any) -> HeldBytes:
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args)
-
-    return on_parts
-
-
-@_of_parts
 def held_bytes(parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> HeldBytes:
     """Bytes that a rank needs in training for the parameters that it holds."""
-    states: dict[Tensor, int] = {}
-    for optimizer in optimizers:
-        count = _STATES.get(type(optimizer))
-        for group in optimizer.param_groups:
-            states.update(dict.fromkeys(group["params"], UNKNOWN_STATES if count is None else count(group)))
-    sizes = {parameter: parameter.nbytes for parameter in parameters}
-    trained = {parameter: size for parameter, size in sizes.items() if parameter.requires_grad}
-    return HeldBytes(
-        sum(sizes.values()),
-        sum(trained.values()),
-        sum(size * states.get(parameter, 0) for parameter, size in trained.items()),
-    )
+    with torch._C.DisableTorchFunctionSubclass():  # of split parameters these are the parts
+        states: dict[Tensor, int] = {}
+        for optimizer in optimizers:
+            count = _STATES.get(type(optimizer))
+            for group in optimizer.param_groups:
+                states.update(dict.fromkeys(group["params"], UNKNOWN_STATES if count is None else count(group)))
+        sizes = {parameter: parameter.nbytes for parameter in parameters}
+        trained = {parameter: size for parameter, size in sizes.items() if parameter.requires_grad}
+        return HeldBytes(
+            sum(sizes.values()),
+            sum(trained.values()),
+            sum(size * states.get(parameter, 0) for parameter, size in trained.items()),
+        )
 
 
-@_of_parts
 def measured_bytes(parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> HeldBytes:
     """Bytes that a rank holds at present; placeholders of tensors that other ranks hold do not count."""
-    held = [parameter for parameter in parameters if not isinstance(parameter, Placeholder)]
-    states = [leaf for optimizer in optimizers for leaf in tree_leaves(list(held_states(optimizer).values()))]
-    return HeldBytes(
-        sum(map(size_bytes, held)),
-        sum(size_bytes(parameter.grad) for parameter in held if parameter.grad is not None),
-        sum(size_bytes(state) for state in states if isinstance(state, Tensor) and not isinstance(state, Placeholder)),
-    )
+    with torch._C.DisableTorchFunctionSubclass():  # of split parameters these are the parts
+        held = [parameter for parameter in parameters if not isinstance(parameter, Placeholder)]
+        leaves = [leaf for optimizer in optimizers for leaf in tree_leaves(list(held_states(optimizer).values()))]
+        states = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder)]
+        return HeldBytes(
+            sum(map(size_bytes, held)),
+            sum(size_bytes(parameter.grad) for parameter in held if parameter.grad is not None),
+            sum(
+                size_bytes(state)
+                for state in states
+                if isinstance(state, Tensor) and not isinstance(state, Placeholder)
+            ),
+        )
 
 
 class SavedTensors:

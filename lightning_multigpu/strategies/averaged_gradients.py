@@ -233,9 +233,7 @@ class AveragedGradients:
             reducer.detach()
         if any(parameter.requires_grad for parameter in strategy._module.parameters()):
             is_hooked = self._given["ddp_comm_hook"] is not None
-            self._bucket_cap_mb = self.transport.bucket_cap_mb_of(
-                strategy._module, reducer, strategy.root_device, rank_zero_info, is_hooked=is_hooked
-            )
+            self._bucket_cap_mb = self.transport.bucket_cap_mb_of(strategy._module, reducer, is_hooked=is_hooked)
             strategy.model = self.wrap(model, init_sync=False)
         else:
             strategy.model, self._trained = model, TrainedParameters(strategy._module)
@@ -312,7 +310,7 @@ class AveragedGradients:
 
 def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:
     option_checks.check_bools(**{name: options[name] for name in _SWITCHES})
-    if options["bucket_cap_mb"] not in ("auto", None):
+    if options["bucket_cap_mb"] is not None:
         option_checks.check_positive("bucket_cap_mb", options["bucket_cap_mb"])
     average_every, period = options["average_every"], options["model_averaging_period"]
     option_checks.check_positive("average_every", average_every, whole=True)

@@ -25,7 +25,13 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import StepTraffic
 from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice, recomputing
 from lightning_multigpu.engine.batch_size import leading_size, tensors_in
-from lightning_multigpu.engine.data_parallel.agreement import LossReduction, full_batch_size, is_stateful
+from lightning_multigpu.engine.data_parallel.agreement import (
+    ContinuedLoader,
+    LossReduction,
+    full_batch_size,
+    is_stateful,
+)
+from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_embeddings
 from lightning_multigpu.engine.micro_batches import (
     num_micro_batches_of,
@@ -33,7 +39,6 @@ from lightning_multigpu.engine.micro_batches import (
     split_batch,
     weights_of,
 )
-from lightning_multigpu.engine.one_process.continued_loader import ContinuedLoader
 from lightning_multigpu.engine.one_process.gathering import gathered, on_device
 from lightning_multigpu.engine.one_process.joint_loss import JointLoss
 from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
@@ -61,9 +66,8 @@ DEVICES = "devices"
 class DataParallelStrategy(SingleDeviceStrategy):
     """Data parallel training in one process: each device computes a part of each batch, with a replica of the model.
 
-    It is ``dp`` as in PyTorch Lightning 1.9, on torch's data parallel functions (``torch.nn.parallel``). No process
-    starts, ``world_size`` is 1, and the loader's ``batch_size`` is the global batch. On CPUs the replicas are threads,
-    which share the memory of the parameters.
+    It is ``dp`` as in PyTorch Lightning 1.9. No process starts, ``world_size`` is 1, and the loader's ``batch_size`` is
+    the global batch. On CPUs the replicas are threads, which share the memory of the parameters.
 
     Args:
         accelerator: the accelerator; usually left to the Trainer.
@@ -235,7 +239,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
         trainer = self._module.trainer
         if not trainer.training or is_stateful(dataloader):
             return dataloader
-        return ContinuedLoader(dataloader, lambda: batches_to_skip(trainer))
+        loader, batches = distribute_batches(dataloader, num_replicas=1, rank=0, even=False)
+        return ContinuedLoader(loader, batches, lambda: batches_to_skip(trainer))
 
     # Steps
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import resource
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import get_all_start_methods
@@ -27,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 DEVICE_TYPES = ("cpu", "cuda")
 SHORTEST_OF_HOSTS_S = 5.0
-_OWN_DESCRIPTORS = 64
+_START_METHODS = ("spawn", "fork", "forkserver")
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
@@ -77,11 +76,9 @@ def check_timeout(value: object) -> None:
         raise ValueError(f"timeout={value!r} is out of range; pass a timedelta above 0")
 
 
-def check_start_method(value: object, *, available: Collection[str] | None = None) -> None:
-    """Checks that this platform can start processes by ``value``; ``available`` are multiprocessing's start methods."""
-    if available is None:
-        available = get_all_start_methods()
-    check_choice("start_method", value, ("popen", *(m for m in ("spawn", "fork", "forkserver") if m in available)))
+def check_start_method(value: object) -> None:
+    """Checks that this platform can start processes by ``value``."""
+    check_choice("start_method", value, ("popen", *(m for m in _START_METHODS if m in get_all_start_methods())))
 
 
 def check_options(owner: str, options: Iterable[str], known: Collection[str]) -> None:
@@ -166,12 +163,7 @@ def check_devices(devices: Sequence[torch.device], *, cpu_count: int, gpu_count:
 
 
 def check_shared_gpus(devices: Sequence[torch.device], backend: str | None) -> None:
-    """Checks that the process group back end lets the ranks of this host share a GPU, where they do.
-
-    Args:
-        devices: the device of each rank.
-        backend: as for :func:`check_backend`.
-    """
+    """Checks that the process group back end lets the ranks of this host share a GPU, where they do."""
     if not share_a_gpu(devices) or _backend_for(backend or "nccl", "cuda") != "nccl":
         return
     refusal = refusal_of_nccl()
@@ -194,27 +186,19 @@ def check_device_type(device_type: str) -> None:
 def check_backend(backend: str | None, device_type: str) -> None:
     """Checks that this build of torch has the process group back end, and that it moves tensors of ``device_type``.
 
-    Args:
-        backend: a name ("gloo", "nccl"), a name for each device ("cpu:gloo,cuda:nccl"), or None for the default.
-        device_type: "cpu" or "cuda".
+    ``backend`` is a name ("gloo", "nccl"), a name for each device ("cpu:gloo,cuda:nccl"), or None for the default.
     """
     if backend is None:
         return
     moves = {name: devices for name, devices in dist.Backend.backend_capability.items() if name != "fake"}
     usable = [n for n, devices in moves.items() if device_type in devices and dist.is_backend_available(n)]
-    fix = f"pass {' or '.join(repr(name) for name in usable)}, or leave the option out"
     name = _backend_for(backend, device_type)
-    if name is None:
-        problem = f"names no back end for tensors on {device_type!r}"
-    elif name not in moves:
-        problem, fix = "is unknown to torch", f"{fix}. {did_you_mean(name, moves)}".removesuffix(". ")
-    elif device_type not in moves[name]:
-        problem = f"moves tensors on {' and '.join(map(repr, moves[name]))} only, and this run is on {device_type!r}"
-    elif not dist.is_backend_available(name):
-        problem = "is not part of this build of torch"
-    else:
-        return
-    raise ValueError(f"process_group_backend={backend!r} {problem}; {fix}")
+    if name not in usable:
+        hint = did_you_mean(name, moves) if name is not None and name not in moves else ""
+        raise ValueError(
+            f"process_group_backend={backend!r} moves no tensors on {device_type!r} in this build of torch; pass "
+            f"{' or '.join(map(repr, usable))}, or leave the option out. {hint}".removesuffix(". ")
+        )
 
 
 def _backend_for(backend: str, device_type: str) -> str | None:
@@ -225,14 +209,10 @@ def _backend_for(backend: str, device_type: str) -> str | None:
 
 
 def check_precision(precision: str, device_type: str, *, bf16_supported: bool = True, explicit: bool = True) -> None:
-    """Checks that the device computes in ``precision``.
+    """Checks that the device computes in ``precision``, which is "16-mixed", for example.
 
-    Args:
-        precision: Lightning's name, "16-mixed" for example.
-        device_type: "cpu" or "cuda".
-        bf16_supported: the GPUs have bfloat16 units.
-        explicit: a precision plugin was passed. ``MixedPrecision("16-mixed", "cpu")`` works on CPU; for the string
-            "16-mixed" Lightning uses bf16-mixed instead.
+    ``explicit``: a precision plugin was passed. ``MixedPrecision("16-mixed", "cpu")`` works on CPU; for the string
+    "16-mixed" Lightning uses bf16-mixed instead.
     """
     if device_type == "cpu" and precision == "16-mixed" and not explicit:
         raise ValueError(
@@ -270,47 +250,22 @@ def check_silence(failure_timeout_s: float, num_nodes: int) -> None:
         )
 
 
-def check_descriptors(num_ranks: int, device_type: str) -> None:
-    """Raises ValueError if a rank may open too few files for its connections; back ends would fail less clearly.
-
-    With 2 ranks, rank 0 has 53 descriptors open under ``ring_ddp``. Over Gloo it has three connections to each other
-    rank; over NCCL one, for control messages, and NCCL's own, which are not counted here.
-    """
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _OWN_DESCRIPTORS + (1 if device_type == "cuda" else 3) * (num_ranks - 1)
-    if resource.RLIM_INFINITY != limit < needed:
-        may = "" if most == resource.RLIM_INFINITY or most >= needed else f" (beyond the hard limit of {most})"
-        raise ValueError(
-            f"this process may have {limit} files and connections open (ulimit -n), and a rank of {num_ranks} needs "
-            f"{needed} or more, data loaders not counted; raise the limit on every host: "
-            f"ulimit -n {max(4096, 2 * needed)}{may}"
-        )
-
-
 def check_run(run: RunContext, *, precision: str, sync_batchnorm: bool, may_ask_gpu: bool) -> None:
     """Checks the Trainer's settings for a strategy: devices, hosts, back end, precision and SyncBatchNorm.
 
-    Args:
-        run: the run.
-        precision: Lightning's name of the precision.
-        sync_batchnorm: SyncBatchNorm is asked for.
-        may_ask_gpu: whether this rank's GPU may be asked for bfloat16 units; if not, they are assumed.
+    ``may_ask_gpu``: whether this rank's GPU may be asked for bfloat16 units; if not, they are assumed.
     """
     check_machine(run.devices, precision=precision, local_rank=run.local_rank if may_ask_gpu else None)
     check_backend(run.backend, run.device_type)
     check_shared_gpus(run.devices, run.backend)
     check_silence(run.failure_timeout_s, run.num_nodes)
-    check_descriptors(run.world_size, run.device_type)
     check_sync_batchnorm(sync_batchnorm, run.device_type)
 
 
 def check_machine(devices: Sequence[torch.device], *, precision: str, local_rank: int | None = 0) -> None:
     """Checks that this machine has the devices, and that they compute in the Trainer's precision.
 
-    Args:
-        devices: the devices of this host.
-        precision: Lightning's name of the precision.
-        local_rank: the index of the GPU that is asked for bfloat16 units; None: they are assumed.
+    The GPU of ``local_rank`` is asked for bfloat16 units; with None they are assumed.
     """
     on_gpus = any(device.type == "cuda" for device in devices)
     check_devices(devices, cpu_count=available_cpu_count(), gpu_count=torch.cuda.device_count() if on_gpus else 0)
@@ -327,11 +282,7 @@ def check_machine(devices: Sequence[torch.device], *, precision: str, local_rank
 def check_pipeline(run: RunContext, num_stages: int, *, sync_batchnorm: bool, fewest_stages: int = 2) -> None:
     """Checks that there are enough ranks for a pipeline, and that their back end moves tensors between two ranks.
 
-    Args:
-        run: the run.
-        num_stages: ranks of a pipeline.
-        sync_batchnorm: SyncBatchNorm is asked for; pipelines have none.
-        fewest_stages: 2, or 1 if the ranks also split layers.
+    ``fewest_stages`` is 2, or 1 if the ranks also split layers.
     """
     num_devices = run.ranks_per_host
     if num_stages < fewest_stages:

@@ -27,8 +27,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     Args:
         bucket_cap_mb: size in MiB of the buckets in which gradients travel. Smaller buckets start earlier, larger ones
             cost less each. By default 4 between hosts and 25 on one host, more for models with many parameters, and
-            DDP's own size where NCCL or a communication hook moves the gradients. "auto" measures the all-reduce at the
-            start and chooses; sums over more than two ranks may then differ in their last bits from run to run.
+            DDP's own size where NCCL or a communication hook moves the gradients.
         find_unused_parameters: in every step, find the parameters on which the loss does not depend.
         gradient_as_bucket_view: make ``.grad`` a view of the bucket, which saves a copy of the gradients. A ``.grad``
             that your code keeps from one step to the next is then overwritten.
@@ -62,7 +61,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     def __init__(
         self,
         *,
-        bucket_cap_mb: float | Literal["auto"] | None = None,
+        bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,

@@ -96,19 +96,6 @@ def test_skipping_leaves_batches_out_once() -> None:
     assert plain.batch_size == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"batch_size": 0, "num_replicas": 2, "rank": 0}, "batch_size=0"),
-        ({"batch_size": 1, "num_replicas": 2, "rank": 2}, "rank=2"),
-        ({"batch_size": 1, "num_replicas": 0, "rank": 0}, "num_replicas=0"),
-    ],
-)
-def test_bad_arguments_are_named(options: dict[str, int], word: str) -> None:
-    with pytest.raises(ValueError, match=word):
-        ShardedBatchSampler(range(4), **options)  # type: ignore[arg-type]
-
-
 def _injected(num_replicas: int, rank: int, shuffle: bool, num_workers: int = 0) -> DataLoader[int]:
     data = list(range(10))
     sampler = DistributedSampler(data, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=3)  # type: ignore[arg-type, var-annotated]

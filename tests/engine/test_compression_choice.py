@@ -7,22 +7,17 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lightning_multigpu.communication.compression import GradientPiece
 from lightning_multigpu.engine.data_parallel.compression_choice import (
-    Bucket,
-    buckets,
     candidates,
     choice,
-    first_bytes,
     measure,
-    sample_bytes,
+    sample_of,
     timed,
 )
 
 FLOAT, BFLOAT = torch.float32, torch.bfloat16
-SHAPES = [(300, 40), (300,), (7, 300), (7,), (1000, 100), (3,), (20, 20)]
 
 
 class TestChoice:
@@ -66,39 +61,19 @@ class TestCandidates:
         assert candidates(dtypes[::-1]) == expected
 
 
-class TestBuckets:
-    @pytest.mark.parametrize("bucket_bytes", [1, 1200, 48000, 60_000, 10_000_000])
-    def test_are_those_of_torch(self, bucket_bytes: int) -> None:
-        """Its own assignment of the gradients in the order in which backward makes them."""
-        for dtypes in ([FLOAT], [FLOAT, BFLOAT]):
-            parameters = {
-                torch.empty(shape, dtype=dtypes[i % len(dtypes)]): GradientPiece(str(i), shape)
-                for i, shape in enumerate(SHAPES)
-            }
-            backward = list(reversed(parameters))
-            expected, _ = dist._compute_bucket_assignment_by_size(backward, [bucket_bytes])
-            found = [
-                [len(SHAPES) - 1 - int(piece.name) for piece in b.pieces] for b in buckets(parameters, bucket_bytes)
-            ]
-            assert sorted(found) == sorted(expected)
+class TestSample:
+    def test_has_the_gradients_that_backward_makes_first(self) -> None:
+        parameters = {torch.empty(100): GradientPiece(str(i), (100,)) for i in range(4)}
+        ((tensor, pieces),) = sample_of(parameters, 1000)
+        assert tensor.numel() == sum(piece.numel for piece in pieces) == 250
+        assert [(piece.name, piece.numel) for piece in pieces] == [("3", 100), ("2", 100), ("1", 50)]
+        assert sample_of(parameters, 10_000)[0][0].numel() == 400
+        assert sample_of({}, 10) == []
+        assert sample_of({torch.empty(0, 4): GradientPiece("empty", (0, 4))}, 10) == []
 
-    def test_hold_every_parameter_once(self) -> None:
-        parameters = {torch.empty(shape): GradientPiece(str(i), shape) for i, shape in enumerate(SHAPES)}
-        found = buckets(parameters, 5000)
-        assert [piece.name for bucket in found for piece in bucket.pieces] == list("6543210")
-        assert sum(bucket.num_bytes for bucket in found) == 4 * sum(piece.numel for piece in parameters.values())
-        assert buckets({}, 5000) == []
-        assert buckets({torch.empty(0, 4): GradientPiece("empty", (0, 4))}, 5000) == []
-
-    def test_as_many_as_there_is_time_for(self) -> None:
-        some = [Bucket((GradientPiece(str(i), (100,)),), FLOAT) for i in range(4)]
-        assert first_bytes(some, 1e9) == some
-        assert first_bytes(some, 1000) == some[:2]
-        assert first_bytes(some, 800) == some[:2]
-        (part,) = first_bytes(some, 40)
-        assert (part.numel, part.pieces[0].name, part.pieces[0].shape) == (10, "0", (100,))
-        assert first_bytes(some, 0)[0].numel == 1
-        assert first_bytes([], 10) == []
+    def test_has_a_tensor_for_each_type(self) -> None:
+        parameters = {torch.empty(8, dtype=dtype): GradientPiece(str(dtype), (8,)) for dtype in (FLOAT, BFLOAT)}
+        assert [(t.dtype, t.numel()) for t, _ in sample_of(parameters, 400)] == [(BFLOAT, 8), (FLOAT, 8)]
 
 
 class Turns:
@@ -153,25 +128,6 @@ class TestMeasure:
         assert measured.seconds == {"none": 3.0, "int8": 2.0}
         assert choice(measured.seconds) == "int8"
         assert asked.count([0.0]) == 2 * measured.rounds, "each turn begins together"
-
-    @pytest.mark.parametrize("bandwidth", [1e6, 25e6, 125e6])
-    def test_the_sample_is_as_long_as_there_is_time_for(self, bandwidth: float) -> None:
-        """Four rounds of the sample, its half and its quarter take the budget."""
-        found = sample_bytes(lambda num_bytes: num_bytes / bandwidth, alone, budget_s=1.0)
-        assert 4 * 1.75 * found / bandwidth == pytest.approx(1.0)
-
-    def test_probes_end_when_they_tell_enough(self) -> None:
-        first, second, third = [64] * 3, [256] * 2, [1024] * 2  # the very first one connects
-        for bandwidth, expected in [(1e6, first), (5e6, first + second), (1e10, first + second + third)]:
-            sent: list[int] = []
-
-            def probe(num_bytes: int, bandwidth: float = bandwidth, sent: list[int] = sent) -> float:
-                sent.append(num_bytes >> 10)
-                return num_bytes / bandwidth
-
-            found = sample_bytes(probe, alone)
-            assert sent == expected
-            assert found <= 64 << 20
 
     def test_timed(self) -> None:
         done: list[int] = []

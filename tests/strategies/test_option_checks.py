@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -39,7 +38,7 @@ def test_what_is_right_passes(recwarn: pytest.WarningsRecorder) -> None:
     for timeout in (None, timedelta(seconds=1)):
         checks.check_timeout(timeout)
     for method in ("popen", "spawn", "fork", "forkserver"):
-        checks.check_start_method(method, available=["fork", "spawn", "forkserver"])
+        checks.check_start_method(method)
     checks.check_options("RingDDPStrategy", ["static_graph"], {"bucket_cap_mb", "static_graph"})
     checks.check_devices([CPU, CPU], cpu_count=2, gpu_count=0)
     checks.check_devices(gpus(0, 1), cpu_count=1, gpu_count=2)
@@ -69,7 +68,7 @@ REFUSED: list[tuple[Callable[[], None], str]] = [
     (lambda: checks.check_positive("period", 1.5, whole=True), "period=1.5 is not a whole number; pass a whole number"),
     (lambda: checks.check_timeout(30), r"timeout=30 is not a timedelta; pass datetime.timedelta\(seconds="),  # type: ignore[arg-type]
     (lambda: checks.check_timeout(timedelta(0)), "timeout=.* is out of range; pass a timedelta above 0"),
-    (lambda: checks.check_start_method("fork", available=["spawn"]), "start_method='fork' .*: 'popen', 'spawn'"),
+    (lambda: checks.check_start_method("forked"), "start_method='forked' .*: 'popen', .*'spawn'"),
     (lambda: checks.check_devices([], cpu_count=2, gpu_count=0), "devices=0: .*pass devices=1 or more"),
     (lambda: checks.check_devices([CPU, *gpus(0)], cpu_count=2, gpu_count=1), "types cpu, cuda; all must be of one"),
     (
@@ -78,10 +77,10 @@ REFUSED: list[tuple[Callable[[], None], str]] = [
     ),
     (lambda: checks.check_devices(gpus(0), cpu_count=8, gpu_count=0), "no GPU 0; pass accelerator='cpu'"),
     (lambda: checks.check_devices([MPS], cpu_count=8, gpu_count=0), "accelerator='mps': .*pass accelerator='cpu'"),
-    (lambda: checks.check_backend("nccl", "cpu"), "='nccl' moves tensors on 'cuda' only.*pass 'gloo'"),
-    (lambda: checks.check_backend("cpu:nccl,cuda:nccl", "cpu"), "='cpu:nccl,cuda:nccl' moves tensors on 'cuda' only"),
-    (lambda: checks.check_backend("cuda:nccl", "cpu"), "='cuda:nccl' names no back end for tensors on 'cpu'; pass 'gl"),
-    (lambda: checks.check_backend("glo", "cpu"), "='glo' is unknown to torch; pass 'gloo'.* Did you mean 'gloo'"),
+    (lambda: checks.check_backend("nccl", "cpu"), "='nccl' moves no tensors on 'cpu' .*pass 'gloo'"),
+    (lambda: checks.check_backend("cpu:nccl,cuda:nccl", "cpu"), "='cpu:nccl,cuda:nccl' moves no tensors on 'cpu'"),
+    (lambda: checks.check_backend("cuda:nccl", "cpu"), "='cuda:nccl' moves no tensors on 'cpu' .*pass 'gl"),
+    (lambda: checks.check_backend("glo", "cpu"), "='glo' moves no tensors .*pass 'gloo'.* Did you mean 'gloo'"),
     (lambda: checks.check_precision("16-mixed", "cpu", explicit=False), "'16-mixed' on CPU: .*pass precision='bf16-m"),
     (lambda: checks.check_precision("transformer-engine", "cpu"), "'transformer-engine' needs a GPU; pass precision="),
     (lambda: checks.check_precision("bf16-mixed", "cuda", bf16_supported=False), "no bfloat16 units .*'16-mixed'"),
@@ -97,7 +96,7 @@ def test_what_is_wrong_is_refused_with_the_value_the_limit_and_the_fix(check: Ca
 
 def test_a_back_end_that_is_not_in_this_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name == "gloo")
-    with pytest.raises(ValueError, match="process_group_backend='mpi' is not part of this build of torch; pass 'gloo'"):
+    with pytest.raises(ValueError, match=r"process_group_backend='mpi' moves no tensors on 'cpu' .*; pass 'gloo'"):
         checks.check_backend("mpi", "cpu")
 
 
@@ -194,24 +193,6 @@ def test_every_setting_of_a_run_comes_to_its_check(change: dict[str, Any], refus
     check_run([CPU], precision="16-mixed")  # of a plugin: Lightning takes bf16-mixed for the word
     with pytest.raises(ValueError, match=refused):
         check_run(**({"devices": [CPU]} | change))
-
-
-@pytest.mark.parametrize(
-    ("limit", "num_ranks", "device_type", "needed"),
-    [(48, 2, "cpu", 67), (1024, 512, "cpu", 1597), (66, 4, "cuda", 67)],
-)
-def test_too_few_descriptors_for_the_connections(
-    limit: int, num_ranks: int, device_type: str, needed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Gloo said "epoll_create: Too many open files", and rank 1 that no rank 0 listened at the address."""
-    for enough in (1024, resource.RLIM_INFINITY):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, enough=enough: (enough, enough))
-        checks.check_descriptors(2, "cpu")
-    words = rf"{limit} files .*\(ulimit -n\), and a rank of {num_ranks} needs {needed} or more.*: ulimit -n 4096"
-    for hard, end in ((1 << 19, ""), (limit, rf" \(beyond the hard limit of {limit}\)")):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, hard=hard: (limit, hard))
-        with pytest.raises(ValueError, match=words + end):
-            checks.check_descriptors(num_ranks, device_type)
 
 
 @pytest.mark.parametrize(("name", "value"), [("activation_checkpointing", True), ("verify_steps", 1)])

@@ -117,8 +117,8 @@ def hierarchy(group: dist.ProcessGroup, ranks_per_host: int) -> dict[str, Call]:
     from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
     from lightning_multigpu.engine.data_parallel.gradient_transport import layout
 
-    arranged = layout([list(range(dist.get_world_size(group)))], ranks_per_host)
-    inside, between = _own_group(arranged.inside), _own_group(arranged.between)
+    hosts, across = layout([list(range(dist.get_world_size(group)))], ranks_per_host)
+    inside, between = _own_group(hosts), _own_group(across)
     all_reduce = HierarchicalAllReduce(
         None if inside is None else SharedMemoryAllReduce(inside),
         None if between is None else RingAllReduce(between),

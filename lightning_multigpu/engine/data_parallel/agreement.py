@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -159,18 +160,46 @@ class LoaderWrapper:
             super().__setattr__(name, value)
 
 
-class AgreedLoader(LoaderWrapper):
+class ContinuedLoader(LoaderWrapper):
+    """Iterates over a loader, without the batches of the epoch that were trained on before the run was resumed.
+
+    Nothing is loaded before the first ``next``: Lightning makes iterators before a checkpoint is loaded.
+
+    Args:
+        loader: of whole batches, or of a rank's own.
+        batches: the loader's batch sampler, if it is ours: it does not load the batches that are left out.
+        skip: returns how many batches to leave out; called at the start of each iteration.
+    """
+
+    def __init__(
+        self, loader: Any, batches: CountedBatchSampler | None = None, skip: Callable[[], int] = lambda: 0
+    ) -> None:
+        self._batches, self._skip = batches, skip
+        self.loader = loader
+
+    def __len__(self) -> int:
+        if not isinstance(self.loader, Sized):
+            raise TypeError(f"{type(self.loader).__name__} has no length")
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        skip = self._skip()
+        if self._batches is not None:
+            self._batches.skip, skip = skip, 0
+        yield from islice(self.loader, skip, None)
+
+
+class AgreedLoader(ContinuedLoader):
     """Iterates over a rank's loader for as long as all ranks agree to.
 
     Args:
         loader: the rank's own loader.
         announcer: carries the announcements.
-        batches: the loader's batch sampler, if it is ours: it counts each batch's samples, and can skip batches.
+        batches, skip: as in :class:`ContinuedLoader`.
         uneven_inputs: ``"stop"``: all ranks stop as soon as one has no batch; ``"join"``: all go on until no rank has
             one, and a rank without data repeats its last batch with weight 0.
         loss_reduction: the weight of a rank's loss: its samples (``"mean"``), 1 (``"sum"``), or the function's value
             for the batch.
-        skip: returns how many batches to leave out; called at the start of each iteration, to resume within an epoch.
         flags: returns the bits that this rank shows all ranks; called before each batch.
         common: returns a number that has to be the same on all ranks; called before each batch.
         on_agreed: called on all ranks, between the same two batches, with the announcements of the next one.
@@ -197,17 +226,15 @@ class AgreedLoader(LoaderWrapper):
         length: int | None = None,
     ) -> None:
         self._announcer = announcer
-        self._batches = batches
         self._uneven_inputs = uneven_inputs
         self._loss_reduction = loss_reduction
-        self._skip = skip
         self._flags = flags
         self._common = common
         self._on_agreed = on_agreed
         self._on_uneven = on_uneven
         self._length = length
         self.announced: deque[Announcement] = deque()
-        self.loader = loader
+        super().__init__(loader, batches, skip)
 
     def settle(self) -> bool:
         """See :meth:`Announcer.settle`."""
@@ -226,7 +253,7 @@ class AgreedLoader(LoaderWrapper):
     def __iter__(self) -> Iterator[Any]:
         self._announcer.drop()
         self.announced.clear()
-        batches = self._fetch()
+        batches = super().__iter__()
         batch = self._announce_next(batches)
         last: Any = _END
         warned = False
@@ -255,15 +282,6 @@ class AgreedLoader(LoaderWrapper):
 
     def _before_fetching_ahead(self) -> None:
         """Called where the loader has the position from which a run that is saved during the next batch goes on."""
-
-    def _fetch(self) -> Iterator[Any]:
-        skip = self._skip()
-        if self._batches is not None:
-            self._batches.skip = skip
-            skip = 0
-        for index, batch in enumerate(self.loader):
-            if index >= skip:
-                yield batch
 
     def _announce_next(self, batches: Iterator[Any]) -> Any:
         batch = next(batches, _END)

@@ -28,14 +28,9 @@ class ModelAverager:
 
     Attributes:
         steps_alone: optimizer steps that ranks have taken since the last average.
-
-    Raises:
-        ValueError: ``every`` is below 1.
     """
 
     def __init__(self, every: int, average: Callable[[Tensor], object]) -> None:
-        if every < 1:
-            raise ValueError(f"average_every={every}: ranks must average every 1 or more steps")
         self.every = every
         self._average = average
         self.steps_alone = 0

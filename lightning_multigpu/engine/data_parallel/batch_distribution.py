@@ -96,9 +96,6 @@ class ShardedBatchSampler(CountedBatchSampler):
         drop_last: leave out a last global batch that is not full.
         even: let a last batch with too few samples for all ranks take some from the batch before it. This is for use
             outside training, where the composition of a batch does not matter.
-
-    Raises:
-        ValueError: ``batch_size`` or ``num_replicas`` is below 1, or ``rank`` is not among the replicas.
     """
 
     def __init__(
@@ -111,10 +108,6 @@ class ShardedBatchSampler(CountedBatchSampler):
         drop_last: bool = False,
         even: bool = False,
     ) -> None:
-        if batch_size < 1 or num_replicas < 1:
-            raise ValueError(f"batch_size={batch_size}, num_replicas={num_replicas}: both must be at least 1")
-        if not 0 <= rank < num_replicas:
-            raise ValueError(f"rank={rank} is not among {num_replicas} replicas: use 0 to {num_replicas - 1}")
         super().__init__([])
         self.order = order
         self.batch_size = batch_size

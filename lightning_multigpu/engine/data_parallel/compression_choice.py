@@ -1,13 +1,12 @@
 """Choice of a compression by measurement at the start of a run: ``compression="auto"``.
 
-Each candidate averages the buckets of a step, in turn, so that a disturbance slows all candidates; the median on the
-slowest rank decides. On a slow link, which a short probe detects, only the first buckets are sent::
+Each candidate averages the first 4 MiB of a step's gradients, in turn, so that a disturbance slows all candidates; the
+median on the slowest rank decides::
 
-    probe     none 64 KiB, 256 KiB, 1 MiB     until one takes long enough to tell the time of a byte
-    round 0   none, bf16, int8                not counted: memory is cold; tells how many rounds there is time for
-    round 1   none, bf16, int8                \\
-    round 2   none, bf16, int8                 > medians
-    ...                                       /
+    round 0   none, bf16, int8    not counted: memory is cold; tells how many rounds there is time for
+    round 1   none, bf16, int8    \\
+    round 2   none, bf16, int8     > medians
+    ...                           /
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.clocks import timed
 from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
-from lightning_multigpu.planning.break_even import break_even_bytes_per_s, measured_cost_s_per_byte
-from lightning_multigpu.planning.numbers import ms, number, size
+from lightning_multigpu.planning.numbers import ms, size
 
 UNCOMPRESSED = "none"
 CLEARLY = 0.9
 """A compression that loses more precision must take at most this share of the time of one that loses less."""
 BUDGET_S = 1.0
-"""Time limit of the rounds; on a very slow link three rounds of the smallest sample may take longer."""
+"""Time limit of the rounds; on a slow link three rounds may take longer."""
 
 # The one that loses less comes first. Compressors that delay most of a gradient change training, so only the user
 # chooses them; fp16 takes as long as bf16, and overflows.
@@ -41,48 +39,17 @@ _CANDIDATES: dict[torch.dtype, tuple[str, ...]] = {
     torch.bfloat16: ("int8",),
     torch.float16: ("int8",),
 }
-_PROBE_BYTES = (64 << 10, 256 << 10, 1 << 20)
-_PROBE_ENOUGH_S = 0.02
-_SHARE_OF_A_ROUND = 1.75  # bytes of a round / bytes of its uncompressed turn: 1 + 1/2 + 1/4
 _MIN_ROUNDS = 3
 _MAX_ROUNDS = 7
-_MAX_SAMPLE_BYTES = 64 << 20
+_SAMPLE_BYTES = 4 << 20
 
 Agree = Callable[[Sequence[float]], list[float]]
 """Returns, on all ranks, the largest value of any rank for each number; a collective."""
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Gradients that travel together.
-
-    Attributes:
-        pieces: the parameters whose gradients it holds, in order.
-        dtype: the dtype of these gradients.
-    """
-
-    pieces: Pieces
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        """Elements of the flat tensor."""
-        return sum(piece.numel for piece in self.pieces)
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size."""
-        return self.numel * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
 class Measured:
-    """The measured times of the candidates; the same on all ranks.
-
-    Attributes:
-        seconds: the slowest rank's median, by name.
-        rounds: how often each candidate was timed.
-    """
+    """The slowest rank's median time of each candidate, by name, and how often each was timed."""
 
     seconds: Mapping[str, float]
     rounds: int
@@ -114,56 +81,25 @@ def choice(seconds: Mapping[str, float]) -> str:
     return chosen
 
 
-def buckets(pieces: Mapping[Tensor, GradientPiece], bucket_bytes: float) -> list[Bucket]:
-    """The buckets that DistributedDataParallel makes of these parameters, the last parameter first.
+def sample_of(pieces: Mapping[Tensor, GradientPiece], limit_bytes: int) -> list[tuple[Tensor, Pieces]]:
+    """A flat tensor for each dtype, with the parameters whose gradients it stands for, of ``limit_bytes`` in all.
 
-    Args:
-        pieces: by parameter, in the module's order.
-        bucket_bytes: the size from which on a bucket is full.
+    Backward makes the gradients of the last parameter first; ``pieces`` are in the module's order.
     """
-    groups = alike(reversed(list(pieces)), full_bytes=bucket_bytes)
-    found = [Bucket(tuple(pieces[parameter] for parameter in group), group[0].dtype) for group in groups]
-    return [bucket for bucket in found if bucket.numel]
-
-
-def first_bytes(of: Sequence[Bucket], limit_bytes: float) -> list[Bucket]:
-    """The first whole buckets that fit the limit; a part of the first bucket if that alone is larger."""
-    found: list[Bucket] = []
-    left_bytes = limit_bytes
-    for bucket in of:
-        if bucket.num_bytes > left_bytes:
-            break
-        found.append(bucket)
-        left_bytes -= bucket.num_bytes
-    if found or not of:
-        return found
-    numel = max(1, int(limit_bytes) // of[0].dtype.itemsize)
-    return [Bucket(cut(of[0].pieces, 0, numel), of[0].dtype)]
-
-
-def sample_bytes(probe: Callable[[int], float], agree: Agree, *, budget_s: float = BUDGET_S) -> float:
-    """The bytes of gradients that the rounds can send within the time limit; a collective.
-
-    Args:
-        probe: sends that many bytes uncompressed, and returns the seconds that it took.
-        agree: the maximum over all ranks.
-        budget_s: the time limit of all rounds.
-    """
-    probe(_PROBE_BYTES[0])  # the first call connects
-    for num_bytes in _PROBE_BYTES:
-        (seconds,) = agree([min(probe(num_bytes), probe(num_bytes))])
-        if seconds >= _PROBE_ENOUGH_S:
-            break
-    return min(_MAX_SAMPLE_BYTES, budget_s / (_MIN_ROUNDS + 1) / _SHARE_OF_A_ROUND * num_bytes / seconds)
+    found = []
+    for parameters in alike(reversed(list(pieces))):
+        whole = tuple(pieces[parameter] for parameter in parameters)
+        numel = min(sum(parameter.numel() for parameter in parameters), limit_bytes // parameters[0].itemsize)
+        if numel:
+            found.append((parameters[0].new_ones(numel), cut(whole, 0, numel)))
+            limit_bytes -= found[-1][0].nbytes
+    return found
 
 
 def measure(ways: Mapping[str, Callable[[], float]], agree: Agree, *, budget_s: float = BUDGET_S) -> Measured:
-    """Times the candidates in turn; a collective.
+    """Times functions that do the same work and return the seconds that it took, in turn; a collective.
 
-    Args:
-        ways: by name, functions that do the same work and return the seconds that it took.
-        agree: the maximum over all ranks; it makes them begin each turn together.
-        budget_s: the time limit of all rounds; at least three run.
+    ``agree`` also makes the ranks begin each turn together. At least three rounds run, whatever the time limit.
     """
     first = agree([run() for run in ways.values()])
     rounds = min(max(int(budget_s / max(sum(first), 1e-9)) - 1, _MIN_ROUNDS), _MAX_ROUNDS)
@@ -181,28 +117,19 @@ def reducer_of_choice(
     plain: GradientReducer,
     all_reduce: HierarchicalAllReduce,
     *,
-    bucket_bytes: float,
     ranks: MeteredGroup,
     device: torch.device,
     info: Callable[[str], object],
 ) -> GradientReducer:
     """``plain``, or a reducer that compresses if compressed gradients arrive clearly sooner.
 
-    The choice is the same on all ranks; a collective.
-
-    Args:
-        pieces: the name and shape of each parameter, in the module's order.
-        plain: averages gradients as they are.
-        all_reduce: over the same ranks, for tensors in the host's memory; closed if it is not used afterwards.
-        bucket_bytes: how many bytes of gradients travel together.
-        ranks: the ranks that take part.
-        device: the device of the gradients.
-        info: prints the choice and the measured times on rank 0.
+    The choice is the same on all ranks; a collective. ``all_reduce``, for tensors in the host's memory, is closed if it
+    is not used afterwards. ``info`` prints the choice and the measured times on rank 0.
     """
     compressor = None
     try:
         if all_reduce.between is not None:
-            compressor = _chosen(pieces, plain, all_reduce, bucket_bytes, ranks, device, info)
+            compressor = _chosen(pieces, plain, all_reduce, ranks, device, info)
     finally:
         if compressor is None and plain.all_reduce is not all_reduce:
             all_reduce.close()
@@ -213,7 +140,6 @@ def _chosen(
     pieces: Mapping[Tensor, GradientPiece],
     plain: GradientReducer,
     all_reduce: HierarchicalAllReduce,
-    bucket_bytes: float,
     ranks: MeteredGroup,
     device: torch.device,
     info: Callable[[str], object],
@@ -231,28 +157,21 @@ def _chosen(
         found: list[float] = ranks.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max").tolist()
         return found
 
-    def probe(num_bytes: int) -> float:
-        tensor = torch.ones(num_bytes // 4, device=device)
-        return timed(lambda: plain.average(tensor), device)
-
-    all_buckets = buckets(trained, bucket_bytes)
-    sample = first_bytes(all_buckets, sample_bytes(probe, agree))
+    sample = sample_of(trained, _SAMPLE_BYTES)
     measured = measure(_ways({UNCOMPRESSED: plain, **reducers}, sample, device), agree)
     chosen = choice(measured.seconds)
-    info(_report(chosen, measured, all_buckets, sample) + _break_even_report(measured, reducers, sample))
+    total_bytes, sampled_bytes = (sum(tensor.nbytes for tensor in of) for of in (trained, (t for t, _ in sample)))
+    info(_report(chosen, measured, total_bytes, sampled_bytes))
     return None if chosen == UNCOMPRESSED else compressors[chosen]
 
 
 def _ways(
-    reducers: Mapping[str, GradientReducer], sample: Sequence[Bucket], device: torch.device
+    reducers: Mapping[str, GradientReducer], sample: Sequence[tuple[Tensor, Pieces]], device: torch.device
 ) -> dict[str, Callable[[], float]]:
-    tensors: list[tuple[Tensor, Sequence[GradientPiece]]] = [
-        (torch.ones(bucket.numel, dtype=bucket.dtype, device=device), bucket.pieces) for bucket in sample
-    ]
-
     def way(reducer: GradientReducer) -> Callable[[], float]:
         def step() -> None:
-            reducer.average_all(tensors)
+            for tensor, of in sample:
+                reducer.average(tensor, of)
             if reducer.all_reduce is not None:
                 reducer.all_reduce.end_step()
 
@@ -261,27 +180,10 @@ def _ways(
     return {name: way(reducer) for name, reducer in reducers.items()}
 
 
-def _report(chosen: str, measured: Measured, step: Sequence[Bucket], sample: Sequence[Bucket]) -> str:
-    total_bytes, sampled_bytes = (sum(bucket.num_bytes for bucket in of) for of in (step, sample))
+def _report(chosen: str, measured: Measured, total_bytes: int, sampled_bytes: int) -> str:
     times = ", ".join(f"{way} {ms(seconds * total_bytes / sampled_bytes)}" for way, seconds in measured.seconds.items())
     part = "" if sampled_bytes == total_bytes else f" with {size(sampled_bytes)} of them, in proportion"
     return (
         f"compression='auto': {chosen}. A step's {size(total_bytes)} of gradients take: {times} "
         f"(medians of {measured.rounds}{part}, on the slowest rank)."
     )
-
-
-def _break_even_report(measured: Measured, reducers: Mapping[str, GradientReducer], sample: Sequence[Bucket]) -> str:
-    """The bandwidth below which each compression pays; empty where the link is too slow to tell."""
-    num_bytes = sum(bucket.num_bytes for bucket in sample)
-    found = []
-    for name, reducer in reducers.items():
-        assert reducer.all_reduce is not None
-        compressed = reducer.all_reduce.compressed
-        assert compressed is not None
-        ratio = compressed.statistics.ratio
-        cost_s = measured_cost_s_per_byte(measured.seconds[UNCOMPRESSED], measured.seconds[name], ratio, num_bytes)
-        if cost_s:
-            border = break_even_bytes_per_s(cost_s, ratio, world_size=compressed.world_size)
-            found.append(f"{name} below {number(border * 8e-9)} Gbit/s")
-    return f" At what that costs here, it pays: {', '.join(found)} between hosts." if found else ""

@@ -18,15 +18,12 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
-from lightning_multigpu.engine.data_parallel import bucket_size
 from lightning_multigpu.engine.data_parallel.compression_choice import reducer_of_choice
 from lightning_multigpu.engine.data_parallel.reducer import CommHook, GradientReducer
-from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.scaling.step_model import usual_bucket_bytes
 
 AUTO: Literal["auto"] = "auto"
 _AXIS = "data"
-_DDP_BUCKET_CAP_MB = 25.0
 _HOST_MEMORY_BACKEND = "gloo"
 
 
@@ -48,13 +45,13 @@ class GradientTransport:
     """Options of how gradients travel over the data axis; :meth:`open` makes what moves them.
 
     Attributes:
-        bucket_cap_mb: MiB of gradients that travel together; "auto" measures, None takes the default of their route.
+        bucket_cap_mb: MiB of gradients that travel together; None takes the default of their route.
         compressor: compresses gradients between hosts; "auto" measures, None does not compress.
         compress_inside_hosts: compress between ranks of one host as well.
         shared_memory: let ranks of one host reduce through memory that they share.
     """
 
-    bucket_cap_mb: float | Literal["auto"] | None = None
+    bucket_cap_mb: float | None = None
     compressor: Compressor | Literal["auto"] | None = None
     compress_inside_hosts: bool = False
     shared_memory: bool = True
@@ -82,14 +79,8 @@ class GradientTransport:
     ) -> tuple[GradientReducer, float | None]:
         """The reducer of a module's gradients, and the MiB of its buckets, None for DDP's own; a collective of all.
 
-        Args:
-            module: the module whose gradients travel.
-            groups: the process groups of the run.
-            meter: records every transfer.
-            ranks: the ranks of the data axis.
-            ranks_per_host: neighbouring ranks that share a host.
-            hook: a user's own communication hook and its state, which moves the gradients instead.
-            info, warn: print a message on rank 0.
+        ``ranks`` are those of the data axis, of which ``ranks_per_host`` neighbours share a host. A user's own
+        communication hook and its state move the gradients instead. ``info`` and ``warn`` print on rank 0.
         """
 
         def over_hosts(compressor: Compressor | None) -> HierarchicalAllReduce:
@@ -103,42 +94,20 @@ class GradientTransport:
         uses_host_memory = hook is None and (dist.get_backend(group) != "nccl" or compressor is not None)
         all_reduce = over_hosts(compressor) if uses_host_memory else None
         reducer = GradientReducer(group, meter, hook=hook, all_reduce=all_reduce, pieces=pieces)
-        bucket_cap_mb = self.bucket_cap_mb_of(module, reducer, groups.device, info, is_hooked=hook is not None)
+        bucket_cap_mb = self.bucket_cap_mb_of(module, reducer, is_hooked=hook is not None)
         if chooses and all_reduce is None and (dist.get_world_size() > ranks_per_host or self.compress_inside_hosts):
             all_reduce = over_hosts(None)  # compressed gradients would take this route instead of NCCL
         if chooses and all_reduce is not None:
-            bucket_bytes = (bucket_cap_mb or _DDP_BUCKET_CAP_MB) * 2**20
-            reducer = reducer_of_choice(
-                pieces, reducer, all_reduce, bucket_bytes=bucket_bytes, ranks=ranks, device=groups.device, info=info
-            )
+            reducer = reducer_of_choice(pieces, reducer, all_reduce, ranks=ranks, device=groups.device, info=info)
         return reducer, bucket_cap_mb
 
-    def bucket_cap_mb_of(
-        self,
-        module: Module,
-        reducer: GradientReducer,
-        device: torch.device,
-        info: Callable[[str], object],
-        *,
-        is_hooked: bool,
-    ) -> float | None:
-        """The MiB of the buckets for the parameters that require gradients now, None for DDP's own; may measure."""
-        total_bytes = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
-        if self.bucket_cap_mb is None:
-            all_reduce = reducer.all_reduce
-            if all_reduce is None or is_hooked:
-                return None
-            return usual_bucket_bytes(total_bytes, between_hosts=all_reduce.between is not None) / 2**20
-        if not isinstance(self.bucket_cap_mb, str):
+    def bucket_cap_mb_of(self, module: Module, reducer: GradientReducer, *, is_hooked: bool) -> float | None:
+        """The MiB of the buckets for the parameters that require gradients now; None for DDP's own."""
+        all_reduce = reducer.all_reduce
+        if self.bucket_cap_mb is not None or all_reduce is None or is_hooked:
             return self.bucket_cap_mb
-        cost = bucket_size.measure(reducer.average, device)
-        chosen_mb = bucket_size.best_bucket_bytes(cost, total_bytes) / 2**20
-        info(
-            f"bucket_cap_mb='auto': {chosen_mb:.2f}, buckets of {size(chosen_mb * 2**20)}, for "
-            f"{size(total_bytes)} of gradients that take {ms(cost.latency_s)} a bucket and "
-            f"{ms(1e6 * cost.s_per_byte)} a MB"
-        )
-        return chosen_mb
+        total_bytes = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+        return usual_bucket_bytes(total_bytes, between_hosts=all_reduce.between is not None) / 2**20
 
     def _all_reduce_over_hosts(
         self,
@@ -150,8 +119,8 @@ class GradientTransport:
     ) -> HierarchicalAllReduce:
         """The all-reduce of tensors in the hosts' memory; if a rank cannot share memory, all ranks use sockets."""
         lines = groups.lines(_AXIS)
-        arranged = layout(lines, ranks_per_host, use_hosts=self.shared_memory and not self.compress_inside_hosts)
-        inside_group = groups.over(arranged.inside, backend=_HOST_MEMORY_BACKEND) if arranged.inside else None
+        hosts, across = layout(lines, ranks_per_host, use_hosts=self.shared_memory and not self.compress_inside_hosts)
+        inside_group = groups.over(hosts, backend=_HOST_MEMORY_BACKEND) if hosts else None
         inside: SharedMemoryAllReduce | None = None
         problem, problems = "", [""] * dist.get_world_size()
         try:
@@ -166,12 +135,12 @@ class GradientTransport:
                 f"gradients travel through sockets also between ranks of one host: {next(filter(None, problems))}. "
                 "RingDDPStrategy(shared_memory=False) asks for that without this warning."
             )
-            inside, inside_group, arranged = None, None, layout(lines, ranks_per_host, use_hosts=False)
+            inside, inside_group, (_, across) = None, None, layout(lines, ranks_per_host, use_hosts=False)
         between_group: dist.ProcessGroup | None = None
-        if arranged.between == lines and dist.get_backend(group) == _HOST_MEMORY_BACKEND:
+        if across == lines and dist.get_backend(group) == _HOST_MEMORY_BACKEND:
             between_group = group  # each rank counts as a host
-        elif arranged.between:
-            between_group = groups.over(arranged.between, backend=_HOST_MEMORY_BACKEND)
+        elif across:
+            between_group = groups.over(across, backend=_HOST_MEMORY_BACKEND)
         between: RingAllReduce | CompressedAllReduce | None = None
         if between_group is not None:
             ring = RingAllReduce(between_group)
@@ -186,30 +155,20 @@ class GradientTransport:
         return all_reduce
 
 
-@dataclass(frozen=True)
-class HostLayout:
-    """Groups of ranks that reduce with each other.
+def layout(
+    lines: list[list[int]], ranks_per_host: int, *, use_hosts: bool = True
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The ranks that reduce with each other inside a host, where a host has several, and then between hosts.
 
-    Attributes:
-        inside: ranks of one host, for each host and line; empty if no host has two ranks of a line.
-        between: ranks that hold the same shard on each host; empty with one host.
-    """
-
-    inside: list[list[int]]
-    between: list[list[int]]
-
-
-def layout(lines: list[list[int]], ranks_per_host: int, *, use_hosts: bool = True) -> HostLayout:
-    """The arrangement of each line's ranks on hosts: rank r is on host r // ranks_per_host.
-
-    If hosts have different numbers of ranks of a line, or with ``use_hosts`` off, each rank counts as a host.
+    Rank r is on host r // ranks_per_host. If hosts have different numbers of ranks of a line, or with ``use_hosts``
+    off, each rank counts as a host.
     """
     by_host = [_by_host(line, ranks_per_host) if use_hosts else [[rank] for rank in line] for line in lines]
     if any(len({len(host) for host in hosts}) > 1 for hosts in by_host):
         by_host = [[[rank] for rank in line] for line in lines]
     inside = [host for hosts in by_host for host in hosts if len(host) > 1]
     between = [list(cross) for hosts in by_host for cross in zip(*hosts, strict=True) if len(cross) > 1]
-    return HostLayout(inside, between)
+    return inside, between
 
 
 def _by_host(line: list[int], ranks_per_host: int) -> list[list[int]]:

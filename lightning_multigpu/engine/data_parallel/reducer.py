@@ -83,7 +83,7 @@ class GradientReducer:
 
     @property
     def compresses(self) -> bool:
-        """Whether gradients are compressed; :meth:`average_all` then needs their parameters."""
+        """Whether gradients are compressed; :meth:`average` then needs their parameters."""
         return self._pieces is not None
 
     def through(self, all_reduce: HierarchicalAllReduce, pieces: Mapping[Tensor, GradientPiece]) -> "GradientReducer":
@@ -93,9 +93,7 @@ class GradientReducer:
     def attach(self, module: DistributedDataParallel, pieces: Mapping[Tensor, GradientPiece] | None = None) -> None:
         """Makes ``module`` reduce its gradients through this reducer, instead of the module attached before.
 
-        Args:
-            module: in the same state on all ranks.
-            pieces: the name and shape of each of its parameters; by default those given before.
+        ``pieces`` are the name and shape of each of its parameters; by default those given before.
         """
         if self._pieces is not None and pieces is not None:
             self._pieces = pieces
@@ -130,32 +128,13 @@ class GradientReducer:
     def average(self, tensor: Tensor, pieces: Sequence[GradientPiece] = ()) -> None:
         """Averages any flat tensor over the ranks, in place; the main thread waits, so backward must be over.
 
-        Args:
-            tensor: flat.
-            pieces: the parameters of these gradients, in order, if they are compressed.
+        ``pieces`` are the parameters of these gradients, in order, if they are compressed.
         """
         if self.all_reduce is not None:
             self._begin(tensor, pieces, blocking=True)()
             return
         with self._meter.blocking("all_reduce", on_stream=tensor.is_cuda, **self._described(tensor)):
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group)
-
-    def average_all(self, tensors: Sequence[tuple[Tensor, Sequence[GradientPiece]]]) -> None:
-        """Averages flat tensors of gradients in place, as buckets that are full at the same time.
-
-        Args:
-            tensors: dense tensors, each with the parameters of its gradients, in order.
-        """
-        if self.all_reduce is None:
-            for tensor, _ in tensors:
-                self.average(tensor)
-            return
-        finish = _nothing
-        for tensor, pieces in tensors:
-            begun = self._begin(tensor, pieces)
-            finish()
-            finish = begun
-        finish()
 
     def close(self) -> None:
         """Ends the ring thread; buckets that it already has are still reduced."""

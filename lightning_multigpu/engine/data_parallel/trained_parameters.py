@@ -29,11 +29,6 @@ class TrainedParameters:
         self.averaged = {p: name for p, name in self._names.items() if p.requires_grad and name not in ignored}
         self._others = [p for p, name in self._names.items() if not p.requires_grad and name not in ignored]
 
-    @property
-    def any(self) -> bool:
-        """Whether any parameter requires a gradient."""
-        return bool(self.averaged)
-
     def has_changed(self, optimizers: Iterable[Optimizer]) -> bool:
         """True if parameters have been unfrozen, frozen, added or replaced since this object was made.
 

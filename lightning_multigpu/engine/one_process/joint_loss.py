@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.parallel import comm
 
 from lightning_multigpu.engine.activation_checkpointing import default_dtype
 from lightning_multigpu.engine.one_process.random_numbers import NoDraws, same_generator
@@ -151,34 +149,12 @@ def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def summed(gradients: Sequence[Gradients], parameters: Sequence[Tensor]) -> Gradients:
-    """The sum over replicas of each gradient, on the device of its parameter, in the order of the replicas.
-
-    The first replica's gradients are changed in place if no other tensor uses their memory: a new sum is slower.
-    """
-    used = Counter(gradient.data_ptr() for gradient in gradients[0] if gradient is not None and not gradient.is_sparse)
-    sums: list[Tensor | None] = [None] * len(parameters)
-    everywhere = []
-    for index, parameter in enumerate(parameters):
-        found = [gradient for of_replica in gradients if (gradient := of_replica[index]) is not None]
-        if parameter.is_cuda and len(found) == len(gradients):
-            everywhere.append(index)
-            continue
-        for gradient in found:
-            total, moved = sums[index], gradient.to(parameter.device)
-            if total is None:
-                sums[index] = moved
-            else:
-                sums[index] = total.add_(moved) if _has_own_memory(total, used) else total + moved
-    if everywhere:
-        inputs = [[of_replica[index] for index in everywhere] for of_replica in gradients]
-        totals = comm.reduce_add_coalesced(inputs, parameters[0].device.index)  # type: ignore[no-untyped-call]
-        for index, total in zip(everywhere, totals, strict=True):
-            sums[index] = total
+    """The sum over replicas of each gradient, on the device of its parameter, in the order of the replicas."""
+    sums: list[Tensor | None] = []
+    for parameter, found in zip(parameters, zip(*gradients, strict=True), strict=True):
+        total: Tensor | None = None
+        for gradient in (each.to(parameter.device) for each in found if each is not None):
+            # Not in place: gradients of two parameters may share memory.
+            total = gradient if total is None else total + gradient
+        sums.append(total)
     return sums
-
-
-def _has_own_memory(tensor: Tensor, used: Counter[int]) -> bool:
-    """Whether a gradient of the first replica is no view and belongs to one parameter."""
-    if tensor.is_sparse or not tensor.is_contiguous() or used[tensor.data_ptr()] != 1:
-        return False
-    return tensor.untyped_storage().nbytes() == tensor.nbytes

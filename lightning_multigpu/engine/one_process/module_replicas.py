@@ -7,7 +7,6 @@ from types import MethodType
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import comm
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_has_shapes
@@ -20,10 +19,10 @@ class ModuleReplicas:
     frozen layer, an attribute that a hook sets) reaches every replica with the next batch::
 
                         module, replica 0     replica 1, 2, ... on CPUs     replica 1, 2, ... on GPUs
-        parameters      its own               the same objects              copies, broadcast from the first GPU
-        buffers         its own               copies                        copies, broadcast from the first GPU
+        parameters      its own               the same objects              copies from the first GPU
+        buffers         its own               copies                        copies from the first GPU
         attributes      its own               those of the module           those of the module
-        lists of        its own               lists of copies               refused, if they have tensors
+        lists of        its own               lists of copies               lists of copies
           modules
 
     Changes of buffers and attributes in other replicas than the first are lost, as under torch's DataParallel.
@@ -53,13 +52,13 @@ class ModuleReplicas:
             for name, value in vars(part).items()
             if name not in _OF_TORCH and any(isinstance(entry, nn.Module) for entry in tree_iter(value))
         ]
-        _check_containers(self._containers, devices[0].type)
 
     def make(self, count: int) -> list[nn.Module]:
         """The ``count`` replicas for the next batch; the first is the module itself."""
         if count == 1:
             return [self._module]
-        tensors = _copied_tensors(self._module, self._devices[:count])
+        originals = _travelling(self._module, self._devices[0].type)
+        tensors = [_copied_tensors(originals, device) for device in self._devices[1:count]]
         return [self._module, *(self._copy(number, tensors[number - 1]) for number in range(1, count))]
 
     def size_bytes(self) -> int:
@@ -73,10 +72,11 @@ class ModuleReplicas:
         def copied(part: nn.Module) -> nn.Module:
             if id(part) not in copies:
                 substitute = self._substitute(part, number)
-                copies[id(part)] = _shallow_copy(part) if substitute is None else substitute
                 if substitute is None:
+                    copies[id(part)] = part._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
                     fill(part, copies[id(part)])
                 else:
+                    copies[id(part)] = substitute
                     substitutes.add(id(part))
             return copies[id(part)]
 
@@ -114,23 +114,6 @@ class ModuleReplicas:
 _OF_TORCH = vars(nn.Module()).keys()
 
 
-def _check_containers(containers: Iterable[tuple[nn.Module, str]], device_type: str) -> None:
-    """Checks that modules in plain lists have no tensors that other GPUs need, since nobody copies these there."""
-    for part, name in containers if device_type != "cpu" else ():
-        for entry in tree_iter(vars(part)[name]):
-            own = {id(tensor) for tensor in (*part.parameters(), *part.buffers())}
-            if isinstance(entry, nn.Module) and any(id(t) not in own for t in (*entry.parameters(), *entry.buffers())):
-                raise ValueError(
-                    f"{type(part).__name__}.{name} keeps a {type(entry).__name__} in a plain list, or the like, whose "
-                    "tensors are not copied to the other devices: use nn.ModuleList, or strategy='ring_ddp'"
-                )
-
-
-def _shallow_copy(part: nn.Module) -> nn.Module:
-    copy: nn.Module = part._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-    return copy
-
-
 def check_can_be_copied(module: nn.Module) -> None:
     """Raises ValueError for a submodule that a shallow copy would not copy: scripted, compiled or lazy ones."""
     check_has_shapes(module)
@@ -154,42 +137,17 @@ def _travelling(module: nn.Module, device_type: str) -> list[Tensor]:
     return list(tensors)
 
 
-def _copied_tensors(module: nn.Module, devices: Sequence[torch.device]) -> list[dict[int, Tensor]]:
-    """For each device but the first, the copies by the ``id`` of their originals."""
-    originals = _travelling(module, devices[0].type)
+def _copied_tensors(originals: Iterable[Tensor], device: torch.device) -> dict[int, Tensor]:
+    """Copies for a device by the ``id`` of their originals; replicas that share a GPU have copies of their own."""
+    copies: dict[int, Tensor] = {}
     # Tensors made in inference mode could not be trained afterwards.
     with torch.inference_mode(mode=False), torch.no_grad():
-        if devices[0].type == "cpu":
-            copies = [[tensor.clone() for tensor in originals] for _ in devices[1:]]
-        else:
-            copies = _broadcast(originals, devices)
-    return [
-        {id(original): _as(original, copy) for original, copy in zip(originals, of_device, strict=True)}
-        for of_device in copies
-    ]
-
-
-def _broadcast(originals: list[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
-    """Copies for each device but the first; replicas that share a GPU have copies of their own.
-
-    For a device that is named twice torch would return the same copies twice, or the originals' own memory.
-    """
-    distinct = [*dict.fromkeys(devices)]
-    found: Sequence[Sequence[Tensor]] = [originals]
-    if len(distinct) > 1:
-        found = comm.broadcast_coalesced(originals, distinct)  # type: ignore[no-untyped-call]
-    of_device, taken = dict(zip(distinct, found, strict=True)), {devices[0]}
-    copies = []
-    for device in devices[1:]:
-        copies.append([tensor.clone() for tensor in of_device[device]] if device in taken else [*of_device[device]])
-        taken.add(device)
+        for original in originals:
+            copy = original.to(device, non_blocking=True, copy=True)
+            if isinstance(original, nn.Parameter):
+                copy = nn.Parameter(copy, requires_grad=original.requires_grad)
+            copies[id(original)] = copy
     return copies
-
-
-def _as(original: Tensor, copy: Tensor) -> Tensor:
-    if not isinstance(original, nn.Parameter):
-        return copy
-    return nn.Parameter(copy, requires_grad=original.requires_grad)
 
 
 def parameters_of(replicas: Sequence[nn.Module]) -> list[list[nn.Parameter]]:

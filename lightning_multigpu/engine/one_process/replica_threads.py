@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from typing_extensions import override
 
 T = TypeVar("T")
 
@@ -28,12 +26,10 @@ class ReplicaThreads:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
-        self._threads = [_ReplicaThread(f"replica_{number}") for number in range(1, len(devices))]
-        for thread in self._threads:
-            thread.start()
+        self._threads = ThreadPoolExecutor(max(1, len(devices) - 1), "replica")
 
     def run(self, calls: Sequence[Callable[[], T]], what: str) -> list[T]:
-        """The results of the calls, one a replica, once all of them have ended.
+        """The results of the calls, one a replica, once all of them have ended, also after Ctrl-C.
 
         Args:
             calls: at most as many as there are devices.
@@ -43,83 +39,26 @@ class ReplicaThreads:
             BaseException: the exception of the first replica that failed, with a note that names the replica.
         """
         modes = _modes_of_this_thread(self._devices[0].type)
-        outcomes: list[Any] = [None] * len(calls)
-
-        def make_call(number: int, modes: Sequence[Mode]) -> None:
-            try:
-                outcomes[number] = _in_modes(modes, self._devices[number], calls[number])
-            except BaseException as error:
-                outcomes[number] = error
-
+        own: Future[T] = Future()
+        others: list[Future[T]] = []
         try:
+            for call, device in zip(calls[1:], self._devices[1:], strict=False):
+                others.append(self._threads.submit(_in_modes, modes, device, call))
             try:
-                for number, thread in enumerate(self._threads[: len(calls) - 1], 1):
-                    thread.give(partial(make_call, number, modes))
-                make_call(0, ())
-            finally:
-                self._await_calls()
-        except KeyboardInterrupt:  # it may have come at the end; no thread may change the module afterwards
-            self._await_calls()
-            raise
-        for number, outcome in enumerate(outcomes):
-            if isinstance(outcome, BaseException):
-                if isinstance(outcome, Exception):
-                    outcome.add_note(f"in {what} of replica {number} of {len(calls)}, on {self._devices[number]}")
-                raise outcome
-        return outcomes
-
-    def _await_calls(self) -> None:
-        for thread in self._threads:
-            thread.await_call()
+                own.set_result(_on_device(self._devices[0], calls[0]))
+            except Exception as error:
+                own.set_exception(error)
+        finally:
+            wait(others)  # no thread may change the module afterwards
+        for number, future in enumerate([own, *others]):
+            if (failure := future.exception()) is not None:
+                failure.add_note(f"in {what} of replica {number} of {len(calls)}, on {self._devices[number]}")
+                raise failure
+        return [future.result() for future in [own, *others]]
 
     def close(self) -> None:
-        """Ends the threads."""
-        for thread in self._threads:
-            thread.end()
-
-
-class _ReplicaThread(threading.Thread):
-    """A thread that makes one call at a time. Ctrl-C in the main thread loses neither the thread nor its call.
-
-    Ctrl-C may interrupt the main thread between any two of its lines. A ThreadPoolExecutor loses a thread that it has
-    just started then, and a ``threading.Event`` its lock; a ``SimpleQueue`` does not stop in its middle.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name=name, daemon=True)
-        self._call: Callable[[], None] | None = None
-        self._wakes: SimpleQueue[None] = SimpleQueue()
-        self._ends_of_calls: SimpleQueue[None] = SimpleQueue()
-        self._is_ending = False
-
-    def give(self, call: Callable[[], None]) -> None:
-        """Makes the thread make a call, which raises nothing."""
-        while not self._ends_of_calls.empty():  # of a call that ended before anybody waited for it
-            self._ends_of_calls.get()
-        self._call = call
-        self._wakes.put(None)
-
-    def await_call(self) -> None:
-        """Waits until the thread has made its call, if it has one."""
-        if self._call is not None:
-            self._wakes.put(None)  # Ctrl-C may have come before
-        while self._call is not None:
-            self._ends_of_calls.get()
-
-    def end(self) -> None:
-        """Ends the thread after its call."""
-        self._is_ending = True
-        self._wakes.put(None)
-        self.join()
-
-    @override
-    def run(self) -> None:
-        while not self._is_ending:
-            self._wakes.get()
-            if self._call is not None:
-                self._call()
-                self._call = None
-                self._ends_of_calls.put(None)
+        """Ends the threads, once their calls have ended."""
+        self._threads.shutdown()
 
 
 Mode = Callable[[], AbstractContextManager[object]]

@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
-_MAX_BATCHES = 2**40
-_MAX_EPOCHS = 10_000
-
 
 @dataclass(eq=False)
 class _Epoch:
@@ -30,23 +27,17 @@ class BatchQueue:
     """Distributes the batches of all epochs of a run.
 
     Worker 0 gets one batch of each epoch at least, since it validates after its last batch.
+
+    Attributes:
+        left: how many further batches the run takes; None for any number.
     """
 
     def __init__(self) -> None:
         self._epochs: dict[int, _Epoch] = {}
         self._epoch_of: dict[int, int] = {}
         self._first_open = 0
-        self._left: int | None = None
+        self.left: int | None = None
         self._last: int | None = None
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether the run takes a certain number of batches."""
-        return self._left is not None
-
-    def limit_to(self, batches: int) -> None:
-        """Limits the run to so many further batches."""
-        self._left = batches
 
     def end_with(self, epoch: int) -> None:
         """Ends the run with an epoch; -1 for no further batch at all."""
@@ -62,14 +53,14 @@ class BatchQueue:
 
     def _has_reached_limit(self, worker: int) -> bool:
         """Whether no further batch is left, but for the first one of worker 0 in each epoch."""
-        if self._left is None:
+        if self.left is None:
             return False
         reserved = sum(
             0 not in batches.assigned and batches.following < batches.num_batches
             for batches in self._epochs.values()
             if worker != 0
         )
-        return self._left <= reserved
+        return self.left <= reserved
 
     def may_return(self, worker: int, epoch: int) -> bool:
         """Whether other workers have batches that this worker would get if they were lost.
@@ -79,31 +70,20 @@ class BatchQueue:
         return any(
             any(numbers for other, numbers in batches.assigned.items() if other != worker)
             for number, batches in self._epochs.items()
-            if number == epoch or (number > epoch and self._left == 0)
+            if number == epoch or (number > epoch and self.left == 0)
         )
 
     def next(self, worker: int, epoch: int, *, first: int, num_batches: int) -> int | None:
         """The number of the next batch for a worker; None if the epoch, or the run, has no more.
 
-        Args:
-            worker: the number of the worker.
-            epoch: its number.
-            first: the first batch that is left of the epoch, if an earlier run has trained on a part of it.
-            num_batches: of the epoch.
-
-        Raises:
-            ValueError: a number is out of range.
+        ``first`` is the first batch that is left of the epoch, if an earlier run has trained on a part of it.
         """
         if self.is_over(worker, epoch):
             return None
-        if not 0 <= first <= num_batches < _MAX_BATCHES or epoch < 0:
-            raise ValueError(f"batch {first} of {num_batches} in epoch {epoch}")
         self._epoch_of[worker] = max(epoch, self._epoch_of.get(worker, 0))
         self._forget_ended()
         if epoch < self._first_open:  # all workers have left it
             return None
-        if len(self._epochs) >= _MAX_EPOCHS and epoch not in self._epochs:
-            raise ValueError(f"epoch {epoch}, and the slowest worker is in epoch {self._first_open}: use max_staleness")
         batches = self._epochs.setdefault(epoch, _Epoch(num_batches))
         batches.following = max(batches.following, first)
         if batches.returned:
@@ -114,8 +94,8 @@ class BatchQueue:
                 return None
             number = batches.following
             batches.following += 1
-            if self._left is not None:
-                self._left -= 1
+            if self.left is not None:
+                self.left -= 1
         batches.assigned[worker].add(number)
         return number
 

@@ -57,14 +57,9 @@ class Clocks:
             self.enters(worker)
         self._steps[worker] += 1
 
-    def may_go_on(self, worker: int, *, completing: bool) -> bool:
-        """Whether the worker may begin its next step.
-
-        Args:
-            worker: its number.
-            completing: count its present step as done.
-        """
+    def may_go_on(self, worker: int) -> bool:
+        """Whether the worker may begin its next step when the present one is done."""
         if self._max_staleness is None or worker not in self._steps or len(self._steps) == 1:
             return True
         slowest = min(steps for other, steps in self._steps.items() if other != worker)
-        return self._steps[worker] + completing - slowest <= self._max_staleness
+        return self._steps[worker] + 1 - slowest <= self._max_staleness

@@ -34,13 +34,8 @@ class Coordination:
         """The number of the next batch for this worker; None at the end of the epoch.
 
         Worker 0 waits while other workers have batches of the epoch, and gets those of workers that are lost. So the
-        epoch has been trained by all when worker 0 comes to its end.
-
-        Args:
-            epoch: its number.
-            first: the first batch that is left of the epoch.
-            num_batches: of the epoch.
-            limit: batches that the run may take; None for any number.
+        epoch has been trained by all when worker 0 comes to its end. ``first`` is the first batch that is left of the
+        epoch, ``limit`` how many batches the run may take.
         """
         question = epoch, first, num_batches, limit
         asked, self._asked = self._asked, None
@@ -78,12 +73,7 @@ class Coordination:
         return self._servers.is_stopped
 
     def stop(self, *, epoch: int, at_once: bool) -> None:
-        """On worker 0: has all workers end training, and waits until they have.
-
-        Args:
-            epoch: the last one that others train in.
-            at_once: have them end within the epoch, after their present batch.
-        """
+        """On worker 0: has all workers end after an epoch, or after their present batch, and waits until they have."""
         with self._waits():
             self._servers.ask(0, "stop", epoch, at_once).get()
 
@@ -109,9 +99,6 @@ class Coordination:
     def newest(self, name: str, value: Any, *, of_all: bool) -> list[Any]:
         """On worker 0 the newest value that each worker has passed under a name; on others their own alone.
 
-        Args:
-            name: of the value.
-            value: what can be pickled.
-            of_all: worker 0 waits until all workers that are there have passed one since it last did so.
+        With ``of_all`` worker 0 waits until all workers that are there have passed one since it last did so.
         """
         return list(self._servers.ask(0, "tell", name, value, of_all).get())

@@ -77,6 +77,7 @@ class _Flat:
         return placed(flat, self.layout.whole(number), self.parameters[number])
 
     def own_gradient(self, piece: Piece) -> Tensor:
+        """The place of a piece's gradient, in its shape."""
         return placed(self.gradients, piece, self.parameters[piece.number])
 
 

@@ -107,12 +107,7 @@ class Room:
 
 
 def wire_bytes(flat: Tensor, compressor: ElementwiseCompressor | None) -> int:
-    """The bytes of a bucket's gradients as they are pushed: compressed if they are float32.
-
-    Args:
-        flat: the weights of the bucket.
-        compressor: of the gradients.
-    """
+    """The bytes of a bucket's gradients as they are pushed: compressed if they are float32, as its weights."""
     return flat.nbytes if compressor is None or flat.dtype != torch.float32 else compressor.encoded_bytes(flat.numel())
 
 

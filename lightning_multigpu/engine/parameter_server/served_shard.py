@@ -7,7 +7,6 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,11 +121,6 @@ class _Bucket:
     def part(self, flat: Tensor, index: int) -> Tensor:
         """The elements of a piece, in its shape."""
         return placed(flat, self.rows[index], self.pieces[index])
-
-    def room_for_total(self) -> Tensor:
-        if self.total is None:
-            self.total = torch.empty_like(self.weights)
-        return self.total
 
 
 @dataclass(frozen=True)
@@ -321,7 +315,9 @@ class ServedShard:
         flats = [self._pushed(bucket, worker, request) for worker, request in givers.items()]
         total = flats[0]
         if len(flats) > 1:  # not in a worker's memory, which may push again before others have got the average
-            total = torch.add(*flats[:2], out=bucket.room_for_total())
+            if bucket.total is None:
+                bucket.total = torch.empty_like(bucket.weights)
+            total = torch.add(*flats[:2], out=bucket.total)
             for flat in flats[2:]:
                 total += flat
             total /= len(flats)
@@ -415,13 +411,15 @@ class ServedShard:
         for together in self._portions(request):
             gradients = [self._gradients(bucket, {worker: request}) for bucket in together]
             self._clip(gradients, request.update, self._pairs[worker])
-            with self._turn():
+            start_s = time.perf_counter()
+            with self._changing:  # after the updates of other workers
+                self.waited_s += time.perf_counter() - start_s
                 stale = max((bucket.version - bucket.pulled[worker] for bucket in together), default=0)
                 self._compensate(gradients, worker)
                 self._update(gradients, divide_rate_by=max(1, stale if self._consistency.scales_learning_rate else 1))
                 for bucket in together:
                     bucket.version += 1
-                self._changing.wait_for(lambda: self._clocks.may_go_on(worker, completing=True))
+                self._changing.wait_for(lambda: self._clocks.may_go_on(worker))
                 sent += self._pull(worker, together)
             staleness = max(staleness, stale)
         with self._changing:
@@ -430,14 +428,6 @@ class ServedShard:
             self._changing.notify_all()
         self._await(worker, sent)
         return max((bucket.pulled[worker] for bucket in buckets), default=0), staleness
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Within the block an update is made, after the updates of other workers."""
-        start_s = time.perf_counter()
-        with self._changing:
-            self.waited_s += time.perf_counter() - start_s
-            yield
 
     def _compensate(self, gradients: Iterable[_Gradients], worker: int) -> None:
         if self._consistency.compensation:

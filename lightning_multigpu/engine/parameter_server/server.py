@@ -234,7 +234,7 @@ class Server:
             "bytes_out": self._bytes_out + sum(pair.bytes_out for pair in self._pairs.values()),
             "num_steps": self._num_steps,
             "waited_s": sum(shard.waited_s for shard in self._shards.values()),
-            "staleness": [[worker, sorted(found.items())] for worker, found in sorted(counts.items())],
+            "staleness": dict(sorted(counts.items())),
         }
 
     # Asynchronous workers
@@ -286,6 +286,10 @@ class Server:
         if kind == "pull":
             return self._shards[arguments[0]].pull(worker)
         with self._changing:
+            if kind in ("trained", "give back"):
+                (self._queue.trained if kind == "trained" else self._queue.give_back)(worker, *arguments)
+                self._changing.notify_all()
+                return None
             if kind in self._COORDINATION:
                 return self._COORDINATION[kind](self, worker, *arguments)
             if kind == "replace":
@@ -303,8 +307,8 @@ class Server:
 
         Worker 0 waits, if it asks so, until it gets such a batch, or no other worker can lose one.
         """
-        if limit is not None and not self._queue.is_limited:
-            self._queue.limit_to(limit)
+        if self._queue.left is None:
+            self._queue.left = limit
 
         def look() -> tuple[int | None, bool]:
             number = self._queue.next(worker, epoch, first=first, num_batches=num_batches)
@@ -315,14 +319,6 @@ class Server:
             self._changing.wait()
             number, may_return = look()
         return number, number is None and self._queue.is_over(worker, epoch), may_return
-
-    def _trained(self, worker: int, epoch: int, number: int) -> None:
-        self._queue.trained(worker, epoch, number)
-        self._changing.notify_all()
-
-    def _give_back(self, worker: int, epoch: int) -> None:
-        self._queue.give_back(worker, epoch)
-        self._changing.notify_all()
 
     def _start(self, worker: int) -> None:
         """Worker 0 begins to train, with the weights of its checkpoint; the others wait for that."""
@@ -364,8 +360,7 @@ class Server:
             shard.pauses(worker)
 
     _COORDINATION: ClassVar[dict[str, Callable[..., Any]]] = {
-        "next": _next, "trained": _trained, "give back": _give_back, "start": _start, "stop": _stop, "over": _over,
-        "tell": _tell, "pause": _pause,
+        "next": _next, "start": _start, "stop": _stop, "over": _over, "tell": _tell, "pause": _pause,
     }  # fmt: skip
 
 
@@ -399,14 +394,7 @@ def joined(address: str, port: int) -> Server:
 def main(host: str, port: int, name: str, number: int, num_threads: int) -> None:
     """Runs a server for the process that has started it, and ends with that process.
 
-    The end of standard input means that the process has ended.
-
-    Args:
-        host: of the job's store.
-        port: of the job's store.
-        name: of the job in the store.
-        number: of the server.
-        num_threads: threads for averages and updates.
+    The end of standard input means that the process has ended. ``name`` is that of the job in its store.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers, who leave in order
     torch.set_num_threads(num_threads)

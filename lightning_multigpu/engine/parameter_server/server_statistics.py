@@ -33,11 +33,8 @@ class ServerStatistics:
     @classmethod
     def of(cls, answers: Sequence[Mapping[str, Any]]) -> ServerStatistics:
         """Reads the answers of the servers. Every server that holds weights counts every update."""
-        counted: list[Any] = next((answer["staleness"] for answer in answers if answer["staleness"]), [])
-        return cls(
-            **{name: [answer[name] for answer in answers] for name in _COUNTED},
-            staleness={worker: Counter(dict(found)) for worker, found in counted},
-        )
+        counts = {name: [answer[name] for answer in answers] for name in _COUNTED}
+        return cls(**counts, staleness=next((a["staleness"] for a in answers if a["staleness"]), {}))
 
     def since(self, before: ServerStatistics) -> ServerStatistics:
         """The counts since earlier ones."""

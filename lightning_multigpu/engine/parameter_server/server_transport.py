@@ -153,7 +153,7 @@ class ServerTransport:
         self._sums: dict[_Part, list[int]] = {}
         self._hooks: list[Any] = []
         self._copying: torch.cuda.Stream | None = None
-        self._number = servers.new_number()
+        self._number = next(servers.numbers_of_optimizers)
 
     @property
     def imbalance(self) -> float:
@@ -304,7 +304,7 @@ class ServerTransport:
             full_numel=self._bucket_bytes / dtype.itemsize,
         )
         for by_server in placed:
-            number = self._servers.new_bucket()
+            number = next(self._servers.numbers_of_buckets)
             parts = [
                 _Part(number, server, [(parameters[piece.number], piece) for piece in pieces], dtype)
                 for server, pieces in enumerate(by_server)

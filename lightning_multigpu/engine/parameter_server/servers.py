@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,13 +29,7 @@ class ServerError(RuntimeError):
 
 
 class Answer:
-    """The answer of a server to a question.
-
-    Args:
-        servers: all servers.
-        server: the number of the one that was asked.
-        reply: its message.
-    """
+    """The answer of a server, by its number, to a question."""
 
     def __init__(self, servers: Servers, server: int, reply: Reply) -> None:
         self._servers, self._server, self._reply = servers, server, reply
@@ -74,6 +69,8 @@ class Servers:
         lost: on worker 0 of an asynchronous job, for each lost worker its number, how many batches it had, and how
             many workers are left; as of the last answer of server 0.
         is_stopped: worker 0 has ended training; as of the last answer of server 0.
+        numbers_of_optimizers: one for each further optimizer.
+        numbers_of_buckets: one for each further bucket, of any optimizer.
     """
 
     def __init__(self, job: Job, *, worker: int, meter: Meter) -> None:
@@ -86,7 +83,7 @@ class Servers:
         self._background = [ThreadPoolExecutor(1, "parameter servers") for _ in range(job.num_servers)]
         self._is_cut = False
         self._has_left = threading.Event()
-        self._optimizers = self._buckets = 0
+        self.numbers_of_optimizers, self.numbers_of_buckets = itertools.count(), itertools.count()
 
     @property
     def is_synchronous(self) -> bool:
@@ -129,16 +126,6 @@ class Servers:
     def _watch(self) -> None:
         while not self._has_left.wait(_LOOK_S):
             self._connections.cut_silent(self.job.silence_s)
-
-    def new_number(self) -> int:
-        """The number of one more optimizer."""
-        self._optimizers += 1
-        return self._optimizers - 1
-
-    def new_bucket(self) -> int:
-        """The number of one more bucket, which all optimizers count."""
-        self._buckets += 1
-        return self._buckets - 1
 
     def tell(self, server: int, *message: Any) -> None:
         """Sends a server a message that it does not answer."""

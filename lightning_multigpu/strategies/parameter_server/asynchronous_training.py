@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, Timer
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_multigpu.engine.data_parallel.agreement import LoaderWrapper
+from lightning_multigpu.engine.data_parallel.agreement import ContinuedLoader
 from lightning_multigpu.engine.data_parallel.batch_distribution import OnDemandBatchSampler, distribute_batches
 from lightning_multigpu.engine.parameter_server.coordination import Coordination
 from lightning_multigpu.engine.parameter_server.server_statistics import summary
@@ -130,7 +130,7 @@ class AsynchronousTraining(Callback):
                 "can put its own sampler into the DataLoader (use_distributed_sampler=True, and no batch_sampler of "
                 "yours)"
             )
-        return distributed if self._batches is None else _LateLoader(distributed)
+        return distributed if self._batches is None else ContinuedLoader(distributed)
 
     def _take(self, trainer: pl.Trainer) -> range:
         """The batches of the next update: ``accumulate_grad_batches``, or fewer at the end of the epoch."""
@@ -141,16 +141,13 @@ class AsynchronousTraining(Callback):
     def _of_epoch(self, trainer: pl.Trainer) -> dict[str, Any]:
         size, num_batches = trainer.accumulate_grad_batches, self._num_batches(trainer)
         is_resumed = trainer.current_epoch == self._resumed_epoch
+        # In manual optimization batches make any number of steps.
+        is_limited = trainer.max_steps > 0 and trainer.lightning_module.automatic_optimization
         return {
             "first": min(self._first_batch or 0, num_batches) // size if is_resumed else 0,
             "num_batches": -(-num_batches // size),
-            "limit": max(0, trainer.max_steps - self._resumed_version) if self._has_max_steps(trainer) else None,
+            "limit": max(0, trainer.max_steps - self._resumed_version) if is_limited else None,
         }
-
-    def _has_max_steps(self, trainer: pl.Trainer) -> bool:
-        """Whether the number of batches follows from ``max_steps``; in manual optimization batches make any number of
-        steps."""
-        return trainer.max_steps > 0 and trainer.lightning_module.automatic_optimization
 
     # The moments of a fit
 
@@ -407,19 +404,6 @@ class AsynchronousTraining(Callback):
         progress = checkpoint.get("global_step", 0)
         self._resumed_version = int(saved.get("version", progress))
         self._first_batch = saved.get("first_batch")
-
-
-class _LateLoader(LoaderWrapper):
-    """Takes the first batch on the first ``next``: Lightning makes iterators before a checkpoint is loaded."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader = loader
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self.loader
 
 
 def _beside_servers(trainer: pl.Trainer) -> dict[str, Tensor]:

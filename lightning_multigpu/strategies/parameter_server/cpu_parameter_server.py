@@ -75,17 +75,14 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         if self._memory is None:  # else the other optimizers are refused
-            self._share_memory()
+            assert self.groups is not None
+            ranks = SharedMemoryAllReduce(self.new_group("data", backend="gloo"))
+            self.groups.also_cut.append(ranks.abort)
+            self._memory = HostMemory(ranks, self.meter, self._reserve, self.gather_objects)
         super().setup_optimizers(trainer)
         self.common.watch_given_gradients()
         self.owned.begin(self._transport)
         self.owned.clip_in_steps()
-
-    def _share_memory(self) -> None:
-        assert self.groups is not None
-        ranks = SharedMemoryAllReduce(self.new_group("data", backend="gloo"))
-        self.groups.also_cut.append(ranks.abort)
-        self._memory = HostMemory(ranks, self.meter, self._reserve, self.gather_objects)
 
     def _transport(self, optimizer: Optimizer) -> HostTransport:
         assert self._memory is not None

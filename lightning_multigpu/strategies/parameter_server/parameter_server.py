@@ -254,15 +254,12 @@ class ParameterServerStrategy(MultiGPUStrategy):
             waited_s = time.monotonic() - start_s
             what = f"parameter server {server} of {job.num_servers}"
             if waited_s > job.join_timeout_s:
-                raise ServerError(
-                    f"{what} did not come within {job.join_timeout_s:g} s (join_timeout_s)"
-                    + (
-                        ": run 'lightning-multigpu serve' with the MASTER_ADDR and MASTER_PORT of this job, once for "
-                        f"each of the {job.num_servers} servers (num_servers)"
-                        if self._are_external
-                        else ""
-                    )
+                fix = (
+                    ": run 'lightning-multigpu serve' with the MASTER_ADDR and MASTER_PORT of this job, once for each "
+                    f"of the {job.num_servers} servers (num_servers)"
                 )
+                late = f"{what} did not come within {job.join_timeout_s:g} s (join_timeout_s)"
+                raise ServerError(late + fix if self._are_external else late)
             if waited_s > _LATE_S and self._are_external and not is_told:
                 is_told = True
                 limit = f"for {job.join_timeout_s:g} s at most (join_timeout_s)"

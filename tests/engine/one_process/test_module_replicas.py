@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_multigpu.engine.one_process import module_replicas
 from lightning_multigpu.engine.one_process.joint_loss import JointLoss
 from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
@@ -77,19 +77,20 @@ class Tied(nn.Module):
         return self.second(self.first(self.recurrent(x)[0])).square().mean()  # type: ignore[no-any-return]
 
 
+def made_as_on_gpus(module: nn.Module, indices: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", lambda tensor, device, **options: tensor.clone())
+        return ModuleReplicas(module, [torch.device("cuda", index) for index in indices]).make(len(indices))
+
+
 def test_copies_of_parameters_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs each replica has parameters of its own; here the copies stay in the host's memory."""
-    monkeypatch.setattr(
-        module_replicas.comm,
-        "broadcast_coalesced",
-        lambda tensors, devices: [tensors, *([tensor.clone() for tensor in tensors] for _ in devices[1:])],
-    )
     torch.manual_seed(1)
     module, x = Tied().double(), torch.randn(6, 3, 2, dtype=torch.float64)
     module(x).backward()
     expected = {name: parameter.grad for name, parameter in module.named_parameters()}
     module.zero_grad()
-    replicas = ModuleReplicas(module, [torch.device("cuda", index) for index in range(3)]).make(3)
+    replicas = made_as_on_gpus(module, range(3), monkeypatch)
     assert not {*map(id, replicas[1].parameters())} & {*map(id, module.parameters())}
     assert replicas[1].second.weight is replicas[1].first.weight
     assert [each.requires_grad for each in replicas[1].parameters()] == [
@@ -110,21 +111,12 @@ def test_copies_of_parameters_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("indices", [[0, 0], [0, 0, 1, 1], [0, 1, 0]])
 def test_replicas_that_share_a_gpu_share_no_memory(indices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """BatchNorm's counter, alone of its dtype, was the module's own: it counted each replica's batch."""
-    asked: list[list[torch.device]] = []
-
-    def broadcast(tensors: list[torch.Tensor], devices: list[torch.device]) -> list[list[torch.Tensor]]:
-        asked.append(devices)
-        return [tensors, *([tensor.clone() for tensor in tensors] for _ in devices[1:])]
-
-    monkeypatch.setattr(module_replicas.comm, "broadcast_coalesced", broadcast)
-    devices = [torch.device("cuda", index) for index in indices]
-    replicas = ModuleReplicas(nn.BatchNorm1d(2), devices).make(len(indices))
+    replicas = made_as_on_gpus(nn.BatchNorm1d(2), indices, monkeypatch)
     for replica in replicas:
         replica(torch.ones(3, 2))
     assert [int(replica.num_batches_tracked) for replica in replicas] == [1] * len(indices)
     places = [tensor.data_ptr() for each in replicas for tensor in (*each.parameters(), *each.buffers())]
     assert len({*places}) == len(places)
-    assert all(len({*each}) == len(each) for each in asked)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

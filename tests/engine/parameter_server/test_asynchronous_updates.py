@@ -221,15 +221,14 @@ def test_a_worker_waits_when_it_is_too_far_ahead(way: str) -> None:
 def test_clocks() -> None:
     clocks = Clocks(range(2), max_staleness=1)
     clocks.completes(0)
-    assert clocks.may_go_on(0, completing=False)
-    assert not clocks.may_go_on(0, completing=True)
+    assert not clocks.may_go_on(0)
     clocks.leaves(1)
-    assert clocks.may_go_on(0, completing=True)
+    assert clocks.may_go_on(0)
     for _ in range(4):
         clocks.completes(0)
     clocks.enters(1)
-    assert clocks.may_go_on(0, completing=True), "who comes back begins beside the slowest"
-    assert Clocks(range(2), None).may_go_on(0, completing=True)
+    assert clocks.may_go_on(0), "who comes back begins beside the slowest"
+    assert Clocks(range(2), None).may_go_on(0)
 
 
 def test_an_unfinished_push_of_a_lost_worker_is_forgotten() -> None:
@@ -403,14 +402,14 @@ class TestBatchQueue:
 
     def test_a_run_takes_so_many_batches(self) -> None:
         queue = BatchQueue()
-        queue.limit_to(2)
+        queue.left = 2
         assert [self.taken(queue, 0) for _ in range(3)] == [0, 1, None]
         assert queue.is_over(0, 0)
 
     def test_worker_0_gets_a_batch_of_each_epoch_of_a_run_that_is_limited(self) -> None:
         """Others took all batches of the run, and worker 0 never validated."""
         queue = BatchQueue()
-        queue.limit_to(5)
+        queue.left = 5
         assert [self.taken(queue, 1, epoch) for epoch in (0, 0, 0, 0, 1)] == [0, 1, 2, None, None]
         assert (queue.is_over(1, 1), queue.is_over(0, 0)) == (True, False)
         assert [self.taken(queue, 0, epoch) for epoch in (0, 0, 1)] == [3, None, 0]
@@ -418,7 +417,7 @@ class TestBatchQueue:
 
     def test_a_run_takes_what_a_lost_worker_had_though_it_takes_no_more(self) -> None:
         queue = BatchQueue()
-        queue.limit_to(4)
+        queue.left = 4
         assert [self.taken(queue, *asked) for asked in ((0, 0), (1, 0), (1, 1), (0, 0))] == [0, 1, 0, 2]
         queue.trained(0, 0, 2)
         assert self.taken(queue, 0) is None
@@ -453,18 +452,6 @@ class TestBatchQueue:
         queue.trained(1, 5, 0)
         queue.give_back(1, 5)
         assert len(queue._epochs) == 1
-
-    def test_a_worker_is_not_ahead_by_any_number_of_epochs(self) -> None:
-        queue = BatchQueue()
-        for epoch in range(10_000):
-            self.taken(queue, 1, epoch)
-        with pytest.raises(ValueError, match="the slowest worker is in epoch 0: use max_staleness"):
-            self.taken(queue, 1, 10_000)
-
-    @pytest.mark.parametrize("options", [{"first": 5}, {"first": -1}, {"num_batches": 2**60}])
-    def test_numbers_out_of_range(self, options: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match="in epoch 0"):
-            self.taken(BatchQueue(), 0, **options)
 
 
 def test_an_epoch_and_the_end_of_training() -> None:

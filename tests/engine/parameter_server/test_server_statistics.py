@@ -8,15 +8,14 @@ from lightning_multigpu.engine.parameter_server.server_statistics import ServerS
 
 
 def counted(steps: int, waited_s: float, staleness: dict[int, dict[int, int]]) -> ServerStatistics:
-    told = [[worker, sorted(found.items())] for worker, found in staleness.items()]
     full = {
         "bytes_in": 10 * steps,
         "bytes_out": 20 * steps,
         "num_steps": steps,
         "waited_s": waited_s,
-        "staleness": told,
+        "staleness": {worker: Counter(found) for worker, found in staleness.items()},
     }
-    empty = {"bytes_in": 1, "bytes_out": 2, "num_steps": 0, "waited_s": 0.0, "staleness": []}
+    empty = {"bytes_in": 1, "bytes_out": 2, "num_steps": 0, "waited_s": 0.0, "staleness": {}}
     return ServerStatistics.of([empty, full])
 
 

@@ -161,9 +161,6 @@ def test_the_choice_is_made_once_and_trains_like_the_one_that_is_asked_for(world
     assert [len(found) for found in lines] == [1, 0, 0, 0]
     assert lines[0][0].startswith(f"compression='auto': {expected}. A step's 652 B of gradients take: none ")
     assert "on the slowest rank" in lines[0][0]
-    # Each rank of a host codes a half: 2e9 bytes/s and a half of it are as fast as not to send them.
-    assert ("bf16 below 7.95 Gbit/s" in lines[0][0]) == (expected == "none")
-    assert ("Gbit/s" in lines[0][0]) == (expected != "int8"), "the link is too slow to tell what int8 costs"
     assert_alike(results)
     assert results[0]["chosen"] == expected
     asked = world4.run(train, **CHOICES[expected], compression=None if expected == "none" else expected)
@@ -195,12 +192,6 @@ def test_other_types_of_gradients(world4: World, precision: str, expected: str) 
         assert line == "compression='auto': none. Gradients in float64 are compressed on demand only."
     else:
         assert "bf16" not in line
-
-
-def test_together_with_a_measured_bucket_size(world4: World) -> None:
-    results = world4.run(train, SLOW, COSTS, bucket_cap_mb="auto")
-    assert_alike(results)
-    assert results[0]["chosen"] == "int8"
 
 
 @as_hosts()
@@ -246,7 +237,7 @@ class _WithoutHosts(GradientReducer):
         super().__init__(group, meter)
         self.ring, self.all_reduce = self.all_reduce, None
 
-    def average(self, tensor: Tensor) -> None:
+    def average(self, tensor: Tensor, pieces: Sequence[GradientPiece] = ()) -> None:
         assert self.ring is not None
         self.ring(tensor, average=True)
 
@@ -261,9 +252,7 @@ def beside_nccl(expected: str) -> tuple[str, int]:
     cpu = torch.device("cpu")
     ranks = MeteredGroup(group, meter, name="data", device=cpu)
     with link(**CHOICES[expected]):
-        reducer = reducer_of_choice(
-            pieces_of(Classifier()), plain, all_reduce, bucket_bytes=1e6, ranks=ranks, device=cpu, info=print
-        )
+        reducer = reducer_of_choice(pieces_of(Classifier()), plain, all_reduce, ranks=ranks, device=cpu, info=print)
     assert (reducer is plain) == (expected == "none")
     found = "none" if reducer is plain else reducer.all_reduce.compressed.compressor.name  # type: ignore[union-attr]
     return found, len(closed)
