@@ -3,7 +3,7 @@
 Each candidate averages the buckets of a step, in turn, so that a disturbance slows all candidates; the median on the
 slowest rank decides. On a slow link, which a short probe detects, only the first buckets are sent::
 
-    probe     none 64 KiB, 256 KiB, 1 MiB     until one takes long enough to tell the time of a byte
+    probe     none 1 MiB                      tells how many bytes there is time for
     round 0   none, bf16, int8                not counted: memory is cold; tells how many rounds there is time for
     round 1   none, bf16, int8                \\
     round 2   none, bf16, int8                 > medians
@@ -25,8 +25,7 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.clocks import timed
 from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
-from lightning_multigpu.planning.break_even import break_even_bytes_per_s, measured_cost_s_per_byte
-from lightning_multigpu.planning.numbers import ms, number, size
+from lightning_multigpu.planning.numbers import ms, size
 
 UNCOMPRESSED = "none"
 CLEARLY = 0.9
@@ -41,8 +40,7 @@ _CANDIDATES: dict[torch.dtype, tuple[str, ...]] = {
     torch.bfloat16: ("int8",),
     torch.float16: ("int8",),
 }
-_PROBE_BYTES = (64 << 10, 256 << 10, 1 << 20)
-_PROBE_ENOUGH_S = 0.02
+_PROBE_BYTES = 1 << 20
 _SHARE_OF_A_ROUND = 1.75  # bytes of a round / bytes of its uncompressed turn: 1 + 1/2 + 1/4
 _MIN_ROUNDS = 3
 _MAX_ROUNDS = 7
@@ -141,20 +139,17 @@ def first_bytes(of: Sequence[Bucket], limit_bytes: float) -> list[Bucket]:
     return [Bucket(cut(of[0].pieces, 0, numel), of[0].dtype)]
 
 
-def sample_bytes(probe: Callable[[int], float], agree: Agree, *, budget_s: float = BUDGET_S) -> float:
+def sample_bytes(probe: Callable[[], float], agree: Agree, *, budget_s: float = BUDGET_S) -> float:
     """The bytes of gradients that the rounds can send within the time limit; a collective.
 
     Args:
-        probe: sends that many bytes uncompressed, and returns the seconds that it took.
+        probe: sends 1 MiB uncompressed, and returns the seconds that it took.
         agree: the maximum over all ranks.
         budget_s: the time limit of all rounds.
     """
-    probe(_PROBE_BYTES[0])  # the first call connects
-    for num_bytes in _PROBE_BYTES:
-        (seconds,) = agree([min(probe(num_bytes), probe(num_bytes))])
-        if seconds >= _PROBE_ENOUGH_S:
-            break
-    return min(_MAX_SAMPLE_BYTES, budget_s / (_MIN_ROUNDS + 1) / _SHARE_OF_A_ROUND * num_bytes / seconds)
+    probe()  # the first call connects
+    (seconds,) = agree([min(probe(), probe())])
+    return min(_MAX_SAMPLE_BYTES, budget_s / (_MIN_ROUNDS + 1) / _SHARE_OF_A_ROUND * _PROBE_BYTES / seconds)
 
 
 def measure(ways: Mapping[str, Callable[[], float]], agree: Agree, *, budget_s: float = BUDGET_S) -> Measured:
@@ -231,15 +226,15 @@ def _chosen(
         found: list[float] = ranks.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max").tolist()
         return found
 
-    def probe(num_bytes: int) -> float:
-        tensor = torch.ones(num_bytes // 4, device=device)
+    def probe() -> float:
+        tensor = torch.ones(_PROBE_BYTES // 4, device=device)
         return timed(lambda: plain.average(tensor), device)
 
     all_buckets = buckets(trained, bucket_bytes)
     sample = first_bytes(all_buckets, sample_bytes(probe, agree))
     measured = measure(_ways({UNCOMPRESSED: plain, **reducers}, sample, device), agree)
     chosen = choice(measured.seconds)
-    info(_report(chosen, measured, all_buckets, sample) + _break_even_report(measured, reducers, sample))
+    info(_report(chosen, measured, all_buckets, sample))
     return None if chosen == UNCOMPRESSED else compressors[chosen]
 
 
@@ -269,19 +264,3 @@ def _report(chosen: str, measured: Measured, step: Sequence[Bucket], sample: Seq
         f"compression='auto': {chosen}. A step's {size(total_bytes)} of gradients take: {times} "
         f"(medians of {measured.rounds}{part}, on the slowest rank)."
     )
-
-
-def _break_even_report(measured: Measured, reducers: Mapping[str, GradientReducer], sample: Sequence[Bucket]) -> str:
-    """The bandwidth below which each compression pays; empty where the link is too slow to tell."""
-    num_bytes = sum(bucket.num_bytes for bucket in sample)
-    found = []
-    for name, reducer in reducers.items():
-        assert reducer.all_reduce is not None
-        compressed = reducer.all_reduce.compressed
-        assert compressed is not None
-        ratio = compressed.statistics.ratio
-        cost_s = measured_cost_s_per_byte(measured.seconds[UNCOMPRESSED], measured.seconds[name], ratio, num_bytes)
-        if cost_s:
-            border = break_even_bytes_per_s(cost_s, ratio, world_size=compressed.world_size)
-            found.append(f"{name} below {number(border * 8e-9)} Gbit/s")
-    return f" At what that costs here, it pays: {', '.join(found)} between hosts." if found else ""

@@ -161,9 +161,6 @@ def test_the_choice_is_made_once_and_trains_like_the_one_that_is_asked_for(world
     assert [len(found) for found in lines] == [1, 0, 0, 0]
     assert lines[0][0].startswith(f"compression='auto': {expected}. A step's 652 B of gradients take: none ")
     assert "on the slowest rank" in lines[0][0]
-    # Each rank of a host codes a half: 2e9 bytes/s and a half of it are as fast as not to send them.
-    assert ("bf16 below 7.95 Gbit/s" in lines[0][0]) == (expected == "none")
-    assert ("Gbit/s" in lines[0][0]) == (expected != "int8"), "the link is too slow to tell what int8 costs"
     assert_alike(results)
     assert results[0]["chosen"] == expected
     asked = world4.run(train, **CHOICES[expected], compression=None if expected == "none" else expected)
