@@ -85,6 +85,8 @@ class HierarchicalAllReduce:
     ) -> None:
         self.inside = inside
         self.between = between
+        # For tensors other than gradients, which must not lose precision.
+        self._ring = between.ring if isinstance(between, CompressedAllReduce) else between
         self._inside_group = inside_group
         self._can_move = True
         self._parts: dict[Pieces, Pieces] = {}  # each tensor -> the part of it that this rank reduces
@@ -272,7 +274,7 @@ class HierarchicalAllReduce:
         self._parts[pieces] = own
 
     def _reduce_between(self, shard: Tensor, pieces: Sequence[GradientPiece], average: bool) -> None:
-        if shard.numel() == 0 or self.between is None:
+        if shard.numel() == 0 or self._ring is None:
             return
         if isinstance(self.between, CompressedAllReduce) and pieces:
             self.between(shard, pieces, average=average)
@@ -282,10 +284,5 @@ class HierarchicalAllReduce:
     def _sent_between(self, shard: Tensor, pieces: Sequence[GradientPiece]) -> int:
         if isinstance(self.between, CompressedAllReduce) and pieces:
             return self.between.sent_bytes(shard, pieces)
+        assert self._ring is not None
         return self._ring.sent_bytes(shard)
-
-    @property
-    def _ring(self) -> RingAllReduce:
-        """The ring between hosts, for tensors other than gradients, which must not lose precision."""
-        assert self.between is not None
-        return self.between.ring if isinstance(self.between, CompressedAllReduce) else self.between

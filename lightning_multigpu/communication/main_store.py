@@ -91,16 +91,13 @@ class MainStore:
                 listener = None  # by this process perhaps, whose store torch then returns
             return self._tcp_store(address, is_master=True, listener=listener)
         except (OSError, RuntimeError) as error:
-            if os.strerror(errno.EADDRINUSE).lower() in str(error).lower():
-                raise RendezvousError(
-                    f"rank 0 cannot listen at port {self.port} of {own_host()}: another program, or another job, has "
-                    "it. End that, or set MASTER_PORT to a free port on all hosts"
-                ) from None
             what = str(error).partition("\n")[0]
+            if os.strerror(errno.EADDRINUSE).lower() in str(error).lower():
+                what = "another program, or another job, has it"
             raise RendezvousError(
-                f"rank 0 cannot listen at port {self.port} of {own_host()}: {what}; set MASTER_PORT to another port "
+                f"rank 0 cannot listen at port {self.port} of {own_host()}: {what}. Set MASTER_PORT to a free port "
                 "on all hosts"
-            ) from error
+            ) from None
 
     def _connect(self) -> TCPStore:
         handshakes = 0

@@ -30,6 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_multigpu.communication.tensors import check_reducible
+
 DEFAULT_SEGMENT_BYTES = 1 << 20
 """Chunks are sent in segments of this size: one is summed in cache while the next arrives."""
 
@@ -135,7 +137,7 @@ class RingAllReduce:
         One more tensor may begin before the earlier one is finished, so that the network is not idle between the two.
         Tensors must be finished in the order in which they began.
         """
-        _check(tensor, average)
+        check_reducible(tensor, "the ring", average=average)
         self._tag = 1 - self._tag
         return PendingRing(self, tensor, average, self._tag)
 
@@ -215,12 +217,3 @@ class PendingRing:
         work = dist.irecv(segment, self._ring.previous, group=self._ring.group, tag=_TAG + self._tag)
         assert work is not None
         return work
-
-
-def _check(tensor: Tensor, average: bool) -> None:
-    if tensor.device.type != "cpu" or tensor.is_sparse:
-        raise ValueError(f"the ring moves dense CPU tensors, not {tensor.layout} on {tensor.device}: move it first")
-    if not tensor.is_contiguous():
-        raise ValueError(f"the ring needs a contiguous tensor, strides are {tensor.stride()}: call .contiguous()")
-    if average and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(f"the average of {tensor.dtype} values is no {tensor.dtype}: convert to a float dtype first")

@@ -16,6 +16,20 @@ def size_bytes(tensor: Tensor) -> int:
     return tensor.nbytes
 
 
+def check_reducible(tensor: Tensor, what: str, *, average: bool = False) -> None:
+    """Checks that ``what`` can reduce a tensor in the host's memory.
+
+    Raises:
+        ValueError: the tensor is not dense, on the CPU and contiguous, or an average of integers is asked for.
+    """
+    if not tensor.is_cpu or tensor.layout != torch.strided:
+        raise ValueError(f"{what} takes dense CPU tensors, not {tensor.layout} on {tensor.device}: move it first")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{what} takes contiguous tensors, strides are {tensor.stride()}: call .contiguous()")
+    if average and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"the average of {tensor.dtype} values is no {tensor.dtype}: convert to a float dtype first")
+
+
 def alike(tensors: Iterable[Tensor], *, full_bytes: float = math.inf) -> Iterator[list[Tensor]]:
     """Groups of tensors of one dtype and device, in their order; a group of ``full_bytes`` or more is complete."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}

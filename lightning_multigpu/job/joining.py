@@ -226,8 +226,11 @@ class Joining:
         return client
 
     def _take(self, client: GuardianClient, guardian: Guardian | None) -> None:
-        # It is made before any worker is forked, so that workers share it: a killed worker would leave its own.
-        client.uses_temporary(multiprocessing.util.get_temp_dir())
+        # It is made before any worker is forked, so that workers share it: a killed worker would leave its own. That of
+        # a process whose parent made it stays: the parent's other children need it.
+        made_by_parent = multiprocessing.parent_process() and multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+        if not made_by_parent:
+            client.uses_temporary(multiprocessing.util.get_temp_dir())
         self.watch.client = client
         KEPT.append((client, guardian))
 

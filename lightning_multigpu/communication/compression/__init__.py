@@ -1,7 +1,6 @@
 """Compression of the gradients that are sent between hosts."""
 
 from lightning_multigpu.communication.compression.all_reduce import CompressedAllReduce
-from lightning_multigpu.communication.compression.compression_statistics import CompressionStatistics
 from lightning_multigpu.communication.compression.compressors import Compressor
 from lightning_multigpu.communication.compression.factory import COMPRESSORS, make_compressor
 from lightning_multigpu.communication.compression.pieces import GradientPiece, Pieces, cut, whole_bounds
@@ -9,7 +8,6 @@ from lightning_multigpu.communication.compression.pieces import GradientPiece, P
 __all__ = [
     "COMPRESSORS",
     "CompressedAllReduce",
-    "CompressionStatistics",
     "Compressor",
     "GradientPiece",
     "Pieces",

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.compression.compression_statistics import CompressionStatistics
 from lightning_multigpu.communication.compression.compressors import Compressor, ElementwiseCompressor
 from lightning_multigpu.communication.compression.error_feedback import ErrorFeedback
-from lightning_multigpu.communication.compression.owner_messages import Messages
 from lightning_multigpu.communication.compression.owner_summed import (
     DEFAULT_SEGMENT_ELEMENTS,
+    Messages,
     OwnerSummed,
     Segment,
     ShardBuffers,
@@ -23,7 +24,8 @@ from lightning_multigpu.communication.compression.owner_summed import (
 )
 from lightning_multigpu.communication.compression.pieces import GradientPiece, Pieces, offsets
 from lightning_multigpu.communication.compression.powersgd import LowRank, Owners, PowerSGD, WarmStarts
-from lightning_multigpu.communication.ring import RingAllReduce
+from lightning_multigpu.communication.ring import PendingRing, RingAllReduce
+from lightning_multigpu.communication.tensors import check_reducible
 
 
 class CompressedAllReduce:
@@ -45,6 +47,8 @@ class CompressedAllReduce:
     Attributes:
         ring: reduces tensors other than gradients, without loss.
         step_is_finite: whether all sums of the step under way have been finite so far.
+        total_ring_bytes: bytes that a ring would have sent of all tensors so far.
+        total_sent_bytes: bytes that were sent instead.
 
     Raises:
         ValueError: ``segment_elements`` is below 1.
@@ -57,7 +61,8 @@ class CompressedAllReduce:
             raise ValueError(f"segment_elements={segment_elements}: a message must hold at least 1 element")
         self.group = group
         self.compressor = compressor
-        self.statistics = CompressionStatistics()
+        self.total_ring_bytes = 0
+        self.total_sent_bytes = 0
         self.step = 0
         self._segment_elements = segment_elements
         self._messages = Messages(group)
@@ -86,7 +91,9 @@ class CompressedAllReduce:
         """
         return self.begin(tensor, pieces, average=average).finish()
 
-    def begin(self, tensor: Tensor, pieces: Sequence[GradientPiece], *, average: bool = False) -> PendingAllReduce:
+    def begin(
+        self, tensor: Tensor, pieces: Sequence[GradientPiece], *, average: bool = False
+    ) -> PendingAllReduce | PendingRing:
         """As a call, but returns when this rank's parts are being sent; ``finish()`` of the result does the rest.
 
         While one tensor is under way, the next may begin, so that the network does not wait for decoding and encoding.
@@ -94,15 +101,15 @@ class CompressedAllReduce:
         """
         pieces = tuple(pieces)
         _check(tensor, pieces)
-        self.statistics.uncompressed_bytes += self.ring.sent_bytes(tensor)
-        self.statistics.sent_bytes += self.sent_bytes(tensor, pieces)
+        self.total_ring_bytes += self.ring.sent_bytes(tensor)
+        self.total_sent_bytes += self.sent_bytes(tensor, pieces)
         if self.world_size == 1 or self._is_warming_up():
-            return PendingAllReduce(self, tensor, tensor, None, average)
+            return self.ring.begin(tensor, average=average)
         flat = tensor.detach().view(-1)
         values = flat if flat.dtype == torch.float32 else flat.float()
         exchange = self._exchange(values, pieces, average)
         exchange.send_parts()
-        return PendingAllReduce(self, tensor, values, exchange, average)
+        return PendingAllReduce(self, tensor, values, exchange)
 
     def sent_bytes(self, tensor: Tensor, pieces: Sequence[GradientPiece]) -> int:
         """Bytes that this rank sends when ``tensor`` is reduced in this step."""
@@ -118,8 +125,6 @@ class CompressedAllReduce:
         Args:
             loss_scale: the next step's loss scale; errors are scaled like the next step's gradients.
         """
-        if not self._is_warming_up():
-            self.statistics.end_step()
         if self._errors is not None:
             self._errors.end_step(accept=self.step_is_finite)
         if isinstance(self.compressor, PowerSGD):
@@ -131,11 +136,9 @@ class CompressedAllReduce:
         self._loss_scale = loss_scale
 
     def summary(self) -> str:
-        """One line with the bytes that compression has saved and its relative error."""
-        return (
-            f"{self.compressor!r}: {self.statistics.ratio:.2f} times fewer bytes between hosts, "
-            f"relative error of what was sent {self.statistics.relative_error:.2%}"
-        )
+        """One line with the bytes that compression has saved."""
+        ratio = self.total_ring_bytes / self.total_sent_bytes if self.total_sent_bytes else math.nan
+        return f"{self.compressor!r}: {ratio:.2f} times fewer bytes between hosts"
 
     def share_errors(
         self, pieces: Sequence[GradientPiece], own: Sequence[GradientPiece], host: dist.ProcessGroup
@@ -194,12 +197,12 @@ class CompressedAllReduce:
         if isinstance(self.compressor, PowerSGD):
             assert errors is not None
             plan = self._owners.plan(pieces)
-            return LowRank(self._messages, plan, self._warm_starts, self.statistics, values, errors, average)
+            return LowRank(self._messages, plan, self._warm_starts, values, errors, average)
         assert isinstance(self.compressor, ElementwiseCompressor)
         segments = self._segments_of(values.numel())
         free = self._free_buffers.setdefault(values.numel(), [])
         buffers = free.pop() if free else ShardBuffers(segments, self.rank)
-        return OwnerSummed(self.compressor, self._messages, segments, buffers, self.statistics, values, errors, average)
+        return OwnerSummed(self.compressor, self._messages, segments, buffers, values, errors, average)
 
     def _segments_of(self, numel: int) -> list[list[Segment]]:
         if numel not in self._segments:
@@ -207,43 +210,29 @@ class CompressedAllReduce:
             self._segments[numel] = segments_by_owner(self.compressor, numel, self.world_size, self._segment_elements)
         return self._segments[numel]
 
-    def _finish(self, tensor: Tensor, values: Tensor, exchange: OwnerSummed | LowRank | None, average: bool) -> None:
-        if exchange is None:
-            self.ring(tensor, average=average)
-            return
-        self.step_is_finite &= exchange.finish()
-        if isinstance(exchange, OwnerSummed):
-            self._free_buffers[values.numel()].append(exchange.buffers)
-        if values.data_ptr() != tensor.data_ptr():
-            tensor.detach().view(-1).copy_(values)
 
-
+@dataclass
 class PendingAllReduce:
     """A tensor that is being reduced."""
 
-    def __init__(
-        self,
-        engine: CompressedAllReduce,
-        tensor: Tensor,
-        values: Tensor,
-        exchange: OwnerSummed | LowRank | None,
-        average: bool,
-    ) -> None:
-        self._engine = engine
-        self._tensor = tensor
-        self._rest = (values, exchange, average)
+    _engine: CompressedAllReduce
+    _tensor: Tensor
+    _values: Tensor
+    _exchange: OwnerSummed | LowRank
 
     def finish(self) -> Tensor:
         """Waits for the other ranks; returns the tensor, now the sum or the average. Call it once."""
-        self._engine._finish(self._tensor, *self._rest)
+        engine, values = self._engine, self._values
+        engine.step_is_finite &= self._exchange.finish()
+        if isinstance(self._exchange, OwnerSummed):
+            engine._free_buffers[values.numel()].append(self._exchange.buffers)
+        if values.data_ptr() != self._tensor.data_ptr():
+            self._tensor.detach().view(-1).copy_(values)
         return self._tensor
 
 
 def _check(tensor: Tensor, pieces: Pieces) -> None:
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        raise ValueError(f"compression takes dense CPU tensors, not {tensor.layout} on {tensor.device}: move it first")
-    if not tensor.is_contiguous():
-        raise ValueError(f"compression needs a contiguous tensor, strides are {tensor.stride()}: call .contiguous()")
+    check_reducible(tensor, "compression")
     if not tensor.is_floating_point():
         raise ValueError(f"compression takes real floating-point tensors, not {tensor.dtype}: reduce it by the ring")
     if offsets(pieces)[-1] != tensor.numel():

@@ -35,9 +35,7 @@ def make_compressor(
         return compression
     if isinstance(compression, Mapping):
         if "name" not in compression:
-            raise ValueError(
-                f"compression={dict(compression)!r} lacks 'name': use one of {_listed((*COMPRESSORS, *also_known))}"
-            )
+            raise ValueError(f"compression={dict(compression)!r} lacks 'name': use one of {_listed(names)}")
         options = {**{str(key): value for key, value in compression.items() if key != "name"}, **options}
         compression = compression["name"]
     if not isinstance(compression, str):

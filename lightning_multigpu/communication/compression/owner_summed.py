@@ -1,9 +1,17 @@
-"""The all-reduce of compressors that encode each run of elements by itself.
+"""The all-reduce in which each rank owns a part of the sum, for compressors that encode each run of elements by itself.
 
-The tensor is cut into one shard for each rank, and a shard into segments. A rank encodes its part of each segment for
-the owner of the segment; the owner decodes and sums in float32 and encodes the sum once. Every rank, the owner
-included, decodes this sum, so that all get the same bits. While a segment is encoded or decoded in the cache, others
-are being sent::
+Every rank sends its values of a part to the part's owner; the owner sums them, and sends the sum to all. With N = 3::
+
+                rank 0 owns a     rank 1 owns b     rank 2 owns c
+    start       a0 b0 c0          a1 b1 c1          a2 b2 c2
+    TO_OWNER    b0 -> 1, c0 -> 2  a1 -> 0, c1 -> 2  a2 -> 0, b2 -> 1
+    holds       A                 B                 C
+    FROM_OWNER  A -> 1, 2         B -> 0, 2         C -> 0, 1
+
+A rank sends as much as in a ring, 2(N-1)/N of the tensor, but values are encoded only twice, whatever N is: by each
+rank for the owner, which sums in float32, and by the owner. Every rank, the owner included, decodes the sum, so that
+all get the same bits. A part is cut into segments; while one is encoded or decoded in the cache, others are being
+sent::
 
     encode  s0 s1 s2                   sum, encode  t0 t1 t2      decode  u0 u1 u2
     wire     [- s0 -][- s1 -][- s2 -]                [- t0 -][- t1 -][- t2 -]
@@ -14,21 +22,63 @@ gradients, so that the sum over ranks loses nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.compression.compression_statistics import CompressionStatistics
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
-from lightning_multigpu.communication.compression.owner_messages import FROM_OWNER, TO_OWNER, Messages, wait_all
 from lightning_multigpu.communication.ring import chunk_bounds
 
 DEFAULT_SEGMENT_ELEMENTS = 1 << 18
 """One MiB of float32: a segment fits into a core's cache, and the overhead of a message is small."""
 
 _ALIGNMENT_BYTES = 64
+
+# Messages with one tag between two ranks arrive in the order of sending. The ring uses higher tags.
+TO_OWNER = 1
+FROM_OWNER = 2
+SECOND_TO_OWNER = 3
+SECOND_FROM_OWNER = 4
+
+
+class Messages:
+    """Point-to-point messages over a process group.
+
+    Args:
+        group: a process group whose back end sends CPU tensors point to point (gloo, mpi).
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self._ranks = dist.get_process_group_ranks(group)
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks of the group, the next one first, so that not all send to the same rank at once."""
+        return [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        """Starts to send; the tensor must not change until the work is done."""
+        work = dist.isend(tensor, self._ranks[peer], group=self.group, tag=tag)
+        assert work is not None
+        return work
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        """Starts to receive; the message is in the tensor when the work is done."""
+        work = dist.irecv(tensor, self._ranks[peer], group=self.group, tag=tag)
+        assert work is not None
+        return work
+
+
+def wait_all(works: Iterable[dist.Work]) -> None:
+    """Waits for all works."""
+    for work in works:
+        work.wait()
 
 
 @dataclass(frozen=True)
@@ -94,7 +144,6 @@ class OwnerSummed:
     messages: Messages
     segments: list[list[Segment]]
     buffers: ShardBuffers
-    statistics: CompressionStatistics
     values: Tensor
     errors: tuple[Tensor, Tensor] | None
     average: bool
@@ -119,7 +168,7 @@ class OwnerSummed:
                 if index < len(self.segments[peer]):
                     segment = self.segments[peer][index]
                     part = segment.encoded(buffers.parts_out[peer])
-                    self._encode(self._with_error(segment), part)
+                    self.compressor.encode(self._with_error(segment), part)
                     self._sends.append(messages.send(part, peer, TO_OWNER))
 
     def finish(self) -> bool:
@@ -144,7 +193,7 @@ class OwnerSummed:
         if self.average:
             total.div_(messages.world_size)
         encoded = segment.encoded(buffers.sums_out)
-        self._encode(total, encoded)
+        self.compressor.encode(total, encoded)
         self._sends += [messages.send(encoded, peer, FROM_OWNER) for peer in messages.peers]
         if self.average and self.errors is not None:
             total.mul_(messages.world_size)  # the next step divides this rank's error of the average again
@@ -156,11 +205,6 @@ class OwnerSummed:
             return given
         before, after = (errors[segment.start : segment.stop] for errors in self.errors)
         return torch.add(given, before, out=after)
-
-    def _encode(self, values: Tensor, wire: Tensor) -> None:
-        had_square = self.statistics.square(values)
-        self.compressor.encode(values, wire)
-        self.statistics.add_loss(had_square, values)
 
     def _decode(self, segment: Segment, wire: Tensor) -> bool:
         encoded = segment.encoded(wire)

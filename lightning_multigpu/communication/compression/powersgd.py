@@ -31,9 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.compression.compression_statistics import CompressionStatistics
 from lightning_multigpu.communication.compression.compressors import Compressor, require_int
-from lightning_multigpu.communication.compression.owner_messages import (
+from lightning_multigpu.communication.compression.owner_summed import (
     FROM_OWNER,
     SECOND_FROM_OWNER,
     SECOND_TO_OWNER,
@@ -193,7 +192,6 @@ class LowRank:
     messages: Messages
     plan: OwnerPlan
     warm_starts: WarmStarts
-    statistics: CompressionStatistics
     values: Tensor
     errors: tuple[Tensor, Tensor]
     average: bool
@@ -244,12 +242,10 @@ class LowRank:
         if part.size is None:
             given.zero_()
             return
-        had_square = self.statistics.square(given)
         p = self._first.numbers[part.owner][part.first].view(part.size[0], -1)
         q = self._second.numbers[part.owner][part.second].view(-1, part.size[1])
         torch.mm(p.t(), given.view(part.size), out=q)
         add_product(given.view(part.size), p, q, factor=-1.0)
-        self.statistics.add_loss(had_square, given)
 
     def _write_sum(self, part: Part) -> None:
         values = self.values[part.start : part.stop]

@@ -16,23 +16,18 @@ class Clock(Protocol):
 
     def mark(self, like: Any = None) -> Any:
         """The present moment, on the device of the mark ``like`` if it is given: a thread may have another one."""
-        ...
 
     def passed(self, mark: Any) -> bool:
         """Whether the time of the mark is known."""
-        ...
 
     def wait(self, mark: Any) -> None:
         """Returns when the time of the mark is known."""
-        ...
 
     def seconds(self, start: Any, end: Any) -> float:
         """Seconds between two passed marks."""
-        ...
 
     def origin(self) -> tuple[Any, float]:
         """A mark and its time on the host's clock, from which the times of other marks follow; waits for the device."""
-        ...
 
 
 class HostClock:

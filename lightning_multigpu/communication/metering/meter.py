@@ -13,8 +13,7 @@ import torch
 
 from lightning_multigpu.communication.metering.clocks import HostClock, StreamClock
 from lightning_multigpu.communication.metering.collective_observer import CollectiveObserver
-from lightning_multigpu.communication.metering.records import PendingStep, Transfer, Wait
-from lightning_multigpu.communication.metering.stream_watch import StreamWatch
+from lightning_multigpu.communication.metering.records import PendingStep, StreamWatch, Transfer, Wait
 from lightning_multigpu.communication.metering.traffic import (
     Interval,
     OperationTotals,
@@ -135,10 +134,6 @@ class Meter:
         if note is not None and on_stream:
             self._stream_watch.add(transfer)
         return transfer
-
-    def metered(self, operation: str, **described: Any) -> Transfer:
-        """Meters the transfer within the block; the arguments are those of :meth:`begin`."""
-        return self.begin(operation, **described)
 
     def blocking(self, operation: str, **described: Any) -> Transfer:
         """:meth:`begin` for a collective that the main thread waits for."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_multigpu.communication.ring import chunk_bounds
 from lightning_multigpu.communication.shared_memory.in_place_shared import InPlaceTensors
 from lightning_multigpu.communication.shared_memory.shared_buffers import SharedBuffers
+from lightning_multigpu.communication.tensors import check_reducible
 
 DEFAULT_CHUNK_BYTES = 1 << 20
 DEFAULT_DIRECT_BYTES = 1 << 18
@@ -283,10 +284,5 @@ def _nothing(_: int) -> None:
 
 
 def _flat(tensor: Tensor, average: bool = False) -> Tensor:
-    if not tensor.is_cpu or tensor.is_sparse:
-        raise ValueError(f"shared memory takes dense CPU tensors, not {tensor.layout} on {tensor.device}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"shared memory takes contiguous tensors, strides are {tensor.stride()}: call .contiguous()")
-    if average and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(f"the average of {tensor.dtype} values is no {tensor.dtype}: convert to a float dtype first")
+    check_reducible(tensor, "shared memory", average=average)
     return tensor if tensor.dim() == 1 and not tensor.requires_grad else tensor.detach().view(-1)

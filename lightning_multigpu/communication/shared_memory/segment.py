@@ -12,7 +12,6 @@ is killed. So a free byte means that its rank has ended.
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import weakref
 from collections.abc import Sequence
@@ -38,14 +37,19 @@ class SharedSegment:
         group: ranks of one host, over a back end for CPU tensors (gloo); used only by the constructor.
         size_bytes: size of :attr:`memory`, the same on every rank; reserved at once.
 
+    Attributes:
+        memory: zeros at first, shape (size_bytes,), uint8; None when closed. The mapping lives as long as the tensor or
+            a view of it.
+
     Raises:
         SharedMemoryUnavailableError: a rank cannot reach the memory; all ranks raise.
     """
 
+    memory: torch.Tensor | None = None
+
     def __init__(self, group: dist.ProcessGroup, size_bytes: int) -> None:
         self.rank = dist.get_rank(group)
         self._descriptor = -1
-        self._mapping: mmap.mmap | None = None
         total_bytes = _HEADER_BYTES + size_bytes
         offer: list[Any] = [None]
         problem = None
@@ -57,8 +61,8 @@ class SharedSegment:
         dist.broadcast_object_list(offer, src=dist.get_process_group_ranks(group)[0], group=group)
         if offer[0] is not None:
             try:
-                self._attach(offer[0], total_bytes)
-            except OSError as error:
+                self._attach(offer[0])
+            except (OSError, RuntimeError) as error:  # torch's error of a mapping is a RuntimeError
                 problem = str(error)
         problems: list[str | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(problems, problem, group=group)
@@ -66,17 +70,6 @@ class SharedSegment:
             self.close()
             rank, reason = next((rank, reason) for rank, reason in enumerate(problems) if reason)
             raise SharedMemoryUnavailableError(f"rank {rank} of {len(problems)} on this host: {reason}")
-
-    @property
-    def memory(self) -> memoryview:
-        """The shared bytes, zeros at first. The mapping lives as long as any object made from them.
-
-        Raises:
-            RuntimeError: the segment is closed.
-        """
-        if self._mapping is None:
-            raise RuntimeError("the shared memory of this group is closed")
-        return memoryview(self._mapping)[_HEADER_BYTES:]
 
     def is_gone(self, rank: int) -> bool:
         """Whether the process of another rank has ended or has closed its segment."""
@@ -91,16 +84,16 @@ class SharedSegment:
 
     def close(self) -> None:
         """Releases the memory; a second call does nothing."""
-        self._mapping = None
+        self.memory = None
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _attach(self, offer: Offer, total_bytes: int) -> None:
+    def _attach(self, offer: Offer) -> None:
         if self._descriptor < 0:
             self._descriptor = opened_file(offer)
-        self._mapping = mmap.mmap(self._descriptor, total_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        # After mmap, which duplicates the descriptor: closing any duplicate would drop the lock.
+        self.memory = _tensor(self._descriptor)
+        # After the mapping, for which torch opens and closes the file: that would drop the lock.
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
 
 

@@ -58,9 +58,11 @@ class SharedBuffers:
         shape = (_BUFFERS, self.world_size + 1, self.chunk_bytes)
         barrier_bytes = Barrier.size_bytes(self.world_size)
         self._segment = SharedSegment(group, barrier_bytes + shape[0] * shape[1] * shape[2])
+        assert self._segment.memory is not None
+        memory = self._segment.memory
         try:
             self._barrier: Barrier | None = Barrier(
-                self._segment.memory,
+                memory[:barrier_bytes].numpy(),
                 rank=self.rank,
                 world_size=self.world_size,
                 names=dist.get_process_group_ranks(group),
@@ -73,8 +75,7 @@ class SharedBuffers:
         if self.rank == 0:
             self._barrier.initialise()
         dist.barrier(group=group)
-        memory = self._segment.memory[barrier_bytes:]
-        self._buffers: Tensor | None = torch.frombuffer(memory, dtype=torch.uint8).view(shape)
+        self._buffers: Tensor | None = memory[barrier_bytes:].view(shape)
         self._views: dict[tuple[int, int, int, torch.dtype], tuple[Tensor, ...]] = {}
 
     def run(self, num_chunks: int, *stages: Stage) -> None:

@@ -82,7 +82,7 @@ class Coordination:
         """Within the block this worker waits for other workers; a hang report names them."""
         meter = self._servers.meter
         start_s = meter.now()
-        with meter.metered("barrier", group="servers", group_size=self._servers.job.num_workers, size_bytes=0):
+        with meter.begin("barrier", group="servers", group_size=self._servers.job.num_workers, size_bytes=0):
             yield
         meter.waited(start_s, meter.now())
 

@@ -461,8 +461,8 @@ class ServerTransport:
         self._push_rest(active, is_whole=update.is_whole)
         start_s = servers.meter.now()
         size_bytes = sum(part.nbytes for part in parts)
-        described = {"group": "servers", "group_size": servers.job.num_workers, "size_bytes": size_bytes}
-        with servers.meter.metered("pull", **described), servers.reported():
+        pull = servers.meter.begin("pull", group="servers", group_size=servers.job.num_workers, size_bytes=size_bytes)
+        with pull, servers.reported():
             answers: dict[int, Answer] = {}
             norms = update.clip_norm is not None and servers.job.num_servers > 1
             squares: dict[int, Answer] = {}

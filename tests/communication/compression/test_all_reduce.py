@@ -132,14 +132,14 @@ def test_weights_are_the_same_bits_on_all_ranks_after_thirty_steps(world4: World
         assert results[0][1] == pytest.approx(expected, rel=tolerance), name
 
 
-def _accumulate(name: str, average: bool) -> tuple[Tensor, dict[str, Any], float]:
-    """The sum of all results over twenty steps, what is kept in the end, and the reported error."""
+def _accumulate(name: str, average: bool) -> tuple[Tensor, dict[str, Any]]:
+    """The sum of all results over twenty steps, and what is kept in the end."""
     reduce = engine(name)
     total = torch.zeros(NUMEL)
     for step in range(20):
         total += reduce(gradients(step, dist.get_rank()), PIECES, average=average)
         reduce.end_step()
-    return total, reduce.state_dict(), reduce.statistics.relative_error
+    return total, reduce.state_dict()
 
 
 @pytest.mark.parametrize(("name", "average"), [("int8", False), ("powersgd", False), ("topk", True)])
@@ -148,11 +148,10 @@ def test_what_was_sent_and_what_is_kept_is_what_was_given(world: World, name: st
     results = world.run(_accumulate, name, average)
     given = sum(mean_of([gradients(step, rank) for rank in range(world.num_ranks)]) for step in range(20))
     scale = 1 if average else world.num_ranks
-    for total, state, error in results:
+    for total, state in results:
         kept = torch.cat([state["errors"][piece.name].flatten() for piece in PIECES])
         torch.testing.assert_close(total + kept * scale, given * scale, rtol=1e-4, atol=1e-4)
         assert kept.norm() > 0
-        assert 0 < error < 1
         assert state["step"] == 20
 
 
@@ -277,7 +276,7 @@ def _bytes(name: str, step: int) -> tuple[int, int, int, int]:
         reduce(tensor, PIECES)
     finally:
         dist.isend = isend
-    return announced, handed, reduce.statistics.sent_bytes, reduce.statistics.uncompressed_bytes
+    return announced, handed, reduce.total_sent_bytes, reduce.total_ring_bytes
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))

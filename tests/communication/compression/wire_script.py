@@ -39,7 +39,7 @@ def main() -> None:
         before = counters(interface)
         reduce(tensor, PIECES, average=True)
         dist.barrier()
-        report[name] = {"sent_bytes": reduce.statistics.sent_bytes, "before": before, "after": counters(interface)}
+        report[name] = {"sent_bytes": reduce.total_sent_bytes, "before": before, "after": counters(interface)}
     dist.barrier()  # a peer that leaves closes the connections, which counters of the last setting may still read
     (Path(sys.argv[1]) / f"rank{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
