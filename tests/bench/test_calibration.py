@@ -19,9 +19,9 @@ from lightning_multigpu.bench.strategies.strategy_run import StrategyResult
 from lightning_multigpu.commands.calibrate import this_machine
 from lightning_multigpu.planning.scaling.links import Link
 from lightning_multigpu.planning.scaling.machine_model import (
-    BACK,
+    FROM_OWNERS,
     OF_ACTIVATIONS,
-    TO_OWNERS,
+    TO_OWNER,
     Machine,
     MeasuredCollective,
     ReferenceCost,
@@ -149,8 +149,8 @@ def test_kernels_and_collectives_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -
     assert {(each.operation, each.world) for each in found.collectives} == {
         ("all_reduce", ONE_HOST),
         ("send_recv", ONE_HOST),
-        (TO_OWNERS, ONE_HOST),
-        (BACK, ONE_HOST),
+        (TO_OWNER, ONE_HOST),
+        (FROM_OWNERS, ONE_HOST),
     }
     assert not found.shares_cores
     assert found.versions["torch"] == torch.__version__

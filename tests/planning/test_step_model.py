@@ -12,8 +12,8 @@ from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes, predicted
 from lightning_multigpu.planning.scaling.links import Link
 from lightning_multigpu.planning.scaling.machine_model import (
-    BACK,
-    TO_OWNERS,
+    FROM_OWNERS,
+    TO_OWNER,
     Coding,
     Machine,
     MeasuredCollective,
@@ -150,7 +150,7 @@ class TestDataParallel:
     def test_transfers_of_owners_take_as_long_as_they_were_measured(self) -> None:
         measured = [
             MeasuredCollective(operation=operation, world=HOSTS, link=Link(0.0, seconds / MIB))
-            for operation, seconds in ((TO_OWNERS, 3.0), (BACK, 5.0))
+            for operation, seconds in ((TO_OWNER, 3.0), (FROM_OWNERS, 5.0))
         ]
         machine = replace(MACHINE, collectives=[*MACHINE.collectives, *measured])
         # The first MiB is ready after 5 of 10 s and travels until 8, the second from 10 until 13; then 2 MiB come back.

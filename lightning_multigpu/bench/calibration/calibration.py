@@ -31,9 +31,9 @@ from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan, Strat
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.links import fitted
 from lightning_multigpu.planning.scaling.machine_model import (
-    BACK,
+    FROM_OWNERS,
     OF_ACTIVATIONS,
-    TO_OWNERS,
+    TO_OWNER,
     Coding,
     Machine,
     MeasuredCollective,
@@ -53,8 +53,6 @@ _SLOW_BYTES_PER_S = 4e8
 _LONGEST_CALL_S = 0.5
 _ON_ONE_HOST = ("cpu_ps", "dp")
 _DATA_PARALLEL = ("ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps")
-_MEASURED_ALONE = ("ring_ddp", "ddp_sharded")
-"""Strategies whose transfers are those that were measured."""
 _SMALL_BUCKET_MB = 0.01
 _SMALL_BUCKETS = f"ring_ddp:bucket_cap_mb={_SMALL_BUCKET_MB}"
 """Each layer of the deep model is a bucket."""
@@ -171,8 +169,8 @@ def _implementations(device_type: str, world: World) -> dict[str, tuple[str, str
     names = {
         "all_reduce": ("shared_memory" if world.nodes == 1 else "hierarchy", "all_reduce"),
         "send_recv": ("gloo", "send_recv"),
-        TO_OWNERS: ("owners", "reduce_scatter"),
-        BACK: ("owners", "all_gather"),
+        TO_OWNER: ("gloo", "reduce"),
+        FROM_OWNERS: ("owners", "all_gather"),
     }
     return names if world.nodes == 1 else {**names, OF_ACTIVATIONS: ("gloo", "all_reduce")}
 
@@ -269,7 +267,7 @@ class _Fit:
             cost = self._with_small_models(cost)
             if not on_cores:
                 cost = self._solved(replace(cost, scale=1.0), "busy", 1.0, large_s)
-            if on_cores or (cost.busy in (0.0, 1.0) and name not in _MEASURED_ALONE):
+            if on_cores or cost.busy in (0.0, 1.0):
                 cost = self._solved(cost, "scale", 20.0, large_s)
         return cost
 

@@ -1,4 +1,4 @@
-"""The transfers between the owners of parts, as ``ddp_sharded`` makes them, for the bench of collectives."""
+"""The broadcasts of the ranks that own parts of a model, as ``ddp_sharded`` makes them: a bench of them."""
 
 from __future__ import annotations
 
@@ -8,30 +8,19 @@ from lightning_multigpu.bench.collectives.implementations import Call, Implement
 from lightning_multigpu.bench.collectives.operations import Buffers
 
 
-def transfers_of_owners(group: dist.ProcessGroup) -> dict[str, Call]:
-    """A reduce to the owner of each part, and a broadcast from each owner."""
+def broadcasts(group: dist.ProcessGroup) -> dict[str, Call]:
+    """A broadcast from each owner at once, which brings all ranks all parts."""
     rank = dist.get_rank(group)
 
-    def to_owners(b: Buffers) -> None:
-        parts = list(b.parts(b.input))
-        for work in [dist.reduce(part, owner, group=group, async_op=True) for owner, part in enumerate(parts)]:
-            work.wait()
-        b.output.copy_(parts[rank])
-
-    def back(b: Buffers) -> None:
+    def gather(b: Buffers) -> None:
         parts = list(b.parts(b.output))
         parts[rank].copy_(b.input)
         for work in [dist.broadcast(part, owner, group=group, async_op=True) for owner, part in enumerate(parts)]:
             work.wait()
 
-    return {"reduce_scatter": to_owners, "all_gather": back}
+    return {"all_gather": gather}
 
 
 OWNERS = Implementation(
-    "owners",
-    "gloo",
-    transfers_of_owners,
-    "the reduces and broadcasts of ddp_sharded, one for each owner of a part",
-    ("reduce_scatter", "all_gather"),
-    ("cpu",),
+    "owners", "gloo", broadcasts, "the broadcasts of ddp_sharded, one from each owner", ("all_gather",), ("cpu",)
 )

@@ -13,8 +13,8 @@ from lightning_multigpu.planning.scaling.links import Link, all_reduce_s
 SCHEMA_VERSION = 1
 OF_ACTIVATIONS = "all_reduce of activations"
 """Of layers that are split between hosts: the back end's, where gradients take the hierarchy's."""
-TO_OWNERS, BACK = "gradients to owners", "weights of owners"
-"""Reduces of a tensor to the ranks that own its parts, and their broadcasts, at once."""
+TO_OWNER, FROM_OWNERS = "gradients to an owner", "weights from owners"
+"""The reduce of a tensor to its owner, and the broadcasts of all owners at once, each of an equal part."""
 
 
 _INSTANT = Link(0.0, 0.0)
@@ -167,7 +167,7 @@ class Machine:
         return self._collective_s(wanted, world, size_bytes)
 
     def owners_s(self, operation: str, world: World, size_bytes: float) -> float:
-        """Seconds of :data:`TO_OWNERS` or :data:`BACK`; half of an all-reduce where they were not measured."""
+        """Seconds of :data:`TO_OWNER` or :data:`FROM_OWNERS`; half of an all-reduce where they were not measured."""
         if world.size > 1 and any(each.operation == operation for each in self.collectives):
             return self._collective_s((operation,), world, size_bytes)
         return self.all_reduce_s(world, size_bytes) / 2

@@ -28,9 +28,9 @@ from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName, s
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.links import servers_s
 from lightning_multigpu.planning.scaling.machine_model import (
-    BACK,
+    FROM_OWNERS,
     OF_ACTIVATIONS,
-    TO_OWNERS,
+    TO_OWNER,
     Machine,
     ReferenceCost,
     World,
@@ -375,8 +375,8 @@ class _Step:
         if name == "cpu_ps":  # to the host and back, half of an all-reduce each
             return (lambda b: machine.all_reduce_s(world, b) / 2), {"host": size}, machine.all_reduce_s(world, size) / 2
         if name == "ddp_sharded":
-            to_owner, back_s = (lambda b: machine.owners_s(TO_OWNERS, world, b)), machine.owners_s(BACK, world, size)
-            return to_owner, {**memory, **network}, back_s
+            back_s = machine.owners_s(FROM_OWNERS, world, size)
+            return (lambda b: machine.owners_s(TO_OWNER, world, b)), {**memory, **network}, back_s
         if name in _SERVED:
             servers = int(options.get("num_servers") or 1) if name != "sharded_ps" else max(2, n)
 

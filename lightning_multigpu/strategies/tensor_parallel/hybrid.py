@@ -67,9 +67,12 @@ class HybridStrategy(PipelineStrategy):
         shared_memory: bool = True,
         **options: Any,
     ) -> None:
-        for name in ("activation_checkpointing", "verify_steps"):
-            if choice := options.pop(name, False):  # the command line passes False and 0
-                raise ValueError(f"{name}={choice!r}: it is an option of the pipeline; pass pipeline={{'{name}': ...}}")
+        # The command line, which reads this code, passes False and 0.
+        checkpointed = options.pop("activation_checkpointing", False)
+        verified = options.pop("verify_steps", 0)
+        for name, value in (("activation_checkpointing", checkpointed), ("verify_steps", verified)):
+            if value:
+                raise ValueError(f"{name}={value!r}: it is an option of the pipeline; pass pipeline={{'{name}': ...}}")
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
         option_checks.check_bools(compress_inside_hosts=compress_inside_hosts, shared_memory=shared_memory)
         self._asked = (data_parallel_size, pipeline_parallel_size, tensor_parallel_size)
