@@ -56,7 +56,7 @@ _DATA_PARALLEL = ("ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps")
 _SMALL_BUCKET_MB = 0.01
 _SMALL_BUCKETS = f"ring_ddp:bucket_cap_mb={_SMALL_BUCKET_MB}"
 """Each layer of the deep model is a bucket."""
-_MOST_SAMPLES = 1024
+_MOST_SAMPLES, _MOST_ON_CPU = 1024, 256
 _TURNS = 8
 _REPETITIONS = 3
 _TINY_WIDTH, _TINY_BATCH, _LARGE_BATCH = 64, 16, 64
@@ -176,35 +176,46 @@ def _implementations(device_type: str, world: World) -> dict[str, tuple[str, str
 
 
 def _with_references(hosts: HostAgents, device_type: str, machine: Machine, world: World) -> Machine:
-    width, steps = (1024, 4) if _speed(machine, world) > _SLOW_BYTES_PER_S else (512, 2)
+    width = 1024 if _speed(machine, world) > _SLOW_BYTES_PER_S else 512
     large = Subject("large", partial(BenchMLP, width=width), _large_batch(machine, world, width))
     tiny, deep = (
         Subject(name, partial(BenchMLP, width=_TINY_WIDTH, num_layers=layers), _TINY_BATCH)
         for name, layers in (("tiny", _TINY_LAYERS), ("deep", _DEEP_LAYERS))
     )
     names = [name for name in (*_DATA_PARALLEL, *_ON_ONE_HOST) if world.nodes == 1 or name not in _ON_ONE_HOST]
-    wanted = [(s, each) for each in (Contender(NO_COMMUNICATION), *map(contender, names)) for s in (tiny, deep, large)]
-    wanted += [(tiny, contender(f"pipeline_1f1b:num_micro_batches={number}")) for number in _MICRO_BATCHES]
-    wanted += [(subject, contender("tensor_split")) for subject in (tiny, deep)]
-    wanted += [(deep, contender(_SMALL_BUCKETS))]
-    runs = []
-    for subject, each in wanted:
-        plan = StrategyPlan(
-            contenders=[], subject=subject, device_type=device_type, repetitions=_REPETITIONS,
-            steps=steps if subject is large else 15, warm_up=1, timeout_s=_TIMEOUT_S,
-        )  # fmt: skip
-        runs.append(StrategyRun(hosts, each, plan))
-    rows = {(s.name, c.label): row for (s, c), row in zip(wanted, take_turns(runs), strict=True)}
+    every = [Contender(NO_COMMUNICATION), *map(contender, names)]
+    pipelines = [contender(f"pipeline_1f1b:num_micro_batches={number}") for number in _MICRO_BATCHES]
+    split = contender("tensor_split")
+    groups = [
+        [(large, each) for each in every],
+        [(tiny, each) for each in every],
+        [(deep, each) for each in (*every, contender(_SMALL_BUCKETS))],
+        [*((tiny, each) for each in (*pipelines, split)), (deep, split)],
+    ]
+    rows = {}
+    for wanted in groups:  # ranks that wait for their turn take time of the cores, too
+        runs = []
+        for subject, each in wanted:
+            plan = StrategyPlan(
+                contenders=[], subject=subject, device_type=device_type, repetitions=_REPETITIONS,
+                steps=4 if subject is large else 15, warm_up=1, timeout_s=_TIMEOUT_S,
+            )  # fmt: skip
+            runs.append(StrategyRun(hosts, each, plan))
+        rows |= {(s.name, c.label): row for (s, c), row in zip(wanted, take_turns(runs), strict=True)}
     return _Fit(machine, world, rows, width, names).machine()
 
 
 def _large_batch(machine: Machine, world: World, width: int) -> int:
-    """Samples whose computation takes about as long as the transfers, so that what hides can be seen."""
+    """Samples whose computation takes about as long as the transfers, so that what hides can be seen.
+
+    On CPUs fewer: on the cores of a large batch's computation transfers take longer than beside a common batch.
+    """
     parameters = 6 * width**2
     transfers_s = machine.all_reduce_s(world, 4.0 * parameters)
     flops_per_s = machine.flops_per_s.get("float32", 1e11) / machine.slowdown_of(machine.crowd(world))
     samples = transfers_s * flops_per_s / (6 * parameters)
-    return min(_MOST_SAMPLES, max(_LARGE_BATCH, round(samples / _LARGE_BATCH) * _LARGE_BATCH))
+    most = _MOST_SAMPLES if machine.device_type == "cuda" else _MOST_ON_CPU
+    return min(most, max(_LARGE_BATCH, round(samples / _LARGE_BATCH) * _LARGE_BATCH))
 
 
 def _speed(machine: Machine, world: World) -> float:
