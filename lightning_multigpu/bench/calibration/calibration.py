@@ -192,7 +192,7 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
         [(deep, each) for each in (*every, contender(_SMALL_BUCKETS))],
         [*((tiny, each) for each in (*pipelines, split)), (deep, split)],
     ]
-    rows = {}
+    rows: dict[tuple[str, str], StrategyResult] = {}
     for wanted in groups:  # ranks that wait for their turn take time of the cores, too
         runs = []
         for subject, each in wanted:
