@@ -17,11 +17,13 @@ from lightning_multigpu.bench.spread import Spread
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION
 from lightning_multigpu.bench.strategies.strategy_run import StrategyResult
 from lightning_multigpu.commands.calibrate import this_machine
+from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders, step_time
 from lightning_multigpu.planning.scaling.links import Link
 from lightning_multigpu.planning.scaling.machine_model import (
     FROM_OWNERS,
     OF_ACTIVATIONS,
     TO_OWNER,
+    Coding,
     Machine,
     MeasuredCollective,
     ReferenceCost,
@@ -61,7 +63,7 @@ def found_again(
     steps = {(subject, NO_COMMUNICATION): row("", alone_s, 0.0) for subject, alone_s in ALONE.items()}
     steps |= rows(true, world, "ring_ddp", "ring_ddp")
     steps |= rows(true, world, calibration._SMALL_BUCKETS, "ring_ddp", bucket_cap_mb=0.01)
-    return calibration._Fit(machine, world, {**steps, **further}, 512, ["ring_ddp"]).machine()
+    return calibration._Fit(machine, world, {**steps, **further}, 512, 64, ["ring_ddp"]).machine()
 
 
 def machine(world: World) -> Machine:
@@ -91,38 +93,57 @@ def test_between_hosts_the_share_that_does_not_hide_is_found_again() -> None:
     assert found.reference("ring_ddp", HOSTS).scale == 1.0
 
 
-@pytest.mark.parametrize(("size", "passes"), [(2, (10, 34)), (4, (16, 64))])
-def test_the_fixed_time_of_a_pass_is_found_again(size: int, passes: tuple[int, int]) -> None:
-    """2 (M + P - 1) passes of a rank follow each other; 4 ranks on 2 cores take as long as half of all 2 M P passes."""
+def test_less_of_a_compressed_transfer_hides() -> None:
+    name = "ring_ddp:compression=int8"
+    coding = Coding(name="int8", ratio=4.0, s_per_byte=1e-9)
+    hosts = replace(machine(HOSTS), codings=[coding])
+    true = ReferenceCost(strategy=name, world=HOSTS, fixed_s=2e-3, busy=0.9)
+    further = rows(replace(hosts, references=[true]), HOSTS, name, "ring_ddp", compression="int8")
+    found = found_again(hosts, HOSTS, ReferenceCost(strategy="ring_ddp", world=HOSTS, fixed_s=2e-3, busy=0.6), further)
+    assert found.reference(name, HOSTS).busy == pytest.approx(0.9, abs=0.05)
+    assert found.reference("ring_ddp", HOSTS).busy == pytest.approx(0.6, abs=0.05)
+    assert found.reference("ring_ddp:compression=bf16", HOSTS) == found.reference("ring_ddp", HOSTS)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("pass_s", "scale"), [(2e-3, 1.0), (0.0, 0.5)])
+def test_the_time_of_a_pass_or_of_its_messages_is_found_again(size: int, pass_s: float, scale: float) -> None:
     world = World(size, 1)
-    labels = [f"pipeline_1f1b:num_micro_batches={number}" for number in (4, 16)]
-    steps = {
-        ("tiny", label): row(label, ALONE["tiny"] + 5e-3 + 2e-3 * number, 0.0)
-        for label, number in zip(labels, passes, strict=True)
-    }
     hosts = replace(machine(world), shares_cores=True)
+    steps = {}
+    for number in (4, 16):
+        label = f"pipeline_1f1b:num_micro_batches={number}"
+        messages_s = [scale * 1e-4 + 1e-8 * 16 * 64 * 4 / number] * (size - 1)
+        passes_s = step_time(
+            schedule_orders("1f1b", size, 1, number), [pass_s] * size, [pass_s] * size, messages_s, cores=2
+        )
+        steps["tiny", label] = row(label, ALONE["tiny"] + 5e-3 + passes_s, 0.0)
     cost = found_again(hosts, world, ReferenceCost(strategy="ring_ddp", world=world), steps)
     found = cost.reference("pipeline_1f1b", world)
-    assert (found.pass_s, found.fixed_s) == pytest.approx((2e-3, 5e-3))
+    assert (found.pass_s, found.scale, found.fixed_s) == pytest.approx((pass_s, scale, 5e-3), abs=1e-6)
 
 
 def test_the_time_of_a_split_layers_collective_is_found_again() -> None:
-    """The tiny model has 5 collectives, the deep one 29; alone one takes longer than in a step."""
-    alone = MeasuredCollective(operation=OF_ACTIVATIONS, world=HOSTS, link=Link(9e-3, 0.0))
+    """The tiny and the large model have 5 collectives, the deep one 29; alone a collective takes longer."""
+    alone = MeasuredCollective(operation=OF_ACTIVATIONS, world=HOSTS, link=Link(9e-3, 1e-7))
     hosts = replace(machine(HOSTS), collectives=[*machine(HOSTS).collectives, alone])
+    tiny_bytes, large_bytes = 4 * 16 * 64, 4 * 64 * 512
+    computing_s = {**ALONE, "large": ALONE["tiny"] + (ALONE["large"] - ALONE["tiny"]) / 2}
     steps = {
-        (subject, "tensor_split"): row("tensor_split", ALONE[subject] + 3e-3 + 4e-3 * number, 0.0)
-        for subject, number in (("tiny", 5), ("deep", 29))
+        (subject, "tensor_split"): row(
+            "tensor_split", computing_s[subject] + 3e-3 + number * (0.5 * alone.link.seconds(size) - 1e-3), 0.0
+        )
+        for subject, number, size in (("tiny", 5, tiny_bytes), ("deep", 29, tiny_bytes), ("large", 5, large_bytes))
     }
     found = found_again(hosts, HOSTS, ReferenceCost(strategy="ring_ddp", world=HOSTS), steps)
     cost = found.reference("tensor_split", HOSTS)
-    assert (cost.pass_s, cost.fixed_s) == pytest.approx((-5e-3, 3e-3))
+    assert (cost.pass_s, cost.scale, cost.fixed_s) == pytest.approx((-1e-3, 0.5, 3e-3))
 
 
 def test_a_strategy_that_failed_has_no_cost() -> None:
     steps = {(subject, NO_COMMUNICATION): row("", alone_s, 0.0) for subject, alone_s in ALONE.items()}
     steps["tiny", "ring_ddp"] = StrategyResult(label="ring_ddp", status="failed", reason="it raised")
-    assert not calibration._Fit(machine(ONE_HOST), ONE_HOST, steps, 512, ["ring_ddp"]).machine().references
+    assert not calibration._Fit(machine(ONE_HOST), ONE_HOST, steps, 512, 64, ["ring_ddp"]).machine().references
 
 
 @pytest.mark.parametrize("world", [ONE_HOST, HOSTS])

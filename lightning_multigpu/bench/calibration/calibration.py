@@ -28,6 +28,7 @@ from lightning_multigpu.bench.jobs.host_agents import HostAgents
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, Contender, contender
 from lightning_multigpu.bench.strategies.models import BenchMLP, Subject
 from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan, StrategyResult, StrategyRun, take_turns
+from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders, step_time
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.links import fitted
 from lightning_multigpu.planning.scaling.machine_model import (
@@ -45,6 +46,7 @@ from lightning_multigpu.planning.scaling.step_model import (
     Candidate,
     Prediction,
     bucketed,
+    compressed_name,
     predict,
 )
 
@@ -60,7 +62,7 @@ _MOST_SAMPLES, _MOST_ON_CPU = 1024, 256
 _TURNS = 8
 _REPETITIONS = 3
 _TINY_WIDTH, _TINY_BATCH, _LARGE_BATCH = 64, 16, 64
-_TINY_LAYERS, _DEEP_LAYERS = 6, 30
+_TINY_LAYERS, _DEEP_LAYERS, _LARGE_LAYERS = 6, 30, 6
 _MICRO_BATCHES = (4, 16)
 _BACKWARD_SHARE, _OPTIMIZER_SHARE = 0.6, 0.05
 """Of a step of the reference model."""
@@ -177,7 +179,8 @@ def _implementations(device_type: str, world: World) -> dict[str, tuple[str, str
 
 def _with_references(hosts: HostAgents, device_type: str, machine: Machine, world: World) -> Machine:
     width = 1024 if _speed(machine, world) > _SLOW_BYTES_PER_S else 512
-    large = Subject("large", partial(BenchMLP, width=width), _large_batch(machine, world, width))
+    batch_size = _large_batch(machine, world, width)
+    large = Subject("large", partial(BenchMLP, width=width, num_layers=_LARGE_LAYERS), batch_size)
     tiny, deep = (
         Subject(name, partial(BenchMLP, width=_TINY_WIDTH, num_layers=layers), _TINY_BATCH)
         for name, layers in (("tiny", _TINY_LAYERS), ("deep", _DEEP_LAYERS))
@@ -186,8 +189,9 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
     every = [Contender(NO_COMMUNICATION), *map(contender, names)]
     pipelines = [contender(f"pipeline_1f1b:num_micro_batches={number}") for number in _MICRO_BATCHES]
     split = contender("tensor_split")
+    coded = [compressed_name("ring_ddp", each.name) for each in machine.codings if world.nodes > 1]
     groups = [
-        [(large, each) for each in every],
+        [(large, each) for each in (*every, *map(contender, coded), split)],
         [(tiny, each) for each in every],
         [(deep, each) for each in (*every, contender(_SMALL_BUCKETS))],
         [*((tiny, each) for each in (*pipelines, split)), (deep, split)],
@@ -202,7 +206,7 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
             )  # fmt: skip
             runs.append(StrategyRun(hosts, each, plan))
         rows |= {(s.name, c.label): row for (s, c), row in zip(wanted, take_turns(runs), strict=True)}
-    return _Fit(machine, world, rows, width, names).machine()
+    return _Fit(machine, world, rows, width, batch_size, names).machine()
 
 
 def _large_batch(machine: Machine, world: World, width: int) -> int:
@@ -232,13 +236,15 @@ class _Fit:
         world: World,
         rows: dict[tuple[str, str], StrategyResult],
         width: int,
+        batch_size: int,
         names: Sequence[str],
     ) -> None:
         self._machine, self._world, self._rows, self._names = machine, world, rows, names
+        self._activation_bytes = {"tiny": 4 * _TINY_BATCH * _TINY_WIDTH, "large": 4 * batch_size * width}
         large = self._step("large", NO_COMMUNICATION)
         assert large is not None
         crowd = machine.crowd(world)
-        self._profile = _profile(width, 6, large, crowd)
+        self._profile = _profile(width, _LARGE_LAYERS, large, crowd)
         self._small = {
             name: _profile(_TINY_WIDTH, layers, self._step(name, NO_COMMUNICATION) or 0.0, crowd)
             for name, layers in (("tiny", _TINY_LAYERS), ("deep", _DEEP_LAYERS))
@@ -254,6 +260,7 @@ class _Fit:
         for name in self._names:
             if all(self._step(subject, name) is not None for subject in ("tiny", "deep", "large")):
                 self._costs.append(self._cost(name))
+        self._compressed()
         self._pipeline()
         self._tensor_split()
         others = [each for each in self._machine.references if each.world != self._world]
@@ -261,7 +268,9 @@ class _Fit:
 
     def _predicted(self, model: ModelProfile, cost: ReferenceCost, **options: Any) -> Prediction:
         machine = replace(self._machine, references=[cost])
-        return predict(model, machine, Candidate(cost.strategy, options), self._world)
+        name, _, compression = cost.strategy.partition(":compression=")
+        options |= {"compression": compression} if compression else {}
+        return predict(model, machine, Candidate(name, options), self._world)
 
     def _predicted_s(self, cost: ReferenceCost) -> float:
         return self._predicted(self._profile, cost).step_s
@@ -276,11 +285,22 @@ class _Fit:
         assert large_s is not None
         for _ in range(_TURNS):
             cost = self._with_small_models(cost)
-            if not on_cores:
-                cost = self._solved(replace(cost, scale=1.0), "busy", 1.0, large_s)
-            if on_cores or cost.busy in (0.0, 1.0):
-                cost = self._solved(cost, "scale", 20.0, large_s)
+            cost = self._solved(cost, "scale", 20.0, large_s) if on_cores else self._hidden(cost, large_s)
         return cost
+
+    def _hidden(self, cost: ReferenceCost, large_s: float) -> ReferenceCost:
+        """The cost with the share of transfers that hides, or another ``scale`` where that cannot explain the step."""
+        cost = self._solved(replace(cost, scale=1.0), "busy", 1.0, large_s)
+        return self._solved(cost, "scale", 20.0, large_s) if cost.busy in (0.0, 1.0) else cost
+
+    def _compressed(self) -> None:
+        """Encoding and decoding take the cores that backward needs, so that less hides than of plain transfers."""
+        plain = next((each for each in self._costs if each.strategy == "ring_ddp"), None)
+        for coding in self._machine.codings:
+            name = compressed_name("ring_ddp", coding.name)
+            step_s = self._step("large", name)
+            if plain is not None and step_s is not None:
+                self._costs.append(self._hidden(replace(plain, strategy=name), step_s))
 
     def _with_small_models(self, cost: ReferenceCost) -> ReferenceCost:
         """The costs of a batch, a tensor and a bucket, beyond the transfers with the scale of ``cost``."""
@@ -305,51 +325,85 @@ class _Fit:
 
     def _solved(self, cost: ReferenceCost, field: str, most: float, step_s: float) -> ReferenceCost:
         """The cost with the value of ``field`` between 0 and ``most`` whose prediction is ``step_s``."""
-        low, high = 0.0, most
-        if self._predicted_s(replace(cost, **{field: low})) >= step_s:  # type: ignore[arg-type]
-            return replace(cost, **{field: low})  # type: ignore[arg-type]
-        for _ in range(40):
-            middle = (low + high) / 2
-            if self._predicted_s(replace(cost, **{field: middle})) < step_s:  # type: ignore[arg-type]
-                low = middle
-            else:
-                high = middle
-        return replace(cost, **{field: round(high, 9)})  # type: ignore[arg-type]
+
+        def changed(value: float) -> ReferenceCost:
+            return replace(cost, **{field: value})  # type: ignore[arg-type]
+
+        if self._predicted_s(changed(0.0)) >= step_s:
+            return changed(0.0)
+        return changed(round(bisected(lambda value: self._predicted_s(changed(value)), 0.0, most, step_s), 9))
 
     def _pipeline(self) -> None:
-        """The passes of the tiny model, which take nearly no time, follow each other.
-
-        With M micro-batches these are the 2 (M + P - 1) passes of a rank, or all 2 M P on fewer cores than ranks.
-        """
-        size, cores = self._world.size, min(self._machine.cores(), self._world.size)
-        few, many = (max(2 * (number + size - 1), 2 * number * size / cores) for number in _MICRO_BATCHES)
-        steps = [self._step("tiny", f"pipeline_1f1b:num_micro_batches={number}") for number in _MICRO_BATCHES]
-        if steps[0] is None or steps[1] is None:
+        """From the time that more micro-batches of the tiny model take, whose passes compute nearly nothing."""
+        machine, world = self._machine, self._world
+        few_s, many_s = (self._step("tiny", f"pipeline_1f1b:num_micro_batches={m}") for m in _MICRO_BATCHES)
+        if few_s is None or many_s is None:
             return
-        pass_s = max(0.0, (steps[1] - steps[0]) / (many - few))
+        link = machine.link_inside(world) if world.nodes == 1 else machine.link_between(world)
+
+        def passes_s(pass_s: float, scale: float) -> list[float]:
+            found = []
+            for number in _MICRO_BATCHES:
+                orders = schedule_orders("1f1b", world.size, 1, number)
+                cuts_s = [link.latency_times(scale).seconds(self._activation_bytes["tiny"] / number)] * (world.size - 1)
+                each_s = [pass_s] * world.size
+                found.append(step_time(orders, each_s, each_s, cuts_s, machine.cores(world)))
+            return found
+
+        def more_s(pass_s: float, scale: float) -> float:
+            few, many = passes_s(pass_s, scale)
+            return many - few
+
+        wanted_s, scale, pass_s = max(0.0, many_s - few_s), 1.0, 0.0
+        if more_s(0.0, 1.0) > wanted_s:
+            scale = bisected(lambda factor: more_s(0.0, factor), 0.0, 1.0, wanted_s)
+        else:
+            pass_s = bisected(lambda each_s: more_s(each_s, 1.0), 0.0, 1.0, wanted_s)
         alone_s = self._step("tiny", NO_COMMUNICATION) or 0.0
-        fixed_s = max(0.0, steps[0] - alone_s - few * pass_s)
-        self._costs.append(ReferenceCost(strategy="pipeline_1f1b", world=self._world, fixed_s=fixed_s, pass_s=pass_s))
+        fixed_s = max(0.0, few_s - alone_s - passes_s(pass_s, scale)[0])
+        self._costs.append(
+            ReferenceCost(strategy="pipeline_1f1b", world=world, fixed_s=fixed_s, pass_s=pass_s, scale=scale)
+        )
 
     def _tensor_split(self) -> None:
-        """Each collective costs more or less than alone; n pairs of layers need 2n - 1: the input needs no gradient."""
-        extra = []
-        for subject in ("tiny", "deep"):
-            with_s, alone_s = self._step(subject, "tensor_split"), self._step(subject, NO_COMMUNICATION)
-            if with_s is None or alone_s is None:
+        """Each collective costs more or less than alone; n pairs of layers need 2n - 1: the input needs no gradient.
+
+        The difference of the deep and the tiny model gives the seconds of a small collective, and the large model those
+        of a large one. A rank computes its part of the large model beyond what a step of the tiny one takes anyway.
+        """
+        extra: dict[str, float] = {}
+        tiny_s = self._step("tiny", NO_COMMUNICATION) or 0.0
+        for name in ("tiny", "deep", "large"):
+            step_s, alone_s = self._step(name, "tensor_split"), self._step(name, NO_COMMUNICATION)
+            if step_s is None or alone_s is None:
                 return
-            extra.append(with_s - alone_s)
-        few, many = (2 * ((layers + 1) // 2) - 1 for layers in (_TINY_LAYERS, _DEEP_LAYERS))
-        each_s = max(0.0, (extra[1] - extra[0]) / (many - few))
-        transfer_s = self._machine.all_reduce_s(self._world, 4 * _TINY_BATCH * _TINY_WIDTH, OF_ACTIVATIONS)
+            extra[name] = step_s - (tiny_s + (alone_s - tiny_s) / self._world.size if name == "large" else alone_s)
+        few, many, large = (2 * ((layers + 1) // 2) - 1 for layers in (_TINY_LAYERS, _DEEP_LAYERS, _LARGE_LAYERS))
+        small_s = max(0.0, (extra["deep"] - extra["tiny"]) / (many - few))
+        fixed_s = max(0.0, extra["tiny"] - few * small_s)
+        large_s = max(small_s, (extra["large"] - fixed_s) / large)
+        at_small_s, at_large_s = (
+            self._machine.all_reduce_s(self._world, self._activation_bytes[name], OF_ACTIVATIONS)
+            for name in ("tiny", "large")
+        )
+        scale = (large_s - small_s) / (at_large_s - at_small_s)
         self._costs.append(
             ReferenceCost(
                 strategy="tensor_split",
                 world=self._world,
-                fixed_s=max(0.0, extra[0] - few * each_s),
-                pass_s=each_s - transfer_s,
+                fixed_s=fixed_s,
+                scale=scale,
+                pass_s=small_s - scale * at_small_s,
             )
         )
+
+
+def bisected(value_of: Callable[[float], float], low: float, high: float, wanted: float) -> float:
+    """Where the growing function ``value_of`` reaches ``wanted`` between ``low`` and ``high``, or ``high``."""
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if value_of(middle) < wanted else (low, middle)
+    return high
 
 
 def _profile(width: int, num_layers: int, step_s: float, crowd: int) -> ModelProfile:

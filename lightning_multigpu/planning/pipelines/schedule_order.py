@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import Literal
 
 Kind = Literal["forward", "backward", "weight"]
@@ -113,9 +114,8 @@ def work_times(
         forward_s, backward_s: each stage's seconds for a micro-batch.
         transfer_s: seconds of one message between two neighbouring stages; one fewer than stages.
     """
+    parts = _pass_parts(orders, forward_s, backward_s, transfer_s)
     last = len(forward_s) - 1
-    apart = any(work.kind == "weight" for order in orders for work in order)
-    share = 0.5 if apart else 1.0
     times: dict[Work, tuple[float, float]] = {}
     free = [0.0] * len(orders)
     position = [0] * len(orders)
@@ -124,21 +124,11 @@ def work_times(
         for rank, order in enumerate(orders):
             while position[rank] < len(order):
                 work = order[position[rank]]
-                stage, micro_batch = work.stage, work.micro_batch
-                needed: Work | None = None
-                if work.kind == "forward":
-                    needed = Work("forward", stage - 1, micro_batch) if stage > 0 else None
-                    seconds = forward_s[stage] + (transfer_s[stage] if stage < last else 0.0)
-                elif work.kind == "backward":
-                    after = stage < last
-                    needed = Work("backward", stage + 1, micro_batch) if after else Work("forward", stage, micro_batch)
-                    seconds = backward_s[stage] * share + (transfer_s[stage - 1] if stage > 0 else 0.0)
-                else:
-                    needed, seconds = Work("backward", stage, micro_batch), backward_s[stage] * (1 - share)
+                needed = _needed(work, last)
                 if needed is not None and needed not in times:
                     break
                 start_s = max(free[rank], times[needed][1] if needed is not None else 0.0)
-                free[rank] = start_s + seconds
+                free[rank] = start_s + sum(parts[work.kind, work.stage])
                 times[work] = start_s, free[rank]
                 position[rank] += 1
                 moved = True
@@ -146,14 +136,71 @@ def work_times(
     return times
 
 
+def _needed(work: Work, last: int) -> Work | None:
+    """The pass whose output ``work`` needs; ``last`` is the last stage."""
+    stage, micro_batch = work.stage, work.micro_batch
+    if work.kind == "forward":
+        return Work("forward", stage - 1, micro_batch) if stage > 0 else None
+    if work.kind == "weight":
+        return Work("backward", stage, micro_batch)
+    return Work("backward", stage + 1, micro_batch) if stage < last else Work("forward", stage, micro_batch)
+
+
+def _pass_parts(
+    orders: Sequence[Sequence[Work]],
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    transfer_s: Sequence[float],
+) -> dict[tuple[Kind, int], tuple[float, float]]:
+    """(kind, stage) -> seconds of computing, and of sending the output."""
+    apart = any(work.kind == "weight" for order in orders for work in order)
+    share = 0.5 if apart else 1.0
+    found: dict[tuple[Kind, int], tuple[float, float]] = {}
+    for stage in range(len(forward_s)):
+        found["forward", stage] = forward_s[stage], transfer_s[stage] if stage < len(forward_s) - 1 else 0.0
+        found["backward", stage] = backward_s[stage] * share, transfer_s[stage - 1] if stage > 0 else 0.0
+        found["weight", stage] = backward_s[stage] * (1 - share), 0.0
+    return found
+
+
 def step_time(
     orders: Sequence[Sequence[Work]],
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     transfer_s: Sequence[float],
+    cores: float = inf,
 ) -> float:
-    """Seconds of a batch, forward and backward, without the optimizer; arguments as for :func:`work_times`."""
-    return max(end_s for _, end_s in work_times(orders, forward_s, backward_s, transfer_s).values())
+    """Seconds of a batch, forward and backward, without the optimizer; arguments as for :func:`work_times`.
+
+    With fewer ``cores`` than ranks, the passes that run at the same time share them equally; sending takes no core.
+    """
+    if cores >= len(orders):
+        return max(end_s for _, end_s in work_times(orders, forward_s, backward_s, transfer_s).values())
+    parts = _pass_parts(orders, forward_s, backward_s, transfer_s)
+    last, now_s = len(forward_s) - 1, 0.0
+    waiting = [list(reversed(order)) for order in orders]
+    running: dict[int, tuple[Work, float, float]] = {}  # rank -> its pass, seconds of computing and of sending left
+    done: set[Work | None] = {None}
+    while True:
+        for rank, order in enumerate(waiting):
+            if rank not in running and order and _needed(order[-1], last) in done:
+                work = order.pop()
+                running[rank] = work, *parts[work.kind, work.stage]
+        if not running:
+            return now_s
+        computing = sum(compute_s > 0 for _, compute_s, _ in running.values())
+        speed = min(1.0, cores / computing) if computing else 1.0
+        next_s = min(compute_s / speed if compute_s > 0 else send_s for _, compute_s, send_s in running.values())
+        now_s += next_s
+        for rank, (work, compute_s, send_s) in list(running.items()):
+            if compute_s > 0:
+                left_s = compute_s - next_s * speed
+                running[rank] = work, left_s if left_s > 1e-12 else 0.0, send_s
+            elif send_s - next_s > 1e-12:
+                running[rank] = work, 0.0, send_s - next_s
+            else:
+                done.add(work)
+                del running[rank]
 
 
 def _all_forward_first(rank: int, num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> list[Work]:

@@ -21,7 +21,7 @@ and nothing else uses the links.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Point = tuple[int, float]
 """Bytes, and the measured seconds."""
@@ -58,15 +58,9 @@ class Link:
         slope = self.far_s_per_byte if self.bend_bytes else self.s_per_byte
         return 1 / slope if slope else float("inf")
 
-    def times(self, factor: float) -> Link:
-        """The link with all times multiplied."""
-        return Link(
-            self.latency_s * factor,
-            self.s_per_byte * factor,
-            self.bend_bytes,
-            self.far_s_per_byte * factor,
-            self.residual,
-        )
+    def latency_times(self, factor: float) -> Link:
+        """The link with another latency."""
+        return replace(self, latency_s=self.latency_s * factor)
 
 
 def fitted(points: Sequence[Point]) -> Link:

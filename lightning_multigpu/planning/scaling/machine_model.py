@@ -40,16 +40,15 @@ class ReferenceCost:
     """How a strategy's steps differ from the formula, from steps of a tiny, a deep and a large reference model.
 
     Attributes:
-        strategy: registered name.
+        strategy: registered name, with the compression if there is one: "ring_ddp:compression=int8".
         world: hosts and devices of the measurement.
         fixed_s: seconds that each batch takes in addition, whatever the model.
-        scale: the measured time of its transfers, over that of the formula.
+        scale: the measured time of its transfers, over that of the formula; for pipelines the latency of messages.
         busy: the share of a transfer in which the rank that computes beside it makes no progress: 0 on an accelerator,
             1 where the same core moves the bytes.
         tensor_s: seconds that each parameter tensor adds.
         bucket_s: seconds that each bucket adds.
-        pass_s: seconds that each pass of a pipeline stage, or each collective of a split layer, takes in addition; less
-            than 0 for collectives that took longer alone.
+        pass_s: seconds that each pass of a pipeline stage, or each collective of a split layer, takes in addition.
     """
 
     strategy: str
@@ -138,9 +137,10 @@ class Machine:
             return 1
         return world.size if self.shares_cores else world.devices
 
-    def cores(self) -> float:
-        """Devices that compute at the same time on one machine; unlimited for accelerators."""
-        return self.devices if self.device_type == "cpu" else inf
+    def cores(self, world: World) -> float:
+        """Ranks of ``world`` that can compute at the same time; unlimited for accelerators."""
+        machines = 1 if self.shares_cores else world.nodes
+        return self.devices * machines if self.device_type == "cpu" else inf
 
     def slowdown_of(self, crowd: int) -> float:
         """The time of a computation with ``crowd`` ranks at once, over its time alone; 1 if that was not measured."""
@@ -213,9 +213,17 @@ class Machine:
         return self.between
 
     def reference(self, strategy: str, world: World) -> ReferenceCost:
-        """The cost of a strategy in ``world``, or in the nearest measured world; zeros if it was not measured."""
-        measured = "sync_ps" if strategy == "async_ps" else strategy
+        """The cost of a strategy in ``world``, or in the nearest measured world; zeros if it was not measured.
+
+        Args:
+            strategy: registered name, perhaps with a compression; that without it where this one was not measured.
+            world: its ranks.
+        """
+        plain, _, compression = strategy.partition(":")
+        measured = "sync_ps" if plain == "async_ps" else strategy
         found = [each for each in self.references if each.strategy == measured]
+        if not found and compression:
+            return self.reference(plain, world)
         if not found:
             busy = 1.0 if self.device_type == "cpu" and world.nodes == 1 else 0.0
             return ReferenceCost(strategy=strategy, world=world, busy=busy)

@@ -262,8 +262,9 @@ class _Step:
             divided = replace(self.model.with_batches(1 / world.size), divides_batch=False)
             return replace(self, model=divided).data_parallel()
         model, phases, k = self.model, self._phases(), self.candidate.accumulate
-        cost = machine.reference(name, world) if world.size > 1 else ReferenceCost(strategy=name, world=world)
         options = {**self.candidate.options}
+        named = compressed_name(name, options.get("compression"))
+        cost = machine.reference(named, world) if world.size > 1 else ReferenceCost(strategy=name, world=world)
         bucket_bytes = options.get("bucket_cap_mb", 0) * 2**20 or _bucket_bytes(name, model.gradient_bytes, world)
         optimizer_s = phases.optimizer_s
         sent: dict[str, float] = {}
@@ -312,7 +313,8 @@ class _Step:
         machine, world, k, phases = self.machine, self.world, self.candidate.accumulate, self._phases(part.phases)
         cost = machine.reference("tensor_split", world)
         collectives_s = sum(
-            max(0.0, machine.all_reduce_s(world, size, OF_ACTIVATIONS) + cost.pass_s) for _, size in part.collectives
+            max(0.0, cost.scale * machine.all_reduce_s(world, size, OF_ACTIVATIONS) + cost.pass_s)
+            for _, size in part.collectives
         )
         bytes_ = float(sum(size for _, size in part.collectives))
         sent = {"network": 2 * (world.nodes - 1) / world.nodes * bytes_} if world.nodes > 1 else {"host": bytes_}
@@ -416,12 +418,11 @@ class _Step:
     def _staged(self, plan: PipelinePlan, factor: float) -> Prediction:
         """A pipeline over all ranks; ``factor`` multiplies the time of each pass.
 
-        Idle ranks leave their core to others: passes slow down as with one rank a core, and a step takes at least the
-        cores' time for all passes.
+        Idle ranks leave their core to others: passes that run at the same time share the cores.
         """
         machine, world, k = self.machine, self.world, self.candidate.accumulate
         ranks, micro_batches, stages = len(plan.memory), plan.num_micro_batches, plan.stages
-        crowd = round(min(machine.crowd(world), machine.cores()))
+        crowd = round(min(machine.crowd(world), machine.cores(World(1, world.devices))))
         phases = self.model.at_once(crowd, machine.slowdown_of(crowd))
         both_s = (phases.forward_s + phases.backward_s) / plan.one_device_s if machine.device_type == "cpu" else 1.0
         cost = replace(machine.reference("pipeline_1f1b", world), tensor_s=0.0)
@@ -432,11 +433,11 @@ class _Step:
         for i, stage in enumerate(stages[:-1]):
             is_inside = (i % ranks) // per_host == ((i + 1) % ranks) // per_host
             link = machine.link_inside(world) if is_inside else machine.link_between(world)
-            cuts_s.append(link.times(cost.scale).seconds(stage.output_bytes))
+            cuts_s.append(link.latency_times(cost.scale).seconds(stage.output_bytes))
         orders = schedule_orders(plan.schedule, ranks, len(stages) // ranks, micro_batches)
-        on_cores_s = micro_batches * sum((*forward_s, *backward_s)) / min(machine.cores(), ranks)
-        total_s = max(on_cores_s, step_time(orders, forward_s, backward_s, cuts_s))
-        without_s = max(on_cores_s, step_time(orders, forward_s, backward_s, [0.0] * len(cuts_s)))
+        cores = machine.cores(world)
+        total_s = step_time(orders, forward_s, backward_s, cuts_s, cores)
+        without_s = step_time(orders, forward_s, backward_s, [0.0] * len(cuts_s), cores)
         busy_s = max(
             micro_batches * sum(forward_s[i] + backward_s[i] for i in range(rank, len(stages), ranks))
             for rank in range(ranks)
@@ -529,6 +530,11 @@ def _bucket_bytes(name: str, gradient_bytes: int, world: World) -> int:
     if name in _SERVED:
         return _SERVER_BYTES[world.nodes == 1]
     return usual_bucket_bytes(gradient_bytes, between_hosts=world.nodes > 1)
+
+
+def compressed_name(name: str, compression: Any) -> str:
+    """The name of a strategy's reference cost: with the compression, if there is one."""
+    return f"{name}:compression={_name_of(compression)}" if compression else name
 
 
 def _name_of(compression: Any) -> str:
