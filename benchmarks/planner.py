@@ -4,9 +4,9 @@
 
     python -m benchmarks.planner --folder runs/planner
 
-calibrates one host with 2 and 4 ranks, and 2 and 4 emulated hosts at three bandwidths. Then for each model it measures
-the model alone, writes down what it predicts, and trains it under each strategy in turn. No model here is one of the
-calibration's two.
+calibrates one host with 2 and 4 ranks, and 2 and 4 emulated hosts at three bandwidths. Then for each model and world it
+measures the model alone, writes down what it predicts, and trains the model under each strategy in turn. No model here
+is one of the calibration's three.
 """
 
 from __future__ import annotations
@@ -115,25 +115,22 @@ def _label(bandwidth: str, world: World) -> str:
 def _one_model(
     name: str, worlds: list[tuple[str, World]], machines: dict[str, Machine], options: argparse.Namespace
 ) -> None:
-    """Predicts, writes the predictions down, and measures."""
-    profile = _profile(name, [world for _, world in worlds])
-    alone_s = {crowd: phases.step_s for crowd, phases in profile.phases.items()}
+    """For each world: measures the model alone, predicts, writes the predictions down, and measures the steps."""
     path = options.folder / f"{name.replace(' ', '_')}.json"
-    cases = [case for bandwidth, world in worlds for case in _predicted(profile, machines[bandwidth], bandwidth, world)]
-    path.write_text(json.dumps(cases, indent=1))
-    print(f"{name}: {len(cases)} predictions written", file=sys.stderr, flush=True)
+    cases: list[dict[str, Any]] = []
     for bandwidth, world in worlds:
         begin_s = time.monotonic()
-        rows = _measured_apart(name, bandwidth, world, options)
-        pace = rows[NO_COMMUNICATION]["mean_s"] / alone_s[world.size]
-        again = _predicted(_at_pace(profile, pace), machines[bandwidth], bandwidth, world)
-        paced = {case["strategy"]: case.get("step_s") for case in again}
-        for case in cases:
-            if case["world"] == _label(bandwidth, world) and case["strategy"] in rows:
-                case["measured"] = rows[case["strategy"]]
-                case["paced_s"] = paced[case["strategy"]]
+        profile = _profile(name, [world])
+        own = _predicted(profile, machines[bandwidth], bandwidth, world)
+        cases += own
         path.write_text(json.dumps(cases, indent=1))
-        print(f"  {_label(bandwidth, world)}: {time.monotonic() - begin_s:.0f} s", file=sys.stderr, flush=True)
+        rows = _measured_apart(name, bandwidth, world, options)
+        pace = rows[NO_COMMUNICATION]["mean_s"] / profile.phases[world.size].step_s
+        again = _predicted(_at_pace(profile, pace), machines[bandwidth], bandwidth, world)
+        for case, paced in zip(own, again, strict=True):
+            case["measured"], case["paced_s"] = rows[case["strategy"]], paced.get("step_s")
+        path.write_text(json.dumps(cases, indent=1))
+        print(f"{name}, {_label(bandwidth, world)}: {time.monotonic() - begin_s:.0f} s", file=sys.stderr, flush=True)
 
 
 def _at_pace(profile: ModelProfile, factor: float) -> ModelProfile:
