@@ -368,8 +368,9 @@ class _Fit:
     def _tensor_split(self) -> None:
         """Each collective costs more or less than alone; n pairs of layers need 2n - 1: the input needs no gradient.
 
-        The difference of the deep and the tiny model gives the seconds of a small collective, and the large model those
-        of a large one. A rank computes its part of the large model beyond what a step of the tiny one takes anyway.
+        The difference of the deep and the tiny model gives the seconds of a small collective. Between hosts the large
+        model gives those of a large one: a rank computes its part of that model, and what the tiny one takes anyway. On
+        one host large collectives are so short that the part's computation is not known well enough.
         """
         extra: dict[str, float] = {}
         tiny_s = self._step("tiny", NO_COMMUNICATION) or 0.0
@@ -381,12 +382,12 @@ class _Fit:
         few, many, large = (2 * ((layers + 1) // 2) - 1 for layers in (_TINY_LAYERS, _DEEP_LAYERS, _LARGE_LAYERS))
         small_s = max(0.0, (extra["deep"] - extra["tiny"]) / (many - few))
         fixed_s = max(0.0, extra["tiny"] - few * small_s)
-        large_s = max(small_s, (extra["large"] - fixed_s) / large)
         at_small_s, at_large_s = (
             self._machine.all_reduce_s(self._world, self._activation_bytes[name], OF_ACTIVATIONS)
             for name in ("tiny", "large")
         )
-        scale = (large_s - small_s) / (at_large_s - at_small_s)
+        large_s = max(small_s, (extra["large"] - fixed_s) / large)
+        scale = (large_s - small_s) / (at_large_s - at_small_s) if self._world.nodes > 1 else 1.0
         self._costs.append(
             ReferenceCost(
                 strategy="tensor_split",
