@@ -189,9 +189,9 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
     every = [Contender(NO_COMMUNICATION), *map(contender, names)]
     pipelines = [contender(f"pipeline_1f1b:num_micro_batches={number}") for number in _MICRO_BATCHES]
     split = contender("tensor_split")
-    coded = [compressed_name("ring_ddp", each.name) for each in machine.codings if world.nodes > 1]
+    coded = [contender(compressed_name("ring_ddp", each.name)) for each in machine.codings]
     groups = [
-        [(large, each) for each in (*every, *map(contender, coded), split)],
+        [(large, each) for each in (*every, *((*coded, split) if world.nodes > 1 else ()))],
         [(tiny, each) for each in every],
         [(deep, each) for each in (*every, contender(_SMALL_BUCKETS))],
         [*((tiny, each) for each in (*pipelines, split)), (deep, split)],
@@ -372,9 +372,10 @@ class _Fit:
         model gives those of a large one: a rank computes its part of that model, and what the tiny one takes anyway. On
         one host large collectives are so short that the part's computation is not known well enough.
         """
+        between_hosts = self._world.nodes > 1
         extra: dict[str, float] = {}
         tiny_s = self._step("tiny", NO_COMMUNICATION) or 0.0
-        for name in ("tiny", "deep", "large"):
+        for name in ("tiny", "deep", "large") if between_hosts else ("tiny", "deep"):
             step_s, alone_s = self._step(name, "tensor_split"), self._step(name, NO_COMMUNICATION)
             if step_s is None or alone_s is None:
                 return
@@ -386,8 +387,10 @@ class _Fit:
             self._machine.all_reduce_s(self._world, self._activation_bytes[name], OF_ACTIVATIONS)
             for name in ("tiny", "large")
         )
-        large_s = max(small_s, (extra["large"] - fixed_s) / large)
-        scale = (large_s - small_s) / (at_large_s - at_small_s) if self._world.nodes > 1 else 1.0
+        scale = 1.0
+        if between_hosts:
+            large_s = max(small_s, (extra["large"] - fixed_s) / large)
+            scale = (large_s - small_s) / (at_large_s - at_small_s)
         self._costs.append(
             ReferenceCost(
                 strategy="tensor_split",
