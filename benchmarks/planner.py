@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -187,7 +188,8 @@ def _profile(name: str, worlds: list[World]) -> ModelProfile:
         callbacks=[],
         device=torch.device("cpu"),
     )
-    emulated = Machine(name="hosts that share cores", device_type="cpu", shares_cores=True)
+    cores = len(os.sched_getaffinity(0))
+    emulated = Machine(name="hosts that share cores", device_type="cpu", shares_cores=True, devices=cores)
     names = [strategy_of(text.partition(" ")[0])[0] for text in _OF_MODEL if text != "one_device"]
     return measured_model(subject, emulated, worlds, names, num_micro_batches=[4])
 
@@ -232,7 +234,7 @@ def _measured(name: str, world: World, repetitions: int) -> dict[str, Any] | Non
     subject = Subject(name, make, batch_size)
     with HostAgents(placement(world.devices, world.nodes), threads=1) as hosts:
         others = ONE_HOST if world.nodes == 1 else HOSTS
-        runs, texts = [], [NO_COMMUNICATION, *others[:4], NO_COMMUNICATION, *others[4:]]
+        rows, texts = [], [NO_COMMUNICATION, *others[:4], NO_COMMUNICATION, *others[4:]]
         for text in texts:
             k = ACCUMULATED if text.endswith("x4") else 1
             plan = StrategyPlan(
@@ -240,8 +242,8 @@ def _measured(name: str, world: World, repetitions: int) -> dict[str, Any] | Non
                 steps=ACCUMULATED, warm_up=k, timeout_s=300.0,
             )  # fmt: skip
             none = text == NO_COMMUNICATION
-            runs.append(StrategyRun(hosts, Contender(text) if none else contender(text.partition(" ")[0]), plan))
-        rows = take_turns(runs)
+            run = StrategyRun(hosts, Contender(text) if none else contender(text.partition(" ")[0]), plan)
+            rows += take_turns([run])  # alone: ranks of others that wait for their turn slow it down
         if not hosts.prints:
             return None
     found: dict[str, Any] = {}

@@ -78,7 +78,8 @@ def measured_model(
     if "hybrid" in names:  # whose pipelines and split layers have some of the ranks
         sizes = {size for largest in sizes for size in range(2, largest + 1) if largest % size == 0}
     tell("the whole model")
-    whole = _rounds(subject, sorted({1, *crowds.values()}))
+    at_once = {min(crowd, machine.cores(World(1, world.devices))) for world, crowd in crowds.items()}  # of a pipeline
+    whole = _rounds(subject, sorted({1, *crowds.values(), *map(round, at_once)}))
     refused: dict[str, str] = {}
     splits: dict[int, SplitPart] = {}
     if {"tensor_split", "hybrid"} & set(names):

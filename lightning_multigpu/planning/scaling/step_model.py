@@ -418,7 +418,8 @@ class _Step:
     def _staged(self, plan: PipelinePlan, factor: float) -> Prediction:
         """A pipeline over all ranks; ``factor`` multiplies the time of each pass.
 
-        Idle ranks leave their core to others: passes that run at the same time share the cores.
+        Every micro-batch but the first adds its gradients to those before. Idle ranks leave their core to others:
+        passes that run at the same time share the cores.
         """
         machine, world, k = self.machine, self.world, self.candidate.accumulate
         ranks, micro_batches, stages = len(plan.memory), plan.num_micro_batches, plan.stages
@@ -426,8 +427,11 @@ class _Step:
         phases = self.model.at_once(crowd, machine.slowdown_of(crowd))
         both_s = (phases.forward_s + phases.backward_s) / plan.one_device_s if machine.device_type == "cpu" else 1.0
         cost = replace(machine.reference("pipeline_1f1b", world), tensor_s=0.0)
+        adding_s = phases.adding_s * (micro_batches - 1) / micro_batches / max(1, self.model.held.parameters_bytes)
         forward_s = [factor * both_s * stage.forward_s + cost.pass_s for stage in stages]
-        backward_s = [factor * both_s * stage.backward_s + cost.pass_s for stage in stages]
+        backward_s = [
+            factor * (both_s * stage.backward_s + adding_s * stage.parameters_bytes) + cost.pass_s for stage in stages
+        ]
         per_host = max(1, ranks // world.nodes)
         cuts_s = []
         for i, stage in enumerate(stages[:-1]):
