@@ -64,7 +64,8 @@ _REPETITIONS = 3
 _TINY_WIDTH, _TINY_BATCH, _LARGE_BATCH = 64, 16, 64
 _TINY_LAYERS, _DEEP_LAYERS, _LARGE_LAYERS = 6, 30, 6
 _MICRO_BATCHES = (4, 16)
-_BACKWARD_SHARE, _OPTIMIZER_SHARE = 0.6, 0.05
+_PIPELINES = [f"pipeline_1f1b:num_micro_batches={number}" for number in _MICRO_BATCHES]
+_FORWARD_SHARE, _BACKWARD_SHARE, _OPTIMIZER_SHARE = 0.35, 0.6, 0.05
 """Of a step of the reference model."""
 _TIMEOUT_S = 120.0
 
@@ -187,11 +188,13 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
     )
     names = [name for name in (*_DATA_PARALLEL, *_ON_ONE_HOST) if world.nodes == 1 or name not in _ON_ONE_HOST]
     every = [Contender(NO_COMMUNICATION), *map(contender, names)]
-    pipelines = [contender(f"pipeline_1f1b:num_micro_batches={number}") for number in _MICRO_BATCHES]
+    pipelines = [*map(contender, _PIPELINES)]
     split = contender("tensor_split")
-    coded = [contender(compressed_name("ring_ddp", each.name)) for each in machine.codings]
+    also = pipelines[:1] if world.size > machine.cores(world) else []
+    if world.nodes > 1:
+        also += [*(contender(compressed_name("ring_ddp", each.name)) for each in machine.codings), split]
     groups = [
-        [(large, each) for each in (*every, *((*coded, split) if world.nodes > 1 else ()))],
+        [(large, each) for each in (*every, *also)],
         [(tiny, each) for each in every],
         [(deep, each) for each in (*every, contender(_SMALL_BUCKETS))],
         [*((tiny, each) for each in (*pipelines, split)), (deep, split)],
@@ -334,24 +337,26 @@ class _Fit:
         return changed(round(bisected(lambda value: self._predicted_s(changed(value)), 0.0, most, step_s), 9))
 
     def _pipeline(self) -> None:
-        """From the time that more micro-batches of the tiny model take, whose passes compute nearly nothing."""
+        """From the time that more micro-batches of the tiny model take, whose passes compute nearly nothing.
+
+        With more ranks than cores, a rank that has got a message waits for a core; the large model tells how long.
+        """
         machine, world = self._machine, self._world
-        few_s, many_s = (self._step("tiny", f"pipeline_1f1b:num_micro_batches={m}") for m in _MICRO_BATCHES)
+        few_s, many_s = (self._step("tiny", label) for label in _PIPELINES)
         if few_s is None or many_s is None:
             return
         link = machine.link_inside(world) if world.nodes == 1 else machine.link_between(world)
+        cores = machine.cores(world)
 
-        def passes_s(pass_s: float, scale: float) -> list[float]:
-            found = []
-            for number in _MICRO_BATCHES:
-                orders = schedule_orders("1f1b", world.size, 1, number)
-                cuts_s = [link.latency_times(scale).seconds(self._activation_bytes["tiny"] / number)] * (world.size - 1)
-                each_s = [pass_s] * world.size
-                found.append(step_time(orders, each_s, each_s, cuts_s, machine.cores(world)))
-            return found
+        def passes_s(number: int, pass_s: float, scale: float, subject: str = "tiny", whole_s: float = 0.0) -> float:
+            orders = schedule_orders("1f1b", world.size, 1, number)
+            cuts_s = [link.latency_times(scale).seconds(self._activation_bytes[subject] / number)] * (world.size - 1)
+            stage_s = whole_s / world.size / number
+            forward_s, backward_s = (pass_s + share * stage_s for share in (_FORWARD_SHARE, _BACKWARD_SHARE))
+            return step_time(orders, [forward_s] * world.size, [backward_s] * world.size, cuts_s, cores)
 
         def more_s(pass_s: float, scale: float) -> float:
-            few, many = passes_s(pass_s, scale)
+            few, many = (passes_s(number, pass_s, scale) for number in _MICRO_BATCHES)
             return many - few
 
         wanted_s, scale, pass_s = max(0.0, many_s - few_s), 1.0, 0.0
@@ -360,7 +365,16 @@ class _Fit:
         else:
             pass_s = bisected(lambda each_s: more_s(each_s, 1.0), 0.0, 1.0, wanted_s)
         alone_s = self._step("tiny", NO_COMMUNICATION) or 0.0
-        fixed_s = max(0.0, few_s - alone_s - passes_s(pass_s, scale)[0])
+        fixed_s = max(0.0, few_s - alone_s - passes_s(_MICRO_BATCHES[0], pass_s, scale))
+        large_s = self._step("large", _PIPELINES[0])
+        if large_s is not None:
+            one_s = (self._step("large", NO_COMMUNICATION) or 0.0) * cores / world.size  # with as many ranks as cores
+            large_s -= fixed_s + _OPTIMIZER_SHARE * one_s / world.size
+
+            def step_s(factor: float) -> float:
+                return passes_s(_MICRO_BATCHES[0], pass_s, factor, "large", one_s)
+
+            scale = bisected(step_s, scale, 20.0, large_s) if step_s(scale) < large_s else scale
         self._costs.append(
             ReferenceCost(strategy="pipeline_1f1b", world=world, fixed_s=fixed_s, pass_s=pass_s, scale=scale)
         )
@@ -419,8 +433,9 @@ def _profile(width: int, num_layers: int, step_s: float, crowd: int) -> ModelPro
     for size in gradients:
         done += size
         shares.append((size, done / total))
-    backward_s, optimizer_s = _BACKWARD_SHARE * step_s, _OPTIMIZER_SHARE * step_s
-    phases = Phases(forward_s=step_s - backward_s - optimizer_s, backward_s=backward_s, optimizer_s=optimizer_s)
+    phases = Phases(
+        forward_s=_FORWARD_SHARE * step_s, backward_s=_BACKWARD_SHARE * step_s, optimizer_s=_OPTIMIZER_SHARE * step_s
+    )
     return ModelProfile(
         name="reference",
         samples=_LARGE_BATCH,
