@@ -44,7 +44,7 @@ _OWNER_BYTES = 1 << 20
 _SERVED = ("sync_ps", "sharded_ps", "async_ps")
 _SERVER_BYTES = {True: 4 << 20, False: 1 << 20}
 """A bucket of parameter servers, on one host and on several."""
-_LEAST_UNCERTAINTY = 0.2
+_LEAST_UNCERTAINTY = 0.15
 """The uncertainty of a prediction where nothing varied: 8 of 10 errors of ``benchmarks.planner`` are smaller."""
 
 PIPELINES: dict[str, ScheduleName] = {
