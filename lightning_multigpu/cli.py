@@ -112,11 +112,6 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if name == "--version":
         print(f"{PROGRAM} {version('lightning-multigpu')} (lightning {version('lightning')}, torch {version('torch')})")
         return 0
-    if name.partition("=")[0] == "--print_completion":
-        shell = name.partition("=")[2] or "".join(rest[:1])
-        names = [command.name for command in COMMANDS]
-        print(import_module("lightning_multigpu.commands.completion").script(shell, names, _dispatch))
-        return 0
     for command in COMMANDS:
         words = command.name.split()
         if [*arguments[: len(words)]] == words:
@@ -149,8 +144,6 @@ def _help() -> str:
             "options:",
             "  -h, --help  this text; after a command, that command's options",
             "  --version   the versions of this pack, Lightning and torch",
-            "  --print_completion {bash,zsh}",
-            f'              a script that completes commands and settings: eval "$({PROGRAM} --print_completion bash)"',
             "",
             "examples:",
             f"  {PROGRAM} new my_project",

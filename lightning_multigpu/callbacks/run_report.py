@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import lightning
 import torch
@@ -67,10 +67,6 @@ class RunReport(SilentMonitors):
         write_file: whether rank 0 writes the file.
         count_activations: whether the activations that autograd keeps for backward are counted in one step of a
             pipeline; pass False if the step calls ``torch.func.grad`` or related functions, which raise an error then.
-        picture_format: format of the picture of a pipeline's schedule; "png" and "pdf" need the extra ``plot``.
-
-    Raises:
-        ValueError: ``picture_format`` is unknown, or matplotlib is not installed for it.
     """
 
     def __init__(
@@ -79,11 +75,8 @@ class RunReport(SilentMonitors):
         print_table: bool = True,
         write_file: bool = True,
         count_activations: bool = True,
-        picture_format: Literal["svg", "png", "pdf"] = "svg",
     ) -> None:
         super().__init__()
-        schedule_picture.check_picture(Path(f"{schedule_picture.FILE_STEM}.{picture_format}"), "picture_format")
-        self._picture_suffix = f".{picture_format}"
         self.report: dict[str, Any] | None = None
         """The newest report, as a dictionary, on every rank (under `async_ps` on rank 0); None before the first."""
         self.path: Path | None = None
@@ -170,7 +163,7 @@ class RunReport(SilentMonitors):
         if self._print_table:
             run_table.show(report)
         if self._write_file and not is_fast_dev_run(trainer):
-            self._write(directory, pipeline.picture(self._picture_suffix))
+            self._write(directory, pipeline.picture())
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -204,10 +197,10 @@ class RunReport(SilentMonitors):
         """The attributes that a spawned rank 0 hands to the process that has started it."""
         return {"report": self.report, "path": self.path, "picture_path": self.picture_path}
 
-    def _write(self, directory: str, picture: bytes | None) -> None:
+    def _write(self, directory: str, picture: str | None) -> None:
         assert self.report is not None
         path = Path(directory) / document.FILE_NAME
-        picture_path = path.with_name(f"{schedule_picture.FILE_STEM}{self._picture_suffix}")
+        picture_path = path.with_name(schedule_picture.FILE_NAME)
         try:
             if "://" in directory:
                 raise OSError(
@@ -217,7 +210,7 @@ class RunReport(SilentMonitors):
             if picture is None:
                 picture_path.unlink(missing_ok=True)
             else:
-                document.write_bytes(picture, picture_path)
+                document.write_bytes(picture.encode(), picture_path)
         except OSError as error:
             # Training has succeeded by now; a full disk must not make it look as if it had not.
             rank_zero_warn(f"the report was not written to {directory}: {error}")

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_multigpu.commands.early_checks import checked_settings
 from lightning_multigpu.commands.option_parser import OptionParser, strategies_of
 from lightning_multigpu.commands.usage import COMMAND, PROGRAM, UsageError
-from lightning_multigpu.report import document
-from lightning_multigpu.report.profile import profile_document, profile_page, profile_text
+from lightning_multigpu.report.profile import profile_document, profile_text
 
-PAGE_NAME = "compared.html"
 _CALLBACK = "lightning_multigpu.callbacks.ProfilerReport"
 
 
@@ -33,7 +30,6 @@ def run(name: str, arguments: Sequence[str]) -> int:
     parser.add_argument("--config", type=Path, required=True, help="a configuration of fit")
     parser.add_argument("--strategies", required=True, nargs="+", metavar="NAME", help="such as ring_ddp cpu_ps")
     parser.add_argument("--folder", type=Path, default=Path("runs/compared"), help="for the runs; default: %(default)s")
-    parser.add_argument("--open", action="store_true", help="show the page of the comparison in a browser")
     options, further = parser.parse_known_args(list(arguments))
     strategies = strategies_of(options.strategies)
     if not options.config.is_file():
@@ -55,9 +51,4 @@ def run(name: str, arguments: Sequence[str]) -> int:
     profiles = {s: profile_document.read(f / profile_document.FILE_NAME) for s, f in folders.items() if s not in failed}
     if profiles:
         print(profile_text.comparison(profiles))
-        page_path = options.folder / PAGE_NAME
-        document.write_bytes(profile_page.comparison(profiles).encode(), page_path)
-        print(f"written to {page_path}")
-        if options.open and not webbrowser.open(page_path.resolve().as_uri()):
-            print("--open: this machine has no browser", file=sys.stderr)
     return 1 if failed else 0

@@ -33,15 +33,12 @@ def run(name: str, arguments: Sequence[str]) -> int:
     )
     parser.add_argument("folder", nargs="*", type=Path, help="folder of a run: of multigpu_report.json, profile.json")
     parser.add_argument("--schema", choices=_SCHEMAS, help="print the JSON schema of a file, and nothing else")
-    parser.add_argument("--page", type=Path, help="write the comparison of several runs to this HTML file")
     options = parser.parse(arguments)
     if options.schema is not None:
         print(json.dumps(json_schema(_SCHEMAS[options.schema]), indent=2))
         return 0
     if not options.folder:
         raise UsageError(f"{PROGRAM} {name}: name the folder of a run")
-    if options.page is not None and len(options.folder) == 1:
-        raise UsageError(f"--page={options.page} is the comparison of several runs: name two folders or more")
     for folder in options.folder:
         if not folder.exists():
             raise UsageError(f"{folder}: there is no such folder")
@@ -58,9 +55,6 @@ def run(name: str, arguments: Sequence[str]) -> int:
         print(f"{profile_text.text(profile)}\nwritten to {page_path}")
         return 0
     print(profile_text.comparison(profiles))
-    if options.page is not None:
-        document.write_bytes(profile_page.comparison(profiles).encode(), options.page)
-        print(f"written to {options.page}")
     return 0
 
 

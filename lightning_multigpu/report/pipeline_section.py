@@ -17,7 +17,7 @@ from lightning_multigpu.planning.pipelines.timeline import (
     usage,
 )
 from lightning_multigpu.report.document import PipelineRank, PipelineSection, PipelineStep, RankRecord
-from lightning_multigpu.report.schedule_picture import Panel, picture
+from lightning_multigpu.report.schedule_picture import Panel, draw
 
 if TYPE_CHECKING:
     from lightning_multigpu.report.profile.profile_document import MeasuredRank
@@ -73,12 +73,8 @@ class PipelineReport:
         stages = first.stages[0]
         return PipelineFigures.of(timelines, stages.schedule, stages.stages_per_rank, first.num_micro_batches)
 
-    def picture(self, suffix: str = ".svg") -> bytes | None:
-        """The schedule of the first timed pipeline, in theory and as measured; None if none was timed.
-
-        Args:
-            suffix: of the file: ".svg", ".png" or ".pdf".
-        """
+    def picture(self) -> str | None:
+        """The schedule of the first timed pipeline, in theory and as measured, as SVG; None if none was timed."""
         timed = next((pipeline for pipeline in self._pipelines if pipeline.measured), None)
         if timed is None:
             return None
@@ -86,8 +82,7 @@ class PipelineReport:
         theory = f"{title}, in theory (the same work in equal stages, messages in no time)"
         labels = [f"rank {record.rank}" for record in timed.ranks]
         panels = ((theory, timed.theory), (f"{title}, as measured", timed.measured))
-        drawn = [Panel(f"{name}: bubble {100 * bubble(lines):.1f} %", labels, lines) for name, lines in panels]
-        return picture(drawn, suffix)
+        return draw([Panel(f"{name}: bubble {100 * bubble(lines):.1f} %", labels, lines) for name, lines in panels])
 
 
 def _pipeline(ranks: Sequence[tuple[RankRecord | MeasuredRank, StageRecord]]) -> _Pipeline:

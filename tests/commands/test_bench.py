@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from typing import Any
 
@@ -46,7 +45,6 @@ def _starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ("collectives --link-gbit inf", "argument --link-gbit: 'inf': pass a number above 0"),
         ("collectives --num-nodes 2", "--num-nodes=2: run the same command on each host"),
         ("collectives --json no/such/file.json", "--json=no/such/file.json: there is no directory no/such"),
-        ("collectives --plot picture.doc", "--plot=picture.doc: a picture's name ends in one of png, svg, pdf"),
         ("strategies --strategies ring_dpd", "Did you mean 'ring_ddp'?"),
         ("strategies --strategies ddp ring_ddp:buckets=1", "RingDDPStrategy has no option 'buckets'"),
         ("strategies --baseline fsdp", "--baseline=fsdp is not among --strategies ddp ring_ddp; add it there"),
@@ -66,7 +64,6 @@ def _starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("strategies --config no.yaml", "--config=no.yaml: No such file"),
         ("strategies --config no.yaml --model mlp", "--config has a model and its data: leave --model and --data out"),
-        ("strategies --plot picture.doc", "--plot=picture.doc: a picture's name ends in one of png, svg, pdf"),
         ("strategies --strategies ring_ddp:compression=int4", "'topk', 'auto'. Did you mean 'int8'?"),
         ("strategies --steps 0", "argument --steps: '0': pass a whole number of at least 1"),
         ("strategies --json no/such/file.json", "--json=no/such/file.json: there is no directory no/such"),
@@ -99,19 +96,6 @@ def test_a_back_end_that_torch_was_built_without(capsys: pytest.CaptureFixture[s
     )
 
 
-def test_a_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = importlib.import_module
-
-    def missing(name: str, package: str | None = None) -> Any:
-        if name.startswith("matplotlib"):
-            raise ModuleNotFoundError(name)
-        return found(name, package)
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    assert main(["bench", "collectives", "--plot=times.png"]) == 2
-    assert "matplotlib, which is not installed; pip install 'lightning-multigpu[plot]'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("bench", ["collectives", "strategies"])
 def test_help_names_every_option_once(bench: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -138,7 +122,7 @@ class TestHeader:
         placement(2, environment={}),
         threads=3,
         device_type="cpu",
-        command=["bench", "collectives", "--json", "a.json", "--plot=b.png", "--operations", "all reduce"],
+        command=["bench", "collectives", "--json", "a.json", "--operations", "all reduce"],
     )
 
     def test_tells_what_the_figures_cannot_be_read_without(self) -> None:
@@ -151,5 +135,5 @@ class TestHeader:
 
     def test_command_can_be_repeated(self) -> None:
         assert self.HEADER["command"] == (
-            "lightning-multigpu bench collectives --json a.json --plot=b.png --operations 'all reduce'"
+            "lightning-multigpu bench collectives --json a.json --operations 'all reduce'"
         )

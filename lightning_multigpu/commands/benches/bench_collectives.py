@@ -32,11 +32,6 @@ not. ::
       ]
     }
 
-With ``--support`` the results are ::
-
-      {"implementation": str, "device": "cpu" or "cuda", "operation": str, "supported": bool,
-       "status": as above, or "wrong", "not built", "no GPU", "reason": str or null}
-
 Functions import what needs torch, so that ``--help`` and a refusal do without.
 """
 
@@ -44,7 +39,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -53,16 +47,9 @@ from lightning_multigpu.bench.collectives import implementations as table_of_imp
 from lightning_multigpu.bench.collectives.implementations import Implementation
 from lightning_multigpu.bench.collectives.operations import BY_NAME, Operation
 from lightning_multigpu.bench.jobs.placement import Placement, placement
-from lightning_multigpu.bench.plots import draw_collectives
 from lightning_multigpu.bench.sizes import geometric_sizes, size_bytes, size_text
-from lightning_multigpu.commands.benches.bench_options import (
-    add_common_options,
-    check_device,
-    check_outputs,
-    started,
-    write_json,
-)
-from lightning_multigpu.commands.option_parser import OptionParser, names_of, number
+from lightning_multigpu.commands.benches.bench_options import add_common_options, check_device, started, write_json
+from lightning_multigpu.commands.option_parser import OptionParser, check_directories, names_of, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 
 if TYPE_CHECKING:
@@ -92,7 +79,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     with started(place, options, [*name.split(), *arguments]) as (hosts, head):
-        return (_support if options.support else _table)(hosts, head, plan, options)
+        return _table(hosts, head, plan, options)
 
 
 def _table(hosts: HostAgents, head: dict[str, Any], plan: CollectivePlan, options: argparse.Namespace) -> int:
@@ -115,19 +102,7 @@ def _table(hosts: HostAgents, head: dict[str, Any], plan: CollectivePlan, option
         "link_gbit": options.link_gbit,
     }
     write_json(options.json, head, settings, [table.as_json(result) for result in results])
-    if options.plot is not None:
-        draw_collectives(results, options.plot)
-        print(f"# drawn into {options.plot}", flush=True)
     return int(any(result.wrong for result in results))
-
-
-def _support(hosts: HostAgents, head: dict[str, Any], plan: CollectivePlan, options: argparse.Namespace) -> int:
-    from lightning_multigpu.bench.collectives import support
-
-    cells = support.try_all(hosts, plan.implementations, plan.operations, plan.timeout_s)
-    print("\n".join(support.lines(cells)), flush=True)
-    write_json(options.json, head, {"timeout_s": plan.timeout_s}, cells)
-    return int(any(cell["status"] == support.WRONG for cell in cells))
 
 
 def _operations(options: argparse.Namespace) -> list[Operation]:
@@ -138,8 +113,6 @@ def _operations(options: argparse.Namespace) -> list[Operation]:
 def _implementations(options: argparse.Namespace) -> list[Implementation]:
     rows = {row.name: row for row in table_of_implementations.IMPLEMENTATIONS}
     names = names_of("backends", options.backends, rows)
-    if options.support:
-        return [rows[name] for name in names] or list(rows.values())
     for name in names:
         if not rows[name].is_built:
             built = ", ".join(row.name for row in rows.values() if row.is_built)
@@ -172,9 +145,7 @@ def _plan(
 def _check(options: argparse.Namespace, place: Placement) -> None:
     if place.world_size < 2:
         raise UsageError("--devices=1: a collective needs 2 ranks or more; pass --devices=2")
-    if options.support and options.plot is not None:
-        raise UsageError("--plot draws times, and --support takes none; leave one of them out")
-    check_outputs(options)
+    check_directories(options, "json")
     check_device(options)
 
 
@@ -212,8 +183,6 @@ def _parser(name: str) -> OptionParser:
     add("--dtype", choices=DTYPES, default="float32", help="of the tensors (default: float32)")
     add_common_options(parser, timed="calls", timeout_s=60.0)
     add("--link-gbit", type=number(float, 0, above=True), metavar="N", help="theoretical Gbit/s: shows the share of it")
-    add("--support", action="store_true", help="print which back end offers what, found by trying, and no times")
-    add("--plot", type=Path, metavar="PATH", help="draw them there: a png, svg or pdf (needs the extra 'plot')")
     return parser
 
 

@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_multigpu.bench.jobs.placement import DEFAULT_DEVICES, Placement
-from lightning_multigpu.bench.plots import check_plot
-from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number
+from lightning_multigpu.commands.option_parser import OptionParser, number
 from lightning_multigpu.commands.usage import UsageError
 
 if TYPE_CHECKING:
     from lightning_multigpu.bench.jobs.host_agents import HostAgents
 
 SCHEMA_VERSION = 1
-_OWN = ("json", "plot", "verbose")  # options that hosts may be given differently
+_OWN = ("json", "verbose")  # options that hosts may be given differently
 
 
 def add_common_options(parser: OptionParser, *, timed: str, timeout_s: float) -> None:
@@ -55,24 +54,8 @@ def add_common_options(parser: OptionParser, *, timed: str, timeout_s: float) ->
     add("--json", type=Path, metavar="PATH", help="write the results there too")
 
 
-def check_outputs(options: argparse.Namespace) -> None:
-    """Checks that the files of ``--json`` and ``--plot`` can be written.
-
-    Raises:
-        UsageError: a directory does not exist.
-        ValueError: no picture can be drawn into that file.
-    """
-    check_directories(options, "json", "plot")
-    if options.plot is not None:
-        check_plot(options.plot)
-
-
 def check_device(options: argparse.Namespace) -> None:
-    """Checks that there is a GPU where one is asked for; the bench's ranks may share it.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Checks that there is a GPU where one is asked for; the bench's ranks may share it. Raises ``UsageError``."""
     if options.device == "cuda":
         import torch
 
@@ -108,7 +91,7 @@ def started(
             raise UsageError(str(error)) from error
         if not hosts.prints:
             stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
-            options.json = options.plot = None
+            options.json = None
         head = header(place, threads=options.threads, device_type=options.device, command=command)
         print("\n".join(header_lines(head)), flush=True)
         yield hosts, head

@@ -42,23 +42,15 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress
 
 from lightning_multigpu.bench.jobs.placement import placement
-from lightning_multigpu.bench.plots import draw_strategies
-from lightning_multigpu.commands.benches.bench_options import (
-    add_common_options,
-    check_device,
-    check_outputs,
-    started,
-    write_json,
-)
+from lightning_multigpu.commands.benches.bench_options import add_common_options, check_device, started, write_json
 from lightning_multigpu.commands.early_checks import check_strategy
-from lightning_multigpu.commands.option_parser import OptionParser, number, strategies_of
+from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number, strategies_of
 from lightning_multigpu.commands.settings import load
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 
@@ -85,7 +77,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     try:
         _check_names(options)
         place, baseline = placement(options.devices, options.num_nodes), _baseline(options)
-        check_outputs(options)
+        check_directories(options, "json")
         check_device(options)
         subject = _subject(options)
         plan = _plan(options, subject)
@@ -121,9 +113,6 @@ def run(name: str, arguments: Sequence[str]) -> int:
     )
     print("\n".join(table.lines()), flush=True)
     write_json(options.json, head, settings, table.as_json())
-    if options.plot is not None:
-        draw_strategies(results, options.plot)
-        print(f"# drawn into {options.plot}", flush=True)
     return status
 
 
@@ -218,7 +207,6 @@ def _parser(name: str) -> OptionParser:
     )
     add("--data", metavar="CLASS", help="the LightningDataModule of your model, as package.Class")
     add("--config", metavar="PATH", help="model, data and precision of a configuration file of 'fit'")
-    add("--plot", type=Path, metavar="PATH", help="draw the steps there: a png, svg or pdf (needs the extra 'plot')")
     add("--batch-size", type=number(int, 1), metavar="N", help="of each rank (default: 64 for mlp, 4 for gpt)")
     add_common_options(parser, timed="steps", timeout_s=120.0)
     add("--steps", type=number(int, 1), default=5, metavar="N", help="timed steps in each turn (default: 5)")

@@ -190,7 +190,7 @@ def _schedule(profile: ProfileDocument) -> Iterator[ReportSection]:
     meaning = "Schedule of a step of the pipeline, in theory above, as measured below: passes of each rank over time"
     yield ReportSection(
         title="The pipeline's schedule",
-        figure=f'<div class="wide schedule" role="img" aria-label="{meaning}">{drawn.decode()}</div>',
+        figure=f'<div class="wide schedule" role="img" aria-label="{meaning}">{drawn}</div>',
         table=[
             [section.schedule, "micro-batches", "step", "ranks not busy", "in theory"],
             *(

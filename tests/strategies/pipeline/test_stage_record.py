@@ -17,7 +17,7 @@ from lightning_multigpu.planning.pipelines.pipeline_prediction import PlannedMem
 from lightning_multigpu.planning.pipelines.stage_costs import LinkCost
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageMemory, StageRecord
 from lightning_multigpu.report.document import read
-from lightning_multigpu.report.schedule_picture import FILE_STEM
+from lightning_multigpu.report.schedule_picture import FILE_NAME
 from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner
 from tests.strategies.tasks import Case, Classifier, dataset, make_trainer
 from tests.world import World, rank
@@ -66,7 +66,7 @@ def report(
     assert callback.report is not None
     if rank() == 0:
         assert read(directory / "multigpu_report.json") == callback.report
-        assert callback.picture_path in (None, directory / f"{FILE_STEM}.svg")
+        assert callback.picture_path in (None, directory / FILE_NAME)
         return callback.report["pipeline"], callback.picture_path is not None
     return callback.report["pipeline"], None
 
@@ -180,10 +180,10 @@ def test_two_pipelines_side_by_side(tmp_path: Path, world4: World) -> None:
 
 @pytest.mark.parametrize("batches", [1, 2])
 def test_too_few_batches_for_a_time(batches: int, tmp_path: Path, world2: World) -> None:
-    (tmp_path / f"{FILE_STEM}.svg").write_text("of an earlier fit")
+    (tmp_path / FILE_NAME).write_text("of an earlier fit")
     (found, drawn), _ = world2.run(report, tmp_path, batches=batches, num_micro_batches=4)
     assert not drawn
-    assert not (tmp_path / f"{FILE_STEM}.svg").exists()
+    assert not (tmp_path / FILE_NAME).exists()
     for entry in found["pipelines"][0]["ranks"]:
         assert "forward_s" not in entry
         assert ("activations_bytes" in entry) == (batches == 2)
