@@ -1,11 +1,11 @@
-"""Jobs over all hosts: every agent runs the same bench, and starts the ranks of its own host by torchrun's API.
+"""Jobs over all hosts: every agent runs the same bench, and starts the ranks of its own host.
 
 ::
 
-    agent 0 -- elastic_launch --> ranks 0, 1 --.          .-- ranks 2, 3 <-- elastic_launch -- agent 1
-                                               |          |
+    agent 0 -- starts --> ranks 0, 1 --.                  .-- ranks 2, 3 <-- starts -- agent 1
+                                       |                  |
                                   their answers, turn by turn, as JSON
-                                               v          v
+                                       v                  v
     agent 0 <-- answers of all ranks --------  store  -------- answers of all ranks --> agent 1
 
 Jobs take turns, whose order all processes know from the start. Agents read the same answers, and so make the same
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import multiprocessing
 import os
 import signal
@@ -26,13 +25,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import forkserver
-from tempfile import TemporaryDirectory
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lightning_multigpu.bench.jobs import rank_process
 from lightning_multigpu.bench.jobs.placement import Placement
@@ -42,7 +39,7 @@ from lightning_multigpu.communication.main_store import listening_socket
 _JOIN = timedelta(minutes=10)
 _MARGIN = timedelta(minutes=1)
 _POLL_S = 0.02
-_MONITOR_S = 0.2  # many jobs sleep beside the one that is measured
+_GRACE_S = 2.0
 _END_S = 15.0
 
 
@@ -75,7 +72,6 @@ class HostAgents:
         self._verbose = verbose
         self._jobs: set[RankJob] = set()
         self._shared = self._turns = 0
-        self._folder = TemporaryDirectory(prefix="lightning-multigpu-bench-")  # torchrun's agents make files
         if self.prints and not placement.has_store:
             store = _kept_store(placement.main_address, placement.main_port)
         else:
@@ -91,8 +87,6 @@ class HostAgents:
             self._store.set(rank_process.end_key(job.name), "")
         for job in list(self._jobs):
             job.kill()
-        self._folder.cleanup()
-        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)  # torchrun's API has set it
         with contextlib.suppress(Exception):
             self._store.set(f"left/{self.placement.agent}", "")
             if self.prints:  # the store ends with this process
@@ -163,7 +157,7 @@ class HostAgents:
             start_timeout_s=start_timeout_s,
             timeout_s=timeout_s,
         )
-        job = RankJob(self, seat, (entry, settings, turns), store)
+        job = RankJob(self, seat, entry, settings, turns, store)
         self._jobs.add(job)
         return job
 
@@ -183,16 +177,23 @@ class HostAgents:
 class RankJob:
     """One job on all hosts; see :meth:`HostAgents.start`."""
 
-    def __init__(self, agents: HostAgents, seat: Seat, arguments: tuple[Any, ...], kept: TCPStore | None) -> None:
+    def __init__(
+        self, agents: HostAgents, seat: Seat, entry: Entry, settings: Any, turns: Any, kept: TCPStore | None
+    ) -> None:
         self._agents = agents
         self._store = agents._store
         self.name = seat.job
         self._seat = seat
         self._kept = kept  # the ranks' own store, at MASTER_PORT
-        self._failed = f"failed {self.name}"
-        # A daemon: an exception in the main thread is not to wait for ranks.
-        self._thread = threading.Thread(target=self._run, args=arguments, name="bench-agent", daemon=True)
-        self._thread.start()
+        self._processes: dict[int, BaseProcess] = {}
+        try:
+            context = _fork_server([rank_process.__name__, entry.__module__])
+            for own in seat.of_agent():
+                process = context.Process(target=rank_process.run_rank, args=(own, entry, settings, turns))
+                process.start()  # forked from a server that has imported all it needs: that takes some 10 ms
+                self._processes[own.rank] = process
+        except OSError as error:  # the system starts no process
+            rank_process.note_failure(self._store, self.name, own.rank, "died", f"{type(error).__name__}: {error}")
 
     def answers(self, turn: int) -> list[Any]:
         """The answer of every rank in a turn, in rank order, as JSON brings it: a tuple comes as a list.
@@ -200,9 +201,14 @@ class RankJob:
         Raises:
             JobError: a rank has raised, has died or has not answered in time; the job is over.
         """
+        first_s = None
         while not self._store.check([rank_process.turn_key(turn)]):
-            if self._store.check([self._failed]):
-                self._agents._end_turn(turn, json.loads(self._store.get(self._failed)))
+            self._note_deaths()
+            if self._agents.prints and (failures := rank_process.failures(self._store, self.name)):
+                first_s = first_s or time.monotonic()  # other ranks may be about to fail in the same way
+                is_all = len(failures) == self._seat.num_processes or any(kind == "died" for kind, *_ in failures)
+                if is_all or time.monotonic() - first_s > _GRACE_S:
+                    self._agents._end_turn(turn, self._verdict(failures))
             time.sleep(_POLL_S)
         failure = json.loads(self._store.get(rank_process.turn_key(turn)))
         if failure is not None:
@@ -210,64 +216,45 @@ class RankJob:
             raise JobError(*failure)
         return rank_process.answers(self._store, turn, self._seat.num_processes)
 
+    def _note_deaths(self) -> None:
+        for rank, process in list(self._processes.items()):
+            if status := process.exitcode:
+                how = (
+                    f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+                )
+                rank_process.note_failure(self._store, self.name, rank, "died", f"its process {how}")
+                del self._processes[rank]
+
+    def _verdict(self, failures: Sequence[tuple[str, int, str]]) -> tuple[str, bool, str]:
+        """A death explains an exception of another rank, and an exception the wait of another."""
+        kind = next(kind for kind in ("died", "raised", "late") if any(kind == each for each, *_ in failures))
+        found = [(rank, what) for each, rank, what in failures if each == kind]
+        what = found[0][1]  # the first in time: others may only have followed
+        rank = min(rank for rank, other in found if other == what)
+        return kind, len(found) == self._seat.num_processes, what if kind == "late" else f"rank {rank}: {what}"
+
     def end(self) -> None:
         """Waits until the ranks, whose turns are over, have ended; kills those that do not."""
-        self._thread.join(_END_S)
+        self._join()
         self.kill()
 
     def kill(self) -> None:
         """Ends the ranks at once."""
         self._store.set(rank_process.end_key(self.name), "")
-        self._thread.join(_END_S)
+        self._join()
+        for process in self._processes.values():
+            process.kill()
+            process.join()
         self._agents._jobs.discard(self)
 
-    def _run(self, entry: Entry, settings: Any, turns: Sequence[tuple[int, Any]]) -> None:
-        """Runs the ranks of this host, forked from a server that has imported all they need: that takes some 10 ms."""
-        place, seats = self._seat.placement, self._seat.of_agent()
-        if not seats:
-            return
-        config = LaunchConfig(
-            min_nodes=self._seat.num_processes // len(seats),
-            max_nodes=self._seat.num_processes // len(seats),
-            nproc_per_node=len(seats),
-            run_id=self.name,
-            rdzv_backend="static",
-            rdzv_endpoint=f"{place.main_address}:{self._seat.main_port}",
-            rdzv_configs={"rank": seats[0].process // len(seats)},
-            max_restarts=0,
-            monitor_interval=_MONITOR_S,
-            start_method="forkserver",
-            logs_specs=DefaultLogsSpecs(log_dir=self._agents._folder.name),
-        )
-        try:
-            _start_forkserver([rank_process.__name__, entry.__module__])
-            elastic_launch(config, rank_process.run_rank)(entry, settings, turns, seats)
-            return  # which no rank does
-        except ChildFailedError as error:
-            failure = self._failure(*next(iter(error.failures.items())))
-        except Exception as error:  # of the store, or of the system, which starts no process
-            failure = "died", False, f"{type(error).__name__}: {error}"
-        with contextlib.suppress(RuntimeError):  # the store has gone
-            self._store.compare_set(self._failed, "", json.dumps(failure))
-            self._store.set(rank_process.end_key(self.name), "")  # for the ranks of other hosts
-
-    def _failure(self, rank: int, first: Any) -> tuple[str, bool, str]:
-        """A death explains an exception of another rank, and an exception the wait of another."""
-        found = rank_process.failures(self._store, self.name)
-        if first.exitcode < 0:
-            return "died", False, f"rank {rank}: its process was ended by {signal.Signals(-first.exitcode).name}"
-        if first.exitcode != 1 or not found:
-            return "died", False, f"rank {rank}: its process ended with exit status {first.exitcode}"
-        raised = [(rank, what) for rank, what in found if isinstance(what, str)]
-        if raised:
-            what = raised[0][1]  # the first in time: others may only have followed
-            rank = min(rank for rank, other in raised if other == what)
-            return "raised", len(raised) == self._seat.num_processes, f"rank {rank}: {what}"
-        return "late", len(found) == self._seat.num_processes, f"no answer within {found[0][1]:g} s"
+    def _join(self) -> None:
+        deadline = time.monotonic() + _END_S
+        for process in self._processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
 
 
 def _kept_store(address: str, port: int) -> TCPStore:
-    """A store that this process keeps at one interface; torchrun's agents of this process find it by its port."""
+    """A store that this process keeps at one interface."""
     listener = listening_socket(address, port)
     return TCPStore(
         address,
@@ -275,7 +262,6 @@ def _kept_store(address: str, port: int) -> TCPStore:
         is_master=True,
         timeout=_JOIN,
         wait_for_workers=False,
-        multi_tenant=True,
         master_listen_fd=None if listener is None else listener.detach(),
     )
 
@@ -283,18 +269,17 @@ def _kept_store(address: str, port: int) -> TCPStore:
 _starting = threading.Lock()
 
 
-def _start_forkserver(modules: Sequence[str]) -> None:
-    """Python starts it with ``-c``, which puts the working folder before all other folders."""
+def _fork_server(modules: Sequence[str]) -> ForkServerContext:
+    """Starts the server. Python starts it with ``-c``, which puts the working folder before all other folders."""
+    context = multiprocessing.get_context("forkserver")
     with _starting:
         before = os.environ.get("PYTHONSAFEPATH")
         os.environ["PYTHONSAFEPATH"] = "1"
         try:
-            multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
+            context.set_forkserver_preload(list(modules))
             forkserver.ensure_running()
         finally:
             del os.environ["PYTHONSAFEPATH"]
             if before is not None:
                 os.environ["PYTHONSAFEPATH"] = before
-        for name in ("torch.distributed.elastic", "torch.multiprocessing"):  # the results have the failures
-            logging.getLogger(name).addHandler(logging.NullHandler())
-            logging.getLogger(name).propagate = False
+    return context

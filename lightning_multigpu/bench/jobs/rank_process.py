@@ -7,7 +7,6 @@ import faulthandler
 import json
 import os
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +24,6 @@ PREFIX = "lightning-multigpu-bench"
 _DAY = timedelta(days=1)
 _LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
 _RANKS = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"}
-_GRACE_S = 2.0
-_END_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +82,7 @@ class Turns:
     """The turns of this rank, one after another; between them it sleeps. Each needs one answer.
 
     A turn begins when the turn before it, of whichever job, is over. It is over when all ranks have answered. A rank
-    whose time is up ends, with the stacks of its threads on standard error.
+    whose time is up says so, with the stacks of its threads on standard error.
 
     Args:
         seat: of this rank.
@@ -128,8 +125,8 @@ class Turns:
 
     def _give_up(self, seconds: float) -> None:
         faulthandler.dump_traceback(all_threads=True)
-        _note_failure(self._seat, seconds)
-        os._exit(1)
+        store = self._seat.store()  # the other connection is busy while the rank waits for answers
+        note_failure(store, self._seat.job, self._seat.rank, "late", f"no answer within {seconds:g} s")
 
 
 Entry = Callable[[Any, Seat, Turns], None]
@@ -151,48 +148,30 @@ def answers(store: Store, turn: int, num_processes: int) -> list[Any]:
     return [json.loads(store.get(f"answer {turn} {process}")) for process in range(num_processes)]
 
 
-def failures(store: Store, job: str) -> list[tuple[int, str | float]]:
-    """The ranks that have failed, each with its exception, or with the limit in seconds that it has exceeded.
+def note_failure(store: Any, job: str, rank: int, kind: str, what: str) -> None:
+    """Notes the failure of a rank, of a kind of :class:`.JobError`."""
+    store.append(f"failures {job}", json.dumps([kind, rank, what]) + "\n")
 
-    Those that fail after the first one has ended only follow it, and are left out.
-    """
-    at_first_end = f"failures at the first end {job}"
+
+def failures(store: Store, job: str) -> list[tuple[str, int, str]]:
+    """The failures of the ranks of a job in the order of time: kind, rank and what happened."""
     lines = store.get(f"failures {job}").splitlines() if store.check([f"failures {job}"]) else []
-    number = int(store.get(at_first_end)) if store.check([at_first_end]) else None
-    return [json.loads(line) for line in lines[:number]]
+    return [json.loads(line) for line in lines]
 
 
-def run_rank(entry: Entry, settings: Any, turns: Sequence[tuple[int, Any]], seats: Sequence[Seat]) -> None:
-    """Runs ``entry`` in a process of torchrun's agent, and ends it together with the other ranks."""
-    seat = seats[int(os.environ["LOCAL_RANK"])]
+def run_rank(seat: Seat, entry: Entry, settings: Any, turns: Sequence[tuple[int, Any]]) -> None:
+    """Runs ``entry`` in a process of its own, and ends the process."""
     _redirect(seat.verbose)
     _set_environment(seat)
     torch.set_num_threads(seat.threads)
     threading.Thread(target=_end_when_asked, args=(seat,), name="bench-end", daemon=True).start()
     try:
         entry(settings, seat, Turns(seat, turns))
-        store, key = seat.store(), f"done {seat.job}"
-        store.add(key, 1)
-        _wait(lambda: store.add(key, 0) == seat.num_processes, _END_S)
     except BaseException as error:
         traceback.print_exc()
-        _note_failure(seat, f"{type(error).__name__}: {error}")
-    # Of ranks that return, torchrun's agent waits for those of other hosts, for minutes if they have failed.
-    os._exit(1)
-
-
-def _note_failure(seat: Seat, what: str | float) -> None:
-    """Notes a failure, and waits for those of others. Ending now would close connections that others wait in."""
-    store: Any = seat.store()
-    store.append(f"failures {seat.job}", json.dumps([seat.rank, what]) + "\n")
-    _wait(lambda: len(failures(store, seat.job)) == seat.num_processes, _GRACE_S)
-    store.compare_set(f"failures at the first end {seat.job}", "", str(len(failures(store, seat.job))))
-
-
-def _wait(is_so: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so() and time.monotonic() < deadline:
-        time.sleep(0.02)
+        note_failure(seat.store(), seat.job, seat.rank, "raised", f"{type(error).__name__}: {error}")
+        _end_when_asked(seat)  # ending now would close connections that others wait in
+    os._exit(0)
 
 
 def _end_when_asked(seat: Seat) -> None:
@@ -212,10 +191,14 @@ def _redirect(verbose: bool) -> None:
 def _set_environment(seat: Seat) -> None:
     """Sets the variables of a rank that a user started by hand, without those of launchers."""
     for name in list(os.environ):
-        # The store at MASTER_PORT is there already, as under torchrun.
-        if (name in _RANKS or name.startswith(_LAUNCHERS)) and name != "TORCHELASTIC_USE_AGENT_STORE":
+        if name in _RANKS or name.startswith(_LAUNCHERS):
             del os.environ[name]
-    os.environ["OMP_NUM_THREADS"] = str(seat.threads)
+    os.environ.update(
+        OMP_NUM_THREADS=str(seat.threads),
+        MASTER_ADDR=seat.placement.main_address,
+        MASTER_PORT=str(seat.main_port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the store at MASTER_PORT is there already, as under torchrun
+    )
     interface = interface_towards(seat.placement.main_address)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
