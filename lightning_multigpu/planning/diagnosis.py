@@ -11,7 +11,7 @@ from lightning_multigpu.planning.common_step import CommonStep
 from lightning_multigpu.planning.communication_remedies import communication_remedies
 from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
-from lightning_multigpu.planning.rank_figures import RankFigures, ThreadTrial
+from lightning_multigpu.planning.rank_figures import RankFigures
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 
 SMALLEST_SHARE = 0.05
@@ -50,7 +50,6 @@ def diagnose(
     ranks: Sequence[RankFigures],
     *,
     pipeline: PipelineFigures | None = None,
-    trial: ThreadTrial | None = None,
     shards: Sequence[float] = (),
     strategy: StrategyOptions = StrategyOptions(),  # noqa: B008
     asynchronous: bool = False,
@@ -62,7 +61,6 @@ def diagnose(
     Args:
         ranks: all ranks of the run, in order; at least one.
         pipeline: the figures of a pipeline, if the model is split into stages.
-        trial: the trial with fewer threads, if any.
         shards: the traffic of parameter servers, in the order of the servers.
         strategy: the run's strategy, whose options the remedies name.
         asynchronous: ranks do not wait for each other; the findings are the slowest rank's.
@@ -79,13 +77,13 @@ def diagnose(
         *_callbacks(step),
         *_reads(step),
         *_small_batches(step),
-        *(() if trial is None else _threads(step, trial)),
         *(() if pipeline is None else _stages(step, pipeline, strategy)),
         *_shards(step, shards, strategy),
         *_launches(step, strategy),
     ]
     worth = [finding for finding in found if finding.saving_s >= SMALLEST_SHARE * step.seconds]
-    return [*sorted(worth, key=lambda finding: -finding.saving_s), *_memory(CommonStep(of_all), strategy)]
+    of_hosts = CommonStep(of_all)
+    return [*sorted(worth, key=lambda finding: -finding.saving_s), *_threads(of_hosts), *_memory(of_hosts, strategy)]
 
 
 def _finding(kind: str, step: CommonStep, saving_s: float, evidence: str, remedy: str, *phases: str) -> Finding:
@@ -200,18 +198,21 @@ def _small_batches(step: CommonStep) -> Iterator[Finding]:
     )
 
 
-def _threads(step: CommonStep, trial: ThreadTrial) -> Iterator[Finding]:
+def _threads(step: CommonStep) -> Iterator[Finding]:
+    """More threads than cores, which get in each other's way, where CPUs compute."""
     first = step.ranks[0]
     on_host = [rank for rank in step.ranks if rank.node == first.node]
+    threads = sum(rank.threads for rank in on_host)
+    if first.threads == 1 or threads <= first.cores or (first.memory is not None and first.memory.place == "GPU"):
+        return
+    fewer = max(1, first.cores // len(on_host))
     yield _finding(
         "threads",
         step,
-        trial.step_s - trial.fewer_step_s,
-        f"{len(on_host)} ranks with {trial.threads} threads each are {sum(rank.threads for rank in on_host)} threads "
-        f"for {first.cores} cores of host {first.host}; with {trial.fewer} a rank, a step took "
-        f"{ms(trial.fewer_step_s)} instead of {ms(trial.step_s)}.",
-        f"Set OMP_NUM_THREADS={trial.fewer}, or call torch.set_num_threads({trial.fewer}) in the ranks.",
-        *_COMPUTING,
+        0.0,
+        f"{len(on_host)} ranks with {first.threads} threads each are {threads} threads for {first.cores} cores of host "
+        f"{first.host}.",
+        f"Set OMP_NUM_THREADS={fewer}, or call torch.set_num_threads({fewer}) in the ranks.",
     )
 
 

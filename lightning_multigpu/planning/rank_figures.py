@@ -98,13 +98,3 @@ class MemoryUse:
     peak_bytes: float
     limit_bytes: float
     kinds_bytes: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ThreadTrial:
-    """The median step of a run with its threads, and with fewer, measured one after the other."""
-
-    threads: int
-    step_s: float
-    fewer: int
-    fewer_step_s: float

@@ -72,8 +72,6 @@ class Net(L.LightningModule):
         self.fault = fault
 
     def on_fit_start(self) -> None:
-        if self.fault == "threads":
-            torch.set_num_threads(8)
         if self.fault == "reads":  # each waits for the device
             read = torch.Tensor.item
             wait_s = self.fault_s / 50
@@ -87,8 +85,6 @@ class Net(L.LightningModule):
         time.sleep(self.step_s)
         if self.fault == "straggler" and rank() == 1:
             time.sleep(self.fault_s)
-        if self.fault == "threads" and torch.get_num_threads() == 8:
-            time.sleep(self.fault_s)  # as they would get in each other's way
         loss: Tensor = self.layers(batch).square().mean()
         if self.fault == "logging":
             self.log("loss", loss)
@@ -142,7 +138,7 @@ def profiled(
     activations: bool = False,
     beside: Sequence[Callback] = (),
     **options: Any,
-) -> tuple[dict[str, Any] | None, bool, int]:
+) -> tuple[dict[str, Any] | None, bool]:
     report = ProfilerReport(wait=1, warmup=1, active=3, operators=operators, activations=activations)
     settings = {"max_steps": STEPS, "max_epochs": -1, "logger": False, "enable_checkpointing": False, **options}
     trainer = L.Trainer(
@@ -156,13 +152,8 @@ def profiled(
         **settings,
     )
     profiler = trainer.profiler  # type: ignore[attr-defined]
-    threads = torch.get_num_threads()
-    try:
-        trainer.fit(module, loader)
-        left = torch.get_num_threads()
-    finally:
-        torch.set_num_threads(threads)
-    return report.profile, trainer.profiler is profiler, left  # type: ignore[attr-defined]
+    trainer.fit(module, loader)
+    return report.profile, trainer.profiler is profiler  # type: ignore[attr-defined]
 
 
 def run(
@@ -175,7 +166,7 @@ def run(
     operators: bool = False,
     max_steps: int = STEPS,
 ) -> dict[str, Any]:
-    def fit() -> tuple[dict[str, Any] | None, bool, int]:
+    def fit() -> tuple[dict[str, Any] | None, bool]:
         samples = Samples(fault_s if "input" in fault else 0.0, 1 if fault == "input of one rank" else None)
         loader = DataLoader(samples, batch_size=2)
         options = {"logger": SlowLogger(fault_s), "log_every_n_steps": 1} if fault == "logging" else {}
@@ -188,11 +179,10 @@ def run(
             module = Net(fault, step_s, fault_s)
             return profiled(directory, module, loader, ring, operators=operators, max_steps=max_steps, **options)
 
-    (profile, same_profiler, _), (other, _, left) = world.run(fit)
+    (profile, same_profiler), (other, _) = world.run(fit)
     assert profile is not None
     assert same_profiler
     assert other is None
-    assert left == (8 if fault == "threads" else 1)
     return profile
 
 
@@ -212,13 +202,11 @@ def run(
         ("logging", "logging", 2),
         ("reads", "synchronising calls", 1),
         ("reads", "synchronising calls", 2),
-        ("threads", "threads", 1),
-        ("threads", "threads", 2),
     ],
 )
 def test_the_fault_is_named_first(world2: World, tmp_path: Path, fault: str, kind: str | None, times: int) -> None:
-    step_s, max_steps = STEP_S if fault else HEALTHY_STEP_S, STEPS if fault == "threads" else FEW_STEPS
-    profile = run(world2, tmp_path, fault, step_s=step_s, fault_s=times * STEP_S, max_steps=max_steps)
+    step_s = STEP_S if fault else HEALTHY_STEP_S
+    profile = run(world2, tmp_path, fault, step_s=step_s, fault_s=times * STEP_S, max_steps=FEW_STEPS)
     findings = profile["findings"]
     assert (findings[0]["kind"] if findings else None) == kind, profile_text.text(from_json(ProfileDocument, profile))
     if kind == "synchronising calls":
@@ -364,7 +352,7 @@ def test_updates_of_ranks_at_their_own_pace_have_a_staleness(world2: World, tmp_
 def test_activations_of_all_replicas_are_counted(tmp_path: Path) -> None:
     """Those of the first replica were, of one of the two samples: hooks on saved tensors are those of a thread."""
     loader = DataLoader(Samples(0.0, None), batch_size=2)
-    profile, *_ = profiled(tmp_path, Net(), loader, make_strategy("dp"), activations=True)
+    profile, _ = profiled(tmp_path, Net(), loader, make_strategy("dp"), activations=True)
     assert profile is not None
     held = {"parameters_bytes": 320, "gradients_bytes": 320, "optimizer_bytes": 0, "device_peak_bytes": None}
     assert profile["ranks"][0]["memory"] == {**held, "activations_bytes": 5 * 2 * 4 * 4}
@@ -386,7 +374,7 @@ def test_alone_beside_another_profiler(
     profiler = kind(dirpath=tmp_path, filename="told", **options)
     loader = DataLoader(Samples(0.0, None), batch_size=2)
     own = kind is not PyTorchProfiler
-    profile, same, _ = profiled(tmp_path, Net(), loader, "auto", profiler=profiler, operators=True, activations=own)
+    profile, same = profiled(tmp_path, Net(), loader, "auto", profiler=profiler, operators=True, activations=own)
     assert same
     assert profile is not None
     assert profile["operations"] == []
@@ -425,7 +413,7 @@ def test_a_run_that_is_too_short_or_fails_leaves_nothing(tmp_path: Path, fails: 
         assert torch.load(saves.best_model_path, weights_only=False)["global_step"] == 3
     else:
         with pytest.warns(UserWarning, match="profiled no step: training ended within the first 2 steps"):
-            assert profiled(tmp_path, Failing(), loader, "auto", max_steps=2)[:2] == (None, True)
+            assert profiled(tmp_path, Failing(), loader, "auto", max_steps=2) == (None, True)
     assert dist.broadcast is broadcast
     assert not (tmp_path / profile_document.FILE_NAME).exists()
 

@@ -18,7 +18,7 @@ from lightning_multigpu.callbacks.strategy_identity import strategy_options
 from lightning_multigpu.planning.diagnosis import diagnose
 from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
-from lightning_multigpu.planning.rank_figures import MemoryUse, Pushes, RankFigures, ReadValues, ThreadTrial
+from lightning_multigpu.planning.rank_figures import MemoryUse, Pushes, RankFigures, ReadValues
 from tests.strategies.tasks import make_strategy
 
 WORK = {"data_wait": 0.03, "forward": 0.02, "backward": 0.02, "communication": 0.2, "callbacks": 0.02, "other": 0.03}
@@ -48,7 +48,6 @@ def remedies(strategy: Any, *, num_nodes: int = 2) -> dict[str, str]:
         findings = diagnose(
             of_ranks,
             pipeline=stages if staged else None,
-            trial=ThreadTrial(8, 0.3, 1, 0.1),
             shards=[9, 1] if served else [],
             strategy=options,
         )

@@ -165,6 +165,8 @@ def test_text_of_all_that_can_be_measured() -> None:
     assert "Memory near the limit:\n   the GPU of rank 0 had 19.5 MB of 20.0 MB in use" in text
     assert "imbalance of shards" in text
     assert "launch-bound" in text
+    crowded = built([{**told(rank), "threads": 8} for rank in range(2)], "s")
+    assert "Threads:\n   2 ranks with 8 threads each are 16 threads for 2 cores" in profile_text.text(loaded(crowded))
     nothing = profile_text.text(loaded(profile()))
     assert not [word for word in ("Memory", "whole run", "staleness", "micro-batches") if word in nothing]
 

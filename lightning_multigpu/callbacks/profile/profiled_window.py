@@ -2,7 +2,7 @@
 
 ::
 
-    wait | warmup, active: recorded | reads of values | activations | operators | fewer threads, if too many
+    wait | warmup, active: recorded | reads of values | activations | operators
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from statistics import median
 from typing import Any
 
 import torch
@@ -46,7 +44,6 @@ from lightning_multigpu.report.profile.profile_of_ranks import medians
 from lightning_multigpu.report.schema import as_json
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
-_TRIAL_STEPS = 3
 _CALLBACKS = 8
 """The number of callbacks to list, those that take the most time."""
 _PASSES = {"forward": "forward", "backward": "backward", "weight": "backward"}
@@ -107,7 +104,6 @@ class ProfiledWindow:
         self._node = trainer.node_rank
         workers = getattr(trainer.train_dataloader, "num_workers", None)
         self._workers = workers if isinstance(workers, int) else None
-        self._threads = torch.get_num_threads()
         self._recorder: ActionRecorder | None = None
         self._transfers: list[Transfer] = []
         self._exposed: list[tuple[float, float]] = []
@@ -123,7 +119,6 @@ class ProfiledWindow:
         self._records_operators = (on_gpu if operators is None else operators) and not beside
         self._operators = OperatorTrace(self.now)
         self._clock: ClockOffset | None = None
-        self._trial: tuple[int, list[float]] | None = None
         self._stages: StageRecord | None = None
         self.batches = 0
         self.interrupted = False
@@ -184,27 +179,9 @@ class ProfiledWindow:
                 yield
             finally:
                 self._operators.stop()
-        if fewer := _fewer_threads(trainer):
-            yield from self._tried_with(fewer)
-
-    def _tried_with(self, fewer: int) -> Generator[None]:
-        """Steps with fewer threads; the first of them is not counted."""
-        seconds: list[float] = []
-        self._threads, self._trial = torch.get_num_threads(), (fewer, seconds)
-        torch.set_num_threads(fewer)
-        last_s: float | None = None
-        try:
-            while len(seconds) < _TRIAL_STEPS:
-                yield
-                now_s = self.now()
-                if last_s is not None and not self.interrupted:
-                    seconds.append(now_s - last_s)
-                last_s = now_s
-        finally:
-            torch.set_num_threads(self._threads)
 
     def told(self) -> dict[str, Any]:
-        """A :class:`.MeasuredRank` as JSON, on its own clock, with the events of operators and the trial beside it."""
+        """A :class:`.MeasuredRank` as JSON, on its own clock, with the events of operators beside it."""
         spans = [] if self._recorder is None else self._recorder.spans
         hooks = [_callbacks_s(spans, start_s, end_s) for start_s, end_s, _ in self._counted]
         clock = self._clock or ClockOffset(0.0, 0.0)
@@ -212,7 +189,7 @@ class ProfiledWindow:
             rank=self._rank,
             node=self._node,
             host=socket.gethostname(),
-            threads=torch.get_num_threads() if self._trial is None else self._threads,
+            threads=torch.get_num_threads(),
             cores=usable_cores(),
             data_workers=self._workers,
             clock=ClockError(offset_s=clock.offset_s, error_s=clock.error_s),
@@ -226,9 +203,7 @@ class ProfiledWindow:
             limit=self._limit,
             launches=self._operators.launches,
         )
-        fewer, seconds = self._trial or (0, [])
-        trial = {"threads": fewer, "step_s": median(seconds)} if seconds else None
-        return {**as_json(measured), "trial": trial, "events": self._operators.events}
+        return {**as_json(measured), "events": self._operators.events}
 
     def _step(self, spans: Sequence[Span], start_s: float, end_s: float, batches: int) -> ProfiledStep:
         within = [span for span in spans if span.start_s < end_s and span.end_s > start_s]
@@ -321,15 +296,6 @@ class ProfiledWindow:
             self._clock = ClockOffset(0.0, 0.0)
         else:
             self._clock = clock_offsets(lambda moment: gather(trainer, moment), self.now)[trainer.global_rank]
-
-
-def _fewer_threads(trainer: Trainer) -> int:
-    """The threads of each rank if its host's ranks have more than cores, else 0. A collective."""
-    hosts = _gathered_together(trainer, (socket.gethostname(), trainer.node_rank))
-    if trainer.strategy.root_device.type != "cpu" or hosts is None:
-        return 0
-    ranks, threads = max(Counter(hosts).values()), torch.get_num_threads()
-    return max(1, usable_cores() // ranks) if threads * ranks > usable_cores() and threads > 1 else 0
 
 
 def _gathered_together(trainer: Trainer, value: Any) -> list[Any] | None:

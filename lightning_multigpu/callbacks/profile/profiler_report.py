@@ -46,10 +46,8 @@ class ProfilerReport(SilentMonitors):
     counted, then ``active`` steps that are counted. Steps with a validation or the end of an epoch in them are
     replaced by later ones. In one further step, reads of tensors' values are counted; with ``activations``, the
     activations that autograd keeps for backward are counted in another one; with ``operators``, and on GPUs, torch's
-    profiler records the operators of another one. If the ranks of a host have more threads than cores, three more
-    steps run with fewer threads, which changes results by rounding alone. Throughput, utilization and memory in use
-    are those of the whole run, from the Trainer's :class:`ThroughputMonitor` and :class:`DeviceUtilizationMonitor`, or
-    from silent ones.
+    profiler records the operators of another one. Throughput, utilization and memory in use are those of the whole
+    run, from the Trainer's :class:`ThroughputMonitor` and :class:`DeviceUtilizationMonitor`, or from silent ones.
 
     With ``Trainer(profiler="pytorch")``, whose profiler writes operators itself, none are recorded beside it. Its steps
     take longer: keep its schedule apart from the window.

@@ -224,14 +224,6 @@ class ProfiledOperation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TriedThreads:
-    """Steps with fewer threads: threads of a rank, and the step of the slowest one."""
-
-    threads: int
-    step_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class ProfileDocument:
     """``profile.json``, version 1. Times are in seconds on the clock of rank 0, from the first counted step.
 
@@ -242,7 +234,6 @@ class ProfileDocument:
         ranks: one a rank, in rank order.
         operations: transfers between ranks, of the rank that sends most.
         link_gbit: speed of the link between hosts, as it was given.
-        trial: steps with fewer threads, where they were tried.
         findings: the largest saving first, then those that save nothing.
         servers: only where parameter servers made the updates; a worker has its ``histogram``.
     """
@@ -255,7 +246,6 @@ class ProfileDocument:
     ranks: Sequence[ProfiledRank]
     operations: Sequence[ProfiledOperation]
     link_gbit: float | None
-    trial: TriedThreads | None
     findings: Sequence[Finding]
     servers: Absent[ServersSection] = None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_multigpu.communication.metering.traffic import length, merged, overlaps
 from lightning_multigpu.planning.diagnosis import diagnose
-from lightning_multigpu.planning.rank_figures import MemoryUse, Pushes, RankFigures, ReadValues, ThreadTrial
+from lightning_multigpu.planning.rank_figures import MemoryUse, Pushes, RankFigures, ReadValues
 from lightning_multigpu.planning.step_phases import PHASES, Span, seconds_of
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 from lightning_multigpu.report.document import NamedStrategy, ServersSection
@@ -20,7 +20,6 @@ from lightning_multigpu.report.profile.profile_document import (
     ProfiledOperation,
     ProfiledRank,
     ProfiledStep,
-    TriedThreads,
 )
 from lightning_multigpu.report.schema import from_json
 
@@ -36,8 +35,8 @@ def build(
     """The document.
 
     Args:
-        told: of each rank in rank order: a :class:`MeasuredRank` with one step at least, as JSON, beside "trial" and
-            "servers", which are as in :class:`ProfileDocument`.
+        told: of each rank in rank order: a :class:`MeasuredRank` with one step at least, as JSON, beside "servers",
+            which are as in :class:`ProfileDocument`.
         strategy, versions: as in :class:`ProfileDocument`.
         strategy_options: the strategy by its class, whose options remedies name.
         link_gbit: Gbit/s of the link between hosts.
@@ -46,12 +45,7 @@ def build(
     origin_s = min(rank.steps[0].start_s - rank.clock.offset_s for rank in measured)
     ranks = [_with_medians(rank, origin_s + rank.clock.offset_s) for rank in measured]
     figures = [_figures(rank) for rank in ranks]
-    trials = [from_json(TriedThreads, rank["trial"]) for rank in told if rank["trial"] is not None]
-    trial = None
-    if told[0]["trial"] is not None:
-        trial = TriedThreads(threads=trials[0].threads, step_s=max(tried.step_s for tried in trials))
     servers = told[0].get("servers") and from_json(ServersSection, told[0]["servers"])
-    longest_s = max(rank.step_s for rank in figures)
     return ProfileDocument(
         strategy=strategy,
         versions=versions,
@@ -60,11 +54,9 @@ def build(
         ranks=ranks,
         operations=max((_operations(rank.steps) for rank in ranks), key=lambda found: sum(o.sent_bytes for o in found)),
         link_gbit=link_gbit,
-        trial=trial,
         findings=diagnose(
             figures,
             pipeline=PipelineReport(ranks).figures(),
-            trial=None if trial is None else ThreadTrial(ranks[0].threads, longest_s, trial.threads, trial.step_s),
             shards=[server.bytes_in + server.bytes_out for server in servers.servers] if servers else [],
             strategy=strategy_options or StrategyOptions(),
             asynchronous=bool(servers and servers.workers),  # they alone have a staleness
