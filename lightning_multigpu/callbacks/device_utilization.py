@@ -10,14 +10,14 @@ from typing_extensions import override
 
 from lightning_multigpu.callbacks.keys import Group
 from lightning_multigpu.callbacks.monitor import Monitor
-from lightning_multigpu.callbacks.probes import Probe, probes_of
-from lightning_multigpu.callbacks.sampler import BackgroundSampler, Sample
+from lightning_multigpu.callbacks.probes import probes_of
+from lightning_multigpu.callbacks.sampler import BackgroundSampler
 
 
 class DeviceUtilizationMonitor(Monitor):
     """Utilization, memory, power and temperature of every rank's device, and the load of its host.
 
-    NVIDIA GPUs are read through NVML (``pip install 'lightning-multigpu[gpu]'``), hosts and CPU ranks through psutil.
+    torch reads NVIDIA GPUs through NVML (``pip install 'lightning-multigpu[gpu]'``), psutil hosts and CPU ranks.
     A background thread takes a sample every ``interval_s``, from the start of training to its end, validation
     included; statistics are over samples, not over steps. The first interval has at least one sample, taken at its
     end; a later one without a sample logs nothing. The thread ends with training, also when it fails.
@@ -49,14 +49,15 @@ class DeviceUtilizationMonitor(Monitor):
         if not interval_s > 0:
             raise ValueError(f"interval_s={interval_s}: the time between two samples must be above 0 seconds")
         self._interval_s = interval_s
-        self._probes: list[Probe] = []
         self._sampler: BackgroundSampler | None = None
 
     @override
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.end()
-        self._probes = probes_of(trainer.strategy.root_device)
-        self._sampler = BackgroundSampler(self._read, interval_s=self._interval_s)
+        probes = probes_of(trainer.strategy.root_device)
+        self._sampler = BackgroundSampler(
+            lambda: {key: value for probe in probes for key, value in probe.read().items()}, interval_s=self._interval_s
+        )
         self._sampler.start()
 
     @override
@@ -72,12 +73,6 @@ class DeviceUtilizationMonitor(Monitor):
         sampler, self._sampler = self._sampler, None
         if sampler is not None:
             sampler.stop()
-        probes, self._probes = self._probes, []
-        for probe in probes:
-            probe.close()
-
-    def _read(self) -> Sample:
-        return {key: value for probe in self._probes for key, value in probe.read().items()}
 
     def _record(self, *, first_now: bool) -> None:
         if self._sampler is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any, ClassVar
 
 import torch
@@ -46,7 +45,6 @@ class Monitor(Callback):
         self._interval: dict[str, tuple[float, float]] = {}
         self._of_rank_0: dict[str, float] = {}
         self._interval_start_step = 0
-        self._start_s = 0.0
 
     def statistics(self) -> dict[str, Statistics]:
         """Statistics of this rank over the newest fit, by key in the table's order; keys without a value are absent."""
@@ -62,7 +60,6 @@ class Monitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._interval, self._of_rank_0 = {}, {}
         self._interval_start_step = trainer.global_step
-        self._start_s = time.perf_counter()
         self.begin(trainer, pl_module)
 
     @override
@@ -124,7 +121,7 @@ class Monitor(Callback):
         """Records one value of this rank; ``weight`` counts in means (see :meth:`Series.append`)."""
         if key not in self.series:
             self.series[key] = Series(warm_up=self.warm_up)
-        self.series[key].append(value, weight, at_s=time.perf_counter() - self._start_s)
+        self.series[key].append(value, weight)
         if self._log:
             total, total_weight = self._interval.get(key, (0.0, 0.0))
             self._interval[key] = (total + value * weight, total_weight + weight)

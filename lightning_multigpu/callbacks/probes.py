@@ -1,30 +1,17 @@
-"""Probes of devices: NVML for NVIDIA GPUs, the operating system for everything else."""
+"""Probes of devices: torch's readings of NVIDIA GPUs, the operating system for everything else."""
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import os
 import platform
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import psutil
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-
-
-class Probe(Protocol):
-    """A source of figures about a device."""
-
-    def read(self) -> dict[str, float]:
-        """The present figures by key; a figure without a meaning on this device is absent."""
-        ...
-
-    def close(self) -> None:
-        """Releases the probe's handles; may be called more than once."""
-        ...
 
 
 class HostProbe:
@@ -34,34 +21,21 @@ class HostProbe:
     Worker processes of data loaders count for the host, not for the process.
 
     Args:
-        is_device: the model trains on the CPU, so that the process's processor time is the device's utilization.
-        num_threads: intra-op threads of the process; as many cores, of those that it may use, are its 100 %.
-        clock: seconds, monotonic.
-        process_clock: processor time of all threads of this process, in seconds.
+        is_device: the model trains on the CPU, so that the process's processor time is the device's utilization. As
+            many cores as it has intra-op threads, of those that it may use, are its 100 %.
     """
 
-    def __init__(
-        self,
-        *,
-        is_device: bool,
-        num_threads: int | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        process_clock: Callable[[], float] = time.process_time,
-    ) -> None:
+    def __init__(self, *, is_device: bool) -> None:
         self._is_device = is_device
         self._process = psutil.Process()
-        self._clock = clock
-        self._process_clock = process_clock
-        self._cores = min(num_threads or torch.get_num_threads(), usable_cores())
-        self._read_s = clock()
-        self._process_s = process_clock()
-        self._host = _host_seconds()
+        self._cores = min(torch.get_num_threads(), usable_cores())
+        self._read_s, self._process_s, self._host = time.perf_counter(), time.process_time(), _host_seconds()
 
     def read(self) -> dict[str, float]:
         figures = {"device/process_rss_bytes": float(self._process.memory_info().rss)}
         if self._is_device:
             figures["device/memory_used_bytes"] = float(host_memory().used_bytes)
-        now_s, process_s, (busy_s, total_s) = self._clock(), self._process_clock(), _host_seconds()
+        now_s, process_s, (busy_s, total_s) = time.perf_counter(), time.process_time(), _host_seconds()
         wall_s, host_s = now_s - self._read_s, total_s - self._host[1]
         if self._is_device and wall_s > 0:
             # The process has more threads than those that compute, so it can take more than its 100 %.
@@ -71,59 +45,29 @@ class HostProbe:
         self._read_s, self._process_s, self._host = now_s, process_s, (busy_s, total_s)
         return figures
 
-    def close(self) -> None:
-        return None
 
-
-class NvmlProbe:
-    """One NVIDIA GPU, through NVML: the figures that ``nvidia-smi`` shows.
+class GpuProbe:
+    """One NVIDIA GPU: the figures that ``nvidia-smi`` shows, as torch reads them.
 
     A figure that the GPU does not report (power on some virtual machines, utilization of a MIG slice) is absent.
-
-    Args:
-        uuid: the GPU's identity, ``GPU-...``; indices of NVML and CUDA differ under ``CUDA_VISIBLE_DEVICES``.
-
-    Raises:
-        ImportError: nvidia-ml-py is not installed.
-        RuntimeError: NVML does not answer or does not know the GPU.
     """
 
-    def __init__(self, uuid: str) -> None:
-        pynvml = importlib.import_module("pynvml")
-        self._nvml: Any | None = None
-        try:
-            pynvml.nvmlInit()
-            self._nvml = pynvml
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        except pynvml.NVMLError as error:
-            self.close()
-            raise RuntimeError(f"NVML refuses access to {uuid}: {error}") from error
-        self._readings: dict[str, Callable[[], float]] = {
-            "device/utilization_percent": lambda: pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu,
-            "device/memory_used_bytes": lambda: pynvml.nvmlDeviceGetMemoryInfo(self._handle).used,
-            "device/power_watts": lambda: pynvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3,
-            "device/temperature_celsius": lambda: pynvml.nvmlDeviceGetTemperature(
-                self._handle, pynvml.NVML_TEMPERATURE_GPU
-            ),
-        }
+    _READINGS: ClassVar = {
+        "device/utilization_percent": ("utilization", 1.0),
+        "device/memory_used_bytes": ("device_memory_used", 1.0),
+        "device/power_watts": ("power_draw", 1e-3),
+        "device/temperature_celsius": ("temperature", 1.0),
+    }
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def read(self) -> dict[str, float]:
-        if self._nvml is None:
-            return {}
-        figures: dict[str, float] = {}
-        for key, reading in list(self._readings.items()):
-            try:
-                figures[key] = float(reading())
-            except self._nvml.NVMLError_NotSupported:
-                del self._readings[key]
-            except self._nvml.NVMLError:
-                continue
+        figures = {}
+        for key, (reading, unit) in self._READINGS.items():
+            with contextlib.suppress(Exception):  # NVMLError, of a package that need not be there
+                figures[key] = unit * getattr(torch.cuda, reading)(self._device)
         return figures
-
-    def close(self) -> None:
-        if self._nvml is not None:
-            nvml, self._nvml = self._nvml, None
-            nvml.nvmlShutdown()
 
 
 class MainMemory(NamedTuple):
@@ -184,18 +128,19 @@ def machine_of(device_type: str) -> dict[str, Any]:
     }
 
 
-def probes_of(device: torch.device) -> list[Probe]:
+def probes_of(device: torch.device) -> list[HostProbe | GpuProbe]:
     """The probes of a rank that trains on ``device``; warns once where a library for more figures is missing."""
-    probes: list[Probe] = [HostProbe(is_device=device.type == "cpu")]
+    probes: list[HostProbe | GpuProbe] = [HostProbe(is_device=device.type == "cpu")]
     if device.type == "cuda":
         try:
-            probes.append(NvmlProbe(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
+            torch.cuda.device_memory_used(device)
+            probes.append(GpuProbe(device))
         except ImportError:
             rank_zero_warn(
                 "utilization, memory and power of the GPUs are not measured: nvidia-ml-py is not installed; "
                 "pip install 'lightning-multigpu[gpu]'"
             )
-        except RuntimeError as error:
+        except Exception as error:  # there is no driver, or it does not know the GPU
             rank_zero_warn(f"utilization, memory and power of the GPUs are not measured: {error}")
     return probes
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_multigpu.callbacks.communication import CommunicationMonitor
@@ -108,19 +107,16 @@ class RunReport(SilentMonitors):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(trainer.strategy, MultiGPUStrategy):
             self._gathered = trainer.strategy.gather_at_end(lambda: as_json(self._told(trainer)))
-        super().on_train_start(trainer, pl_module)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._memory is None or trainer.is_last_batch:
             self._memory = memory_of(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_end(trainer, pl_module)
         if isinstance(trainer.strategy, MultiGPUStrategy):
             self._stages = trainer.strategy.stage_record()
             counted = trainer.strategy.server_statistics()
@@ -163,7 +159,13 @@ class RunReport(SilentMonitors):
         if self._print_table:
             run_table.show(report)
         if self._write_file and not is_fast_dev_run(trainer):
-            self._write(directory, pipeline.picture())
+            files, picture = {document.FILE_NAME: document.encoded(self.report)}, pipeline.picture()
+            if picture is not None:
+                files[schedule_picture.FILE_NAME] = picture.encode()
+            written = self.write_files("report", directory, files, prints=self._print_table)
+            self.path, self.picture_path = [*written, None, None][:2]
+            if self.path is not None and picture is None:
+                self.path.with_name(schedule_picture.FILE_NAME).unlink(missing_ok=True)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -171,6 +173,8 @@ class RunReport(SilentMonitors):
         strategy, fits = trainer.strategy, trainer.state.fn == TrainerFn.FITTING and trainer.global_step > 0
         is_common = strategy.is_common(exception) if isinstance(strategy, MultiGPUStrategy) else trainer.world_size == 1
         if isinstance(exception, KeyboardInterrupt) and fits and is_common and self._gathered is None:
+            for monitor in self._own:
+                monitor.on_train_end(trainer, pl_module)
             self.on_train_end(trainer, pl_module)
             self.on_fit_end(trainer, pl_module)
         super().on_exception(trainer, pl_module, exception)
@@ -196,29 +200,6 @@ class RunReport(SilentMonitors):
     def results(self) -> dict[str, Any]:
         """The attributes that a spawned rank 0 hands to the process that has started it."""
         return {"report": self.report, "path": self.path, "picture_path": self.picture_path}
-
-    def _write(self, directory: str, picture: str | None) -> None:
-        assert self.report is not None
-        path = Path(directory) / document.FILE_NAME
-        picture_path = path.with_name(schedule_picture.FILE_NAME)
-        try:
-            if "://" in directory:
-                raise OSError(
-                    "the folder is not on this machine; set a local default_root_dir or logger of the Trainer"
-                )
-            document.write(self.report, path)
-            if picture is None:
-                picture_path.unlink(missing_ok=True)
-            else:
-                document.write_bytes(picture.encode(), picture_path)
-        except OSError as error:
-            # Training has succeeded by now; a full disk must not make it look as if it had not.
-            rank_zero_warn(f"the report was not written to {directory}: {error}")
-            return
-        self.path = path
-        self.picture_path = None if picture is None else picture_path
-        if self._print_table:
-            print(f"written to {path}" if picture is None else f"written to {path}\nand {picture_path}")
 
 
 def memory_of(trainer: Trainer) -> StageMemory | None:

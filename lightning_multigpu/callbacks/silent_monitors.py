@@ -1,25 +1,19 @@
-"""Base of callbacks that report: the Trainer's monitors, and silent ones for those that it does not have."""
+"""Base of callbacks that report: their monitors, silent ones for those that the Trainer does not have; their files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
 
 from lightning_multigpu.callbacks.monitor import Monitor
+from lightning_multigpu.report import document
 
 _Monitor = TypeVar("_Monitor", bound=Monitor)
-
-
-def _of_monitors(hook: str) -> Callable[..., None]:
-    """A hook that calls the same hook of the silent monitors."""
-
-    def call(self: SilentMonitors, *args: Any, **kwargs: Any) -> None:
-        for monitor in self._own:
-            getattr(monitor, hook)(*args, **kwargs)
-
-    return call
 
 
 class SilentMonitors(Callback):
@@ -29,27 +23,49 @@ class SilentMonitors(Callback):
         self._own: list[Monitor] = []
 
     def monitor(self, trainer: Trainer, kind: type[_Monitor]) -> _Monitor:
-        """The Trainer's monitor of this kind, else that of another report, else a silent one of this report.
+        """The Trainer's monitor of this kind, else a silent one, which is the Trainer's until the end of the fit.
 
-        Call it in ``on_fit_start``. The hooks of a silent monitor are called with those of its report.
+        Call it in ``on_fit_start``.
         """
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning attaches it without an annotation
-            for monitor in (callback, *(callback._own if isinstance(callback, SilentMonitors) else ())):
-                if isinstance(monitor, kind):
-                    return monitor
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # Lightning attaches it without an annotation
+        for callback in callbacks:
+            if isinstance(callback, kind):
+                return callback
         made = kind(log=False)
         self._own.append(made)
+        callbacks.append(made)
         return made
 
-    on_train_start = _of_monitors("on_train_start")
-    on_train_batch_start = _of_monitors("on_train_batch_start")
-    on_train_batch_end = _of_monitors("on_train_batch_end")
-    on_validation_start = _of_monitors("on_validation_start")
-    on_train_epoch_end = _of_monitors("on_train_epoch_end")
-    on_train_end = _of_monitors("on_train_end")
-    on_exception = _of_monitors("on_exception")
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._remove_monitors(trainer)
 
-    def teardown(self, *args: Any, **kwargs: Any) -> None:
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._remove_monitors(trainer)
+
+    def _remove_monitors(self, trainer: Trainer) -> None:
         for monitor in self._own:
-            monitor.teardown(*args, **kwargs)
+            monitor.end()
+            trainer.callbacks.remove(monitor)  # type: ignore[attr-defined]
         self._own = []
+
+    def write_files(self, what: str, directory: str, files: Mapping[str, bytes], *, prints: bool) -> list[Path]:
+        """Writes files; where that fails, warns and returns no path.
+
+        Training has succeeded by now; a full disk must not make it look as if it had not.
+        """
+        paths = [Path(directory) / name for name in files]
+        try:
+            if "://" in directory:
+                raise OSError(
+                    "the folder is not on this machine; set a local default_root_dir or logger of the Trainer"
+                )
+            for path, contents in zip(paths, files.values(), strict=True):
+                document.write_bytes(contents, path)
+        except OSError as error:
+            rank_zero_warn(f"the {what} was not written to {directory}: {error}")
+            return []
+        if prints:
+            print("written to " + "\nand ".join(map(str, paths)))
+        return paths

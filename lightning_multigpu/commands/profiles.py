@@ -13,7 +13,7 @@ from lightning_multigpu.report import document, run_table
 from lightning_multigpu.report.document import RunDocument
 from lightning_multigpu.report.profile import profile_document, profile_page, profile_text
 from lightning_multigpu.report.profile.profile_document import ProfileDocument
-from lightning_multigpu.report.schema import ReportError, SchemaError, json_schema
+from lightning_multigpu.report.schema import ReportError, json_schema
 
 T = TypeVar("T")
 _SCHEMAS = {document.FILE_NAME: RunDocument, profile_document.FILE_NAME: ProfileDocument}
@@ -71,7 +71,5 @@ def _read(read: Callable[[Path], T], path: Path, by: str = "ProfilerReport") -> 
             f"{path}: {error.strerror}; add ProfilerReport or RunReport of lightning_multigpu.callbacks to the run's "
             "callbacks"
         ) from error
-    except SchemaError as error:
-        raise UsageError(f"{path}: the file is not as {by} writes it ({error}); record it again") from error
     except ReportError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(f"{path}: the file is not as {by} writes it ({error}); record it again") from error

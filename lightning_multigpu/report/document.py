@@ -207,12 +207,11 @@ class Staleness:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFigures:
-    """The updates of a rank under async_ps; ``histogram`` has pairs of staleness and updates, in a profile only."""
+    """The updates of a rank under async_ps."""
 
     rank: int
     updates: int
     staleness: Staleness
-    histogram: Absent[Sequence[tuple[int, int]]] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,23 +344,18 @@ def build(
     )
 
 
-def write(report: Mapping[str, Any], path: Path, *, indent: int | None = 2) -> None:
-    """Writes the document atomically: readers see the old file or the new one, never a part of it.
+def encoded(report: Mapping[str, Any], indent: int | None = 2) -> bytes:
+    """The file of a document; ``indent`` None is one line. Raises ``ValueError`` where a number is not finite."""
+    return (json.dumps(report, indent=indent, allow_nan=False) + "\n").encode()
 
-    Args:
-        report: of numbers, texts, lists and mappings.
-        path: of the file.
-        indent: None for one line, for what is too long to be read.
 
-    Raises:
-        ValueError: a number is not finite.
-        OSError: the folder cannot be made or written to.
-    """
-    write_bytes((json.dumps(report, indent=indent, allow_nan=False) + "\n").encode(), path)
+def write(report: Mapping[str, Any], path: Path) -> None:
+    """Writes a document as :func:`write_bytes` does."""
+    write_bytes(encoded(report), path)
 
 
 def write_bytes(contents: bytes, path: Path) -> None:
-    """Writes a file atomically.
+    """Writes a file atomically: readers see the old file or the new one, never a part of it.
 
     Raises:
         OSError: the folder cannot be made or written to.

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import cycle
 
-from lightning_multigpu.planning.numbers import number
-
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 ORANGE, SKY, GREEN, YELLOW = "#e69f00", "#56b4e9", "#009e73", "#f0e442"
 BLUE, VERMILION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
@@ -152,16 +150,6 @@ def bars(
         for name, value in parts.items():
             figure.box(at, at + value, colours[name], f"{label}: {words(name)}, {show(value)}")
             at += value
-    figure.axis()
-    return figure.part_of_page(meaning)
-
-
-def plot(
-    meaning: str, lines: Mapping[str, Sequence[tuple[float, float]]], end_s: float, show: Callable[[float], str]
-) -> str:
-    """Lines over the seconds from 0 to ``end_s``, from points of seconds and values."""
-    figure = SvgFigure(end_s, lambda seconds: f"{number(seconds)} s")
-    figure.lines(lines, show)
     figure.axis()
     return figure.part_of_page(meaning)
 

@@ -48,7 +48,7 @@ def show(report: RunDocument | Mapping[str, Any], console: Console | None = None
     """Prints the report to standard output or to ``console``; without colours and lines when that is no terminal.
 
     Raises:
-        SchemaError: ``report`` is a mapping that does not follow the schema.
+        ReportError: ``report`` is a mapping that does not follow the schema.
     """
     console = Console() if console is None else console
     if not isinstance(report, RunDocument):

@@ -33,10 +33,6 @@ class ReportError(ValueError):
     """A document is no report, has an unknown version, or does not follow its schema."""
 
 
-class SchemaError(ReportError):
-    """A document does not follow its schema."""
-
-
 def as_json(value: Any) -> Any:
     """A dataclass, and what is in it, as what JSON can write."""
     if _is_document(value):
@@ -54,7 +50,7 @@ def from_json(kind: type[_T], value: Any, place: str = "the document") -> _T:
     """The dataclass ``kind`` from what JSON has read; keys that it does not know are left out.
 
     Raises:
-        SchemaError: a key is missing, or a value has another type; the message names its place.
+        ReportError: a key is missing, or a value has another type; the message names its place.
     """
     found: _T = _read(kind, value, place)
     return found
@@ -127,11 +123,11 @@ def _read_fields(kind: type, value: Mapping[str, Any], place: str) -> Iterator[t
         if key in value:
             yield each.name, _read(inner, value[key], f"{place}, {key}")
         elif _is_required(each):
-            raise SchemaError(f"{place} has no {key!r}")
+            raise ReportError(f"{place} has no {key!r}")
 
 
-def _wrong(place: str, value: Any, expected: str) -> SchemaError:
-    return SchemaError(f"{place} is {value!r:.80} and not {expected}")
+def _wrong(place: str, value: Any, expected: str) -> ReportError:
+    return ReportError(f"{place} is {value!r:.80} and not {expected}")
 
 
 def _schema(kind: Any) -> dict[str, Any]:

@@ -32,19 +32,20 @@ class Series:
         self._capacity = capacity
         self._warm_up_values: list[tuple[float, float]] = []
         self._kept = array("d")
-        self._kept_at_s = array("d")
         self._stride = 1
         self._count = 0
         self._weighted_sum = 0.0
         self._weight = 0.0
         self._last = math.nan
+        self.largest = -math.inf
+        """The largest value, the first ones included while there is no other."""
 
     def __len__(self) -> int:
         """How many values were appended, warm-up included."""
         return self._count + len(self._warm_up_values)
 
-    def append(self, value: float, weight: float = 1.0, at_s: float = 0.0) -> None:
-        """Adds a value; ``weight`` counts in the mean only, and its moment ``at_s`` in the curve.
+    def append(self, value: float, weight: float = 1.0) -> None:
+        """Adds a value; ``weight`` counts in the mean only.
 
         A rate gets the time over which it was measured as its weight, so that the mean is total over total.
 
@@ -57,14 +58,15 @@ class Series:
             raise ValueError(f"weight={weight}: a weight is above 0")
         if len(self._warm_up_values) < self._warm_up:
             self._warm_up_values.append((value, weight))
+            self.largest = max(self.largest, value)
             return
         if self._count % self._stride == 0:
             if len(self._kept) == self._capacity:
-                self._kept, self._kept_at_s = self._kept[::2], self._kept_at_s[::2]
+                self._kept = self._kept[::2]
                 self._stride *= 2
             if self._count % self._stride == 0:
                 self._kept.append(value)
-                self._kept_at_s.append(at_s)
+        self.largest = max(self.largest, value) if self._count else value
         self._count += 1
         self._weighted_sum += value * weight
         self._weight += weight
@@ -81,19 +83,6 @@ class Series:
         else:
             return None
         return {"median": quantile(values, 0.5), "p95": quantile(values, 0.95), "mean": mean, "last": last}
-
-    def curve(self, points: int = 100) -> list[tuple[float, float, float]]:
-        """The values over time in stretches of equally many, ``points`` of them at most.
-
-        Returns:
-            For each stretch the moment of its last value, its median, and its largest value.
-        """
-        length = math.ceil(len(self._kept) / points) or 1
-        found = []
-        for start in range(0, len(self._kept), length):
-            values = sorted(self._kept[start : start + length])
-            found.append((self._kept_at_s[start : start + length][-1], quantile(values, 0.5), values[-1]))
-        return found
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

@@ -13,6 +13,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_multigpu.callbacks import CommunicationMonitor, DeviceUtilizationMonitor, ThroughputMonitor
+from lightning_multigpu.callbacks.keys import keys_of
+from lightning_multigpu.callbacks.monitor import Monitor
 from tests.callbacks.training import FEATURES, Regression, batches, trainer
 from tests.world import World
 
@@ -44,6 +46,12 @@ def rows_of_a_fit(directory: Path, *, validates: bool = False, **options: Any) -
 def steps_of(rows: Sequence[dict[str, str]], *keys: str) -> list[int]:
     """The steps of the rows that have all of these figures."""
     return [int(row["step"]) for row in rows if all(row.get(key) for key in keys)]
+
+
+@pytest.mark.parametrize("monitor", [ThroughputMonitor, CommunicationMonitor, DeviceUtilizationMonitor])
+def test_every_key_is_documented_where_it_is_measured(monitor: type[Monitor]) -> None:
+    for key in keys_of(monitor.group):
+        assert f"`{key}`" in (monitor.__doc__ or "")
 
 
 @pytest.mark.parametrize("strategy", ["ring_ddp", "gpipe"])

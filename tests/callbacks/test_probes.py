@@ -1,143 +1,72 @@
-"""Where figures about devices come from, with a made-up NVML and made-up processor times."""
+"""Where figures about devices come from, with a made-up GPU and made-up processor times."""
 
 from __future__ import annotations
 
-import sys
-import types
 from collections import namedtuple
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
-from lightning_multigpu.callbacks.probes import HostProbe, NvmlProbe, host_memory, probes_of
+from lightning_multigpu.callbacks import probes
+from lightning_multigpu.callbacks.probes import HostProbe, host_memory, probes_of
 
-UUID = "GPU-0000"
 CpuTimes = namedtuple("CpuTimes", "user nice system idle iowait irq softirq steal guest guest_nice")
+GPU = torch.device("cuda", 0)
 
 
-class NVMLError(Exception): ...
+class FakeGpu:
+    """torch's readings of a GPU in their units; one that raises is not there at present, or never."""
 
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.readings = {"utilization": 87, "device_memory_used": 12_345, "power_draw": 250_000, "temperature": 61}
+        self.error: Exception | None = None
+        for name in self.readings:
+            monkeypatch.setattr(torch.cuda, name, lambda device, name=name: self._read(device, name), raising=True)
 
-class NVMLError_NotSupported(NVMLError): ...  # noqa: N801, N818  # NVML's own name
-
-
-class FakeNvml(types.ModuleType):
-    """The part of pynvml that is used; ``power`` None is a GPU that does not report it."""
-
-    NVMLError = NVMLError
-    NVMLError_NotSupported = NVMLError_NotSupported
-    NVML_TEMPERATURE_GPU = 0
-
-    def __init__(self, *, power: int | None = 250_000, present: bool = True) -> None:
-        super().__init__("pynvml")
-        self.power = power
-        self.present = present
-        self.users = 0
-        self.asked_for_power = 0
-        self.unreachable = False
-
-    def nvmlInit(self) -> None:  # noqa: N802
-        if not self.present:
-            raise NVMLError("driver not loaded")
-        self.users += 1
-
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        self.users -= 1
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
-        if uuid != UUID:
-            raise NVMLError(f"no such device: {uuid}")
-        return uuid
-
-    def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:  # noqa: N802
-        if self.unreachable:
-            raise NVMLError("fell off the bus")
-        return types.SimpleNamespace(gpu=87, memory=40)
-
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:  # noqa: N802
-        return types.SimpleNamespace(used=12_345, total=99_999)
-
-    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:  # noqa: N802
-        self.asked_for_power += 1
-        if self.power is None:
-            raise NVMLError_NotSupported
-        return self.power
-
-    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:  # noqa: N802
-        assert sensor == self.NVML_TEMPERATURE_GPU
-        return 61
+    def _read(self, device: torch.device, name: str) -> int:
+        assert device == GPU
+        if self.error is not None:
+            raise self.error
+        return self.readings[name]
 
 
 @pytest.fixture
-def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    fake = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
-    return fake
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    return FakeGpu(monkeypatch)
 
 
-def test_nvml_figures_have_our_units(nvml: FakeNvml) -> None:
-    probe = NvmlProbe(UUID)
-    assert probe.read() == {
+def test_figures_of_a_gpu_have_our_units_and_what_it_does_not_report_is_absent(gpu: FakeGpu) -> None:
+    host, probe = probes_of(GPU)
+    found = {
         "device/utilization_percent": 87.0,
         "device/memory_used_bytes": 12_345.0,
         "device/power_watts": 250.0,
         "device/temperature_celsius": 61.0,
     }
-
-
-def test_nvml_is_given_back_once(nvml: FakeNvml) -> None:
-    probe = NvmlProbe(UUID)
-    assert nvml.users == 1
-    probe.close()
-    probe.close()
-    assert nvml.users == 0
-    assert probe.read() == {}
-
-
-def test_what_a_gpu_does_not_report_is_absent_and_not_asked_for_again(nvml: FakeNvml) -> None:
-    nvml.power = None
-    probe = NvmlProbe(UUID)
-    for _ in range(3):
-        assert "device/power_watts" not in probe.read()
-    assert nvml.asked_for_power == 1
-
-
-def test_a_reading_that_fails_now_may_succeed_later(nvml: FakeNvml) -> None:
-    probe = NvmlProbe(UUID)
-    nvml.unreachable = True
-    assert "device/utilization_percent" not in probe.read()
-    nvml.unreachable = False
-    assert probe.read()["device/utilization_percent"] == 87.0
-
-
-def test_a_gpu_that_nvml_does_not_know_is_named(nvml: FakeNvml) -> None:
-    with pytest.raises(RuntimeError, match="NVML refuses access to GPU-1111: no such device"):
-        NvmlProbe("GPU-1111")
-    assert nvml.users == 0
-
-
-def test_a_machine_without_a_driver(nvml: FakeNvml) -> None:
-    nvml.present = False
-    with pytest.raises(RuntimeError, match="driver not loaded"):
-        NvmlProbe(UUID)
-
-
-def test_a_gpu_without_nvidia_ml_py_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="0000"))
-    with pytest.warns(UserWarning, match=r"pip install 'lightning-multigpu\[gpu\]'"):
-        probes = probes_of(torch.device("cuda", 0))
-    assert [type(probe) for probe in probes] == [HostProbe]
-
-
-def test_a_gpu_is_found_by_its_identity(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="0000"))
-    host, gpu = probes_of(torch.device("cuda", 0))
-    assert gpu.read()["device/utilization_percent"] == 87.0
+    assert probe.read() == found
     assert "device/utilization_percent" not in host.read()
+    gpu.error = RuntimeError("fell off the bus")
+    assert probe.read() == {}
+    gpu.error = None
+    del gpu.readings["power_draw"]  # a KeyError as that of a GPU that does not support it
+    assert probe.read() == {key: value for key, value in found.items() if key != "device/power_watts"}
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ModuleNotFoundError("pynvml"), r"nvidia-ml-py is not installed; pip install 'lightning-multigpu\[gpu\]'"),
+        (RuntimeError("driver not loaded"), "are not measured: driver not loaded"),
+    ],
+)
+def test_a_gpu_that_cannot_be_read_says_why(gpu: FakeGpu, error: Exception, message: str) -> None:
+    gpu.error = error
+    with pytest.warns(UserWarning, match=message):
+        found = probes_of(GPU)
+    assert [type(probe) for probe in found] == [HostProbe]
 
 
 class Times:
@@ -145,8 +74,12 @@ class Times:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.wall_s = self.process_s = self.busy_s = 0.0
+        self.num_threads = 1
         monkeypatch.setattr(psutil, "cpu_times", self._cpu_times)
-        monkeypatch.setattr("lightning_multigpu.callbacks.probes.usable_cores", lambda: 2)
+        monkeypatch.setattr(probes, "usable_cores", lambda: 2)
+        clocks = SimpleNamespace(perf_counter=lambda: self.wall_s, process_time=lambda: self.process_s)
+        monkeypatch.setattr(probes, "time", clocks)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: self.num_threads)
 
     def _cpu_times(self) -> CpuTimes:
         waiting = 2 * self.wall_s - self.busy_s
@@ -158,19 +91,12 @@ class Times:
         self.process_s += process_s
         self.busy_s += busy_s
 
-    def probe(self, *, is_device: bool = True, num_threads: int = 1) -> HostProbe:
-        return HostProbe(
-            is_device=is_device,
-            num_threads=num_threads,
-            clock=lambda: self.wall_s,
-            process_clock=lambda: self.process_s,
-        )
-
 
 def test_utilization_is_measured_against_the_intra_op_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     for num_threads, expected in [(1, 75.0), (2, 37.5), (64, 37.5)]:
         times = Times(monkeypatch)
-        probe = times.probe(num_threads=num_threads)
+        times.num_threads = num_threads
+        probe = HostProbe(is_device=True)
         times.pass_by(wall_s=4.0, process_s=3.0, busy_s=6.0)
         figures = probe.read()
         assert figures["device/utilization_percent"] == expected
@@ -179,32 +105,15 @@ def test_utilization_is_measured_against_the_intra_op_threads(monkeypatch: pytes
 
 def test_each_reading_covers_the_time_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     times = Times(monkeypatch)
-    probe = times.probe()
-    times.pass_by(wall_s=1.0, process_s=0.5, busy_s=0.0)
-    assert probe.read()["device/utilization_percent"] == 50.0
-    times.pass_by(wall_s=1.0, process_s=0.25, busy_s=0.0)
-    assert probe.read()["device/utilization_percent"] == 25.0
-
-
-def test_more_threads_than_those_that_compute_do_not_make_more_than_100_percent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    times = Times(monkeypatch)
-    probe = times.probe()
-    times.pass_by(wall_s=1.0, process_s=1.7, busy_s=0.0)
-    assert probe.read()["device/utilization_percent"] == 100.0
-
-
-def test_no_share_of_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = Times(monkeypatch).probe().read()
-    assert set(figures) == {"device/process_rss_bytes", "device/memory_used_bytes"}
-
-
-def test_the_host_of_a_gpu_is_not_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = Times(monkeypatch)
-    probe = times.probe(is_device=False)
+    probe = HostProbe(is_device=True)
+    assert set(probe.read()) == {"device/process_rss_bytes", "device/memory_used_bytes"}, "no share of no time"
+    # More threads than those that compute do not make more than 100 %.
+    for process_s, percent in ((0.5, 50.0), (0.25, 25.0), (1.7, 100.0)):
+        times.pass_by(wall_s=1.0, process_s=process_s, busy_s=0.0)
+        assert probe.read()["device/utilization_percent"] == percent
+    host = HostProbe(is_device=False)
     times.pass_by(wall_s=1.0, process_s=1.0, busy_s=1.0)
-    assert set(probe.read()) == {"device/process_rss_bytes", "device/cpu_percent"}
+    assert set(host.read()) == {"device/process_rss_bytes", "device/cpu_percent"}, "a GPU is the device"
 
 
 def test_this_process_has_a_size_that_its_host_can_hold() -> None:

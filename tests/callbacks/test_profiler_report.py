@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,10 +26,12 @@ from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfi
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_multigpu.callbacks import ProfilerReport, RunReport
+from lightning_multigpu.callbacks import ProfilerReport, RunReport, probes
 from lightning_multigpu.callbacks.profile.operator_trace import OperatorTrace
 from lightning_multigpu.callbacks.profile.profiled_window import ProfiledWindow, _callbacks_s
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.parameter_server.rooms import Room
+from lightning_multigpu.engine.pipeline.stages.stage_messages import HostMessages
 from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.step_phases import PHASES, Span
 from lightning_multigpu.report.profile import chrome_trace, profile_document, profile_page, profile_text
@@ -64,11 +67,13 @@ class Samples(Dataset[Tensor]):
 class Net(L.LightningModule):
     """A step sleeps for ``step_s``; ``fault`` makes it longer by ``fault_s``."""
 
-    def __init__(self, fault: str = "", step_s: float = STEP_S, fault_s: float = STEP_S) -> None:
+    def __init__(
+        self, fault: str = "", step_s: float = STEP_S, fault_s: float = STEP_S, width: int = 4, num_layers: int = 4
+    ) -> None:
         super().__init__()
         self.step_s = step_s
         self.fault_s = fault_s
-        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers)))
         self.fault = fault
 
     def on_fit_start(self) -> None:
@@ -82,7 +87,8 @@ class Net(L.LightningModule):
             del torch.Tensor.item  # type: ignore[misc]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        time.sleep(self.step_s)
+        if self.step_s:  # a sleep of 0 s gives the core away
+            time.sleep(self.step_s)
         if self.fault == "straggler" and rank() == 1:
             time.sleep(self.fault_s)
         loss: Tensor = self.layers(batch).square().mean()
@@ -136,10 +142,11 @@ def profiled(
     *,
     operators: bool = False,
     activations: bool = False,
+    active: int = 3,
     beside: Sequence[Callback] = (),
     **options: Any,
 ) -> tuple[dict[str, Any] | None, bool]:
-    report = ProfilerReport(wait=1, warmup=1, active=3, operators=operators, activations=activations)
+    report = ProfilerReport(wait=1, warmup=1, active=active, operators=operators, activations=activations)
     settings = {"max_steps": STEPS, "max_epochs": -1, "logger": False, "enable_checkpointing": False, **options}
     trainer = L.Trainer(
         accelerator="cpu",
@@ -193,15 +200,11 @@ def run(
         ("input", "input", 1),
         ("input of one rank", "input", 2),
         ("straggler", "straggler", 1),
-        ("straggler", "straggler", 2),
         ("callbacks", "callbacks", 2),
         ("callbacks of rank 0", "callbacks", 1),  # rank 1 waits for it in a broadcast of Lightning's loop
         ("communication", "communication", 1),
-        ("communication", "communication", 2),
         ("logging", "logging", 1),
-        ("logging", "logging", 2),
         ("reads", "synchronising calls", 1),
-        ("reads", "synchronising calls", 2),
     ],
 )
 def test_the_fault_is_named_first(world2: World, tmp_path: Path, fault: str, kind: str | None, times: int) -> None:
@@ -231,11 +234,10 @@ def test_a_callback_counts_for_as_long_as_it_runs_in_the_step() -> None:
     assert _callbacks_s(spans, 1.0, 3.0) == found
 
 
-@pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("fault", ["pipeline bubble", "imbalance of stages"])
-def test_the_fault_of_a_pipeline_is_named_first(world2: World, tmp_path: Path, fault: str, times: int) -> None:
+def test_the_fault_of_a_pipeline_is_named_first(world2: World, tmp_path: Path, fault: str) -> None:
     """Two micro-batches of one sample; stages that compute for as long as each other, or one of them alone."""
-    sample_s = times * STEP_S / 2
+    sample_s = STEP_S / 2
 
     def fit() -> dict[str, Any] | None:
         module = Net(step_s=0.0)
@@ -251,6 +253,111 @@ def test_the_fault_of_a_pipeline_is_named_first(world2: World, tmp_path: Path, f
     if fault == "imbalance of stages":
         [last] = [of_rank["rank"] for of_rank in profile["ranks"] if of_rank["stages"]["position"] == 1]
         assert f"the stages of rank {last} compute" in profile["findings"][0]["evidence"]
+
+
+NOT_SHARED = {"use_distributed_sampler": False}
+
+
+def same(batch: Tensor) -> DataLoader[Any]:
+    """The same batch again and again, which lies ready."""
+    return DataLoader([batch] * 40, batch_size=None)  # type: ignore[arg-type]
+
+
+def first(told: tuple[dict[str, Any] | None, bool]) -> dict[str, Any]:
+    profile, _ = told
+    assert profile is not None
+    assert profile["findings"], profile_text.text(from_json(ProfileDocument, profile))
+    found: dict[str, Any] = profile["findings"][0]
+    return found
+
+
+def test_small_batches(tmp_path: Path) -> None:
+    samples, width = 32, 128
+
+    def fit(step_s: float, steps: int) -> Any:
+        module = Net(step_s=step_s, width=width, num_layers=1)
+        return profiled(tmp_path, module, same(torch.ones(samples, width)), "auto", active=steps - 5, max_steps=steps)
+
+    found = first(fit(0.0, 40))
+    assert found["kind"] == "small batches"
+    assert "Lightning's loop takes" in found["evidence"]
+    assert "Use larger batches" in found["remedy"]
+    assert fit(0.1, 12)[0]["findings"] == []
+
+
+def test_small_micro_batches(world2: World, tmp_path: Path) -> None:
+    """Each message costs 160 ms / ``num_micro_batches``, more than all else that a loaded machine adds to a step."""
+    num_micro_batches = 8
+
+    def fit() -> Any:
+        send = HostMessages.send
+
+        def slowly(messages: HostMessages, *args: Any) -> Any:
+            time.sleep(0.16 / num_micro_batches)
+            return send(messages, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HostMessages, "send", slowly)
+            strategy = make_strategy("gpipe", num_micro_batches=num_micro_batches)
+            module = Net(step_s=0.0, num_layers=2)
+            return profiled(tmp_path, module, same(torch.ones(num_micro_batches, 4)), strategy, **NOT_SHARED)
+
+    found = first(world2.run(fit)[0])
+    assert found["kind"] == "small micro-batches"
+    assert f"the passes of {num_micro_batches} micro-batches explain" in found["evidence"]
+    assert "batches of twice the size" in found["remedy"]
+
+
+def test_a_server_with_everything(world2: World, tmp_path: Path) -> None:
+    """Half as many bytes would save half of the wait, and even shares 2/3 of it."""
+
+    def fit(optimizer_split: str | None) -> Any:
+        push = Room.push
+
+        def slowly(room: Room, *, is_whole: bool) -> None:
+            time.sleep(0.1)
+            push(room, is_whole=is_whole)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Room, "push", slowly)
+            strategy = make_strategy("sync_ps", num_servers=3, optimizer_split=optimizer_split)
+            module = Net(step_s=0.0, width=128)
+            return profiled(tmp_path, module, same(torch.ones(2, 128)), strategy, **NOT_SHARED, max_steps=8)
+
+    found = first(world2.run(fit, "nothing")[0])
+    assert found["kind"] == "imbalance of shards"
+    assert "server 0 moves 100 % of the bytes, 3.00 times its share" in found["evidence"]
+    assert 'Leave optimizer_split="nothing" out' in found["remedy"]
+    (even, _), _ = world2.run(fit, None)
+    assert "imbalance of shards" not in [finding["kind"] for finding in even["findings"]]
+
+
+def test_memory_near_the_limit_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of control groups are the kernel's way to say it; these have the memory that the host has in use."""
+
+    def limited(share: float) -> None:
+        used_bytes = psutil.virtual_memory().total // 10
+        group = tmp_path / "groups" / "job"
+        group.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cgroup").write_text("0::/job\n")
+        (group / "memory.max").write_text(f"{round(used_bytes / share)}\n")
+        (group / "memory.current").write_text(f"{used_bytes + 1000}\n")
+        (group / "memory.stat").write_text("inactive_file 1000\n")
+
+    monkeypatch.setattr(probes.host_memory, "__defaults__", (tmp_path / "cgroup", tmp_path / "groups"))
+    limited(0.91)
+    loader = DataLoader(Samples(0.0, None), batch_size=2)
+    profile, _ = profiled(tmp_path, Net(), loader, "auto")
+    assert profile is not None
+    [found] = profile["findings"]
+    assert (found["kind"], found["saving_s"]) == ("memory near the limit", 0.0)
+    assert "the container of rank 0" in found["evidence"]
+    assert "Use smaller batches" in found["remedy"]
+    assert "Memory near the limit:" in profile_text.text(from_json(ProfileDocument, profile))
+    limited(0.85)
+    profile, _ = profiled(tmp_path, Net(), loader, "auto")
+    assert profile is not None
+    assert profile["findings"] == []
 
 
 def test_the_parts_of_a_step_have_no_gaps_and_the_files_are_there(world2: World, tmp_path: Path) -> None:
@@ -291,9 +398,7 @@ def test_the_parts_of_a_step_have_no_gaps_and_the_files_are_there(world2: World,
         held = {"parameters_bytes": 320, "gradients_bytes": 320, "optimizer_bytes": 0, "activations_bytes": None}
         assert of_rank["memory"] == {**held, "device_peak_bytes": None}
         assert of_rank["limit"][0] in ("host", "container")
-        rates = [value for _, value, _ in of_rank["over_time"]["throughput/samples_per_sec"]]
-        assert len(rates) == STEPS - 1
-        assert all(0 < rate < 2 / STEP_S for rate in rates)
+        assert all(0 < rate < 2 / STEP_S for rate in of_rank["whole_run"]["throughput/samples_per_sec"])
         assert 0 < from_json(ProfileDocument, profile).ranks[0].held_bytes["parameters"] < of_rank["limit"][1]
 
 
@@ -342,8 +447,7 @@ def test_updates_of_ranks_at_their_own_pace_have_a_staleness(world2: World, tmp_
     profile, other = world2.run(fit)
     assert profile is not None
     assert other is None
-    counts = [dict(worker["histogram"]) for worker in profile["servers"]["workers"]]
-    assert sum(sum(of_worker.values()) for of_worker in counts) == 20
+    assert sum(worker["updates"] for worker in profile["servers"]["workers"]) == 20
     held = {"parameters_bytes": 320, "gradients_bytes": 320, "optimizer_bytes": 0, "device_peak_bytes": None}
     assert [of_rank["memory"] for of_rank in profile["ranks"]] == [{**held, "activations_bytes": 5 * 2 * 4 * 4}] * 2
     assert "Staleness of updates" in profile_page.page(from_json(ProfileDocument, profile))
@@ -456,9 +560,9 @@ def test_steps_with_a_validation_are_left_out(tmp_path: Path) -> None:
     assert not [line for line, *_ in only["reads"] if Path(__file__).name in line]
 
 
-@pytest.mark.parametrize(("name", "value"), [("wait", -1), ("warmup", -1), ("active", 0), ("link_gbit", 0)])
+@pytest.mark.parametrize(("name", "value"), [("wait", -1), ("warmup", -1), ("active", 0)])
 def test_what_cannot_be_is_refused(name: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f"{name}={value}: must be (at least|above)"):
+    with pytest.raises(ValueError, match=f"{name}={value}: must be at least"):
         ProfilerReport(**{name: value})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from itertools import count
 
 import pytest
 
@@ -12,70 +12,43 @@ from lightning_multigpu.callbacks.sampler import BackgroundSampler, Sample
 NEVER_S = 3600.0
 
 
-class Counter:
-    """Numbers its samples; ``fails_at`` is the one that raises."""
+def test_samples_come_in_order_from_a_thread_that_ends() -> None:
+    before, reached, numbers = set(threading.enumerate()), threading.Semaphore(0), count(1)
 
-    def __init__(self, fails_at: int | None = None) -> None:
-        self.count = 0
-        self.reached = threading.Semaphore(0)
-        self._fails_at = fails_at
+    def sample() -> Sample:
+        reached.release()
+        return {"number": float(next(numbers))}
 
-    def __call__(self) -> Sample:
-        self.count += 1
-        self.reached.release()
-        if self.count == self._fails_at:
-            raise OSError("sensor gone")
-        return {"number": float(self.count)}
-
-
-@pytest.fixture
-def counter() -> Counter:
-    return Counter()
-
-
-@pytest.fixture
-def idle(counter: Counter) -> Iterator[BackgroundSampler]:
-    """A sampler whose time does not come."""
-    sampler = BackgroundSampler(counter, interval_s=NEVER_S)
-    sampler.start()
-    yield sampler
-    sampler.stop()
-
-
-def test_samples_come_from_a_thread_of_their_own_in_order(counter: Counter) -> None:
-    sampler = BackgroundSampler(counter, interval_s=1e-3)
+    sampler = BackgroundSampler(sample, interval_s=1e-3)
     sampler.start()
     for _ in range(3):
-        assert counter.reached.acquire(timeout=30)
-    sampler.stop()
-    numbers = [sample["number"] for sample in sampler.take()]
-    assert numbers == [float(number + 1) for number in range(counter.count)]
-    assert sampler.take() == []
-
-
-def test_a_stopped_sampler_has_no_thread_any_more(counter: Counter) -> None:
-    before = set(threading.enumerate())
-    sampler = BackgroundSampler(counter, interval_s=NEVER_S)
-    sampler.start()
+        assert reached.acquire(timeout=30)
     sampler.stop()
     sampler.stop()
     assert set(threading.enumerate()) == before
+    assert sampler.take() == [{"number": float(number)} for number in range(1, next(numbers))]
+    assert sampler.take() == []
 
 
-def test_the_first_sample_can_be_taken_at_once_but_only_the_first(idle: BackgroundSampler, counter: Counter) -> None:
+def test_the_first_sample_can_be_taken_at_once_but_only_the_first() -> None:
+    numbers = count(1)
+    idle = BackgroundSampler(lambda: {"number": float(next(numbers))}, interval_s=NEVER_S)
     assert idle.take() == []
     assert idle.take(first_now=True) == [{"number": 1.0}]
     assert idle.take(first_now=True) == []
-    assert counter.count == 1
+    assert next(numbers) == 2
 
 
 def test_a_failure_arrives_once_and_ends_sampling() -> None:
-    counter = Counter(fails_at=1)
-    sampler = BackgroundSampler(counter, interval_s=NEVER_S)
+    def fail() -> Sample:
+        raise OSError("sensor gone")
+
+    sampler = BackgroundSampler(fail, interval_s=NEVER_S)
     sampler.start()
     with pytest.raises(OSError, match="sensor gone"):
         sampler.take(first_now=True)
-    sampler.stop()
+    sampler._thread.join(30)
+    assert not sampler._thread.is_alive()
     assert sampler.take() == []
 
 

@@ -58,13 +58,10 @@ def test_a_report_of_two_hosts() -> None:
     assert_follows_schema(report)
 
 
-def test_nodes_with_one_host_name_are_still_nodes() -> None:
-    world = report_of(record(0, node=0), record(1, node=1))["world"]
-    assert world == {"size": 2, "nodes": 2, "hosts": ["alpha", "alpha"]}
-
-
-def test_a_figure_that_no_rank_has_is_absent() -> None:
-    assert report_of(record(0))["aggregate"]["metrics"] == {}
+def test_nodes_with_one_host_name_are_still_nodes_and_a_figure_that_no_rank_has_is_absent() -> None:
+    report = report_of(record(0, node=0), record(1, node=1))
+    assert report["world"] == {"size": 2, "nodes": 2, "hosts": ["alpha", "alpha"]}
+    assert report["aggregate"]["metrics"] == {}
 
 
 @pytest.mark.parametrize("ranks", [[], [1], [0, 0], [0, 2]])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +107,6 @@ def test_text() -> None:
     rate = "33.3 kB/s"
     row = rf"^all_reduce \(data, 2 ranks\) +1 +1.00 kB +0.00 B +30.0 ms +{rate} +{rate}"
     assert re.search(rf"{row}$", text, re.MULTILINE)
-    known = profile_text.text(loaded({**profile(), "link_gbit": 1e-3}))
-    assert re.search(rf"{row} +27 %$", known, re.MULTILINE), "of 125 kB/s"
     assert re.search(r"^aten::mm +7 +3.00 ms$", text, re.MULTILINE)
     assert "1. input: 75.0 ms a step predicted (40 % less)" in text
     pulled = profile()
@@ -159,8 +157,8 @@ def test_text_of_all_that_can_be_measured() -> None:
     assert re.search(r"^pipeline 0 +2 +90.0 ms +33.3 % +33.3 %$", text, re.MULTILINE)
     assert re.search(r"^rank +parameters +gradients +optimizer +activations +device peak$", text, re.MULTILINE)
     assert re.search(r"^1 +4.00 MB +4.00 MB +8.00 MB +4.00 MB +19.0 MB$", text, re.MULTILINE)
-    assert re.search(r"^samples a second +197 +179 +161$", text, re.MULTILINE)  # both ranks together
-    assert re.search(r"^utilization +50 % +60 % +70 %$", text, re.MULTILINE)
+    assert re.search(r"^samples a second +179 +160 +200$", text, re.MULTILINE)  # both ranks together
+    assert re.search(r"^utilization +60 % +70 % +80 %$", text, re.MULTILINE)
     assert re.search(r"^1 +8 +1 +20 +20$", text, re.MULTILINE), "staleness"
     assert "Memory near the limit:\n   the GPU of rank 0 had 19.5 MB of 20.0 MB in use" in text
     assert "imbalance of shards" in text
@@ -192,22 +190,13 @@ def test_a_timeline_has_no_more_boxes_than_can_be_seen() -> None:
     assert 2 * 1_000 < shown.count("thin") < 2 * 4_000
 
 
-class _Page(HTMLParser):
+class _Page:
     """Tags, texts and addresses of a page."""
 
     def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.addresses: list[str | None] = []
-        self.texts: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.addresses += [value for name, value in attributes if name in ("href", "src")]
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
+        self.tags = re.findall(r"<(\w+)", page)
+        self.addresses = re.findall(r'(?:href|src)="([^"]*)"', page)
+        self.texts = [html.unescape(text) for text in re.findall(r">([^<]+)<", page)]
 
 
 def test_the_page_needs_nothing_else_and_escapes_names() -> None:
@@ -235,12 +224,8 @@ def test_the_page_has_a_section_for_all_that_was_measured() -> None:
     for title in titles:
         assert title in parsed.texts
         assert title not in _Page(plain).texts
-    assert parsed.tags.count("svg") == page.count('role="img" aria-label=') == 8
-    assert parsed.tags.count("polyline") == 6, "three figures of two ranks"
+    assert parsed.tags.count("svg") == page.count('role="img" aria-label=') == 4
     assert "rank 1: activations, 4.00 MB" in parsed.texts
-    assert "rank 0: median 89.5" in parsed.texts
-    assert "1: updates, 12.0" not in parsed.texts, "21 bars are too many"
-    assert "0 to 1: updates, 15.0" in parsed.texts
     assert "rank 0, stage 0: forward, micro-batch 1, 10.000 ms" in parsed.texts
 
 
@@ -249,9 +234,7 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     document.write(profile(), slow / profile_document.FILE_NAME)
     other = profile("sync_ps", data_wait=0.001, communication=0.001)
     for rank in other["ranks"]:
-        rank["over_time"] = {
-            "throughput/samples_per_sec": [(0.0, 150.0, 160.0), (1.0, 170.0, 180.0), (2.0, 160.0, 160.0)]
-        }
+        rank["whole_run"] = {"throughput/samples_per_sec": (160.0, 160.0, 180.0)}
     document.write(other, quick / profile_document.FILE_NAME)
     assert main(["report", str(slow), str(quick)]) == 0
     printed = capsys.readouterr().out
@@ -325,7 +308,7 @@ def test_a_browser_shows_the_page(tmp_path: Path, width: int) -> None:
     common += [f"--user-data-dir={tmp_path}/user", "--enable-logging=stderr", "--virtual-time-budget=2000"]
     finished = subprocess.run([*common, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=300)
     [title] = re.findall("<title>(true.*|false.*)</title>", finished.stdout)
-    assert title == "true 60 60", "fits the window, boxes with a width, all boxes"
+    assert title == "true 49 49", "fits the window, boxes with a width, all boxes"
     assert "CONSOLE" not in finished.stderr
     subprocess.run([*common, f"--screenshot={picture}", page.as_uri()], capture_output=True, check=True, timeout=300)
     assert picture.read_bytes()[:4] == b"\x89PNG"

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 
 from lightning_multigpu.cli import main
-from lightning_multigpu.report.schema import Absent, SchemaError, as_json, from_json, json_schema
+from lightning_multigpu.report.schema import Absent, ReportError, as_json, from_json, json_schema
 
 
 class Point(NamedTuple):
@@ -63,7 +63,7 @@ def test_a_document_is_read_as_it_was_written() -> None:
     ],
 )
 def test_what_does_not_follow_the_schema_is_named_with_its_place(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(SchemaError, match=f"^{message}$"):
+    with pytest.raises(ReportError, match=f"^{message}$"):
         from_json(Outer, {**WHOLE, **changes})
 
 

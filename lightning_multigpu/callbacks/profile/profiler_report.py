@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from lightning_multigpu.report.profile import (
     profile_of_ranks,
     profile_page,
     profile_text,
-    run_curves,
+    run_figures,
 )
-from lightning_multigpu.report.profile.profile_document import ProfileDocument
 from lightning_multigpu.report.schema import as_json
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
@@ -66,13 +64,11 @@ class ProfilerReport(SilentMonitors):
         activations: whether the activations that autograd keeps for backward are counted in one step. Saved-tensor
             hooks count them: ``torch.func.grad`` and related functions raise an error under such hooks, and compiled
             layers may be compiled once more.
-        link_gbit: speed of the link between hosts in Gbit/s (10^9 bits), if it is known: transfers are then also shown
-            as shares of that speed.
         print_report: whether rank 0 prints the report.
         write_files: whether rank 0 writes the files.
 
     Raises:
-        ValueError: ``wait`` or ``warmup`` is below 0, ``active`` below 1, or ``link_gbit`` not above 0.
+        ValueError: ``wait`` or ``warmup`` is below 0, ``active`` below 1.
     """
 
     def __init__(
@@ -83,13 +79,10 @@ class ProfilerReport(SilentMonitors):
         active: int = 10,
         operators: bool | None = None,
         activations: bool = False,
-        link_gbit: float | None = None,
         print_report: bool = True,
         write_files: bool = True,
     ) -> None:
         super().__init__()
-        if link_gbit is not None and not link_gbit > 0:
-            raise ValueError(f"link_gbit={link_gbit}: must be above 0 Gbit/s")
         for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), ("active", active, 1)):
             if value < least:
                 raise ValueError(f"{name}={value}: must be at least {least} optimizer steps")
@@ -102,7 +95,6 @@ class ProfilerReport(SilentMonitors):
         self._wait, self._warmup, self._active = wait, warmup, active
         self._first = wait + warmup
         self._operators, self._activations = operators, activations
-        self._link_gbit = link_gbit
         self._print_report = print_report
         self._write_files = write_files
         self._window: ProfiledWindow | None = None
@@ -124,13 +116,11 @@ class ProfilerReport(SilentMonitors):
         if isinstance(trainer.strategy, MultiGPUStrategy):
             trainer.strategy.record_stages(count_activations=self._activations or None)  # else as a RunReport wants it
             self._gathered = trainer.strategy.gather_at_end(lambda: self._told(window))
-        super().on_train_start(trainer, pl_module)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         window = self._window
         if window is None:
             return
@@ -141,19 +131,16 @@ class ProfilerReport(SilentMonitors):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_validation_start(trainer, pl_module)
         if self._window is not None:
             self._window.interrupted = True
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_epoch_end(trainer, pl_module)
         if self._window is not None:
             self._window.interrupted = True
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_end(trainer, pl_module)
         assert self._window is not None
         self._window.close(trainer)
         if isinstance(trainer.strategy, MultiGPUStrategy):
@@ -181,13 +168,19 @@ class ProfilerReport(SilentMonitors):
             strategy=document.NamedStrategy(name=name, options=options),
             versions=versions_of(trainer.strategy.root_device),
             strategy_options=strategy_options(trainer.strategy),
-            link_gbit=self._link_gbit,
         )
         self.profile = as_json(profile)
         if self._print_report:
             print(profile_text.text(profile))
         if self._write_files and not is_fast_dev_run(trainer):
-            self._write(directory, profile, [of_rank["events"] for of_rank in told])
+            trace = chrome_trace.trace(profile, [of_rank["events"] for of_rank in told])
+            files = {
+                profile_page.FILE_NAME: profile_page.page(profile).encode(),
+                profile_document.FILE_NAME: document.encoded(self.profile, indent=None),
+                chrome_trace.FILE_NAME: document.encoded(trace, indent=None),
+            }
+            written = self.write_files("profile", directory, files, prints=self._print_report)
+            self.page_path, self.path = [*written, None, None][:2]
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -210,27 +203,7 @@ class ProfilerReport(SilentMonitors):
 
     def _told(self, window: ProfiledWindow) -> dict[str, Any]:
         series = {key: series for monitor in self._monitors for key, series in monitor.series.items()}
-        curves = {key: series[key].curve() for key in run_curves.KEYS if key in series}
-        servers = None if self._servers is None else self._servers.histograms()
-        return {**window.told(), "over_time": curves, "servers": servers}
-
-    def _write(self, directory: str, profile: ProfileDocument, events: Sequence[Sequence[Any]]) -> None:
-        assert self.profile is not None
-        path = Path(directory) / profile_document.FILE_NAME
-        trace_path = path.with_name(chrome_trace.FILE_NAME)
-        page_path = path.with_name(profile_page.FILE_NAME)
-        try:
-            if "://" in directory:
-                raise OSError(
-                    "the folder is not on this machine; set a local default_root_dir or logger of the Trainer"
-                )
-            document.write(self.profile, path, indent=None)
-            document.write(chrome_trace.trace(profile, events), trace_path, indent=None)
-            document.write_bytes(profile_page.page(profile).encode(), page_path)
-        except OSError as error:
-            # Training has succeeded by now; a full disk must not make it look as if it had not.
-            rank_zero_warn(f"the profile was not written to {directory}: {error}")
-            return
-        self.path, self.page_path = path, page_path
-        if self._print_report:
-            print(f"written to {page_path},\n{path}\nand {trace_path}")
+        found = {key: (each.statistics(), each.largest) for key, each in series.items() if key in run_figures.KEYS}
+        whole_run = {key: (s["median"], s["last"], largest) for key, (s, largest) in found.items() if s is not None}
+        servers = self._servers and self._servers.section()
+        return {**window.told(), "whole_run": whole_run, "servers": servers}

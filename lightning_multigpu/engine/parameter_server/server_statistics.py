@@ -63,13 +63,6 @@ class ServerStatistics:
             ],
         }
 
-    def histograms(self) -> dict[str, Any]:
-        """As :meth:`section`, with how many updates of a rank had which staleness."""
-        section = self.section()
-        for worker, counts in zip(section["workers"], self.staleness.values(), strict=True):
-            worker["histogram"] = sorted((+counts).items())
-        return section
-
 
 def summary(counts: Counter[int]) -> dict[str, int]:
     """Median, 95th percentile and largest of numbers that are counted, of which there is one at least."""

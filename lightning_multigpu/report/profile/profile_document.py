@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,7 @@ from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.report import document
 from lightning_multigpu.report.document import NamedStrategy, ServersSection
 from lightning_multigpu.report.pipeline_section import PipelineReport
-from lightning_multigpu.report.schema import Absent, SchemaError, from_json
+from lightning_multigpu.report.schema import Absent, ReportError, from_json
 
 FILE_NAME = "profile.json"
 SCHEMA_VERSION = 1
@@ -73,11 +73,11 @@ class LineReads(NamedTuple):
     share: float
 
 
-class CurvePoint(NamedTuple):
-    """A stretch of the run, ``[at_s, median, largest]``, that ends ``at_s`` seconds after the start of training."""
+class RunFigure(NamedTuple):
+    """A figure over the whole run, ``[median, last, largest]``."""
 
-    at_s: float
     median: float
+    last: float
     largest: float
 
 
@@ -141,7 +141,7 @@ class MeasuredRank:
         memory: bytes at the end of the window by kind, the fields of
             :class:`lightning_multigpu.planning.pipelines.timeline.StageMemory`.
         limit: "GPU", "host" or "container" that it trains in, and its bytes.
-        over_time: the run in stretches, by the key of a monitor.
+        whole_run: figures of the whole run, by the key of a monitor.
         launches: of a step on a GPU; profiles of earlier versions lack it, as those of CPUs.
     """
 
@@ -160,7 +160,7 @@ class MeasuredRank:
     is_metered: bool = True
     memory: Absent[Mapping[str, int | None]] = None
     limit: Absent[tuple[str, int]] = None
-    over_time: Absent[Mapping[str, Sequence[CurvePoint]]] = None
+    whole_run: Mapping[str, RunFigure] = field(default_factory=dict)
     launches: Absent[LaunchQueue] = None
 
     @property
@@ -217,11 +217,6 @@ class ProfiledOperation:
         """:attr:`algbw` times the share of the size that each rank sends; 0 of one that sends nothing, as a pull."""
         return self.algbw * sent_share(self.operation, self.group_size) if self.algbw else 0.0
 
-    def share_of(self, link_gbit: float | None) -> float | None:
-        """What a rank sends over the network, as a part of what the link can carry; None if either is unknown or 0."""
-        by_network = self.sent_bytes - self.memory_bytes
-        return by_network / self.seconds / (link_gbit * 1e9 / 8) if link_gbit and by_network and self.algbw else None
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileDocument:
@@ -233,9 +228,8 @@ class ProfileDocument:
         step_s: median optimizer step of the slowest rank.
         ranks: one a rank, in rank order.
         operations: transfers between ranks, of the rank that sends most.
-        link_gbit: speed of the link between hosts, as it was given.
         findings: the largest saving first, then those that save nothing.
-        servers: only where parameter servers made the updates; a worker has its ``histogram``.
+        servers: only where parameter servers made the updates.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -245,13 +239,12 @@ class ProfileDocument:
     step_s: float
     ranks: Sequence[ProfiledRank]
     operations: Sequence[ProfiledOperation]
-    link_gbit: float | None
     findings: Sequence[Finding]
     servers: Absent[ServersSection] = None
 
     def __post_init__(self) -> None:
         if not self.step_s > 0 or not self.ranks or not all(rank.steps for rank in self.ranks):
-            raise SchemaError("the document has no step of some rank")
+            raise ReportError("the document has no step of some rank")
 
     @property
     def slowest(self) -> ProfiledRank:

@@ -13,7 +13,7 @@ from lightning_multigpu.planning.step_phases import PHASES, Span, seconds_of
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 from lightning_multigpu.report.document import NamedStrategy, ServersSection
 from lightning_multigpu.report.pipeline_section import PipelineReport
-from lightning_multigpu.report.profile import run_curves
+from lightning_multigpu.report.profile import run_figures
 from lightning_multigpu.report.profile.profile_document import (
     MeasuredRank,
     ProfileDocument,
@@ -30,7 +30,6 @@ def build(
     strategy: NamedStrategy,
     versions: Mapping[str, str],
     strategy_options: StrategyOptions | None = None,
-    link_gbit: float | None = None,
 ) -> ProfileDocument:
     """The document.
 
@@ -39,7 +38,6 @@ def build(
             which are as in :class:`ProfileDocument`.
         strategy, versions: as in :class:`ProfileDocument`.
         strategy_options: the strategy by its class, whose options remedies name.
-        link_gbit: Gbit/s of the link between hosts.
     """
     measured = [from_json(MeasuredRank, rank, f"rank {rank.get('rank')}") for rank in told]
     origin_s = min(rank.steps[0].start_s - rank.clock.offset_s for rank in measured)
@@ -53,7 +51,6 @@ def build(
         step_s=max(rank.step_s for rank in ranks),
         ranks=ranks,
         operations=max((_operations(rank.steps) for rank in ranks), key=lambda found: sum(o.sent_bytes for o in found)),
-        link_gbit=link_gbit,
         findings=diagnose(
             figures,
             pipeline=PipelineReport(ranks).figures(),
@@ -133,7 +130,8 @@ def _memory_use(rank: ProfiledRank) -> MemoryUse | None:
     """The most that all processes together had in use in the run, or torch on a GPU that only it could tell of."""
     held = rank.held_bytes
     of_device = held.pop("device_peak", None)
-    peak_bytes = max((p.largest for p in (rank.over_time or {}).get(run_curves.MEMORY, ())), default=of_device)
+    used = rank.whole_run.get(run_figures.MEMORY)
+    peak_bytes = of_device if used is None else used.largest
     if peak_bytes is None or rank.limit is None:
         return None
     return MemoryUse(rank.limit[0], peak_bytes, rank.limit[1], held)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,8 +10,8 @@ from lightning_multigpu.planning.diagnosis import Finding
 from lightning_multigpu.planning.numbers import ms, number, size
 from lightning_multigpu.planning.step_phases import PHASES
 from lightning_multigpu.report import figures
-from lightning_multigpu.report.figures import SvgFigure, bars, plot, words
-from lightning_multigpu.report.profile import run_curves
+from lightning_multigpu.report.figures import SvgFigure, bars, words
+from lightning_multigpu.report.profile import run_figures
 from lightning_multigpu.report.profile.profile_document import ProfileDocument
 
 PHASE_COLOURS = {
@@ -32,7 +31,6 @@ _MEMORY_COLOURS = {
     "optimizer": figures.GREEN,
     "activations": figures.SKY,
 }
-_MOST_BARS = 16
 _SMALLEST_SHARE = 0.01
 """The share of a step from which on a part of a phase is in the tree."""
 
@@ -48,7 +46,6 @@ class ReportSection:
         figure: SVG.
         table: a header and rows; numbers are right-aligned.
         note: a sentence below.
-        is_detail: whether it belongs to the section before, on the page alone.
     """
 
     title: str
@@ -57,7 +54,6 @@ class ReportSection:
     figure: str = ""
     table: Sequence[Sequence[str]] = ()
     note: str = ""
-    is_detail: bool = False
 
 
 class TreeRow(NamedTuple):
@@ -125,7 +121,7 @@ def step_tree(profile: ProfileDocument) -> list[TreeRow]:
 
 def sections(profile: ProfileDocument) -> Iterator[ReportSection]:
     """All that was measured."""
-    for of_kind in (_phases, _timeline, _transfers, _schedule, _memory, _over_time, _staleness, _operators):
+    for of_kind in (_phases, _timeline, _transfers, _schedule, _memory, _whole_run, _staleness, _operators):
         yield from of_kind(profile)
 
 
@@ -212,7 +208,6 @@ def _transfers(profile: ProfileDocument) -> Iterator[ReportSection]:
     header = ["transfers", "count", "sent", "through memory", "time", "algbw", "busbw"]
     rows = []
     for operation in sorted(profile.operations, key=lambda operation: -operation.seconds):
-        share = operation.share_of(profile.link_gbit)
         rows.append(
             [
                 f"{operation.operation} ({operation.group}, {operation.group_size} ranks)",
@@ -221,7 +216,6 @@ def _transfers(profile: ProfileDocument) -> Iterator[ReportSection]:
                 size(operation.memory_bytes),
                 f"{number(1e3 * operation.seconds)} ms",
                 *(f"{size(rate)}/s" if rate else "-" for rate in (operation.algbw, operation.busbw)),
-                *(["-" if share is None else f"{100 * share:.0f} %"] if profile.link_gbit else []),
             ]
         )
     note = profile.unmeasured or ""
@@ -229,7 +223,7 @@ def _transfers(profile: ProfileDocument) -> Iterator[ReportSection]:
         yield ReportSection(
             title="Transfers in a step, of the rank that sends most",
             lead="Bytes a second while a transfer is under way: algbw of its size, busbw of what each rank sends.",
-            table=[[*header, *["of the link"] * bool(profile.link_gbit)], *rows] if rows else (),
+            table=[header, *rows] if rows else (),
             note=note,
         )
 
@@ -251,55 +245,31 @@ def _memory(profile: ProfileDocument) -> Iterator[ReportSection]:
         )
 
 
-def _over_time(profile: ProfileDocument) -> Iterator[ReportSection]:
-    found = {key: curves for key in run_curves.KEYS if (curves := run_curves.curves(profile, key))}
-    if not found:
-        return
-    ranks = dict.fromkeys(rank for curves in found.values() for rank in curves)
-    rows, details = [["medians", "first tenth", "whole run", "last tenth"]], []
-    for key, curves in found.items():
-        name, show = run_curves.KEYS[key]
-        courses = {rank: run_curves.course(curve) for rank, curve in curves.items()}
-        # Samples add up; the others are those of the rank with the most.
-        add = sum if key == run_curves.SAMPLES else max
-        rows.append([name, *(show(add(column)) for column in zip(*courses.values(), strict=True))])
-        points = {
-            f"rank {rank}: median {show(courses[rank][1])}": [(point.at_s, point.median) for point in curve]
-            for rank, curve in curves.items()
-        }
-        end_s = max(curve[-1].at_s for curve in curves.values())
-        figure = plot(f"{name} over the run, a line for each rank", points, end_s, show)
-        details.append(ReportSection(title=f"{name[0].upper()}{name[1:]}", figure=figure, is_detail=True))
-    few = len(ranks) <= len(figures.LINES)
-    yield ReportSection(
-        title="Over the whole run",
-        lead="A line for each rank; seconds from the start of training.",
-        legend={f"rank {rank}": c for rank, c in zip(ranks, figures.LINES, strict=False)} if few else {},
-        table=rows,
-        note="Samples are those of all ranks together, the rest is that of the rank with the most.",
-    )
-    yield from details
+def _whole_run(profile: ProfileDocument) -> Iterator[ReportSection]:
+    rows = []
+    for key, (name, show) in run_figures.KEYS.items():
+        if of_ranks := [rank.whole_run[key] for rank in profile.ranks if key in rank.whole_run]:
+            add = sum if key == run_figures.SAMPLES else max
+            rows.append([name, *(show(add(column)) for column in zip(*of_ranks, strict=True))])
+    if rows:
+        yield ReportSection(
+            title="Over the whole run",
+            table=[["", "median", "last", "largest"], *rows],
+            note="Samples are those of all ranks together, the rest is that of the rank with the most.",
+        )
 
 
 def _staleness(profile: ProfileDocument) -> Iterator[ReportSection]:
-    workers = profile.servers.workers if profile.servers else ()
-    if not workers:
-        return
-    counts: Counter[int] = Counter()
-    for worker in workers:
-        counts.update(dict(worker.histogram or ()))
-    width = max(counts) // _MOST_BARS + 1
-    rows = []
-    for low in range(0, max(counts) + 1, width):
-        label = str(low) if width == 1 else f"{low} to {low + width - 1}"
-        rows.append((label, {"updates": float(sum(counts[n] for n in range(low, low + width)))}))
-    found = [(w.rank, w.updates, w.staleness.median, w.staleness.p95, w.staleness.max) for w in workers]
-    yield ReportSection(
-        title="Staleness of updates",
-        lead="The number of updates that other ranks made between a rank's pull of the weights and its update.",
-        figure=bars("Updates by their staleness", rows, {"updates": figures.BLUE}, number),
-        table=[["rank", "updates", "median", "95 % at most", "largest"], *(list(map(str, row)) for row in found)],
-    )
+    found = [
+        (w.rank, w.updates, w.staleness.median, w.staleness.p95, w.staleness.max)
+        for w in (profile.servers.workers if profile.servers else ())
+    ]
+    if found:
+        yield ReportSection(
+            title="Staleness of updates",
+            lead="The number of updates that other ranks made between a rank's pull of the weights and its update.",
+            table=[["rank", "updates", "median", "95 % at most", "largest"], *(list(map(str, row)) for row in found)],
+        )
 
 
 def _operators(profile: ProfileDocument) -> Iterator[ReportSection]:
@@ -323,7 +293,7 @@ def comparison(profiles: Mapping[str, ProfileDocument]) -> list[list[str]]:
     # What the runs are compared for is first: a phone shows three columns.
     rows = [["run", "samples/s", "step", "diagnosis", *map(words, used), "strategy"]]
     for name, profile in profiles.items():
-        rate = run_curves.rate(profile)
+        rate = run_figures.rate(profile)
         phases_s = profile.slowest.phases_s
         rows.append(
             [

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from lightning_multigpu.planning.numbers import ms
-from lightning_multigpu.report.profile import profile_sections, run_curves
+from lightning_multigpu.report.profile import profile_sections, run_figures
 from lightning_multigpu.report.profile.profile_document import ProfileDocument
 from lightning_multigpu.report.terminal import columns
 
@@ -28,7 +28,7 @@ def text(profile: ProfileDocument) -> str:
     lines += columns(rows, "left", "right", "right", "left")
     for section in profile_sections.sections(profile):
         shown = columns(section.table, "left", "right") if section.table else []
-        if not section.is_detail and (shown or section.note):
+        if shown or section.note:
             lines += ["", f"{section.title}:", *shown, *section.note.splitlines()]
     return "\n".join([*lines, "", *_diagnosis(profile)])
 
@@ -36,7 +36,7 @@ def text(profile: ProfileDocument) -> str:
 def comparison(profiles: Mapping[str, ProfileDocument]) -> str:
     """The fastest run, and a row for each run."""
     rows = profile_sections.comparison(profiles)
-    return "\n".join([*run_curves.fastest(profiles), *columns(rows, "left", "right")])
+    return "\n".join([*run_figures.fastest(profiles), *columns(rows, "left", "right")])
 
 
 def _diagnosis(profile: ProfileDocument) -> list[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from lightning_multigpu.planning.numbers import number, size
 
 if TYPE_CHECKING:
-    from lightning_multigpu.report.profile.profile_document import CurvePoint, ProfileDocument
+    from lightning_multigpu.report.profile.profile_document import ProfileDocument
 
 SAMPLES, UTILIZATION, MEMORY, PROCESS = (
     "throughput/samples_per_sec",
@@ -26,22 +25,10 @@ KEYS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 """Key of the monitor's figure -> what it is called, and its value as text."""
 
 
-def curves(profile: ProfileDocument, key: str) -> dict[int, Sequence[CurvePoint]]:
-    """The curves of the ranks that have one of two points at least, by rank."""
-    found = {rank.rank: (rank.over_time or {}).get(key, ()) for rank in profile.ranks}
-    return {rank: curve for rank, curve in found.items() if len(curve) > 1}
-
-
-def course(curve: Sequence[CurvePoint]) -> tuple[float, float, float]:
-    """Medians of the first tenth of a curve, of all of it, and of its last tenth."""
-    values, tenth = [point.median for point in curve], max(1, len(curve) // 10)
-    return median(values[:tenth]), median(values), median(values[-tenth:])
-
-
 def rate(profile: ProfileDocument) -> float | None:
     """Samples a second: the median over the whole run, of all ranks together; None where it was not measured."""
-    courses = [course(curve) for curve in curves(profile, SAMPLES).values()]
-    return sum(middle for _, middle, _ in courses) if courses else None
+    rates = [rank.whole_run[SAMPLES].median for rank in profile.ranks if SAMPLES in rank.whole_run]
+    return sum(rates) if rates else None
 
 
 def fastest(profiles: Mapping[str, ProfileDocument]) -> list[str]:
