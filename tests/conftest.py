@@ -137,7 +137,7 @@ def hosts() -> Iterator[EmulatedHosts]:
     require_hosts()
     from lightning_multigpu.emulation import EmulatedHosts
 
-    with EmulatedHosts(2, bandwidth="1gbit", burst="512kb", mtu=1500) as found:
+    with EmulatedHosts(2, bandwidth="1gbit", burst="512kb") as found:
         yield found
 
 

@@ -54,8 +54,6 @@ def run(name: str, arguments: Sequence[str]) -> int:
             options.nodes,
             bandwidth=None if options.bandwidth == "unlimited" else options.bandwidth,
             burst=options.burst,
-            latency_ms=options.latency_ms,
-            mtu=options.mtu,
             wire_frames=False,
         )
         if os.geteuid() != 0:
@@ -71,7 +69,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
 def _emulate(hosts: EmulatedHosts, command: Sequence[str], options: argparse.Namespace) -> int:
     env = {"PL_TRAINER_NUM_NODES": str(options.nodes), "PL_TRAINER_DEVICES": str(options.devices)}
     ended: list[signal.Signals] = []
-    with hosts, HostsJob(hosts, command, env=env, master_port=options.master_port) as job:
+    with hosts, HostsJob(hosts, command, env=env) as job:
 
         def end(number: int, frame: FrameType | None) -> None:
             ended.append(signal.Signals(number))
@@ -106,8 +104,5 @@ def _parser(name: str) -> OptionParser:
     add("--devices", type=int, default=1, metavar="N", help="devices, that is ranks, on each host (1)")
     add("--bandwidth", default="1gbit", metavar="RATE", help="of what a host sends, as 200mbit, or unlimited (1gbit)")
     add("--burst", default="256kb", metavar="SIZE", help="what may pass at once before that limits (256kb)")
-    add("--latency-ms", type=int, default=100, metavar="MS", help="longest wait of a packet, then it is dropped (100)")
-    add("--mtu", type=int, default=1500, metavar="BYTES", help="bytes in a frame (1500)")
-    add("--master-port", type=int, default=29500, metavar="PORT", help="where rank 0 listens (29500)")
     add("command", nargs=argparse.REMAINDER, help="what to run on each host")
     return parser

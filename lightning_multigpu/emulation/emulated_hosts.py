@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 _NETWORK = "10.77.0"
 _MAX_HOSTS = 250
-_ETHERNET_HEADER_BYTES = 14
+_FRAME_BYTES = 1514  # with an MTU of 1500
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,6 @@ class EmulatedHosts:
         num_hosts: 1 to 250.
         bandwidth: of each host's sending side, as ``tc`` writes it ("1gbit", "200mbit"); None for as fast as it goes.
         burst: how much may pass at once before the bandwidth limits; figures depend on it, so name it with them.
-        latency_ms: how long a packet may wait for its turn; what would wait longer is dropped.
-        mtu: bytes in a frame, without the Ethernet header.
         wire_frames: the kernel hands TCP's data over in frames of the MTU, as they would be on a wire, so that the
             counters count each frame and its headers. Without it, it hands over up to 64 KiB at a time, which costs
             less processor time.
@@ -156,23 +154,17 @@ class EmulatedHosts:
         *,
         bandwidth: str | None = "1gbit",
         burst: str = "512kb",
-        latency_ms: int = 100,
-        mtu: int = 1500,
         wire_frames: bool = True,
     ) -> None:
-        _check_range("num_hosts", num_hosts, 1, _MAX_HOSTS)
-        _check_range("mtu", mtu, 576, 65535)
-        _check_range("latency_ms", latency_ms, 1, 10_000)
+        if not 1 <= num_hosts <= _MAX_HOSTS:
+            raise ValueError(f"num_hosts={num_hosts} is out of range: use 1 to {_MAX_HOSTS}")
         self.bandwidth_bits_per_s = None if bandwidth is None else quantities.bits_per_s(bandwidth)
         self.burst_bytes = quantities.size_bytes(burst)
-        if self.burst_bytes < mtu + _ETHERNET_HEADER_BYTES:
+        if self.burst_bytes < _FRAME_BYTES:
             raise ValueError(
-                f"burst={burst!r} is smaller than one frame of mtu={mtu} and its header, so that none could ever pass: "
-                f"use at least {mtu + _ETHERNET_HEADER_BYTES}b"
+                f"burst={burst!r} is smaller than one frame, so that none could ever pass: use at least {_FRAME_BYTES}b"
             )
         self.num_hosts = num_hosts
-        self.mtu = mtu
-        self._latency_ms = latency_ms
         self._wire_frames = wire_frames
         self._hosts: list[Host] = []
         self._namespaces: NamespaceSet | None = None
@@ -208,7 +200,7 @@ class EmulatedHosts:
         switch = namespaces.add("switch")
         # No frames of the bridge's own: the counters shall count the ranks' traffic only.
         ip("-n", switch, "link", "add", "bridge", "type", "bridge", "stp_state", "0", "mcast_snooping", "0")
-        ip("-n", switch, "link", "set", "bridge", "addrgenmode", "none", "mtu", str(self.mtu), "up")
+        ip("-n", switch, "link", "set", "bridge", "addrgenmode", "none", "up")
         for node_rank in range(self.num_hosts):
             self._hosts.append(self._build_host(namespaces, switch, node_rank))
 
@@ -217,10 +209,10 @@ class EmulatedHosts:
         host = Host(node_rank, name, _address(node_rank), _address(0))
         eth, port = host.interface, f"port{node_rank}"
         ip(
-            *("-n", name, "link", "add", eth, "address", _hardware_address(node_rank), "mtu", str(self.mtu)),
+            *("-n", name, "link", "add", eth, "address", _hardware_address(node_rank)),
             *("type", "veth", "peer", "name", port, "netns", switch),
         )
-        ip("-n", switch, "link", "set", port, "addrgenmode", "none", "mtu", str(self.mtu), "master", "bridge", "up")
+        ip("-n", switch, "link", "set", port, "addrgenmode", "none", "master", "bridge", "up")
         ip("-n", name, "link", "set", eth, "addrgenmode", "none")
         if self._wire_frames:
             ip("-n", name, "link", "set", eth, "gso_max_segs", "1")
@@ -234,7 +226,7 @@ class EmulatedHosts:
             tc(
                 *("-n", name, "qdisc", "add", "dev", eth, "root", "tbf"),
                 *("rate", f"{self.bandwidth_bits_per_s}bit", "burst", f"{self.burst_bytes}b"),
-                *("latency", f"{self._latency_ms}ms"),
+                *("latency", "100ms"),  # what would wait longer for its turn is dropped
             )
         return host
 
@@ -281,8 +273,3 @@ def _hardware_address(node_rank: int) -> str:
 
 def _exit_on_sigterm(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
-
-
-def _check_range(name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{name}={value} is out of range: use {low} to {high}")

@@ -27,22 +27,19 @@ class HostsJob:
         hosts: that are up.
         command: program and arguments, the same on every host.
         env: variables for all of them, beside those by which ranks find each other.
-        master_port: where rank 0 listens.
 
     Raises:
         HostsUnavailable: the system refuses one of the processes; those that were started are ended.
     """
 
-    def __init__(
-        self, hosts: EmulatedHosts, command: Sequence[str], *, env: Mapping[str, str], master_port: int = 29500
-    ) -> None:
+    def __init__(self, hosts: EmulatedHosts, command: Sequence[str], *, env: Mapping[str, str]) -> None:
         self._hosts = hosts
         self._processes: list[subprocess.Popen[str]] = []
         self._printers: list[threading.Thread] = []
         try:
             for host in hosts:
                 with starting(f"the command on {host.name}"):
-                    self._start(host, command, {**env, **host.environment(master_port=master_port)})
+                    self._start(host, command, {**env, **host.environment()})
         except BaseException:
             self._kill()
             raise

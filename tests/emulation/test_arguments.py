@@ -18,11 +18,9 @@ from tests.hosts import require_hosts
     [
         ({"num_hosts": 0}, "num_hosts=0 is out of range: use 1 to 250"),
         ({"num_hosts": 251}, "num_hosts=251 is out of range"),
-        ({"mtu": 100}, "mtu=100 is out of range: use 576 to 65535"),
-        ({"latency_ms": 0}, "latency_ms=0 is out of range"),
         ({"bandwidth": "1 gigabit"}, "bandwidth='1 gigabit': expected"),
         ({"burst": "many"}, "burst='many': expected"),
-        ({"burst": "1kb"}, "burst='1kb' is smaller than one frame of mtu=1500 .* use at least 1514b"),
+        ({"burst": "1kb"}, "burst='1kb' is smaller than one frame.* use at least 1514b"),
     ],
 )
 def test_arguments_out_of_range_are_named_with_the_limit(options: dict[str, Any], text: str) -> None:

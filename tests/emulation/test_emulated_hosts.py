@@ -91,20 +91,15 @@ def send(hosts: EmulatedHosts, num_bytes: int) -> tuple[str, int, float, tuple[i
     return address, int(received), float(seconds), tuple(map(int, counts))
 
 
-def test_hosts_reach_each_other_by_tcp_under_their_addresses() -> None:
+def test_hosts_reach_each_other_by_tcp_and_know_their_neighbours_for_good() -> None:
+    """Namespaces share the kernel's table of 1,024 neighbours: 33 hosts, who each know 32, got "No route to host"."""
     with EmulatedHosts(3, bandwidth=None) as hosts:
         assert [host.node_rank for host in hosts] == [0, 1, 2]
         assert len({host.address for host in hosts}) == len(hosts) == 3
         assert send(hosts, 1000)[:2] == (hosts[0].address, 1000)
-
-
-def test_each_host_knows_its_neighbours_for_good() -> None:
-    """Namespaces share the kernel's table of 1,024 neighbours: 33 hosts, who each know 32, got "No route to host"."""
-    with EmulatedHosts(3) as hosts:
         for host in hosts:
             known = namespaces.ip_json("-n", host.namespace, "neighbour", "show", "nud", "permanent", "dev", "eth0")
             assert {entry["dst"] for entry in known} == {other.address for other in hosts} - {host.address}
-        assert send(hosts, 1000)[1] == 1000
 
 
 REACHES = """
@@ -152,19 +147,16 @@ print(socket.getnameinfo(("::ffff:10.77.0.1", 0), socket.NI_NAMEREQD)[0])
     assert "host0" not in Path("/etc/hosts").read_text(), "the machine's own file is another one"
 
 
-def test_commands_see_their_environment_and_ranks_find_the_first_host() -> None:
+def test_commands_see_their_environment_and_a_failing_one_raises_and_its_text_is_kept() -> None:
     with EmulatedHosts(2) as hosts:
         environment = hosts[1].environment(master_port=1234)
         assert environment == {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "1234", "NODE_RANK": "1"}
         script = "import os; print(os.environ['NODE_RANK'], os.environ['PATH'])"
         done = hosts[1].run([sys.executable, "-c", script], env=environment)
         assert done.stdout.strip() == f"1 {os.environ['PATH']}"
-
-
-def test_a_failing_command_raises_and_its_text_is_kept() -> None:
-    with EmulatedHosts(1) as hosts, pytest.raises(subprocess.CalledProcessError) as caught:
-        hosts[0].run([sys.executable, "-c", "raise SystemExit('no such luck')"])
-    assert caught.value.stderr == "no such luck\n"
+        with pytest.raises(subprocess.CalledProcessError) as caught:
+            hosts[0].run([sys.executable, "-c", "raise SystemExit('no such luck')"])
+        assert caught.value.stderr == "no such luck\n"
 
 
 def test_counters_count_frames_as_on_a_wire() -> None:
@@ -220,12 +212,14 @@ def test_an_exception_takes_the_hosts_down_with_what_runs_there() -> None:
     assert existing() == before
 
 
-def test_hosts_can_be_put_up_again_but_not_twice() -> None:
-    hosts = EmulatedHosts(1)
+def test_hosts_can_be_put_up_again_but_not_twice_and_the_handler_of_sigterm_is_back() -> None:
+    hosts, before = EmulatedHosts(1), signal.getsignal(signal.SIGTERM)
     with hosts, pytest.raises(RuntimeError, match="up already"), hosts:
         pass
     with hosts:
         assert len(hosts) == 1
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_half_built_hosts_are_taken_down(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,20 +319,13 @@ def ended(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-def test_sigterm_takes_the_hosts_down() -> None:
-    process, namespace, child = start_program("wait")
+@pytest.mark.parametrize(("way", "status"), [("wait", 128 + signal.SIGTERM), ("exit", 1)])
+def test_sigterm_and_an_exit_take_the_hosts_down(way: str, status: int) -> None:
+    process, namespace, child = start_program(way)
     with process:
-        process.terminate()
-    assert process.returncode == 128 + signal.SIGTERM
-    assert namespace not in existing()
-    assert ended(child)
-
-
-def test_an_exit_takes_the_hosts_down() -> None:
-    process, namespace, child = start_program("exit")
-    with process:
-        pass
-    assert process.returncode == 1
+        if way == "wait":
+            process.terminate()
+    assert process.returncode == status
     assert namespace not in existing()
     assert ended(child)
 
@@ -355,10 +342,3 @@ def test_hosts_of_a_killed_process_are_taken_down_by_the_next_but_those_of_a_liv
         assert living[0].namespace not in removed
         assert living[0].namespace in existing()
         assert ended(child)
-
-
-def test_the_handler_of_sigterm_is_back_afterwards() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with EmulatedHosts(1):
-        assert signal.getsignal(signal.SIGTERM) is not before
-    assert signal.getsignal(signal.SIGTERM) is before

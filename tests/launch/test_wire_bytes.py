@@ -35,7 +35,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the two ranks have written."""
     require_hosts()
     root = tmp_path_factory.mktemp("wire")
-    with EmulatedHosts(2, bandwidth="1gbit", burst="512kb", mtu=1500) as hosts, Job(root / "logs") as job:
+    with EmulatedHosts(2, bandwidth="1gbit", burst="512kb") as hosts, Job(root / "logs") as job:
         for host in hosts:
             job.start(host, [sys.executable, wire_script.__file__, str(root)], host.environment())
         job.wait()
