@@ -19,7 +19,7 @@ _LIGHTNING = "lightning.pytorch"
 _OTHER_ROOT = "pytorch_lightning"
 # Modules with the strategies, and that import Lightning: they cannot be registered in the middle of their import.
 _ADAPTERS = tuple(f"lightning_multigpu.{name}" for name in ("_lightning_internals", "job.", "strategies"))
-_NO_ADAPTERS = tuple(f"lightning_multigpu.job.{name}" for name in ("guardian", "waiting_ranks"))
+_NO_ADAPTERS = tuple(f"lightning_multigpu.job.{name}" for name in ("guardian", "waiting_ranks", "shared_gpus"))
 
 
 def register_with_lightning() -> None:

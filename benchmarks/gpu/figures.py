@@ -25,7 +25,7 @@ from benchmarks.gpu.table import Check, NotPossibleError, Place
 from lightning_multigpu.bench.jobs.host_agents import HostAgents
 from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.bench.sizes import size_text
-from lightning_multigpu.bench.strategies.contenders import contenders
+from lightning_multigpu.bench.strategies.contenders import contender
 from lightning_multigpu.bench.strategies.models import BenchGPT, Subject
 from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan, StrategyResult, StrategyRun, take_turns
 from lightning_multigpu.communication.compression import make_compressor
@@ -87,7 +87,7 @@ def ring_over_ddp(place: Place, *, model: type[SmallLayers | BenchGPT]) -> str:
 
 def _plan(card: Card, model: type[SmallLayers | BenchGPT]) -> StrategyPlan:
     return StrategyPlan(
-        contenders=contenders([_DDP, _RING]),
+        contenders=[contender(text) for text in (_DDP, _RING)],
         subject=Subject(model.__name__, model, model.default_batch_size),
         device_type=card.kind,
         repetitions=12 if card.is_gpu else 6,

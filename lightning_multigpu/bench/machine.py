@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import platform
 import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from lightning_multigpu.bench.jobs.placement import Placement
 from lightning_multigpu.callbacks.probes import machine_of
+from lightning_multigpu.callbacks.run_report import versions_of
 from lightning_multigpu.commands.usage import PROGRAM
 from lightning_multigpu.job.shared_gpus import sharing_note
 
@@ -31,12 +30,7 @@ def header(placement: Placement, *, threads: int, device_type: str, command: Seq
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "command": shlex.join([PROGRAM, *command]),
         "machine": machine,
-        "versions": {
-            "lightning_multigpu": version("lightning-multigpu"),
-            "lightning": version("lightning"),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions_of(torch.device(device_type)),
         "ranks": placement.world_size,
         "nodes": placement.num_nodes,
         "ranks_per_node": placement.devices,

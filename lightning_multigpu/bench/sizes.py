@@ -44,15 +44,13 @@ def size_text(size: int) -> str:
 
 
 def geometric_sizes(smallest: int, largest: int, factor: int) -> list[int]:
-    """``smallest``, ``smallest * factor``, ... up to ``largest``, in bytes.
+    """``smallest``, ``smallest * factor``, ... up to ``largest``, in bytes; ``factor`` is 2 or more.
 
     Raises:
-        ValueError: ``largest`` is below ``smallest``, or ``factor`` below 2.
+        ValueError: ``largest`` is below ``smallest``.
     """
     if largest < smallest:
         raise ValueError(f"--max-size={largest} is below --min-size={smallest} (bytes); swap them")
-    if factor < 2:
-        raise ValueError(f"--step-factor={factor} is out of range; pass 2 or more")
     sizes = [smallest]
     while sizes[-1] * factor <= largest:
         sizes.append(sizes[-1] * factor)

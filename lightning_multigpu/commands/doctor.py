@@ -28,7 +28,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning_multigpu.commands.option_parser import OptionParser, number
@@ -39,11 +38,11 @@ if TYPE_CHECKING:
 
     from lightning_multigpu.bench.jobs.host_agents import HostAgents
     from lightning_multigpu.bench.jobs.placement import Placement
-    from lightning_multigpu.bench.jobs.rank_process import Seat, Turns
     from lightning_multigpu.commands.host_facts import Facts, Problem
 
 SCHEMA_VERSION = 1
 _TIMEOUT_S = 60.0
+_SIZE = 4096
 _FIXES = {
     "gloo": "check routes and firewalls between the ranks, or name another interface by GLOO_SOCKET_IFNAME",
     "nccl": f"run NCCL_DEBUG=INFO {PROGRAM} doctor, and see what NCCL says",
@@ -151,44 +150,29 @@ def _try_back_ends(place: Placement, hosts: Sequence[Facts], timeout_s: float) -
 
 def _try_all_reduce(agents: HostAgents, backend: str, timeout_s: float) -> dict[str, str | None]:
     """The status of an all-reduce of all ranks, in processes of their own, which may crash or hang, and the reason."""
-    from lightning_multigpu.bench.jobs.host_agents import JobError
-
-    try:
-        turns = agents.turns(["all-reduce"])
-        settings = (backend, timeout_s)
-        job = agents.start("doctor", all_reduce, settings, turns, timeout_s=timeout_s, start_timeout_s=timeout_s)
-        sums = job.answers(turns[0][0])
-        job.end()
-    except (RuntimeError, OSError, EOFError) as error:  # also of the store, and where no process can be started
-        is_late = isinstance(error, JobError) and error.kind == "late"
-        return {"status": "timed out" if is_late else "failed", "reason": str(error).partition("\n")[0]}
-    expected = sum(range(1, agents.placement.world_size + 1))
-    if any(value != expected for value in sums):
-        return {"status": "failed", "reason": f"the sums are {sums}, and not {expected}"}
-    return {"status": "ok", "reason": None}
-
-
-def all_reduce(settings: tuple[str, float], seat: Seat, turns: Turns) -> None:
-    """The main function of a rank: each one gives its rank + 1, and answers with the sum."""
     import torch
-    import torch.distributed as dist
 
-    backend, timeout_s = settings
-    device = torch.device("cpu")
-    if backend == "nccl":
-        if seat.placement.devices > torch.cuda.device_count():
-            from lightning_multigpu.job.shared_gpus import ask_nccl_to_share  # imports Lightning
+    from lightning_multigpu.bench.collectives.collective_run import CollectivePlan, measure
+    from lightning_multigpu.bench.collectives.implementations import IMPLEMENTATIONS
+    from lightning_multigpu.bench.collectives.operations import BY_NAME
 
-            ask_nccl_to_share()
-        device = torch.device("cuda", seat.local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    timeout = timedelta(seconds=2 * timeout_s)
-    dist.init_process_group(backend, rank=seat.rank, world_size=seat.placement.world_size, timeout=timeout)
-    for _ in turns:
-        tensor = torch.tensor(seat.rank + 1.0, device=device)
-        dist.all_reduce(tensor)
-        turns.answer(tensor.item())
-    dist.destroy_process_group()
+    plan = CollectivePlan(
+        operations=[BY_NAME["all_reduce"]],
+        implementations=[row for row in IMPLEMENTATIONS if row.name == backend],
+        sizes=[_SIZE],
+        device_type="cuda" if backend == "nccl" else "cpu",
+        dtype=torch.float32,
+        repetitions=1,
+        warm_up=0,
+        timeout_s=timeout_s,
+    )
+    try:
+        [row] = measure(agents, plan)
+    except (RuntimeError, OSError) as error:  # of the store
+        return {"status": "failed", "reason": str(error).partition("\n")[0]}
+    if row.wrong:
+        return {"status": "failed", "reason": f"{row.wrong} elements of the sums are wrong"}
+    return {"status": row.status if row.status in ("ok", "timed out") else "failed", "reason": row.reason}
 
 
 def _document(hosts: Sequence[Facts], tried: list[dict[str, Any]], problem: Problem | None) -> dict[str, Any]:

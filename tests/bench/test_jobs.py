@@ -49,21 +49,21 @@ class TestOneHost:
         assert not ranks()
 
     @pytest.mark.parametrize(
-        ("word", "kind", "reason"),
+        ("word", "status", "reason"),
         [
-            ("raise", "raised", "rank 1: ValueError: as told"),
-            ("exit", "died", "rank 1: its process ended with exit status 3"),
-            ("return", "late", "no answer within 2 s"),
-            ("hang", "late", "no answer within 2 s"),
+            ("raise", "failed", "rank 1: ValueError: as told"),
+            ("exit", "crashed", "rank 1: its process ended with exit status 3"),
+            ("return", "timed out", "no answer within 2 s"),
+            ("hang", "timed out", "no answer within 2 s"),
         ],
     )
-    def test_a_failure_ends_the_job_and_is_told(self, hosts: HostAgents, word: str, kind: str, reason: str) -> None:
+    def test_a_failure_ends_the_job_and_is_told(self, hosts: HostAgents, word: str, status: str, reason: str) -> None:
         _, answers = started(hosts, ("answer", None), (word, 1), timeout_s=2.0)
         answers()
         with pytest.raises(JobError) as raised:
             answers()
-        assert (raised.value.kind, str(raised.value)) == (kind, reason)
-        assert kind == "late" or not raised.value.all_ranks
+        assert (raised.value.status, str(raised.value)) == (status, reason)
+        assert status == "timed out" or not raised.value.all_ranks
         assert not ranks()
         _, again = started(hosts, ("answer", None))
         assert len(again()) == 2
@@ -134,7 +134,7 @@ class TestTwoHosts:
             answers()
             with pytest.raises(JobError, match="rank 3: its process was ended by SIGKILL") as raised:
                 answers()
-            assert raised.value.kind == "died"
+            assert raised.value.status == "crashed"
 
         on_both_hosts(check)
         assert not ranks()

@@ -112,11 +112,6 @@ def test_models_of_the_help_are_those_of_the_bench() -> None:
     assert tuple(MODELS) == MODEL_NAMES
 
 
-def test_help_of_the_benches(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--help"]) == 0
-    assert re.search(r"^  bench collectives +time", capsys.readouterr().out, re.MULTILINE)
-
-
 class TestHeader:
     HEADER = header(
         placement(2, environment={}),

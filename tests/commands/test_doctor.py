@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 
+from lightning_multigpu.bench.collectives import collective_run
 from lightning_multigpu.cli import main
 from lightning_multigpu.commands import doctor
 from lightning_multigpu.commands.host_facts import (
@@ -70,11 +71,12 @@ def test_the_report_of_one_host(capsys: pytest.CaptureFixture[str], monkeypatch:
 def test_a_rank_that_raises_and_one_that_hangs_are_problems_with_a_fix(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "all_reduce", broken)
+    monkeypatch.setattr(collective_run, "serve", broken)
+    monkeypatch.setattr(collective_run, "_JOIN_S", 0.0)
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "over gloo failed: rank 0: RuntimeError: no device of that name\n  fix: check routes" in printed
-    monkeypatch.setattr(doctor, "all_reduce", silent)
+    monkeypatch.setattr(collective_run, "serve", silent)
     assert main(["doctor", "--timeout=0.2"]) == 1
     assert "over gloo timed out: no answer within 0.2 s\n  fix: check routes" in capsys.readouterr().out
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
 from typing import Literal
@@ -30,9 +30,9 @@ from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, Rank
 from lightning_multigpu.bench.jobs.rank_process import Seat, Turns
 from lightning_multigpu.bench.spread import Spread
 from lightning_multigpu.communication.metering.clocks import clock_of
-from lightning_multigpu.job.shared_gpus import rank_devices, refusal_of_nccl, share_a_gpu
+from lightning_multigpu.job.shared_gpus import ask_nccl_to_share, rank_devices, refusal_of_nccl, share_a_gpu
 
-OK, NOT_SUPPORTED, FAILED, CRASHED, TIMED_OUT = "ok", "not supported", "failed", "crashed", "timed out"
+OK = "ok"
 
 _JOIN_S = 60.0
 _TURN_S = 0.05
@@ -166,9 +166,14 @@ class ImplementationRun:
         except JobError as error:
             self.job, self.failed = None, turn.operation
             size = self._tried[0][1] if turn.step != "try" else turn.size
-            status, reason = _status(error, is_first=turn.step == "try"), str(error).partition("\n")[0]
+            # Where every rank refuses at the first try, the operation is not supported.
+            refused = error.status == "failed" and turn.step == "try" and error.all_ranks
             return CollectiveResult(
-                operation=operation, implementation=name, size_bytes=size, status=status, reason=reason
+                operation=operation,
+                implementation=name,
+                size_bytes=size,
+                status="not supported" if refused else error.status,
+                reason=str(error),
             )
         if turn.step == "try":
             self._tried, self._seconds = answers, []
@@ -192,18 +197,11 @@ class ImplementationRun:
         return self.hosts.start(
             self.implementation.name,
             serve,
-            (self.implementation, self.plan),
+            (self.implementation, replace(self.plan, operations=(), implementations=())),  # turns have their names
             left,
             timeout_s=timeout_s,
             start_timeout_s=timeout_s + _JOIN_S,
         )
-
-
-def _status(error: JobError, *, is_first: bool) -> str:
-    if error.kind != "raised":
-        return TIMED_OUT if error.kind == "late" else CRASHED
-    # Where every rank refuses at the first try, the operation is not supported.
-    return NOT_SUPPORTED if is_first and error.all_ranks else FAILED
 
 
 def serve(settings: tuple[Implementation, CollectivePlan], seat: Seat, turns: Turns) -> None:
@@ -237,8 +235,10 @@ def join(implementation: Implementation, device_type: str, timeout_s: float, sea
     devices = rank_devices(device_type, seat.placement.devices, max(1, torch.cuda.device_count()))
     device = devices[seat.local_rank]
     is_nccl = implementation.backend == "nccl"
-    if is_nccl and share_a_gpu(devices) and (refusal := refusal_of_nccl()) is not None:
-        raise RuntimeError(refusal)
+    if is_nccl and share_a_gpu(devices):
+        ask_nccl_to_share()
+        if (refusal := refusal_of_nccl()) is not None:
+            raise RuntimeError(refusal)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(

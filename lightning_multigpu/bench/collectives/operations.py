@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from lightning_multigpu.bench.collectives.pattern import Pattern
 
 Extent = Literal["whole", "part", "none"]
-Piece = tuple[int, int, int | None, int]
-"""Part of an output: start, length, the rank of the expected tensor (None: the sum), and its first element."""
+Part = tuple[int | None, int]
+"""Expected part of an output: the rank of the tensor that it comes from (None: the sum), and its number there."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Operation:
         name: as in ``torch.distributed``.
         given: how much of S each rank puts in.
         taken: how much of S comes out; "none" where the result is in the tensor that went in.
-        expected: the pieces of the result on ``rank`` of ``world_size``, for a whole of ``numel`` elements.
+        expected: the parts of the result on ``rank`` of ``world_size``, in order.
         traffic: the name under which ``communication.traffic`` knows it, if another.
     """
 
     name: str
     given: Extent
     taken: Extent
-    expected: Callable[[int, int, int], list[Piece]]
+    expected: Callable[[int, int], list[Part]]
     traffic: str = ""
 
     def bus_factor(self, world_size: int) -> float:
@@ -60,7 +60,7 @@ class Operation:
     @property
     def is_sum(self) -> bool:
         """Whether it adds up."""
-        return any(rank is None for _, _, rank, _ in self.expected(0, 1, 1))
+        return any(source is None for source, _ in self.expected(0, 1))
 
     @property
     def has_size(self) -> bool:
@@ -68,61 +68,17 @@ class Operation:
         return self.given != "none"
 
 
-def _sums(rank: int, world_size: int, numel: int) -> list[Piece]:
-    return [(0, numel, None, 0)]
-
-
-def _sums_at_root(rank: int, world_size: int, numel: int) -> list[Piece]:
-    return _sums(rank, world_size, numel) if rank == 0 else []
-
-
-def _roots(rank: int, world_size: int, numel: int) -> list[Piece]:
-    return [(0, numel, 0, 0)]
-
-
-def _own_sums(rank: int, world_size: int, numel: int) -> list[Piece]:
-    part = numel // world_size
-    return [(0, part, None, rank * part)]
-
-
-def _all_parts(rank: int, world_size: int, numel: int) -> list[Piece]:
-    part = numel // world_size
-    return [(source * part, part, source, 0) for source in range(world_size)]
-
-
-def _all_parts_at_root(rank: int, world_size: int, numel: int) -> list[Piece]:
-    return _all_parts(rank, world_size, numel) if rank == 0 else []
-
-
-def _own_part_of_root(rank: int, world_size: int, numel: int) -> list[Piece]:
-    part = numel // world_size
-    return [(0, part, 0, rank * part)]
-
-
-def _own_part_of_all(rank: int, world_size: int, numel: int) -> list[Piece]:
-    part = numel // world_size
-    return [(source * part, part, source, rank * part) for source in range(world_size)]
-
-
-def _previous(rank: int, world_size: int, numel: int) -> list[Piece]:
-    return [(0, numel, (rank - 1) % world_size, 0)]
-
-
-def _nothing(rank: int, world_size: int, numel: int) -> list[Piece]:
-    return []
-
-
 OPERATIONS: tuple[Operation, ...] = (
-    Operation("all_reduce", "whole", "none", _sums),
-    Operation("reduce_scatter", "whole", "part", _own_sums),
-    Operation("all_gather", "part", "whole", _all_parts),
-    Operation("broadcast", "whole", "none", _roots),
-    Operation("reduce", "whole", "none", _sums_at_root),
-    Operation("gather", "part", "whole", _all_parts_at_root),
-    Operation("scatter", "whole", "part", _own_part_of_root),
-    Operation("all_to_all", "whole", "whole", _own_part_of_all),
-    Operation("send_recv", "whole", "whole", _previous, traffic="send"),
-    Operation("barrier", "none", "none", _nothing),
+    Operation("all_reduce", "whole", "none", lambda rank, n: [(None, part) for part in range(n)]),
+    Operation("reduce_scatter", "whole", "part", lambda rank, n: [(None, rank)]),
+    Operation("all_gather", "part", "whole", lambda rank, n: [(source, 0) for source in range(n)]),
+    Operation("broadcast", "whole", "none", lambda rank, n: [(0, part) for part in range(n)]),
+    Operation("reduce", "whole", "none", lambda rank, n: [(None, part) for part in range(n) if rank == 0]),
+    Operation("gather", "part", "whole", lambda rank, n: [(source, 0) for source in range(n) if rank == 0]),
+    Operation("scatter", "whole", "part", lambda rank, n: [(0, rank)]),
+    Operation("all_to_all", "whole", "whole", lambda rank, n: [(source, rank) for source in range(n)]),
+    Operation("send_recv", "whole", "whole", lambda rank, n: [((rank - 1) % n, part) for part in range(n)], "send"),
+    Operation("barrier", "none", "none", lambda rank, n: []),
 )
 BY_NAME = {operation.name: operation for operation in OPERATIONS}
 
@@ -170,8 +126,9 @@ class Buffers:
 
     def wrong(self, pattern: Pattern) -> int:
         """The number of wrong elements of the result."""
-        pieces = self.operation.expected(self.rank, self.world_size, self.numel)
-        return sum(pattern.wrong(self.output[a : a + length], rank, offset) for a, length, rank, offset in pieces)
+        expected, size = self.operation.expected(self.rank, self.world_size), self.numel // self.world_size
+        parts = zip(expected, self.output.chunk(max(1, len(expected))), strict=False)
+        return sum(pattern.wrong(part, source, number * size) for (source, number), part in parts)
 
     def clear(self) -> None:
         """Writes zeros, which do not overflow when they are summed again and again."""

@@ -47,13 +47,13 @@ class JobError(RuntimeError):
     """A job has failed, and its ranks have been ended; the message is one line.
 
     Attributes:
-        kind: "died" where a process ended, "raised" where a rank raised an exception, "late" where the time was up.
+        status: "crashed" where a process ended, "failed" where a rank raised an exception, "timed out".
         all_ranks: whether all ranks failed in this way.
     """
 
-    def __init__(self, kind: str, all_ranks: bool, reason: str) -> None:
-        super().__init__(reason)
-        self.kind = kind
+    def __init__(self, status: str, all_ranks: bool, reason: str) -> None:
+        super().__init__(reason.partition("\n")[0])
+        self.status = status
         self.all_ranks = all_ranks
 
 
@@ -186,6 +186,7 @@ class RankJob:
         self._seat = seat
         self._kept = kept  # the ranks' own store, at MASTER_PORT
         self._processes: dict[int, BaseProcess] = {}
+        own = seat
         try:
             context = _fork_server([rank_process.__name__, entry.__module__])
             for own in seat.of_agent():
@@ -193,7 +194,7 @@ class RankJob:
                 process.start()  # forked from a server that has imported all it needs: that takes some 10 ms
                 self._processes[own.rank] = process
         except OSError as error:  # the system starts no process
-            rank_process.note_failure(self._store, self.name, own.rank, "died", f"{type(error).__name__}: {error}")
+            rank_process.note_failure(self._store, self.name, own.rank, "crashed", f"{type(error).__name__}: {error}")
 
     def answers(self, turn: int) -> list[Any]:
         """The answer of every rank in a turn, in rank order, as JSON brings it: a tuple comes as a list.
@@ -206,7 +207,7 @@ class RankJob:
             self._note_deaths()
             if self._agents.prints and (failures := rank_process.failures(self._store, self.name)):
                 first_s = first_s or time.monotonic()  # other ranks may be about to fail in the same way
-                is_all = len(failures) == self._seat.num_processes or any(kind == "died" for kind, *_ in failures)
+                is_all = len(failures) == self._seat.num_processes or any(kind == "crashed" for kind, *_ in failures)
                 if is_all or time.monotonic() - first_s > _GRACE_S:
                     self._agents._end_turn(turn, self._verdict(failures))
             time.sleep(_POLL_S)
@@ -222,16 +223,16 @@ class RankJob:
                 how = (
                     f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
                 )
-                rank_process.note_failure(self._store, self.name, rank, "died", f"its process {how}")
+                rank_process.note_failure(self._store, self.name, rank, "crashed", f"its process {how}")
                 del self._processes[rank]
 
     def _verdict(self, failures: Sequence[tuple[str, int, str]]) -> tuple[str, bool, str]:
         """A death explains an exception of another rank, and an exception the wait of another."""
-        kind = next(kind for kind in ("died", "raised", "late") if any(kind == each for each, *_ in failures))
+        kind = next(kind for kind in ("crashed", "failed", "timed out") if any(kind == each for each, *_ in failures))
         found = [(rank, what) for each, rank, what in failures if each == kind]
         what = found[0][1]  # the first in time: others may only have followed
         rank = min(rank for rank, other in found if other == what)
-        return kind, len(found) == self._seat.num_processes, what if kind == "late" else f"rank {rank}: {what}"
+        return kind, len(found) == self._seat.num_processes, what if kind == "timed out" else f"rank {rank}: {what}"
 
     def end(self) -> None:
         """Waits until the ranks, whose turns are over, have ended; kills those that do not."""

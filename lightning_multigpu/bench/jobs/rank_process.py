@@ -113,6 +113,8 @@ class Turns:
 
     def answer(self, value: Any) -> list[Any]:
         """Ends the turn; returns the answers of all ranks, as JSON brings them."""
+        if self._timer.finished.is_set():  # the time was up
+            _end_when_asked(self._seat)
         self._store.set(f"answer {self._number} {self._seat.process}", json.dumps(value))
         found = answers(self._store, self._number, self._seat.num_processes)
         self._store.compare_set(turn_key(self._number), "", "null")
@@ -126,7 +128,7 @@ class Turns:
     def _give_up(self, seconds: float) -> None:
         faulthandler.dump_traceback(all_threads=True)
         store = self._seat.store()  # the other connection is busy while the rank waits for answers
-        note_failure(store, self._seat.job, self._seat.rank, "late", f"no answer within {seconds:g} s")
+        note_failure(store, self._seat.job, self._seat.rank, "timed out", f"no answer within {seconds:g} s")
 
 
 Entry = Callable[[Any, Seat, Turns], None]
@@ -149,7 +151,7 @@ def answers(store: Store, turn: int, num_processes: int) -> list[Any]:
 
 
 def note_failure(store: Any, job: str, rank: int, kind: str, what: str) -> None:
-    """Notes the failure of a rank, of a kind of :class:`.JobError`."""
+    """Notes the failure of a rank; ``kind`` is a status of :class:`.JobError`."""
     store.append(f"failures {job}", json.dumps([kind, rank, what]) + "\n")
 
 
@@ -169,7 +171,7 @@ def run_rank(seat: Seat, entry: Entry, settings: Any, turns: Sequence[tuple[int,
         entry(settings, seat, Turns(seat, turns))
     except BaseException as error:
         traceback.print_exc()
-        note_failure(seat.store(), seat.job, seat.rank, "raised", f"{type(error).__name__}: {error}")
+        note_failure(seat.store(), seat.job, seat.rank, "failed", f"{type(error).__name__}: {error}")
         _end_when_asked(seat)  # ending now would close connections that others wait in
     os._exit(0)
 

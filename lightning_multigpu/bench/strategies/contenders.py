@@ -65,25 +65,13 @@ def contender(text: str) -> Contender:
     if found.options.get("start_method", "popen") != "popen":
         raise ValueError(
             f"{text} starts its processes in another way, and the bench starts them all itself, which changes nothing "
-            f"about a step; pass the name without it, such as {_without_start_method(name)!r}"
+            "about a step; pass the strategy's name without that ending"
         )
     try:
         found.make()
     except (ValueError, TypeError, ImportError) as error:
         raise ValueError(f"{text}: {error}") from error
     return found
-
-
-def contenders(texts: list[str]) -> list[Contender]:
-    """One each, in order.
-
-    Raises:
-        ValueError: one is wrong, or named twice.
-    """
-    for text in texts:
-        if texts.count(text) > 1:
-            raise ValueError(f"{text} is named {texts.count(text)} times; once is enough")
-    return [contender(text) for text in texts]
 
 
 def _registered_or_class(name: str) -> tuple[type[Strategy], dict[str, Any]]:
@@ -115,9 +103,3 @@ def _options(text: str, rest: str) -> dict[str, Any]:
 def _parts(text: str) -> list[str]:
     """Split at commas, but for those within brackets: ``compression={name: powersgd, rank: 4},shared_memory=false``."""
     return re.findall(r"(?:\{[^}]*\}|\[[^]]*\]|[^,])+", text)
-
-
-def _without_start_method(name: str) -> str:
-    for ending in ("_spawn", "_fork", "_notebook", "_forkserver"):
-        name = name.replace(ending, "")
-    return name

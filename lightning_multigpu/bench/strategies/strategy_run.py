@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from lightning_multigpu.bench.collectives.collective_run import CRASHED, FAILED, OK, TIMED_OUT
+from lightning_multigpu.bench.collectives.collective_run import OK
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
 from lightning_multigpu.bench.spread import Spread
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, Contender
@@ -158,8 +158,7 @@ class StrategyRun:
             self._taken = [Taken(**answer) for answer in self._job.answers(number)]
         except JobError as error:
             self._job = None
-            status = {"late": TIMED_OUT, "died": CRASHED, "raised": FAILED}[error.kind]
-            self._out = status, str(error).partition("\n")[0]
+            self._out = error.status, str(error)
             return
         if counts:
             self._seconds = self._seconds or [[] for _ in self._taken]

@@ -165,11 +165,11 @@ def _subject(options: argparse.Namespace) -> Subject:
 
 
 def _plan(options: argparse.Namespace, subject: Subject) -> StrategyPlan:
-    from lightning_multigpu.bench.strategies.contenders import contenders
+    from lightning_multigpu.bench.strategies.contenders import contender
     from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan
 
     return StrategyPlan(
-        contenders=contenders(options.strategies),
+        contenders=[contender(text) for text in options.strategies],
         subject=subject,
         device_type=options.device,
         repetitions=options.repetitions,
