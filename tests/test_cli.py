@@ -132,16 +132,17 @@ class TestFrame:
         assert ended.value.code == 0
         assert command in capsys.readouterr().out
 
-    def test_no_command(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert error_of(capsys).startswith("lightning-multigpu: error: the command comes first, one of new, fit, ")
-
-    def test_unknown_command(self, capsys: pytest.CaptureFixture[str]) -> None:
-        message = error_of(capsys, "strategis")
-        assert message.startswith("lightning-multigpu: error: 'strategis' is not a command; known are new, fit, ")
-        assert message.endswith("Did you mean 'strategies'?")
-
-    def test_options_before_the_command(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "the command comes first, one of" in error_of(capsys, "--config", "run.yaml", "fit")
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ([], "lightning-multigpu: error: the command comes first, one of new, fit, "),
+            (["--config", "run.yaml", "fit"], "lightning-multigpu: error: the command comes first, one of new, fit, "),
+            (["strategis"], "lightning-multigpu: error: 'strategis' is not a command; known are new, fit, "),
+            (["strategis"], "Did you mean 'strategies'?"),
+        ],
+    )
+    def test_no_command(self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert message in error_of(capsys, *arguments)
 
     def test_only_one_rank_of_a_host_reports(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -374,16 +375,13 @@ class TestRefused:
             ("- 1\n", "--config=run.yaml: not settings, as in 'trainer: {max_epochs: 3}', but [1]"),
         ],
     )
-    def test_malformed_file(self, text: str, message: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_files_that_cannot_be_read(
+        self, text: str, message: str, project: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert message in error_of(capsys, "fit", "--config", config(project, text))
-
-    def test_missing_file(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        config(project, "")
         assert error_of(capsys, "fit", "--config=rnu.yaml") == (
             "lightning-multigpu fit: error: --config=rnu.yaml: No such file or directory. Did you mean 'run.yaml'?"
         )
-
-    def test_directory(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert error_of(capsys, "fit", "--config=.").endswith("--config=.: Is a directory.")
 
     @pytest.mark.parametrize(
@@ -412,27 +410,24 @@ class TestRefused:
         assert error_of(capsys, "fit", *ON_CPU, *options) == f"lightning-multigpu fit: error: {message}"
 
     @pytest.mark.parametrize(
-        ("option", "message"),
+        ("arguments", "message"),
         [
-            ("bucket_cap_mb=-1", "bucket_cap_mb=-1.0 is out of range; pass a number above 0"),
-            ("failure_timeout_s=0", "failure_timeout_s=0.0 is out of range; pass a number above 0"),
+            (["fit", *RING, "--trainer.strategy.bucket_cap_mb=-1"],
+             "fit: error: bucket_cap_mb=-1.0 is out of range; pass a number above 0"),
+            (["fit", *RING, "--trainer.strategy.failure_timeout_s=0"],
+             "fit: error: failure_timeout_s=0.0 is out of range; pass a number above 0"),
+            (["fit", *RING, "--trainer.strategy.process_group_backend=nccl"],
+             "process_group_backend='nccl' moves no tensors on 'cpu' in this build of torch; pass "),
+            (["fit", *ON_CPU, "--trainer.strategy=ring_dpp"],
+             "strategy='ring_dpp': there is no such strategy. Did you mean 'ring_ddp'?"),
+            (["fit"], "the following arguments are required: fit.model"),
+            (["validate", *ON_CPU, "--ckpt_path=last.ckpt"], "ckpt_path='last.ckpt': there is no such file."),
         ],
     )  # fmt: skip
-    def test_option_of_a_strategy_out_of_range(
-        self, option: str, message: str, project: Path, capsys: pytest.CaptureFixture[str]
+    def test_wrong_value(
+        self, arguments: list[str], message: str, project: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert error_of(capsys, "fit", *RING, f"--trainer.strategy.{option}").endswith(f"fit: error: {message}")
-
-    def test_nccl_on_cpu(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        message = error_of(capsys, "fit", *RING, "--trainer.strategy.process_group_backend=nccl")
-        assert "process_group_backend='nccl' moves no tensors on 'cpu' in this build of torch; pass " in message
-
-    def test_unknown_strategy(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        message = error_of(capsys, "fit", *ON_CPU, "--trainer.strategy=ring_dpp")
-        assert "strategy='ring_dpp': there is no such strategy. Did you mean 'ring_ddp'?" in message
-
-    def test_no_model(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert error_of(capsys, "fit").endswith("the following arguments are required: fit.model")
+        assert message in error_of(capsys, *arguments)
 
     @pytest.mark.parametrize(("name", "cache"), [("wandb", "_WANDB_AVAILABLE"), ("mlflow", "_MLFLOW_AVAILABLE")])
     def test_logger_whose_package_is_missing(
@@ -445,10 +440,6 @@ class TestRefused:
         assert message == (
             f"lightning-multigpu fit: error: {logger} needs a missing package: pip install -U 'no-{name}>=1'"
         )
-
-    def test_missing_checkpoint(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        message = error_of(capsys, "validate", *ON_CPU, "--ckpt_path=last.ckpt")
-        assert message.endswith("ckpt_path='last.ckpt': there is no such file.")
 
     def test_bug_in_the_users_module_keeps_its_own_traceback(self, project: Path) -> None:
         """jsonargparse turned it into a list of types that a model may have, without the line that raised."""

@@ -27,29 +27,17 @@ def test_files_of_a_user_stay_as_they_are(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "model.py").write_text("mine")
     assert refusal(capsys, tmp_path) == "DIR is not empty (model.py); pass a new directory, or an empty one\n"
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+    assert refusal(capsys, tmp_path / "model.py") == "DIR: File exists; pass a directory that can be written\n"
 
 
-def test_a_file_is_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    assert refusal(capsys, tmp_path / "file") == "DIR: File exists; pass a directory that can be written\n"
-
-
-def test_a_directory_of_a_directory_that_does_not_exist_is_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = tmp_path / "my projects" / "first"
-    assert main(["new", str(directory)]) == 0
-    assert sorted(os.listdir(directory)) == sorted(new.FILES)
-    assert f"cd '{directory}' && lightning-multigpu fit --config config.yaml" in capsys.readouterr().out
-
-
-def test_an_empty_directory_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("name", "shown"), [("my projects/first", "'my projects/first'"), (".", ".")])
+def test_a_directory_is_made_or_taken_if_it_is_empty(
+    name: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["new", "."]) == 0
-    assert (tmp_path / "config.yaml").is_file()
-    assert "cd . && lightning-multigpu fit" in capsys.readouterr().out
+    assert main(["new", name]) == 0
+    assert sorted(os.listdir(name)) == sorted(new.FILES)
+    assert f"cd {shown} && lightning-multigpu fit --config config.yaml" in capsys.readouterr().out
 
 
 def test_no_file_of_the_project_is_left_out() -> None:
