@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 class BatchFeed:
     """Distributes batches over the data ranks, agrees on and weights each training batch, and resumes an epoch.
 
-    Args:
-        uneven_inputs, loss_reduction: as in :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
-        signals: the ranks' announcements of each training batch carry them.
-
     Attributes:
         loss_scale: the factor of this rank's loss of the present batch.
         shares: the share of each rank's present batch; empty without an announcement.

@@ -30,7 +30,7 @@ from lightning_multigpu.job.failure_watch import KEPT, FailureWatch, leave_guard
 from lightning_multigpu.job.guardian import Guardian, GuardianClient
 from lightning_multigpu.job.guardian.discovery import address_of_job, find, start_at
 from lightning_multigpu.job.guardian.host_links import node_name
-from lightning_multigpu.job.guardian.start import ADDRESS, SECRET
+from lightning_multigpu.job.guardian.start import ADDRESS
 from lightning_multigpu.job.link_watch import LinkWatch
 from lightning_multigpu.job.process_groups import CONNECTIONS
 from lightning_multigpu.job.run_context import RunContext
@@ -57,9 +57,6 @@ class Joining:
     The guardian of a host starts before its ranks join: the launcher that starts the ranks starts it, or else the first
     rank. The guardians of several hosts connect to node 0's as soon as rank 0's store is open. From then on they need
     neither store nor process group, so that they also see a lost host or link.
-
-    Args:
-        watch: the failure watch of this rank; its connection to the guardian is made here.
     """
 
     def __init__(self, watch: FailureWatch) -> None:
@@ -77,15 +74,10 @@ class Joining:
         self._resumes = place is not None and args[place] is not None
         return args
 
-    def begin(
-        self, run: RunContext, *, guardian: Guardian | None = None, variables: Mapping[str, str] | None = None
-    ) -> None:
+    def begin(self, run: RunContext, *, guardian: Guardian | None = None, address: str | None = None) -> None:
         """Connects this rank to its host's guardian, or begins a further run under the one of its world.
 
-        Args:
-            run: the run.
-            guardian: the guardian, if this process has started it.
-            variables: the variables that name the guardian, if they are not in the environment.
+        ``guardian`` is the one that this process has started; ``address`` that of one which is not in the environment.
         """
         if self._deadline_s is not None:
             return
@@ -105,20 +97,14 @@ class Joining:
         self.watch.begin(CONNECTIONS.cut)
         if sys.platform != "linux":
             return
-        if guardian is not None:
-            variables = guardian.environment
-        if variables or os.environ.get(ADDRESS):
-            self._connect_to(variables or os.environ, guardian, run)
-            # Neither a program that this rank starts, nor a later run in this process, may use them.
-            for name in (ADDRESS, SECRET):
-                os.environ.pop(name, None)
+        inherited = os.environ.pop(ADDRESS, None)  # for no program that this rank starts, and no later run
+        if address := address or inherited:
+            self._take(GuardianClient(address, rank=run.rank, on_failure=self.watch.receive), guardian)
         else:
             address = address_of_job(*where, node_rank=run.node_rank, attempt=self._attempt, variables=os.environ)
             if run.local_rank == 0:
                 # The ranks' errors name the missing ranks better than the guardian can, so its limit is later.
                 guardian = start_at(address, join_timeout_s=_latest_s(run), **_guardian_options(run))
-                if guardian is not None:
-                    guardian.withdraw()
             client = find(address, rank=run.rank, on_failure=self.watch.receive, timeout_s=run.join_timeout_s)
             self._take(client, guardian)
         assert self.watch.client is not None
@@ -155,12 +141,8 @@ class Joining:
     def meet(self, run: RunContext, alike: Mapping[str, str]) -> Store | None:
         """Waits for all ranks; returns the store for their process group, or None if there is one already.
 
-        Args:
-            run: the run.
-            alike: the settings that must be equal on all ranks, name -> value, from :func:`table_of`.
-
         Raises:
-            RendezvousError: ranks are missing, or settings differ; the same error on all ranks that have arrived.
+            RendezvousError: ranks are missing, or settings (:func:`table_of`) differ; alike on all that have come.
         """
         if dist.is_initialized():
             return None
@@ -219,11 +201,6 @@ class Joining:
             f"{own} cannot connect to {listed}. Check the routes and firewalls between the two hosts, or name another "
             "interface by GLOO_SOCKET_IFNAME"
         )
-
-    def _connect_to(self, variables: Mapping[str, str], guardian: Guardian | None, run: RunContext) -> GuardianClient:
-        client = GuardianClient.from_variables(variables, rank=run.rank, on_failure=self.watch.receive)
-        self._take(client, guardian)
-        return client
 
     def _take(self, client: GuardianClient, guardian: Guardian | None) -> None:
         # It is made before any worker is forked, so that workers share it: a killed worker would leave its own. That of
@@ -285,17 +262,7 @@ def check_model(module: torch.nn.Module, world: MeteredGroup) -> None:
 
 
 def table_of(run: RunContext, *, strategy: str, options: Mapping[str, Any], precision: object) -> dict[str, str]:
-    """The settings that must be equal on all ranks, and are known before they join.
-
-    Args:
-        run: the run.
-        strategy: the name of the strategy's class.
-        options: the strategy's options.
-        precision: the precision that it trains in.
-
-    Raises:
-        ValueError: see :func:`job_secret`.
-    """
+    """The settings that must be equal on all ranks, and are known before they join."""
     values = {
         "strategy": strategy,
         **{f"option {name}": value_text(value) for name, value in options.items()},

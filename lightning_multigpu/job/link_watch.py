@@ -26,11 +26,8 @@ _SHORTEST_LIMIT_S = 1.0
 class LinkWatch(threading.Thread):
     """Reports a link that breaks in a run to the guardian of this host, until the process leaves it.
 
-    Args:
-        client: the connection to the guardian.
-        own: the name of this host in the report.
-        hosts: the names of the other hosts by their addresses.
-        failure_timeout_s: seconds in which all ranks have to end after a failure; a host may be silent for half of it.
+    ``own`` is the name of this host in the report, ``hosts`` those of the others by address. A host may be silent for
+    half of ``failure_timeout_s``.
     """
 
     def __init__(self, client: GuardianClient, *, own: str, hosts: Mapping[str, str], failure_timeout_s: float) -> None:

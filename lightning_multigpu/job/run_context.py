@@ -19,15 +19,9 @@ from lightning_multigpu.job.library_messages import silence_deprecations, silenc
 class RunContext:
     """The facts about a run for its launcher, joining and failure watch; made by the strategy.
 
-    Args:
-        environment: the cluster environment, with this process's ranks and the address of rank 0.
-        devices: the devices of this host's ranks, one each.
-        num_nodes: hosts.
-        backend: the process group back end of the user's option, or None for the device's default.
-        failure_timeout_s: seconds in which all ranks have to end after one has failed.
-        hang_report_s: seconds that a rank may wait in a collective before a report; None for no report.
-        join_timeout_s: seconds after its start in which a rank has to join the others.
-        admits_others: processes that are no ranks, perhaps of other hosts, join at the main address.
+    ``devices`` are those of this host's ranks. ``backend`` is the user's option. In ``failure_timeout_s`` all ranks
+    have to end after one has failed; in ``join_timeout_s`` after its start a rank has to join the others. With
+    ``admits_others`` processes that are no ranks, perhaps of other hosts, join at the main address.
     """
 
     environment: ClusterEnvironment

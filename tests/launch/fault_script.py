@@ -76,44 +76,23 @@ def must_survive(kind: str, where: str) -> bool:
     return kind in ("nothing", *CONTROLS) or (kind, where) == ("interrupt", "data")
 
 
-STRATEGIES: dict[str, Callable[[Any], Any]] = {
-    "ring_ddp": lambda method: RingDDPStrategy(
-        start_method=method,
-        failure_timeout_s=FAILURE_TIMEOUT_S,
-        join_timeout_s=JOIN_TIMEOUT_S,
-        hang_report_s=HANG_REPORT_S,
-    ),
-    "pipeline_1f1b": lambda _: PipelineStrategy(
-        failure_timeout_s=FAILURE_TIMEOUT_S,
-        join_timeout_s=JOIN_TIMEOUT_S,
-        hang_report_s=HANG_REPORT_S,
-    ),
-    "sync_ps": lambda method: ParameterServerStrategy(
-        start_method=method,
-        failure_timeout_s=FAILURE_TIMEOUT_S,
-        join_timeout_s=JOIN_TIMEOUT_S,
-        hang_report_s=HANG_REPORT_S,
-    ),
-    "ddp_sharded": lambda method: ShardedStrategy(
-        start_method=method,
-        failure_timeout_s=FAILURE_TIMEOUT_S,
-        join_timeout_s=JOIN_TIMEOUT_S,
-        hang_report_s=HANG_REPORT_S,
-    ),
-    "tensor_split": lambda method: TensorSplitStrategy(
-        start_method=method,
-        failure_timeout_s=FAILURE_TIMEOUT_S,
-        join_timeout_s=JOIN_TIMEOUT_S,
-        hang_report_s=HANG_REPORT_S,
-    ),
-    "hybrid": lambda method: HybridStrategy(
-        start_method=method,
-        failure_timeout_s=FAILURE_TIMEOUT_S,
-        join_timeout_s=JOIN_TIMEOUT_S,
-        hang_report_s=HANG_REPORT_S,
-    ),
-    "ddp": lambda method: DDPStrategy(start_method=method),
+CLASSES: dict[str, Any] = {
+    "ring_ddp": RingDDPStrategy,
+    "pipeline_1f1b": PipelineStrategy,
+    "sync_ps": ParameterServerStrategy,
+    "ddp_sharded": ShardedStrategy,
+    "tensor_split": TensorSplitStrategy,
+    "hybrid": HybridStrategy,
 }
+STRATEGIES = (*CLASSES, "ddp")
+
+
+def strategy_of(name: str, method: str) -> Any:
+    if name == "ddp":  # Lightning's
+        return DDPStrategy(start_method=method)  # type: ignore[arg-type]
+    limits = {"failure_timeout_s": FAILURE_TIMEOUT_S, "join_timeout_s": JOIN_TIMEOUT_S, "hang_report_s": HANG_REPORT_S}
+    start: dict[str, str] = {} if name == "pipeline_1f1b" else {"start_method": method}
+    return CLASSES[name](**start, **limits)
 
 
 class TellsWeights(Callback):
@@ -149,7 +128,7 @@ def main() -> None:
         default_root_dir=os.environ["SAVE_TO"],
         enable_checkpointing=True,
         val_check_interval=6,
-        **Card.of_environment().place(STRATEGIES[strategy[0] if strategy else "ring_ddp"](method), ranks),
+        **Card.of_environment().place(strategy_of(strategy[0] if strategy else "ring_ddp", method), ranks),
     )
     workers: dict[str, Any] = {"num_workers": int(num_workers)}
     last = "last" if os.environ.get("RESUME") else None

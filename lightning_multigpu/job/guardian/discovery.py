@@ -36,11 +36,8 @@ def address_of_job(
 ) -> str:
     """The address of a host's guardian; equal for the ranks of the job on one host, and only for them.
 
-    Args:
-        main_address, main_port: the address and port of rank 0.
-        node_rank: the host's node rank, which differs for hosts on one machine.
-        attempt: how often the processes have joined there before.
-        variables: the environment: torchrun and SLURM name the job, and count its restarts.
+    ``attempt`` is how often the processes have joined at the main address before. Of ``variables`` those count by which
+    torchrun and SLURM name the job and count its restarts.
     """
     job = [variables.get(name, "") for name in _JOB_VARIABLES]
     parts = [str(os.getuid()), main_address, str(main_port), str(node_rank), str(attempt), *job]
@@ -80,13 +77,7 @@ def start_at(
 
 
 def find(address: str, *, rank: int, on_failure: OnFailure, timeout_s: float) -> GuardianClient:
-    """Waits for the guardian at the job's address and connects to it.
-
-    Args:
-        address: the job's address.
-        rank: the global rank of this process.
-        on_failure: see :class:`GuardianClient`.
-        timeout_s: seconds in which the guardian has to start.
+    """Waits up to ``timeout_s`` for the guardian at the job's address to start, and connects to it.
 
     Raises:
         GuardianError: it does not start in time, refuses this rank, or is another user's.
@@ -95,7 +86,7 @@ def find(address: str, *, rank: int, on_failure: OnFailure, timeout_s: float) ->
     pause_s = _SHORTEST_POLL_S
     while True:
         try:
-            return GuardianClient(address, None, rank=rank, on_failure=on_failure)
+            return GuardianClient(address, rank=rank, on_failure=on_failure)
         except NoGuardianError as error:
             if time.monotonic() > deadline_s:
                 raise GuardianError(

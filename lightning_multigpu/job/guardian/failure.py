@@ -131,28 +131,14 @@ class Failure(NamedTuple):
 
     @classmethod
     def from_message(cls, values: Any) -> Failure:
-        """The inverse of :meth:`to_message`.
-
-        Raises:
-            ValueError: the values are not those of a failure.
-        """
-        if not isinstance(values, dict):
-            raise ValueError(f"a failure is an object with the fields {', '.join(cls._fields)}, not {values!r:.80}")
-        numbers = {name: values.get(name) for name in ("rank", "pid", "step")}
-        texts = {name: values.get(name, "") for name in ("what", "host", "traceback", "error_type", "message")}
-        for name, value in {**numbers, **texts}.items():
-            wanted: tuple[type, ...] = (int, type(None)) if name in numbers else (str,)
-            if not isinstance(value, wanted) or (isinstance(value, int) and not -1 << 63 <= value < 1 << 63):
-                raise ValueError(f"the field {name} of a failure is {value!r:.80}; it must be {wanted[0].__name__}")
-        return cls(**numbers, **texts)  # type: ignore[arg-type]
+        """The inverse of :meth:`to_message`."""
+        return cls(**values)
 
 
 def closing_lines(failure: Failure, waited: list[str], *, goes_on: bool = False, in_one: bool = False) -> list[str]:
     """The collectives in which ranks waited and, last, the failure: what a terminal shows of it, beside a traceback.
 
     Args:
-        failure: the failure.
-        waited: the collectives, one line for each rank; of many ranks the first are shown.
         goes_on: whether the job goes on without the failed rank.
         in_one: in one line: many hosts may share a terminal.
     """
@@ -197,14 +183,10 @@ def _frame_of(line: str) -> Frame | None:
 
 
 def folded(text: str) -> str:
-    """A traceback's text, with one line for successive frames of lightning, torch and this pack.
+    """Tracebacks with one line for successive frames of lightning, torch and this pack; other lines stay as they are.
 
     Frames of Python's own library are shown if the user's code has called them. All frames are shown if the variable
     LIGHTNING_MULTIGPU_TRACEBACK is "full".
-
-    Args:
-        text: one or more tracebacks, as Python prints an exception with its causes or its group; other lines stay as
-            they are.
     """
     if os.environ.get(TRACEBACK) == "full":
         return text

@@ -18,7 +18,6 @@ it. Nothing is encrypted: only a private network protects the secret, as it prot
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -31,12 +30,10 @@ from lightning_multigpu.job.guardian.proc import clock_s
 from lightning_multigpu.job.guardian.protocol import Connection, Message, accepted, knows
 from lightning_multigpu.job.guardian.ranks import Found
 
-_MAX_NAME = 255
 _SEND_BUFFER_BYTES = 1 << 18  # a message that does not fit in as a whole would end the connection
 _LONGEST_BEAT_S = 1.0
 _ARRIVAL_S = 0.5
 _MAX_STRANGERS = 256
-_MAX_NODES = 1 << 14
 
 
 @dataclass(eq=False)
@@ -44,11 +41,6 @@ class Peer:
     """The guardian of another host, at the other end of a connection.
 
     Attributes:
-        connection: the connection to it.
-        received_s: time of its last message.
-        node_rank: its host's node rank; None for a stranger that has connected.
-        host: the name of its host.
-        came_from: the address of a stranger.
         trusted: True once it has sent the secret or, as node 0's, its welcome.
         paused: True while all ranks of its host are stopped; for node 0 those of all other hosts too.
         end_key: once its ranks have reached the end of their run, the exception that all have raised, or empty.
@@ -77,7 +69,7 @@ class Peer:
 
     def trust(self, message: Message) -> None:
         """Reads all that it sends from now on."""
-        self.host = str(message.get("host"))[:_MAX_NAME]
+        self.host = message["host"]
         self.trusted = True
         self.connection.trust()
 
@@ -95,29 +87,12 @@ def silence(own: str, others: str, silent_s: float) -> str:
     )
 
 
-def age_of(message: Message) -> float:
-    """The age of the failure in a message, in seconds; clocks of hosts differ.
-
-    Raises:
-        ValueError: no failure has that age.
-    """
-    if not 0 <= (age_s := float(message["age_s"])) < math.inf:
-        raise ValueError(f"a failure is {age_s} s old; it must be 0 or more")
-    return age_s
-
-
 class Hosts:
     """This host's connections to other hosts' guardians: to all of them on node 0, to node 0's on the others.
 
-    Args:
-        silence_s: seconds that another host may be silent.
-        join_timeout_s: seconds after :meth:`listen` in which the last host has to connect.
-        watch: makes the guardian's loop call a function when a socket becomes readable.
-        forget: the opposite of ``watch``.
-        on_message: called with another host and its message, if the message is not about the connection itself.
-
-    Attributes:
-        end_now: the exit status with which the job has to end at once, once another host has sent it; else 0.
+    ``watch`` makes the guardian's loop call a function when a socket becomes readable; ``forget`` is the opposite.
+    ``on_message`` gets another host's messages that are not about the connection itself. Once ``end_now`` is not 0, the
+    job has to end at once with that exit status.
     """
 
     def __init__(
@@ -170,8 +145,6 @@ class Hosts:
     def listen(self, listener: socket.socket, *, num_nodes: int, secret: str, now_s: float) -> None:
         """On node 0: accepts the other hosts' guardians."""
         self._begin(secret, now_s)
-        if not 1 <= num_nodes <= _MAX_NODES:
-            raise ValueError(f"the job has {num_nodes} hosts; it must be 1 to {_MAX_NODES}")
         self._since_s, self._awaited = now_s, set(range(1, num_nodes))
         listener.setblocking(False)
         self._listener = listener
@@ -207,10 +180,7 @@ class Hosts:
     def observe(self, now_s: float, *, paused: bool, resting: bool = False) -> Found | None:
         """Sends that this host is alive; returns the failure of another host, if any.
 
-        Args:
-            now_s: time on this guardian's clock.
-            paused: whether all ranks of this host are stopped.
-            resting: whether the ranks of this host are between two runs: nothing is a failure.
+        ``paused``: this host's ranks are stopped. ``resting``: they are between two runs, and nothing is a failure.
         """
         self._now_s = now_s
         if now_s - self._beat_s >= self._beat_every_s or paused != self._paused:
@@ -251,10 +221,8 @@ class Hosts:
     def come_to_end(self, key: str = "") -> bool:
         """Called when all ranks of this host have reached the end of their run; True once the ranks of all hosts have.
 
-        It is called again until then. The other hosts report to node 0, which informs them when all have.
-
-        Args:
-            key: the exception that all ranks have raised, or empty; the same on all hosts.
+        It is called again until then. The other hosts report to node 0, which informs them when all have. ``key`` is
+        the exception that all ranks have raised, or empty; the same on all hosts.
         """
         if self.is_first and (self._awaited or not all(peer.end_key == key or peer.done for peer in self._peers)):
             return False
@@ -325,8 +293,6 @@ class Hosts:
     # Connections
 
     def _begin(self, secret: str, now_s: float) -> None:
-        if self._secret:
-            raise ValueError("this guardian knows the other hosts already")
         self._secret, self._now_s = secret, now_s
 
     def _close_listener(self) -> None:
@@ -336,14 +302,14 @@ class Hosts:
             self._listener = None
 
     def _accept(self, listener: socket.socket) -> None:
-        for connection in accepted(listener):
-            peer = Peer(connection, self._now_s)
+        for sock in accepted(listener):
+            peer = Peer(Connection(sock, is_stranger=True), self._now_s)
             with contextlib.suppress(OSError):  # it may have disconnected
-                peer.came_from = connection.socket.getpeername()[0]
+                peer.came_from = sock.getpeername()[0]
             if len(self._strangers) >= _MAX_STRANGERS:
                 self._drop(self._stranger_to_drop())
             self._strangers.append(peer)
-            self._watch(connection.socket, partial(self._read, peer))
+            self._watch(sock, partial(self._read, peer))
 
     def _stranger_to_drop(self) -> Peer:
         """The oldest stranger of the address with the most strangers."""
@@ -375,18 +341,17 @@ class Hosts:
         elif not peer.trusted:
             self._introduce(peer, message)
         elif kind == "alive":
-            was_paused, peer.paused = peer.paused, message.get("paused") is True
+            was_paused, peer.paused = peer.paused, message["paused"]
             if self.is_first and peer.paused != was_paused:
                 self._send_alive()
         elif kind == "failure" and self._found is None:
-            age_s = age_of(message)
-            self._found = Found(Failure.from_message(message.get("failure")), self._now_s - age_s)
+            self._found = Found(Failure.from_message(message["failure"]), self._now_s - message["age_s"])
         elif kind == "at end" and message["run"] == self._run:
-            peer.end_key = str(message["key"])
+            peer.end_key = message["key"]
         elif kind == "all at end" and message["run"] == self._run:
             self._all_at_end = True
         elif kind == "end now":
-            self.end_now = int(message["status"])
+            self.end_now = message["status"]
         elif kind == "done":
             peer.done = True
         else:

@@ -12,6 +12,7 @@ from types import TracebackType
 
 from lightning_multigpu.job.guardian import Guardian
 from lightning_multigpu.job.guardian.proc import read_stat
+from lightning_multigpu.job.guardian.start import ADDRESS
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = Path(__file__).with_name("rank_script.py")
@@ -36,10 +37,11 @@ class Job:
             num_ranks=len(statements),
             failure_timeout_s=failure_timeout_s,
             hang_report_s=hang_report_s,
-            directory=directory,
         )
-        environment = self.guardian.environment
-        self.ranks = [start_rank(rank, text, environment) for rank, text in enumerate(statements, first_rank)]
+        address = self.guardian.address
+        if directory is not None:
+            statements = tuple(f"client.report_to({str(directory)!r})\n{text}" for text in statements)
+        self.ranks = [start_rank(rank, text, address) for rank, text in enumerate(statements, first_rank)]
 
     def __enter__(self) -> Job:
         try:
@@ -76,11 +78,11 @@ class Job:
         return eventually(lambda: not is_alive(self.guardian.pid))
 
 
-def start_rank(rank: int, statements: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+def start_rank(rank: int, statements: str, address: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-I", "-S", str(SCRIPT), str(REPOSITORY), str(rank), statements]
     return subprocess.Popen(
         command,
-        env={**os.environ, **environment},
+        env={**os.environ, ADDRESS: address},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -27,7 +27,7 @@ sys.path.insert(0, sys.argv[1])
 from lightning_multigpu.job.guardian.client import GuardianClient
 told = threading.Event()
 try:
-    client = GuardianClient(sys.argv[2], None, rank=int(sys.argv[3]), on_failure=lambda failure: told.set())
+    client = GuardianClient(sys.argv[2], rank=int(sys.argv[3]), on_failure=lambda failure: told.set())
 except Exception as error:
     print(error); sys.exit(3)
 told.wait(30) and print(client.failure.describe())
@@ -44,7 +44,6 @@ def address() -> str:
 def guardian(address: str) -> Iterator[Guardian]:
     started = start_at(address, num_ranks=2, failure_timeout_s=3, join_timeout_s=30)
     assert started is not None
-    started.withdraw()
     yield started
     started.stop()
     assert eventually(lambda: not is_alive(started.pid))
@@ -82,12 +81,6 @@ class TestAddress:
     def test_differs_for_another_job_host_or_start(self, other: dict[str, Any]) -> None:
         first = {"main_address": "a", "main_port": 1, **JOB}
         assert address_of_job(**first) != address_of_job(**{**first, **other})
-
-
-def test_a_rank_of_the_same_user_needs_no_secret(guardian: Guardian, address: str) -> None:
-    client = find(address, rank=1, on_failure=lambda failure: None, timeout_s=5)
-    assert client.guardian_pid == guardian.pid
-    client.leave()
 
 
 def test_a_rank_waits_for_the_guardian_to_come(address: str) -> None:
@@ -143,7 +136,7 @@ def test_what_listens_there_is_no_guardian(address: str) -> None:
         listener.bind("\0" + address)
         listener.listen()
         with pytest.raises(GuardianError, match="does not answer rank 0 in time"):
-            GuardianClient(address, None, rank=0, on_failure=lambda failure: None, timeout_s=0.3)
+            GuardianClient(address, rank=0, on_failure=lambda failure: None, timeout_s=0.3)
 
 
 NOBODY = 65534

@@ -129,7 +129,7 @@ class Watched:
 
 
 def test_when_a_report_is_made_again(capfd: pytest.CaptureFixture[str]) -> None:
-    """After ten times the time, or when what was waited for has ended; other waits that join it change nothing."""
+    """When what was waited for has ended; other waits that join it change nothing."""
     watch: Any = Watched()
     reports = HangReports(10.0, watch, Alone(), lambda: None)  # type: ignore[arg-type]
     ab = {"a": 0.0, "b": 2.0}
@@ -145,7 +145,6 @@ def test_when_a_report_is_made_again(capfd: pytest.CaptureFixture[str]) -> None:
         told += [(now_s, line.split(".")[0]) for line in lines if line.startswith(("No progress", "The wait"))]
     assert told == [
         (11, "No progress for 11 s (hang_report_s=10)"),
-        (111, "No progress for 111 s (hang_report_s=10)"),
         (113, "The wait that was reported has ended after 113 s, and the run goes on"),
         (116, "No progress for 11 s (hang_report_s=10)"),
         (117, "The wait that was reported has ended after 12 s, and the run goes on"),
@@ -228,13 +227,10 @@ def test_a_wait_that_was_too_long_before_a_pause_has_not_ended(noted: bool, monk
     """After Ctrl-Z and fg a hung run was said to go on, and reported once more."""
     entry = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
     monkeypatch.setattr(waits_module, "read_entries", lambda memory, slot: [entry] if noted else [])
-    collective = Frame("/torch/distributed/distributed_c10d.py", 1, "barrier")
-    view = View(0, "host", 1, 2, stacks=Stacks("", (collective, Frame("train.py", 7, "step"))))
-    monkeypatch.setattr(HangWatch, "look", lambda self, seen, **_: seen([view]))
-    process = SimpleNamespace(state=lambda: RUNNING, cpu_ticks=lambda: 0)
+    process = SimpleNamespace(state=lambda: RUNNING)
     ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=process)])
     watch = HangWatch(10.0, ranks, bytes(PAGE_BYTES))
-    for now_s in (5.0, 16.0, 19.0, 22.0):
+    for now_s in (5.0, 16.0):
         before = watch.observe(now_s)
     assert list(before.values()) == [5.0]
     watch.restart_timers(40.0)
@@ -244,9 +240,9 @@ def test_a_wait_that_was_too_long_before_a_pause_has_not_ended(noted: bool, monk
 def test_a_failure_file_that_cannot_be_written_does_not_keep_the_guardian(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its file system does not answer: here a FIFO is in the place of the partial file."""
+    """Its file system does not answer: here a FIFO is in the place of the file."""
     with Job(WORK, "sys.stdin.readline(); os._exit(3)", directory=tmp_path) as job:
-        os.mkfifo(tmp_path / f".failure-{os.uname().nodename}.txt.{job.guardian.pid}")
+        os.mkfifo(tmp_path / f"failure-{os.uname().nodename}.txt")
         pipe = job.ranks[1].stdin
         assert pipe is not None
         pipe.write("\n")
@@ -369,12 +365,19 @@ def test_a_hang_report_gives_ranks_three_seconds_to_answer(monkeypatch: pytest.M
     now_s = 0.0
     monkeypatch.setattr(waits_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(waits_module, "Question", lambda *_: SimpleNamespace(is_answered=lambda: False))
-    asked: Any = SimpleNamespace(rank=0, finished=False, process=SimpleNamespace(state=lambda: RUNNING))
-    questions = waits_module._Round([asked], {})
+    monkeypatch.setattr(HangWatch, "_view", lambda self, rank, question: "view")
+    rank = SimpleNamespace(rank=0, finished=False, lost_since_s=None, process=SimpleNamespace(state=lambda: RUNNING))
+    ranks: Any = [rank]
+    watch, seen = HangWatch(None, ranks, b""), []
+    for _ in range(3):
+        watch.look(seen.append)  # one at a time
     now_s = 2.9
-    assert not questions.is_over()
+    watch.observe(0.0)
+    assert not seen
     now_s = 3.0
-    assert questions.is_over()
+    watch.observe(0.0)
+    watch.observe(0.0)
+    assert seen == [["view"]]
 
 
 def test_a_rank_that_the_failure_reaches_meanwhile_is_named_where_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,12 +112,7 @@ class _Row:
 
 
 class FlightRecorder:
-    """The writer of a rank's page. Any thread may write.
-
-    Args:
-        memory: the pages of the host, writable.
-        slot: the index of this rank's page.
-    """
+    """The writer of page ``slot`` of the host's pages. Any thread may write."""
 
     def __init__(self, memory: Any, slot: int) -> None:
         self._memory = memory
@@ -136,11 +131,7 @@ class FlightRecorder:
         """Notes that this rank begins a collective; None if the page has no row left for the group.
 
         Args:
-            operation: as in ``torch.distributed``.
-            group: the name of the process group.
             ranks: its members ("0-3", "0-6:2", "0,3,4"), or empty: then only its name identifies it.
-            group_size: the number of its members.
-            size_bytes: the size of the operation's tensor.
             awaited: the calling thread waits for it from now on.
         """
         row = self._row(group, ranks, group_size)

@@ -6,13 +6,12 @@ A pure function of the views of the ranks, so that tests can give every case as 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
 from lightning_multigpu.job.guardian.failure import end_within, start_within
 from lightning_multigpu.job.guardian.hang.flight_recorder import (
     AWAITED,
     DEVICE,
-    NUM_ROWS,
     UNDER_WAY,
     Entry,
     parse_ranks,
@@ -23,26 +22,22 @@ _MAX_FRAMES = 40
 _MAX_STACKS_BYTES = 36_000
 _MAX_FILE_BYTES = 1_200
 _MAX_FUNCTION_BYTES = 300
-_MAX_TEXT = 1_500
 _MAX_OTHERS = 16
+_IDLE_TICKS = 10  # a thread that uses less processor time between two looks waits
 
 # Operations that all ranks of a group call in the same order; and groups whose ranks count messages to one rank, too.
 _COLLECTIVES = ("all_gather", "all_reduce", "barrier", "broadcast", "reduce", "reduce_scatter")
 _POINT_TO_POINT = ("pipeline", "checkpoint")
 _OF_ALL_RANKS = "_broadcast_sigterm_tensor"  # Lightning's, at each batch
 
-_Row = TypeVar("_Row", bound=NamedTuple)
-
 
 class View(NamedTuple):
     """One rank, as its host's guardian has seen it.
 
     Attributes:
-        step: optimizer steps completed.
         entries: the rows of its page; here ``since_s`` counts seconds back from now, since the clocks of hosts differ.
-        stacks: the stacks of its threads.
-        main_thread: the identity of the main thread; 0 if unknown.
         gone: why it takes part in no collective any more ("it has finished"), or empty.
+        cpu_ticks: processor time of the main thread so far, in clock ticks.
     """
 
     rank: int
@@ -53,6 +48,7 @@ class View(NamedTuple):
     stacks: Stacks = Stacks("its stacks are not known")
     main_thread: int = 0
     gone: str = ""
+    cpu_ticks: int = 0
 
     def to_message(self) -> dict[str, Any]:
         """JSON values, cut to fit into one message."""
@@ -67,25 +63,13 @@ class View(NamedTuple):
 
     @classmethod
     def from_message(cls, values: dict[str, Any]) -> View:
-        """The inverse of :meth:`to_message`.
-
-        Raises:
-            TypeError, ValueError: the values are not those of a view.
-        """
+        """The inverse of :meth:`to_message`."""
         text, main = values["stacks"]
-        view = cls(**{
+        return cls(**{
             **values,
-            "entries": tuple(_checked(Entry(*entry)) for entry in values["entries"][:NUM_ROWS]),
-            "stacks": Stacks(str(text), tuple(_checked(Frame(*frame)) for frame in main[:_MAX_FRAMES])),
+            "entries": tuple(Entry(*entry) for entry in values["entries"]),
+            "stacks": Stacks(text, tuple(Frame(*frame) for frame in main)),
         })  # fmt: skip
-        return _checked(view)
-
-
-def _checked(row: _Row) -> _Row:
-    for (name, wanted), value in zip(get_type_hints(type(row)).items(), row, strict=True):
-        if type(value) is not (get_origin(wanted) or wanted) or (isinstance(value, str) and len(value) > _MAX_TEXT):
-            raise TypeError(f"the field {name} of {type(row).__name__} is {value!r:.80}; it must be {wanted}")
-    return row
 
 
 class Call(NamedTuple):
@@ -238,7 +222,25 @@ def _not_noted(by_rank: dict[int, View], found: list[Call]) -> list[str]:
     return ["; ".join([head, *others])]
 
 
-def deadlock(views: Iterable[View], *, lasting: Container[str], at_least_s: float) -> str:
+def lasting(before: Iterable[View], views: Iterable[View]) -> set[int]:
+    """The ranks that two looks have found, without work in between, in the same call that their page does not show."""
+    earlier = {view.rank: view for view in before}
+    found = set()
+    for view in views:
+        first = earlier.get(view.rank)
+        if first is None or first.cpu_ticks < 0 or (first.step, _numbers(first)) != (view.step, _numbers(view)):
+            continue
+        is_idle = view.cpu_ticks - first.cpu_ticks <= _IDLE_TICKS
+        if is_idle and any(not call.number and call in calls(first) for call in calls(view)):
+            found.add(view.rank)
+    return found
+
+
+def _numbers(view: View) -> list[tuple[str, str, int, int]]:
+    return [(e.group, e.ranks, e.begun, e.state) for e in view.entries]
+
+
+def deadlock(views: Iterable[View], *, lasting: Container[int], at_least_s: float) -> str:
     """The ranks that wait for each other and can never go on, with their collectives; empty if that is not certain.
 
     A rank is stuck if it waits for another stuck rank::
@@ -247,18 +249,14 @@ def deadlock(views: Iterable[View], *, lasting: Container[str], at_least_s: floa
         rank 1   barrier #9 of group world     <-- rank 0 has not come
 
     All ranks begin a group's collectives in the same order, so that neither can come before the other goes on.
-
-    Args:
-        views: all known ranks.
-        lasting: the names of waits that nobody has noted and two looks have shown.
-        at_least_s: the time that the views have taken: a noted wait has to be older.
+    ``lasting`` are the ranks of :func:`lasting`. A noted wait has to be older than the views took, ``at_least_s``.
     """
     by_rank = {view.rank: view for view in sorted(views)}
     found: dict[int, list[tuple[Call, set[int]]]] = {}
     for view in by_rank.values():
         for call in calls(view):
             noted = call.operation in _COLLECTIVES and call.for_s > at_least_s and call.group not in _POINT_TO_POINT
-            if noted if call.number else unnoted_name(call.rank, call.operation, call.place) in lasting:
+            if noted if call.number else call.rank in lasting:
                 found.setdefault(view.rank, []).append((call, _awaited(by_rank, view, call)))
     stuck = set(found)
     while free := {rank for rank in stuck if not any(awaited & stuck for _, awaited in found[rank])}:
@@ -278,11 +276,6 @@ def waits_for(view: View, others: Iterable[View], *, at_least_s: float) -> bool:
         call.for_s >= at_least_s and (call.operation not in _COLLECTIVES or bool(_awaited(by_rank, view, call)))
         for call in calls(view)
     )
-
-
-def unnoted_name(rank: int, operation: str, place: str) -> str:
-    """The name of a wait that only a rank's stack shows."""
-    return f"{rank}: {operation} {place}"
 
 
 def _awaited(by_rank: dict[int, View], view: View, call: Call) -> set[int]:
