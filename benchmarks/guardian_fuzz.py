@@ -29,7 +29,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError
 from lightning_multigpu.job.guardian.host_links import Hosts
 from lightning_multigpu.job.guardian.protocol import encode
-from tests.job.guardian.job import DEADLINE_S, Job, is_alive
+from tests.job.guardian.job import DEADLINE_S, Job, go_on, is_alive, line_of
 
 MAX_GROWTH_KB = 5_000
 _SECRET = os.urandom(32).hex()
@@ -153,10 +153,8 @@ def _good_end(outcome: Outcome, jobs: Sequence[Job]) -> Outcome:
     codes = []
     for job in jobs:
         for rank in job.ranks:
-            assert rank.stdin is not None
             with contextlib.suppress(OSError):
-                rank.stdin.write("\n")
-                rank.stdin.flush()
+                go_on(rank)
     for job in jobs:
         codes += job.outcome()[0]
     bad = f"the ranks have ended with {codes}" if any(codes) else ""
@@ -177,17 +175,14 @@ def _recorded() -> list[bytes]:
 def hosts(number: int, seed: int) -> Outcome:
     """The listener of node 0; node 2 of 3 comes when it is over."""
     with Job(_LISTEN.format(secret=_SECRET) + _WAITS, failure_timeout_s=20) as one:
-        assert one.ranks[0].stdout is not None
-        port = int(one.ranks[0].stdout.readline())
+        port = int(line_of(one.ranks[0]))
         with Job(_JOIN.format(port=port, node=1, secret=_SECRET) + _WAITS, first_rank=1, failure_timeout_s=20) as two:
-            assert two.ranks[0].stdout is not None
-            assert two.ranks[0].stdout.readline() == "in\n"
+            assert line_of(two.ranks[0]) == "in\n"
             fuzzer, connect = Fuzzer(seed, _recorded()), _from_many_addresses(port, seed)
             outcome = _measured("hosts", one.guardian.pid, number, lambda: _bombard(connect, fuzzer, number))
             last = Job(_JOIN.format(port=port, node=2, secret=_SECRET) + _WAITS, first_rank=2, failure_timeout_s=20)
             with last as three:
-                assert three.ranks[0].stdout is not None
-                came = three.ranks[0].stdout.readline() == "in\n"
+                came = line_of(three.ranks[0]) == "in\n"
                 if not outcome.problem and not came:
                     outcome = replace(outcome, problem="the last host did not get in")
                 return _good_end(outcome, [one, two, three])
@@ -249,7 +244,6 @@ class _Node:
         self.readers: dict[socket.socket, Callable[[], None]] = {}
         self.hosts = Hosts(
             silence_s=3.0,
-            join_timeout_s=100.0,
             watch=self.readers.__setitem__,
             forget=lambda sock: self.readers.pop(sock, None),
         )

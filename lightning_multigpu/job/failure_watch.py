@@ -163,13 +163,7 @@ class FailureWatch:
         self._cut, self._world_size = None, 0
 
     def guarded(
-        self,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        *,
-        run: RunContext,
-        trainer: pl.Trainer | None,
+        self, function: Callable[..., Any], args: Any, kwargs: Any, *, run: RunContext, trainer: pl.Trainer | None
     ) -> Any:
         """Runs a rank's work; if the job fails, raises the exception of the rank that failed.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_multigpu.communication.main_store import hold_port
-from lightning_multigpu.job.library_messages import silence_deprecations, silence_tips
+from lightning_multigpu.job.library_messages import silence_deprecations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +73,16 @@ class RunContext:
 
     @contextmanager
     def chosen_port_held(self) -> Iterator[None]:
-        """Holds :attr:`main_port` until the end of the context, unless the user has named it."""
-        if self.node_rank == 0 and "MASTER_PORT" not in os.environ:
-            with hold_port(self.main_port):
-                yield
-        else:
+        """Holds :attr:`main_port` until the end of the context, and names it to ranks, unless the user has."""
+        if "MASTER_PORT" in os.environ:
             yield
+            return
+        with hold_port(self.main_port) if self.node_rank == 0 else nullcontext():
+            os.environ["MASTER_PORT"] = str(self.main_port)
+            try:
+                yield
+            finally:
+                os.environ.pop("MASTER_PORT", None)
 
     def tell_ranks(self) -> None:
         """Sets this rank in the cluster environment, Lightning's rank-zero helpers and the filters of messages."""
@@ -86,4 +90,3 @@ class RunContext:
         self.environment.set_world_size(self.world_size)
         rank_zero_only.rank = self.rank  # type: ignore[attr-defined]
         silence_deprecations(self.rank)
-        silence_tips()  # a spawned rank has made no strategy

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 
-from lightning_multigpu.job.guardian.failure import MAX_WHAT_BYTES, Failure, closing_lines, host_name, start_within
+from lightning_multigpu.job.guardian.failure import MAX_WHAT, Failure, closing_lines, host_name
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
 from lightning_multigpu.job.guardian.hang.stacks import answer_stack_signal
 from lightning_multigpu.job.guardian.proc import STOPPED, StoppedTime, WatchedProcess
@@ -32,6 +32,7 @@ class NoGuardianError(GuardianError):
 _LONGEST_LOOK_S = 0.5
 _SEEN_S = 5.0
 _IN_LINE_S = 0.02
+_SHORTEST_POLL_S, _POLL_S = 0.005, 0.1
 _BACKLOG = 256  # strangers may queue before the other hosts
 
 
@@ -45,6 +46,8 @@ class GuardianClient:
 
     Attributes:
         failure: the failure that ``on_failure`` was called with, or None.
+        find_failure: called several times a second in a run, in another thread; a failure that it finds, with its age,
+            is reported.
         flight_recorder: the record of this rank's steps and collectives, for the guardian to read.
         rests: the process is between two runs: neither its end nor the guardian's is a failure, until a rank begins the
             next run.
@@ -53,16 +56,10 @@ class GuardianClient:
         GuardianError: no guardian listens there, or it refuses this rank.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        rank: int,
-        on_failure: OnFailure,
-        timeout_s: float = 30.0,
-    ) -> None:
+    def __init__(self, address: str, *, rank: int, on_failure: OnFailure, timeout_s: float = 30.0) -> None:
         self.rank = rank
         self.failure: Failure | None = None
+        self.find_failure: Callable[[], tuple[Failure, float] | None] = lambda: None
         self.rests = False
         self._run = 1
         self._temporary: str | None = None
@@ -167,7 +164,7 @@ class GuardianClient:
 
         With ``waits`` returns when it has been shown; False if there is no guardian any more.
         """
-        self._send("show", advice=start_within(advice, MAX_WHAT_BYTES))
+        self._send("show", advice=advice[:MAX_WHAT])
         if waits:
             self._shown.wait(self._end_s + _SEEN_S)
         return self._is_shown if waits else not self._connection.closed
@@ -257,10 +254,6 @@ class GuardianClient:
         self._guardian.close()
         self.flight_recorder.detach()
 
-    def has_left(self, timeout_s: float) -> bool:
-        """Whether :meth:`leave` has been called; waits for that."""
-        return self._leaving.wait(timeout_s)
-
     # The other thread
 
     def _listen(self) -> None:
@@ -289,6 +282,9 @@ class GuardianClient:
             messages = self._connection.receive() if readable else []
             if self._connection.closed:
                 continue  # with its last messages
+            if self.failure is None and not self.rests and (found := self.find_failure()) is not None:
+                self.find_failure = lambda: None
+                self.failed(found[0], age_s=found[1])
             lasts_s = stopped_time.lasts_s()
             stopped_s = lasts_s or stopped_s
             if lasts_s > self._stopped_limit_s and not self.rests and not self._leaving.is_set():
@@ -380,3 +376,26 @@ def _connect(sock: socket.socket, address: str, deadline_s: float) -> None:
             if time.monotonic() > deadline_s:
                 raise
         time.sleep(_IN_LINE_S)
+
+
+def find(address: str, *, rank: int, on_failure: OnFailure, timeout_s: float) -> GuardianClient:
+    """Waits up to ``timeout_s`` for the guardian at the job's address to start, and connects to it.
+
+    Raises:
+        GuardianError: it does not start in time, refuses this rank, or is another user's.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    pause_s = _SHORTEST_POLL_S
+    while True:
+        try:
+            return GuardianClient(address, rank=rank, on_failure=on_failure)
+        except NoGuardianError as error:
+            if time.monotonic() > deadline_s:
+                raise GuardianError(
+                    f"rank {rank} has found no guardian on {host_name()} within {timeout_s:g} s: the first rank of "
+                    "this host, which starts it, has not come. Are MASTER_ADDR, MASTER_PORT and NODE_RANK the same "
+                    "for all ranks of the host, and has one of them LOCAL_RANK=0? Do all belong to one user, and to "
+                    "one container?"
+                ) from error
+        time.sleep(pause_s)
+        pause_s = min(_POLL_S, 1.5 * pause_s)

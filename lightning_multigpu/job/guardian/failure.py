@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import json
 import os
 import re
 import traceback
@@ -14,12 +13,11 @@ from typing import Any, NamedTuple
 from lightning_multigpu.job.guardian.hang.stacks import PYTHON, Frame
 
 TRACEBACK = "LIGHTNING_MULTIGPU_TRACEBACK"
-# As JSON, where a character takes 1 to 12 bytes; together they must fit into a message.
-MAX_WHAT_BYTES = 8_000
-MAX_TRACEBACK_BYTES = 64_000
-_MAX_NAME_BYTES = 1_000
+# Characters, which take up to 6 bytes each in JSON; together they must fit into a message.
+MAX_WHAT = 4_000
+MAX_TRACEBACK = 12_000
+_MAX_NAME = 300
 _MAX_LINES = 8
-_CHAR_BYTES = 12  # the most for a character: two escapes beyond the BMP
 
 
 class RankFailedError(RuntimeError):
@@ -122,11 +120,11 @@ class Failure(NamedTuple):
     def to_message(self) -> dict[str, Any]:
         """JSON values, cut to fit into one message; a traceback keeps its end."""
         return self._replace(
-            what=start_within(self.what, MAX_WHAT_BYTES),
-            host=start_within(self.host, _MAX_NAME_BYTES),
-            error_type=start_within(self.error_type, _MAX_NAME_BYTES),
-            message=start_within(self.message, MAX_WHAT_BYTES),
-            traceback=end_within(self.traceback, MAX_TRACEBACK_BYTES),
+            what=self.what[:MAX_WHAT],
+            host=self.host[:_MAX_NAME],
+            error_type=self.error_type[:_MAX_NAME],
+            message=self.message[:MAX_WHAT],
+            traceback=self.traceback[-MAX_TRACEBACK:],
         )._asdict()
 
     @classmethod
@@ -158,19 +156,6 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception:
         return "<exception str() failed>"
-
-
-def start_within(text: str, limit_bytes: int) -> str:
-    """The start of the text that takes at most ``limit_bytes`` in a message."""
-    text = text[:limit_bytes]
-    while (excess := len(json.dumps(text)) - 2 - limit_bytes) > 0:
-        text = text[: len(text) - -(-excess // _CHAR_BYTES)]
-    return text
-
-
-def end_within(text: str, limit_bytes: int) -> str:
-    """As :func:`start_within`, for the text's end."""
-    return start_within(text[-limit_bytes:][::-1], limit_bytes)[::-1]
 
 
 _BEGINS = "Traceback (most recent call last):"

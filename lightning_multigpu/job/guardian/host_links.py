@@ -9,7 +9,7 @@
 
 Silence, a closed connection and a reported failure are failures of the job on all hosts. The guardian that finds one
 ends its own ranks and informs node 0's, which informs all others. A host that is cut off reports that itself. Links
-between two other hosts are watched by their ranks: see :mod:`lightning_multigpu.job.link_watch`.
+between two other hosts are watched by their ranks: see :func:`lightning_multigpu.job.joining.broken_link`.
 
 The guardian that connects sends the secret of the job first; node 0's reads little, and waits a limited time, before
 it. Nothing is encrypted: only a private network protects the secret, as it protects gradients and exceptions.
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +50,6 @@ class Peer:
     received_s: float
     node_rank: int | None = None
     host: str = ""
-    came_from: str = ""
     trusted: bool = False
     paused: bool = False
     end_key: str | None = None
@@ -99,13 +97,11 @@ class Hosts:
         self,
         *,
         silence_s: float,
-        join_timeout_s: float,
         watch: Callable[[socket.socket, Callable[[], None]], None],
         forget: Callable[[socket.socket], None],
         on_message: Callable[[Hashable, Message], None] = lambda host, message: None,
     ) -> None:
         self.silence_s = silence_s
-        self._join_timeout_s = join_timeout_s
         self._watch, self._forget, self._on_message = watch, forget, on_message
         self._secret = ""
         self._own_rank = 0
@@ -118,7 +114,7 @@ class Hosts:
         self._strangers: list[Peer] = []
         self._listener: socket.socket | None = None  # while hosts have yet to connect
         self._awaited: set[int] = set()  # node ranks that have yet to connect
-        self._since_s = self._now_s = self._beat_s = 0.0
+        self._now_s = self._beat_s = 0.0
         self._found: Found | None = None
 
     @property
@@ -145,7 +141,7 @@ class Hosts:
     def listen(self, listener: socket.socket, *, num_nodes: int, secret: str, now_s: float) -> None:
         """On node 0: accepts the other hosts' guardians."""
         self._begin(secret, now_s)
-        self._since_s, self._awaited = now_s, set(range(1, num_nodes))
+        self._awaited = set(range(1, num_nodes))
         listener.setblocking(False)
         self._listener = listener
         self._watch(listener, lambda: self._accept(listener))
@@ -201,9 +197,6 @@ class Hosts:
             self._silent([peer for peer in waited_for if now_s - peer.received_s > self.silence_s - self._beat_every_s])
             for peer in silent:
                 self._drop(peer)
-        if self._awaited and now_s - self._since_s > self._join_timeout_s:
-            came = ", ".join(peer.name for peer in self._known()) or "none"
-            self._find(f"{len(self._awaited)} hosts have not come within {self._join_timeout_s:g} s; there are: {came}")
         found, self._found = self._found, None
         return found
 
@@ -304,17 +297,10 @@ class Hosts:
     def _accept(self, listener: socket.socket) -> None:
         for sock in accepted(listener):
             peer = Peer(Connection(sock, is_stranger=True), self._now_s)
-            with contextlib.suppress(OSError):  # it may have disconnected
-                peer.came_from = sock.getpeername()[0]
             if len(self._strangers) >= _MAX_STRANGERS:
-                self._drop(self._stranger_to_drop())
+                self._drop(self._strangers[0])  # a host introduces itself at once
             self._strangers.append(peer)
             self._watch(sock, partial(self._read, peer))
-
-    def _stranger_to_drop(self) -> Peer:
-        """The oldest stranger of the address with the most strangers."""
-        crowd = Counter(stranger.came_from for stranger in self._strangers).most_common(1)[0][0]
-        return next(stranger for stranger in self._strangers if stranger.came_from == crowd)
 
     def _drop(self, peer: Peer) -> None:
         for peers in (self._peers, self._strangers):

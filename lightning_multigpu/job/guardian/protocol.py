@@ -48,7 +48,8 @@ class ProtocolError(ValueError):
 
 def encode(kind: str, **fields: Any) -> bytes:
     """One message as a line; ProtocolError if it is longer than :data:`MAX_LINE_BYTES`."""
-    line = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
+    text = json.dumps({"kind": kind, **fields}, separators=(",", ":"), ensure_ascii=False)
+    line = text.encode(errors="replace") + b"\n"
     if len(line) > MAX_LINE_BYTES:
         raise ProtocolError(f"a message {kind!r} has {len(line)} bytes, the limit is {MAX_LINE_BYTES}; shorten it")
     return line

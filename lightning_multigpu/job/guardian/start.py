@@ -1,9 +1,15 @@
-"""The start of a host's guardian."""
+"""The start of a host's guardian, and its address.
+
+torchrun, srun or a shell start each rank separately, so that no rank inherits variables of another one. Such ranks and
+their guardian meet at a UNIX address that is computed from the job. The kernel knows the user and the PID namespace of
+each process: only processes with the same ones trust each other.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import select
@@ -11,16 +17,27 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES
-from lightning_multigpu.job.guardian.proc import refusal
-from lightning_multigpu.job.guardian.protocol import Connection
+from lightning_multigpu.job.guardian.proc import read_stat, refusal
+from lightning_multigpu.job.guardian.protocol import Connection, foreign, peer_of
 
 ADDRESS = "LIGHTNING_MULTIGPU_GUARDIAN"
 
 _START_TIMEOUT_S = 30.0
 _BACKLOG = 256
+_POLL_S = 0.1
+# Variables that differ between jobs of a scheduler, or restarts of a job, at the same address and port.
+_JOB_VARIABLES = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+)
 
 
 class GuardianError(RuntimeError):
@@ -45,7 +62,6 @@ class Guardian:
         *,
         num_ranks: int,
         failure_timeout_s: float = 15.0,
-        join_timeout_s: float = 600.0,
         hang_report_s: float | None = None,
         address: str | None = None,
     ) -> Guardian:
@@ -56,7 +72,6 @@ class Guardian:
         Args:
             num_ranks: ranks on this host.
             failure_timeout_s: seconds after a failure in which all ranks have to end, 1 or more.
-            join_timeout_s: seconds after the start in which the last rank has to connect.
             hang_report_s: seconds that a rank may wait in a collective before a report, 1 or more; None for no report.
             address: the address for ranks that do not inherit the environment; None for a random one.
 
@@ -77,7 +92,6 @@ class Guardian:
             settings: dict[str, object] = {
                 "num_ranks": num_ranks,
                 "failure_timeout_s": failure_timeout_s,
-                "join_timeout_s": join_timeout_s,
                 "owner_pid": os.getpid(),
                 "is_found": is_found,
                 "listener": listener.fileno(),
@@ -174,3 +188,54 @@ def _run(settings: dict[str, object], descriptors: tuple[int, ...]) -> int:
         why = started.stdout.strip() or f"{' '.join(command)} ended with {started.returncode}"
         raise GuardianError(f"the guardian does not start: {why}")
     return int(started.stdout)
+
+
+def address_of_job(
+    main_address: str, main_port: int, *, node_rank: int, attempt: int, variables: Mapping[str, str]
+) -> str:
+    """The address of a host's guardian; equal for the ranks of the job on one host, and only for them.
+
+    ``attempt`` is how often the processes have joined at the main address before. Of ``variables`` those count by which
+    torchrun and SLURM name the job and count its restarts.
+    """
+    job = [variables.get(name, "") for name in _JOB_VARIABLES]
+    parts = [str(os.getuid()), main_address, str(main_port), str(node_rank), str(attempt), *job]
+    return f"lightning-multigpu-job-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}"
+
+
+def start_at(
+    address: str | None, *, num_ranks: int, failure_timeout_s: float, hang_report_s: float | None = None
+) -> Guardian | None:
+    """Starts the guardian at the job's address, or a random one; None if a living process has done so already.
+
+    The guardian of a job that has just failed may still run: it has time to end.
+
+    Raises:
+        GuardianError: the guardian does not start, an earlier job's guardian does not end, or a process of another user
+            or container has taken the address.
+    """
+    began_s = time.monotonic()
+    while True:
+        try:
+            return Guardian.start(
+                num_ranks=num_ranks, failure_timeout_s=failure_timeout_s, hang_report_s=hang_report_s, address=address
+            )
+        except AddressTakenError:
+            assert address is not None
+            pid, why = _owner(address) or (0, "")
+            if why:
+                raise GuardianError(f"the guardian's address belongs to {why}; choose another MASTER_PORT") from None
+            if pid and (stat := read_stat(pid)) is not None and stat.state not in "ZX":
+                return None
+            if time.monotonic() - began_s > failure_timeout_s + 1:
+                raise
+        time.sleep(_POLL_S)
+
+
+def _owner(address: str) -> tuple[int, str] | None:
+    """The pid of the process that listens at an address, and why it is not of this job; None if no process answers."""
+    with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
+        sock.settimeout(1)
+        sock.connect("\0" + address)
+        return peer_of(sock)[0], foreign(sock)
+    return None

@@ -38,11 +38,10 @@ class Watchdog:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._is_found: bool = settings["is_found"]  # by ranks that it does not know yet
         self._timeout_s: float = settings["failure_timeout_s"]
-        self._join_timeout_s: float = settings["join_timeout_s"]
         self._directory: str | None = None
         self._node_rank: int | None = None
         self._tick_s = min(0.5, self._timeout_s / 20)
-        self._now_s = self._started_s = clock_s()
+        self._now_s = clock_s()
         self._owner = WatchedProcess(settings["owner_pid"])
         self._owner_gone = self._stopping = self._owner_shows = self._owner_raises = False
         self._owner_advice = ""
@@ -62,9 +61,8 @@ class Watchdog:
         self._pages_descriptor: int = settings["pages"]
         self._pages = mmap.mmap(self._pages_descriptor, PAGE_BYTES * self._ranks.num_ranks, prot=mmap.PROT_READ)
         self._hosts = Hosts(
-            silence_s=self._timeout_s / 2, join_timeout_s=self._join_timeout_s, watch=self._watch, forget=self._forget,
-            on_message=self._handle_host,
-        )  # fmt: skip
+            silence_s=self._timeout_s / 2, watch=self._watch, forget=self._forget, on_message=self._handle_host
+        )
         limit_s: float | None = settings["hang_report_s"]
         self._hang_watch = HangWatch(limit_s, self._ranks, self._pages)
         self._hangs = HangReports(limit_s, self._hang_watch, self._hosts, lambda: self._directory, self._end_deadlock)
@@ -77,7 +75,6 @@ class Watchdog:
             now_s = clock_s()
             if now_s - self._now_s > max(_SHORTEST_PAUSE_S, 4 * self._tick_s):
                 # This process and the ranks were stopped, or the machine asleep; they are resumed at other times.
-                self._started_s += now_s - self._now_s
                 self._ranks.restart_timers()
                 self._workers.restart_timers()
                 self._hosts.restart_timers(now_s)
@@ -265,7 +262,6 @@ class Watchdog:
         return os.path.join(self._directory, f"failure-{host_name()}{node}.txt")
 
     def _observe_joining(self) -> None:
-        missing = self._ranks.num_ranks - len(self._ranks)
         if not self._owner_gone and self._owner.state() == ENDED:
             self._owner_gone = True
             exit_code = self._owner.exit_code()
@@ -273,13 +269,6 @@ class Watchdog:
             if exit_code != 0 and self._ranks.at_work and not is_rank:
                 what = f"the process {self._owner.pid}, which started the ranks, {ended_text(exit_code)}"
                 self._fail(Failure(what, host=host_name()), self._now_s)
-        elif missing and len(self._ranks) and self._now_s - self._started_s > self._join_timeout_s:
-            came = ", ".join(str(rank.rank) for rank in self._ranks)
-            what = (
-                f"{missing} of {self._ranks.num_ranks} ranks have not come within {self._join_timeout_s:g} s; "
-                f"there are: {came}"
-            )
-            self._fail(Failure(what, host=host_name()), self._now_s)
         elif (late := self._ranks.late(self._now_s)) is not None:
             self._fail(late.failure("has not joined the others in time (join_timeout_s)", None), self._now_s)
 

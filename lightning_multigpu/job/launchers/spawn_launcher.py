@@ -9,7 +9,7 @@ import pickle
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -80,24 +80,8 @@ class SpawnLauncher(MultiProcessingLauncher):
         self._check(trainer)
         if trainer is not None:
             args = self.joining.resume(function, args, trainer)
-        with self._one_port_for_all_ranks():
+        with self.run.chosen_port_held():  # a later run chooses again: another program may have taken the port by then
             return self._launch(function, args, trainer, kwargs)
-
-    @contextlib.contextmanager
-    def _one_port_for_all_ranks(self) -> Iterator[None]:
-        """Chooses a free port for all ranks, and passes it through the environment.
-
-        A later run in this process chooses again: another program may have taken the port by then.
-        """
-        before = os.environ.get("MASTER_PORT")
-        with self.run.chosen_port_held():
-            os.environ["MASTER_PORT"] = str(self.run.main_port)
-            try:
-                yield
-            finally:
-                os.environ.pop("MASTER_PORT", None)
-                if before is not None:
-                    os.environ["MASTER_PORT"] = before
 
     def _launch(
         self, function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer | None, kwargs: dict[str, Any]

@@ -46,12 +46,8 @@ class Job:
     def __enter__(self) -> Job:
         try:
             for rank in self.ranks:
-                assert rank.stdout is not None
-                assert rank.stdout.readline() == "ready\n"
-            for rank in self.ranks:
-                assert rank.stdin is not None
-                rank.stdin.write("go\n")
-                rank.stdin.flush()
+                assert line_of(rank) == "ready\n"
+            self.go_on()
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -67,6 +63,11 @@ class Job:
         self.guardian.stop()
         if kind is not None and is_alive(self.guardian.pid):
             os.kill(self.guardian.pid, signal.SIGKILL)
+
+    def go_on(self) -> None:
+        """Ends the wait of all ranks for a line on their standard input."""
+        for rank in self.ranks:
+            go_on(rank)
 
     def outcome(self) -> tuple[list[int], list[str]]:
         """Waits for all ranks; exit codes and what they have printed."""
@@ -88,6 +89,19 @@ def start_rank(rank: int, statements: str, address: str) -> subprocess.Popen[str
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    """The next line that the process prints."""
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def go_on(process: subprocess.Popen[str]) -> None:
+    """Ends the wait of a process for a line on its standard input."""
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
 
 
 def is_alive(pid: int) -> bool:

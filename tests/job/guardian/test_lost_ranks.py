@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.job.guardian.job import WORK, Job, eventually, is_alive
+from tests.job.guardian.job import WORK, Job, eventually, go_on, is_alive, line_of
 from tests.job.guardian.test_end_of_run import FINISH, FORKS
 from tests.job.guardian.test_hang_reports import LIMIT_S, Terminal, waits_in
 from tests.job.guardian.test_host_links import two_hosts
@@ -75,8 +75,7 @@ def test_its_workers_and_its_directory_go_with_it_while_the_others_work(tmp_path
         "sys.stdin.readline(); " + FINISH, "client.can_be_lost()\n" + FORKS.replace("{place}", str(tmp_path))
     ) as job:
         first, rank = job.ranks
-        assert rank.stdout is not None
-        lines = [rank.stdout.readline().split() for _ in range(3)]
+        lines = [line_of(rank).split() for _ in range(3)]
         workers = [int(pid) for kind, pid in lines if kind == "worker"]
         try:
             time.sleep(1.0)  # the guardian looks several times a second
@@ -84,9 +83,7 @@ def test_its_workers_and_its_directory_go_with_it_while_the_others_work(tmp_path
             assert eventually(lambda: not any(is_alive(pid) for pid in workers))
             assert eventually(lambda: not list(tmp_path.iterdir()))
             assert first.poll() is None
-            assert first.stdin is not None
-            first.stdin.write("\n")
-            first.stdin.flush()
+            go_on(first)
             assert first.communicate(timeout=60)[0] == "finished True\n"
             assert job.guardian_ends()
         finally:
@@ -104,8 +101,7 @@ def test_one_that_fails_and_does_not_end_is_killed(capfd: pytest.CaptureFixture[
 
 def test_one_that_is_stopped_for_long_is_lost(capfd: pytest.CaptureFixture[str]) -> None:
     with Job(FINISH, DECLARES + "print('x', flush=True); time.sleep(600)", failure_timeout_s=2.0) as job:
-        assert job.ranks[1].stdout is not None
-        assert job.ranks[1].stdout.readline() == "x\n"
+        assert line_of(job.ranks[1]) == "x\n"
         job.ranks[1].send_signal(signal.SIGSTOP)
         assert job.outcome()[0] == [0, -signal.SIGKILL]
         assert job.guardian_ends()

@@ -16,7 +16,7 @@ import pytest
 
 from lightning_multigpu.job.guardian import Guardian, GuardianClient
 from lightning_multigpu.job.guardian.protocol import MAX_STRANGER_BYTES, encode
-from tests.job.guardian.job import Job, is_alive
+from tests.job.guardian.job import Job, is_alive, line_of
 from tests.job.guardian.test_host_links import JOIN, LISTEN, SECRET
 
 pytestmark = pytest.mark.launch
@@ -25,13 +25,6 @@ NOBODY = 65534
 as_other_user = pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
 # Until the test has done its part; then in order.
 WAITS = "sys.stdin.readline(); client.leave()"
-
-
-def go_on(job: Job) -> None:
-    for rank in job.ranks:
-        assert rank.stdin is not None
-        rank.stdin.write("\n")
-        rank.stdin.flush()
 
 
 def resident_kb(pid: int) -> int:
@@ -55,9 +48,8 @@ def answer(stranger: socket.socket) -> bytes:
 @contextmanager
 def listening() -> Iterator[tuple[Job, tuple[str, int]]]:
     """Node 0 of two, and the address at which its guardian listens for the other."""
-    with Job(LISTEN + WAITS, failure_timeout_s=20) as job:
-        assert job.ranks[0].stdout is not None
-        yield job, ("127.0.0.1", int(job.ranks[0].stdout.readline()))
+    with Job(LISTEN + WAITS, failure_timeout_s=60) as job:  # of which half is left to who says nothing
+        yield job, ("127.0.0.1", int(line_of(job.ranks[0])))
 
 
 def crowd(guardian: int, address: tuple[str, int], number: int) -> None:
@@ -83,10 +75,9 @@ def test_a_full_table_of_strangers_from_the_network_does_not_end_the_guardian() 
     with listening() as (one, address):
         crowd(one.guardian.pid, address, 257)
         with Job(JOIN.format(port=address[1], secret=SECRET) + WAITS, first_rank=1, failure_timeout_s=20) as two:
-            assert two.ranks[0].stdout is not None
-            assert two.ranks[0].stdout.readline() == "None\n", "the other host comes in all the same"
+            assert line_of(two.ranks[0]) == "None\n", "the other host comes in all the same"
             for job in (one, two):
-                go_on(job)
+                job.go_on()
                 assert job.outcome()[0] == [0]
 
 
@@ -101,7 +92,7 @@ def test_another_user_is_refused_at_once() -> None:
         sock.settimeout(20)
         assert "it is a process of user 65534, and not of user 0" in sock.recv(1000).decode()
         assert sock.recv(1000) == b"", "closed"
-        go_on(job)
+        job.go_on()
         assert job.outcome()[0] == [0]
 
 
@@ -148,6 +139,6 @@ def test_without_descriptors_no_rank_has_ended() -> None:
         resource.prlimit(job.guardian.pid, resource.RLIMIT_NOFILE, (3, limit[1]))
         time.sleep(3)
         resource.prlimit(job.guardian.pid, resource.RLIMIT_NOFILE, limit)
-        go_on(job)
+        job.go_on()
         assert job.outcome()[0] == [0, 0]
         assert job.guardian_ends()

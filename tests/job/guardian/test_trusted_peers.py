@@ -38,7 +38,7 @@ class Guarded:
         self._pages = os.memfd_create("pages")
         os.ftruncate(self._pages, PAGE_BYTES)
         self.watchdog = Watchdog({
-            "num_ranks": 1, "failure_timeout_s": 600.0, "join_timeout_s": 600.0,
+            "num_ranks": 1, "failure_timeout_s": 600.0,
             "owner_pid": os.getpid(), "is_found": False, "listener": listener.detach(),
             "owner_link": theirs.detach(), "pages": self._pages, "hang_report_s": 1.0,
         })  # fmt: skip
@@ -87,7 +87,8 @@ def test_a_failure_and_many_long_waits_fit_into_a_message(guarded: Guarded) -> N
     failure = Failure(
         "x" * 9_000, host="é" * 60_000, error_type="y" * 60_000, message="x" * 9_000, traceback="é" * 64_000
     )
-    encode("failure", failure=failure.to_message(), waited=in_message(["é" * 1_000] * 1_000))
+    encode("failure", failure=failure.to_message())
+    encode("waited", lines=in_message(["é" * 1_000] * 1_000))
     guarded.watchdog._fail(failure, 0.0)
     assert guarded.watchdog._shutdown is not None
 

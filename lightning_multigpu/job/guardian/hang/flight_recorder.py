@@ -118,7 +118,6 @@ class FlightRecorder:
         self._memory = memory
         self._at = PAGE_BYTES * slot
         self._rows: dict[tuple[str, str], _Row | None] = {}
-        self._names: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
     def completed(self, step: int) -> None:
@@ -137,10 +136,7 @@ class FlightRecorder:
         row = self._row(group, ranks, group_size)
         if row is None:
             return None
-        name = self._names.get(operation)
-        if name is None:
-            name = self._names[operation] = operation.encode()[: 24 - 1]
-        note = Note(self, row, name, size_bytes, AWAITED if awaited else UNDER_WAY)
+        note = Note(self, row, _text(operation, 24), size_bytes, AWAITED if awaited else UNDER_WAY)
         with self._lock:
             row.begun += 1
             note.number = row.begun
@@ -220,22 +216,9 @@ def read_entries(memory: Any, slot: int, *, attempts: int = 5) -> list[Entry]:
         if state == FREE:
             break  # rows are taken in their order
         group, ranks, group_size = _LASTING.unpack_from(first, _LASTING_AT)
-        (place,) = _PLACE.unpack_from(first, _PLACE_AT)
-        entries.append(
-            Entry(
-                _read(group),
-                _read(ranks),
-                group_size,
-                state,
-                begun,
-                number,
-                _read(operation),
-                size_bytes,
-                since_s,
-                thread,
-                _read(place) if state == BROKEN else "",
-            )
-        )
+        place = _read(*_PLACE.unpack_from(first, _PLACE_AT)) if state == BROKEN else ""
+        changing = state, begun, number, _read(operation), size_bytes, since_s, thread
+        entries.append(Entry(_read(group), _read(ranks), group_size, *changing, place))
     return entries
 
 

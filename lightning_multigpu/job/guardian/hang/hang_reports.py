@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from lightning_multigpu.job.guardian.blocking import append, show
 from lightning_multigpu.job.guardian.failure import host_name
-from lightning_multigpu.job.guardian.hang.waiting_graph import Call, View, calls, deadlock, lasting, verdict
+from lightning_multigpu.job.guardian.hang.waiting_graph import View, calls, deadlock, lasting, verdict
 from lightning_multigpu.job.guardian.hang.waits import HangWatch, Waits
 from lightning_multigpu.job.guardian.host_links import Hosts
 from lightning_multigpu.job.guardian.protocol import Message
@@ -88,7 +88,7 @@ class HangReports:
         elif current.keys() - self._seen or (current and now_s >= self._again_s):
             self._collect()
         else:
-            self._seen &= current.keys()
+            self._seen &= set(current)
 
     def handle(self, host: Hashable, message: Message) -> None:
         """Handles a message of another host's guardian, of one of :data:`KINDS`."""
@@ -131,10 +131,12 @@ class HangReports:
     def _report(self, current: Waits) -> None:
         self._until_s, self._seen = None, set(current)
         assert self.limit_s is not None
-        idle = lasting(self._before, self._views)
-        ranks = deadlock(self._views, lasting=idle, at_least_s=self._now_s - self._begun_s)
+        unchanged = {int(name) for name in current if name.isdigit()}
+        idle = lasting(self._before, self._views) & unchanged
         # A wait is noted, or two looks have shown it; a rank that computes does not wait.
         waits = {name: since_s for name, since_s in current.items() if not name.isdigit() or int(name) in idle}
+        taken_s = self._now_s - self._begun_s
+        ranks = deadlock(self._views, lasting=idle, at_least_s=taken_s) if waits else ""
         if waits and (ranks or not self._reported):
             waited_s = self._now_s - min(waits.values())
             text = hang_report(
@@ -166,7 +168,7 @@ _SHOWN_FRAMES = 8
 
 
 def hang_report(views: Sequence[View], *, waited_s: float, limit_s: float, file: str | None, ends: bool = False) -> str:
-    """The text of a report: the verdict, then a table of all ranks, then the place of each rank.
+    """The text of a report: the verdict, then the place of each rank.
 
     ``file`` has all stacks. With ``ends``, ranks wait for each other, so that the run is ended.
     """
@@ -175,8 +177,6 @@ def hang_report(views: Sequence[View], *, waited_s: float, limit_s: float, file:
     lines = [
         f"No progress for {waited_s:.0f} s (hang_report_s={limit_s:g}). {outcome}.",
         *(f"  {line}." for line in verdict(views)),
-        "",
-        *_table(views),
         "",
     ]
     for view in views[:_SHOWN_RANKS]:
@@ -202,28 +202,14 @@ def _most_telling_first(view: View) -> tuple[bool, int]:
     return bool(calls(view)), view.rank
 
 
-def _table(views: Sequence[View]) -> list[str]:
-    rows = [("rank", "host", "pid", "steps", "waits in", "for")]
-    for view in sorted(views, key=lambda view: view.rank)[:_SHOWN_RANKS]:
-        own: Sequence[Call | None] = calls(view) or [None]
-        for call in own:
-            what = "no collective" if call is None else call.name
-            what = view.gone.removeprefix("it ") if view.gone else what
-            for_s = f"{call.for_s:.0f} s" if call is not None and call.number else ""
-            rows.append((str(view.rank), view.host, str(view.pid), str(view.step), what, for_s))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-
-
 def _short_stack(view: View) -> list[str]:
     """The main thread's frames: the user's, and around them the innermost of the libraries."""
+    name = f"Rank {view.rank} (host {view.host}, pid {view.pid}, last completed step {view.step})"
     if not view.stacks.main:
-        return [f"Rank {view.rank}: {view.gone or view.stacks.text}"]
+        return [f"{name}: {view.gone or view.stacks.text}"]
     frames = view.stacks.main
     users = [index for index, frame in enumerate(frames) if frame.is_users][:_SHOWN_FRAMES]
     others = [index for index, frame in enumerate(frames) if not frame.is_users]
     shown = sorted([*users, *others[: max(_SHOWN_FRAMES - len(users), 2)]])
     lines = [frames[index].text for index in shown]
-    return [f"Rank {view.rank}, main thread, most recent call first:", *(f"    {line}" for line in lines)]
+    return [f"{name}, main thread, most recent call first:", *(f"    {line}" for line in lines)]

@@ -52,7 +52,7 @@ class Frame(NamedTuple):
     @property
     def is_users(self) -> bool:
         """True if the file is neither a library that this pack knows nor Python's own."""
-        return not self.library
+        return not self.library and not self.file.startswith("<string")  # of dataclasses
 
     @property
     def library(self) -> str:

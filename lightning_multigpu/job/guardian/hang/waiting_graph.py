@@ -8,20 +8,13 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
-from lightning_multigpu.job.guardian.failure import end_within, start_within
-from lightning_multigpu.job.guardian.hang.flight_recorder import (
-    AWAITED,
-    DEVICE,
-    UNDER_WAY,
-    Entry,
-    parse_ranks,
-)
+from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, DEVICE, UNDER_WAY, Entry, parse_ranks
 from lightning_multigpu.job.guardian.hang.stacks import Frame, Stacks
 
 _MAX_FRAMES = 40
-_MAX_STACKS_BYTES = 36_000
-_MAX_FILE_BYTES = 1_200
-_MAX_FUNCTION_BYTES = 300
+_MAX_STACKS = 8_000  # characters
+_MAX_FILE = 200
+_MAX_FUNCTION = 100
 _MAX_OTHERS = 16
 _IDLE_TICKS = 10  # a thread that uses less processor time between two looks waits
 
@@ -53,12 +46,10 @@ class View(NamedTuple):
     def to_message(self) -> dict[str, Any]:
         """JSON values, cut to fit into one message."""
         frames = [
-            frame._replace(
-                file=end_within(frame.file, _MAX_FILE_BYTES), function=start_within(frame.function, _MAX_FUNCTION_BYTES)
-            )
+            frame._replace(file=frame.file[-_MAX_FILE:], function=frame.function[:_MAX_FUNCTION])
             for frame in self.stacks.main[:_MAX_FRAMES]
         ]
-        stacks = Stacks(end_within(self.stacks.text, _MAX_STACKS_BYTES), tuple(frames))
+        stacks = Stacks(self.stacks.text[-_MAX_STACKS:], tuple(frames))
         return self._replace(stacks=stacks)._asdict()
 
     @classmethod
@@ -99,18 +90,10 @@ def calls(view: View) -> list[Call]:
     if view.gone:
         return []
     noted = [entry for entry in view.entries if entry.state == AWAITED]
-    found = [
-        Call(
-            view.rank,
-            e.operation,
-            e.group,
-            e.ranks,
-            e.number,
-            e.since_s,
-            view.stacks.place if e.thread == DEVICE or _is_main(e, view) else "",
-        )
-        for e in noted
-    ]
+    found = []
+    for e in noted:
+        place = view.stacks.place if e.thread == DEVICE or _is_main(e, view) else ""
+        found.append(Call(view.rank, e.operation, e.group, e.ranks, e.number, e.since_s, place))
     seen = view.stacks.collective
     if seen is not None and not any(_is_main(e, view) or (e.thread, e.operation) == (DEVICE, seen[0]) for e in noted):
         found.append(Call(view.rank, seen.operation, "", "", 0, 0.0, seen.place))
@@ -124,50 +107,43 @@ def _is_main(entry: Entry, view: View) -> bool:
 def verdict(views: Iterable[View]) -> list[str]:
     """The findings about ranks that wait in collectives, one in each line."""
     by_rank = {view.rank: view for view in sorted(views)}
-    waiting: dict[tuple[str, str], list[Call]] = {}
+    waiting: dict[tuple[str, str, int], list[Call]] = {}
     for view in by_rank.values():
         for call in calls(view):
-            waiting.setdefault((call.group, call.ranks), []).append(call)
-    lines = []
-    for (group, ranks), found in waiting.items():
-        if not group:
-            continue
-        members = sorted(parse_ranks(ranks) or by_rank)
-        for number in sorted({call.number for call in found}):
-            lines.append(_noted(by_rank, members, [call for call in found if call.number == number]))
-    if ("", "") in waiting:
-        lines += _not_noted(by_rank, waiting["", ""])
-    return lines
+            waiting.setdefault((call.group, call.ranks, call.number), []).append(call)
+    # Calls that only stacks show come last: their group is not known, so all ranks may be in it.
+    ordered = sorted(waiting.items(), key=lambda item: (not item[0][0], item[0][2]))
+    return [_finding(by_rank, sorted(parse_ranks(ranks) or by_rank), found) for (_, ranks, _), found in ordered]
 
 
-def _noted(by_rank: dict[int, View], members: list[int], found: list[Call]) -> str:
-    """One collective of one group: the ranks that wait in it, and what the other members do."""
-    operations: dict[str, list[int]] = {}
+def _finding(by_rank: dict[int, View], members: list[int], found: list[Call]) -> str:
+    """One collective: the ranks that wait in it, and what the other members of its group do."""
+    by_name: dict[str, list[int]] = {}
     for call in found:
-        operations.setdefault(call.operation, []).append(call.rank)
-    first = found[0]
-    for_s = max(call.for_s for call in found)
-    if len(operations) > 1:
-        what = ", ".join(f"{_ranks(ranks)} in {operation} #{first.number}" for operation, ranks in operations.items())
-        head = f"Mismatch: different collectives of group {first.group} at the same time: {what}, for {for_s:.0f} s"
-    else:
-        who = [call.rank for call in found]
-        at = f" ({first.place})" if first.place else ""
-        elsewhere = [by_rank.get(rank) for rank in members if rank not in who]
-        only = bool(elsewhere) and all(
-            v is not None and calls(v) and _begun(v, first) < first.number for v in elsewhere
-        )
-        verb = _plural(who, "is", "are") if only else _plural(who, "waits", "wait")
-        head = f"{_ranks(who)} {verb} in {first.name}{at} for {for_s:.0f} s"
-        head = f"Only {head}" if only else head[0].upper() + head[1:]
-    there = {call.rank for call in found}
+        by_name.setdefault(call.name, []).append(call.rank)
+    first, there = found[0], {call.rank for call in found}
+    for_s = f" for {max(call.for_s for call in found):.0f} s" if first.number else ""
     absent = [rank for rank in members if rank not in there]
+    if len({call.operation for call in found}) > 1:
+        named = "; ".join(f"{_ranks(ranks)} in {name}" for name, ranks in by_name.items())
+        head = f"Mismatch: different collectives at the same time: {named}{',' * bool(for_s)}{for_s}"
+    else:
+        views = [by_rank.get(rank) for rank in absent]
+        only = bool(views) and all(v is not None and _is_in_another(v, first) for v in views)
+        is_in = ("is", "are") if only or not first.number else ("waits", "wait")
+        at = f" ({first.place})" if first.number and first.place else ""
+        named = "; ".join(f"{_ranks(ranks)} {is_in[len(ranks) > 1]} in {name}{at}" for name, ranks in by_name.items())
+        head = f"Only {named}{for_s}" if only else named[0].upper() + named[1:] + for_s
     others = [_other(by_rank.get(rank), rank, first) for rank in absent[:_MAX_OTHERS]]
     if absent[_MAX_OTHERS:]:
         others.append(f"{len(absent) - _MAX_OTHERS} more ranks are not there")
-    if not others and len(operations) == 1:
+    if not others and not head.startswith("Mismatch"):
         others = ["all ranks of the group have come: their messages are slow or lost"]
     return "; ".join([head, *others])
+
+
+def _is_in_another(view: View, call: Call) -> bool:
+    return not call.number or (bool(calls(view)) and _begun(view, call) < call.number)
 
 
 def _other(view: View | None, rank: int, call: Call) -> str:
@@ -175,7 +151,7 @@ def _other(view: View | None, rank: int, call: Call) -> str:
     if view is None:
         return f"nothing is known of rank {rank}"
     entry = _entry(view, call)
-    if _begun(view, call) < call.number:
+    if not call.number or _begun(view, call) < call.number:
         came = "has not come"
     elif entry is not None and entry.number == call.number and entry.state == UNDER_WAY:
         came = "has come, and does not wait"
@@ -202,24 +178,6 @@ def _doing(view: View) -> str:
         at = f" ({own[0].place})" if own[0].number and own[0].place else ""
         return f"it is in another collective, {own[0].name}{at}"
     return f"it is at {view.stacks.place}" if view.stacks.main else view.stacks.text
-
-
-def _not_noted(by_rank: dict[int, View], found: list[Call]) -> list[str]:
-    """Calls outside of the strategy, a user's own for example, which only stacks show."""
-    by_call: dict[tuple[str, str], list[int]] = {}
-    for call in found:
-        by_call.setdefault((call.operation, call.place), []).append(call.rank)
-    named = [f"{_ranks(ranks)} in {operation}, called at {place}" for (operation, place), ranks in by_call.items()]
-    if len({operation for operation, _ in by_call}) > 1:
-        head = f"Mismatch: different collectives at the same time: {'; '.join(named)}"
-    elif len(found) == len(by_rank):
-        where = " and ".join(f"at {place} ({_ranks(ranks)})" for (_, place), ranks in by_call.items())
-        return [f"All ranks are in {found[0].operation}, called {where}"]
-    else:
-        head = f"Only {'; '.join(named)}".replace(" in ", f" {_plural(found, 'is', 'are')} in ", 1)
-    there = {call.rank for call in found}
-    others = [f"rank {rank} is not: {_doing(view)}" for rank, view in sorted(by_rank.items()) if rank not in there]
-    return ["; ".join([head, *others])]
 
 
 def lasting(before: Iterable[View], views: Iterable[View]) -> set[int]:
@@ -306,7 +264,3 @@ def _is_elsewhere(view: View, call: Call) -> bool:
 def _ranks(ranks: list[int]) -> str:
     *most, last = map(str, sorted(ranks))
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
-
-
-def _plural(items: list[Any], one: str, many: str) -> str:
-    return one if len(items) == 1 else many

@@ -6,13 +6,12 @@ outside of the strategy shows only in a stack: so a rank whose page does not cha
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_multigpu.job.guardian.failure import host_name, start_within
+from lightning_multigpu.job.guardian.failure import host_name
 from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, BROKEN, Entry, read_entries, read_steps
 from lightning_multigpu.job.guardian.hang.stacks import Question, Stacks, StackSignal
 from lightning_multigpu.job.guardian.hang.waiting_graph import View, waits_for
@@ -127,8 +126,8 @@ def _gone(rank: WatchedRank) -> str:
     return "it has ended" if rank.process.state() == ENDED else ""
 
 
-_MAX_MESSAGE_LINES = 128
-_MAX_LINE_BYTES = 300
+_MAX_MESSAGE_LINES = 64
+_MAX_LINE = 200
 # Looks for answers at a failure, and pauses between them. They are counted, without a clock: on a busy machine both the
 # ranks and the guardian are late.
 _LOOKS = 40
@@ -170,6 +169,6 @@ def last_waits(
     return lines
 
 
-def in_message(lines: Iterable[object]) -> list[str]:
+def in_message(lines: list[str]) -> list[str]:
     """The lines, cut to fit into a message beside a failure."""
-    return [start_within(str(line), _MAX_LINE_BYTES) for line in itertools.islice(lines, _MAX_MESSAGE_LINES)]
+    return [line[:_MAX_LINE] for line in lines[:_MAX_MESSAGE_LINES]]
