@@ -1,10 +1,10 @@
-"""Malformed, cut, repeated and reordered messages, to every socket of guardians and to those who join.
+"""Malformed, cut, repeated and reordered messages, to the listener of guardians and to those who join.
 
     python -m benchmarks.guardian_fuzz [--messages 100000] [--seed 0] [--only NAME ...]
 
 Each target gets the messages one after the other, from a seeded generator. Afterwards the guardian must be there, its
 memory must not have grown by more than 5 MB, and the job must go on: its ranks end in order, and hosts that are still
-to come get in. For ranks and hosts that are trusted already see ``guardian_fuzz_trusted.py``.
+to come get in.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import random
 import socket
 import struct
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,13 +26,10 @@ from typing import Any
 
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from benchmarks import guardian_fuzz_trusted
 from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError
-from lightning_multigpu.job.guardian import GuardianClient, GuardianError
 from lightning_multigpu.job.guardian.host_links import Hosts
 from lightning_multigpu.job.guardian.protocol import encode
-from lightning_multigpu.job.guardian.start import ADDRESS
-from tests.job.guardian.job import DEADLINE_S, Job, is_alive
+from tests.job.guardian.job import DEADLINE_S, Job, go_on, is_alive, line_of
 
 MAX_GROWTH_KB = 5_000
 _SECRET = os.urandom(32).hex()
@@ -42,7 +38,7 @@ _JOIN = "client.join_hosts('127.0.0.1', {port}, node_rank={node}, secret={secret
 _WAITS = "sys.stdin.readline(); client.leave()"
 _KINDS = (
     *("hello", "welcome", "refused", "leave", "at end", "joined", "joining", "failed"),
-    *("failure", "alive", "done", "end now", "all at end", "listen", "join", "directory", "stacks", "view", "waiting"),
+    *("failure", "alive", "done", "end now", "all at end", "view", "waiting"),
 )  # fmt: skip
 _FIELDS = ("secret", "rank", "node_rank", "host", "num_nodes", "failure", "limit_s", "pid", "slot", "num_slots")
 _ODD: tuple[Any, ...] = (
@@ -157,10 +153,8 @@ def _good_end(outcome: Outcome, jobs: Sequence[Job]) -> Outcome:
     codes = []
     for job in jobs:
         for rank in job.ranks:
-            assert rank.stdin is not None
             with contextlib.suppress(OSError):
-                rank.stdin.write("\n")
-                rank.stdin.flush()
+                go_on(rank)
     for job in jobs:
         codes += job.outcome()[0]
     bad = f"the ranks have ended with {codes}" if any(codes) else ""
@@ -178,40 +172,17 @@ def _recorded() -> list[bytes]:
     ]
 
 
-def ranks(number: int, seed: int) -> Outcome:
-    """The guardian's UNIX socket, from processes of the same user; others are refused when they connect."""
-    with Job(_WAITS, _WAITS) as job:
-        address = "\0" + job.guardian.environment[ADDRESS]
-
-        def connect() -> socket.socket:
-            sock = socket.socket(socket.AF_UNIX)
-            sock.settimeout(DEADLINE_S)
-            while True:
-                try:
-                    sock.connect(address)
-                    return sock
-                except BlockingIOError:
-                    time.sleep(0.001)
-
-        fuzzer = Fuzzer(seed, _recorded())
-        outcome = _measured("ranks", job.guardian.pid, number, lambda: _bombard(connect, fuzzer, number))
-        return _good_end(outcome, [job])
-
-
 def hosts(number: int, seed: int) -> Outcome:
     """The listener of node 0; node 2 of 3 comes when it is over."""
     with Job(_LISTEN.format(secret=_SECRET) + _WAITS, failure_timeout_s=20) as one:
-        assert one.ranks[0].stdout is not None
-        port = int(one.ranks[0].stdout.readline())
+        port = int(line_of(one.ranks[0]))
         with Job(_JOIN.format(port=port, node=1, secret=_SECRET) + _WAITS, first_rank=1, failure_timeout_s=20) as two:
-            assert two.ranks[0].stdout is not None
-            assert two.ranks[0].stdout.readline() == "in\n"
+            assert line_of(two.ranks[0]) == "in\n"
             fuzzer, connect = Fuzzer(seed, _recorded()), _from_many_addresses(port, seed)
             outcome = _measured("hosts", one.guardian.pid, number, lambda: _bombard(connect, fuzzer, number))
             last = Job(_JOIN.format(port=port, node=2, secret=_SECRET) + _WAITS, first_rank=2, failure_timeout_s=20)
             with last as three:
-                assert three.ranks[0].stdout is not None
-                came = three.ranks[0].stdout.readline() == "in\n"
+                came = line_of(three.ranks[0]) == "in\n"
                 if not outcome.problem and not came:
                     outcome = replace(outcome, problem="the last host did not get in")
                 return _good_end(outcome, [one, two, three])
@@ -236,50 +207,6 @@ def listening_port(pid: int) -> int:
     rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     (port,) = {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
     return port
-
-
-def joining_rank(number: int, seed: int) -> Outcome:
-    """A rank whose guardian's address answers with such messages: it gets an error that says so, and no other."""
-    fuzzer = Fuzzer(seed, _recorded())
-    return _impostor("a rank that joins", number, fuzzer, _join_as_rank)
-
-
-def _join_as_rank(address: str) -> None:
-    with contextlib.suppress(GuardianError):
-        GuardianClient(address, None, rank=0, on_failure=lambda failure: None, timeout_s=5.0).leave()
-
-
-def _impostor(target: str, number: int, fuzzer: Fuzzer, join: Callable[[str], None]) -> Outcome:
-    address = f"lightning-multigpu-fuzz-{os.getpid()}"
-    sent = 0
-    before_kb, since_s, problem = resident_kb(os.getpid()), time.monotonic(), ""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("\0" + address)
-        listener.listen(8)
-
-        def answer() -> None:
-            nonlocal sent
-            with contextlib.suppress(OSError):
-                while True:
-                    sock, _ = listener.accept()
-                    messages = fuzzer.messages()
-                    for message in messages:
-                        with contextlib.suppress(OSError):
-                            sock.send(message, socket.MSG_NOSIGNAL)
-                    sent += len(messages)
-                    sock.close()
-
-        thread = threading.Thread(target=answer, daemon=True)
-        thread.start()
-        while sent < number and not problem:
-            try:
-                join(address)
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join()
-    growth_kb = resident_kb(os.getpid()) - before_kb
-    return Outcome(target, sent, time.monotonic() - since_s, growth_kb, problem)
 
 
 def joining_host(number: int, seed: int) -> Outcome:
@@ -317,7 +244,6 @@ class _Node:
         self.readers: dict[socket.socket, Callable[[], None]] = {}
         self.hosts = Hosts(
             silence_s=3.0,
-            join_timeout_s=100.0,
             watch=self.readers.__setitem__,
             forget=lambda sock: self.readers.pop(sock, None),
         )
@@ -353,25 +279,8 @@ def notes(number: int, seed: int) -> Outcome:
     )
 
 
-def _trusted(target: str, bombard: Callable[[int, int], str]) -> Callable[[int, int], Outcome]:
-    def outcome(number: int, seed: int) -> Outcome:
-        warm = bombard(number // 50, seed + 1)  # the memory of this process, which holds the tests too, settles
-        before_kb, since_s = resident_kb(os.getpid()), time.monotonic()
-        problem = warm or bombard(number, seed)
-        seconds, growth_kb = time.monotonic() - since_s, resident_kb(os.getpid()) - before_kb
-        if not problem and growth_kb > MAX_GROWTH_KB:
-            problem = f"it has grown by {growth_kb} KB"
-        return Outcome(target, number, seconds, growth_kb, problem)
-
-    return outcome
-
-
 TARGETS = {
-    "ranks": ranks,
     "hosts": hosts,
-    "trusted-ranks": _trusted("trusted ranks", guardian_fuzz_trusted.ranks),
-    "trusted-hosts": _trusted("trusted hosts", guardian_fuzz_trusted.hosts),
-    "joining-rank": joining_rank,
     "joining-host": joining_host,
     "notes": notes,
 }

@@ -1,4 +1,4 @@
-"""Faults planted in a training job, to see how the job ends: ``callbacks=[faults.at(rank=1, step=5).kill()]``.
+"""Faults planted in a training job, to see how the job ends: ``callbacks=[faults.plant(faults.hang, rank=1, step=5)]``.
 
 The callbacks go into every rank's Trainer and act on the one rank only, with every strategy and launcher.
 """
@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import time
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -32,74 +30,20 @@ PLACES: tuple[Where, ...] = get_args(Where)
 class Fault:
     """A fault of one rank; :meth:`strike` lets it happen to the process that calls it."""
 
+    action: Callable[[], object]
     rank: int
     step: int
     where: Where
-    what: str
-    action: Callable[[], None] = field(repr=False)
-
-    def describe(self) -> str:
-        """One line for the log: ``rank 1, training, from step 5 on: receives SIGKILL``."""
-        after = f", from step {self.step} on" if self.step else ""
-        return f"rank {self.rank}, {self.where}{after}: {self.what}"
 
     def strike(self) -> None:
-        log.warning("Planted fault, pid %d: %s", os.getpid(), self.describe())
+        log.warning("Planted fault, pid %d: %s", os.getpid(), self)
         self.action()
 
 
-@dataclass(frozen=True)
-class Spot:
-    """A rank, a step and a place; each method returns a callback that plants a fault there."""
+def plant(action: Callable[[], object], *, rank: int, step: int = 0, where: Where = "training") -> PlantedFault:
+    """A callback that calls ``action`` once on one rank, at the first occasion after ``step`` optimizer steps.
 
-    rank: int
-    step: int
-    where: Where
-
-    def kill(self) -> PlantedFault:
-        """SIGKILL, as from the kernel when memory runs out."""
-        return self._signal(signal.SIGKILL)
-
-    def stop(self) -> PlantedFault:
-        """SIGSTOP: all threads stop, and connections stay."""
-        return self._signal(signal.SIGSTOP)
-
-    def interrupt(self) -> PlantedFault:
-        """SIGINT, as at Ctrl-C."""
-        return self._signal(signal.SIGINT)
-
-    def terminate(self) -> PlantedFault:
-        """SIGTERM, as from a scheduler."""
-        return self._signal(signal.SIGTERM)
-
-    def hang(self) -> PlantedFault:
-        """The main thread waits for ever; other threads go on."""
-        return self._planted("hangs", hang)
-
-    def exit(self, status: int) -> PlantedFault:
-        """The process ends without cleaning up."""
-        return self._planted(f"exits with status {status}", partial(os._exit, status))
-
-    def raise_(self, error: BaseException) -> PlantedFault:
-        """``error`` is raised; with a spawning launcher it has to be picklable."""
-        return self._planted(f"raises {error!r}", partial(raise_error, error))
-
-    def call(self, function: Callable[[], None]) -> PlantedFault:
-        """``function`` is called; with a spawning launcher it has to be picklable."""
-        return self._planted(f"calls {getattr(function, '__name__', function)!s}", function)
-
-    def _signal(self, number: signal.Signals) -> PlantedFault:
-        return self._planted(f"receives {number.name}", partial(send_signal, number))
-
-    def _planted(self, what: str, action: Callable[[], None]) -> PlantedFault:
-        kind = {"backward": _FaultInBackward, "saving": _FaultInSaving}.get(self.where, PlantedFault)
-        return kind(Fault(self.rank, self.step, self.where, what, action))
-
-
-def at(*, rank: int, step: int = 0, where: Where = "training") -> Spot:
-    """The place and time of a fault, which comes once, at the first occasion after ``step`` optimizer steps.
-
-    The values of ``where``:
+    With a spawning launcher ``action`` has to be picklable. The values of ``where``:
 
     - "joining": before the rank joins its process group, while the others wait for it. It takes no ``step``.
     - "data": while the batch of that step is put together, in a worker of the DataLoader if it has workers.
@@ -110,21 +54,18 @@ def at(*, rank: int, step: int = 0, where: Where = "training") -> Spot:
     - "end of fit": after the last batch, before the strategy's teardown.
     """
     assert where in PLACES, where
-    return Spot(rank, step, where)
+    kind = {"backward": _FaultInBackward, "saving": _FaultInSaving}.get(where, PlantedFault)
+    return kind(Fault(action, rank, step, where))
 
 
 class PlantedFault(Callback):
-    """The callback that lets a fault happen; made by the methods of :class:`Spot`."""
+    """The callback that lets a fault happen; made by :func:`plant`."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
         self._struck = False
         self._log: Any = None
         self._collates: list[FaultyCollate] = []
-        self._loaders: list[DataLoader[Any]] = []
-
-    def __repr__(self) -> str:
-        return f"PlantedFault({self.fault.describe()})"
 
     @property
     def log(self) -> Any:
@@ -152,9 +93,6 @@ class PlantedFault(Callback):
         for collate in self._collates:
             collate.aim(trainer)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._withdraw(trainer)
-
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         self._occasion("training", trainer)
 
@@ -164,18 +102,6 @@ class PlantedFault(Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._occasion("end of fit", trainer)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        fault = self.fault
-        # Workers of a DataLoader do not tell whether it happened in them.
-        struck = trainer.global_step > fault.step if fault.where == "data" else self._struck
-        if stage == "fit" and trainer.global_rank == fault.rank and not struck:
-            warnings.warn(
-                f"A planted fault never happened ({self.fault.describe()}): the run ended after {trainer.global_step} "
-                "steps; give it an earlier step, or a place that the run comes to",
-                stacklevel=2,
-            )
-        self._withdraw(trainer)
-
     def _plant_in_loader(self, trainer: pl.Trainer, process: Callable[[Any], Any], loader: Any) -> Any:
         if trainer.training:
             assert isinstance(loader, DataLoader), loader
@@ -183,17 +109,8 @@ class PlantedFault(Callback):
             collate.aim(trainer)
             collate.batch = max(0, collate.batch)  # a resumed run may begin behind the step
             self._collates.append(collate)
-            self._loaders.append(loader)
             loader.collate_fn = collate
         return process(loader)
-
-    def _withdraw(self, trainer: pl.Trainer) -> None:
-        """Gives the user's loader its own collate function back."""
-        vars(trainer.strategy).pop("process_dataloader", None)
-        for loader in self._loaders:
-            while isinstance(loader.collate_fn, FaultyCollate):
-                loader.collate_fn = loader.collate_fn.inner
-        self._loaders, self._collates = [], []
 
     def _is_occasion(self, where: Where, trainer: pl.Trainer) -> bool:
         fault = self.fault
@@ -255,10 +172,6 @@ class FaultyCollate:
             self.struck = True
             self.fault.strike()
         return self.inner(samples)
-
-
-def send_signal(number: signal.Signals) -> None:
-    os.kill(os.getpid(), number)
 
 
 def raise_error(error: BaseException) -> None:

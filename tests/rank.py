@@ -30,7 +30,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lightning_multigpu.job.guardian import RankFailedError
-from tests.forked_guardian import fork_guardians
 from tests.leaks import ProcessState, leaks_since
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7
@@ -86,8 +85,6 @@ def main(file_descriptor: int) -> None:
     torch.set_num_threads(1)
     # The first store of a process opens a pipe for good (libuv's lock for signals): no leak of the first call.
     TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    if rank() == 0:
-        fork_guardians()
     gc.collect()
     _freeze_imports()
     connection.send(("ready",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ CASE = Case(num_samples=32, max_epochs=3, global_batch_size=8)
 
 class PlantedError(Exception):
     """What the faults of these tests raise."""
+
+
+RAISES = partial(faults.raise_error, PlantedError("here"))
 
 
 class Progress(Callback):
@@ -62,19 +66,12 @@ class TestPlaces:
         ],
     )
     def test_on_one_device(self, where: faults.Where, step: int, before: list[str], tmp_path: Path) -> None:
-        fault = faults.at(rank=0, step=step, where=where).raise_(PlantedError("here"))
+        fault = faults.plant(RAISES, rank=0, step=step, where=where)
         assert train(fault, tmp_path).events[-1 - len(before) :] == [*before, "raised"]
 
     @pytest.mark.parametrize("step", [5])
     def test_in_a_worker_of_the_loader(self, step: int, tmp_path: Path) -> None:
-        fault = faults.at(rank=0, step=step, where="data").raise_(PlantedError("here"))
+        fault = faults.plant(RAISES, rank=0, step=step, where="data")
         events = train(fault, tmp_path, num_workers=2).events
         assert [event for event in events if "trained" in event] == [f"trained {i + 1}" for i in range(step)]
         assert events[-1] == "raised"
-
-
-class TestMistakes:
-    @pytest.mark.parametrize("where", ["training", "data"])
-    def test_a_step_that_never_comes(self, where: faults.Where, tmp_path: Path) -> None:
-        with pytest.warns(UserWarning, match="never happened .*step 40 on: receives SIGKILL.*ended after 12 steps"):
-            train(faults.at(rank=0, step=40, where=where).kill(), tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +36,6 @@ if TYPE_CHECKING:
 class BatchFeed:
     """Distributes batches over the data ranks, agrees on and weights each training batch, and resumes an epoch.
 
-    Args:
-        uneven_inputs, loss_reduction: as in :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
-        signals: the ranks' announcements of each training batch carry them.
-
     Attributes:
         loss_scale: the factor of this rank's loss of the present batch.
         shares: the share of each rank's present batch; empty without an announcement.
@@ -54,7 +49,6 @@ class BatchFeed:
         self.uneven_inputs: UnevenInputs = uneven_inputs
         self.loss_reduction: LossReduction = loss_reduction
         self._signals = signals
-        self._filter: Any = None
 
     def distribute(
         self,
@@ -117,17 +111,6 @@ class BatchFeed:
             self.loss_scale = loss_scale(announcement, rank, self.loss_reduction)
             self.shares = shares_of(announcement, self.loss_reduction)
             self.counts = announcement.samples[rank] > 0
-
-    def silence_warning(self) -> None:
-        """Silences Lightning's warning about repeated samples in evaluation: this pack's samplers repeat none."""
-        warnings.filterwarnings("ignore", "Using `DistributedSampler` with the dataloaders")
-        self._filter = warnings.filters[0]
-
-    def restore_warning(self) -> None:
-        """Enables the warning again, for other strategies of this process."""
-        if self._filter in warnings.filters:
-            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
-        self._filter = None
 
     def _act_on_signals(self, announcement: Announcement, trainer: pl.Trainer) -> None:
         # Gradients that are being accumulated are not part of a checkpoint.

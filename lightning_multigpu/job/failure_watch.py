@@ -72,13 +72,8 @@ def leave_guardian() -> None:
 class FailureWatch:
     """Ends this rank's run when another rank fails, and informs the others when this rank fails.
 
-    Args:
-        signals: the signals of this run; a signal that has ended another rank ends this one too.
-
     Attributes:
-        signals: the signals of this run.
         client: the connection to the guardian of this host; None without a guardian, and between two runs.
-        failed: whether this run has failed.
         failure: the failure that has ended this run, this rank's own or another's; None while there is none.
         ranks_have_ended: in the process that has spawned ranks, whether they have failed, and their state is lost.
         all_raised: whether all ranks have raised the same exception, which is the program's and no failure of a rank.
@@ -109,11 +104,7 @@ class FailureWatch:
         self._cut, self._world_size = cut, 0
 
     def joined(self, cut: Callable[[], object], world_size: int) -> None:
-        """Notes that the ranks have joined; ``cut`` aborts their groups when a rank fails.
-
-        Raises:
-            RankFailedError: a rank has failed meanwhile.
-        """
+        """Notes that the ranks have joined; ``cut`` aborts their groups when a rank fails. Raises as :meth:`check`."""
         self._cut, self._world_size = cut, world_size
         self.check()
 
@@ -140,11 +131,6 @@ class FailureWatch:
                 self.on_can_be_lost()
             self.client.can_be_lost()
             self._can_be_lost = True
-
-    @property
-    def lost(self) -> list[int]:
-        """The ranks of this host that the job has lost so far; ranks of other hosts are not known."""
-        return [] if self.client is None else self.client.lost
 
     @property
     def flight_recorder(self) -> FlightRecorder | None:
@@ -177,13 +163,7 @@ class FailureWatch:
         self._cut, self._world_size = None, 0
 
     def guarded(
-        self,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        *,
-        run: RunContext,
-        trainer: pl.Trainer | None,
+        self, function: Callable[..., Any], args: Any, kwargs: Any, *, run: RunContext, trainer: pl.Trainer | None
     ) -> Any:
         """Runs a rank's work; if the job fails, raises the exception of the rank that failed.
 
@@ -246,11 +226,6 @@ class FailureWatch:
     def settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
         """Finds the rank whose failure has caused ``error``; reports to the guardian if it is this rank.
 
-        Args:
-            error: the exception that has reached the launcher of this rank.
-            run: the run.
-            step: optimizer steps completed, or None if unknown.
-
         Returns:
             The failure of another rank, or None if ``error`` is this rank's own.
         """
@@ -302,11 +277,7 @@ class FailureWatch:
         return self.all_raised
 
     def _finish(self) -> None:
-        """Waits until the run has ended well for all ranks.
-
-        Raises:
-            RankFailedError: it has not; :meth:`settle` then finds the failure.
-        """
+        """Waits until the run has ended well for all ranks; else raises RankFailedError."""
         if self.client is not None and self._world_size:
             note = self.client.flight_recorder.began(
                 "barrier",

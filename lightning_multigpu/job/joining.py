@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +28,10 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError, conflict, own_host
 from lightning_multigpu.job.checkpoint_files.last_checkpoint import with_last_found
 from lightning_multigpu.job.failure_watch import KEPT, FailureWatch, leave_guardian
-from lightning_multigpu.job.guardian import Guardian, GuardianClient
-from lightning_multigpu.job.guardian.discovery import address_of_job, find, start_at
-from lightning_multigpu.job.guardian.host_links import node_name
-from lightning_multigpu.job.guardian.start import ADDRESS, SECRET
-from lightning_multigpu.job.link_watch import LinkWatch
+from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient
+from lightning_multigpu.job.guardian.client import find
+from lightning_multigpu.job.guardian.host_links import node_name, silence
+from lightning_multigpu.job.guardian.start import ADDRESS, address_of_job, start_at
 from lightning_multigpu.job.process_groups import CONNECTIONS
 from lightning_multigpu.job.run_context import RunContext
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _INVITATION = "guardian"
 _CUT_S = 2.0
+_SHORTEST_SILENCE_S = 1.0
 _LOOK_S = 2.0
 
 # How often this process has joined at an address: a store or a guardian of an earlier run may still be there.
@@ -57,9 +58,6 @@ class Joining:
     The guardian of a host starts before its ranks join: the launcher that starts the ranks starts it, or else the first
     rank. The guardians of several hosts connect to node 0's as soon as rank 0's store is open. From then on they need
     neither store nor process group, so that they also see a lost host or link.
-
-    Args:
-        watch: the failure watch of this rank; its connection to the guardian is made here.
     """
 
     def __init__(self, watch: FailureWatch) -> None:
@@ -77,15 +75,10 @@ class Joining:
         self._resumes = place is not None and args[place] is not None
         return args
 
-    def begin(
-        self, run: RunContext, *, guardian: Guardian | None = None, variables: Mapping[str, str] | None = None
-    ) -> None:
+    def begin(self, run: RunContext, *, guardian: Guardian | None = None, address: str | None = None) -> None:
         """Connects this rank to its host's guardian, or begins a further run under the one of its world.
 
-        Args:
-            run: the run.
-            guardian: the guardian, if this process has started it.
-            variables: the variables that name the guardian, if they are not in the environment.
+        ``guardian`` is the one that this process has started; ``address`` that of one which is not in the environment.
         """
         if self._deadline_s is not None:
             return
@@ -105,24 +98,18 @@ class Joining:
         self.watch.begin(CONNECTIONS.cut)
         if sys.platform != "linux":
             return
-        if guardian is not None:
-            variables = guardian.environment
-        if variables or os.environ.get(ADDRESS):
-            self._connect_to(variables or os.environ, guardian, run)
-            # Neither a program that this rank starts, nor a later run in this process, may use them.
-            for name in (ADDRESS, SECRET):
-                os.environ.pop(name, None)
+        inherited = os.environ.pop(ADDRESS, None)  # for no program that this rank starts, and no later run
+        if address := address or inherited:
+            self._take(GuardianClient(address, rank=run.rank, on_failure=self.watch.receive), guardian)
         else:
             address = address_of_job(*where, node_rank=run.node_rank, attempt=self._attempt, variables=os.environ)
             if run.local_rank == 0:
-                # The ranks' errors name the missing ranks better than the guardian can, so its limit is later.
-                guardian = start_at(address, join_timeout_s=_latest_s(run), **_guardian_options(run))
-                if guardian is not None:
-                    guardian.withdraw()
+                guardian = start_guardian(run, address)
             client = find(address, rank=run.rank, on_failure=self.watch.receive, timeout_s=run.join_timeout_s)
             self._take(client, guardian)
         assert self.watch.client is not None
-        self.watch.client.joining(_latest_s(run))  # later than the rank's own limit, whose error says more
+        # Later than the rank's own limit, whose error names the missing ranks.
+        self.watch.client.joining(run.join_timeout_s + run.failure_timeout_s)
 
     @contextlib.contextmanager
     def limited(self, run: RunContext) -> Iterator[None]:
@@ -155,12 +142,8 @@ class Joining:
     def meet(self, run: RunContext, alike: Mapping[str, str]) -> Store | None:
         """Waits for all ranks; returns the store for their process group, or None if there is one already.
 
-        Args:
-            run: the run.
-            alike: the settings that must be equal on all ranks, name -> value, from :func:`table_of`.
-
         Raises:
-            RendezvousError: ranks are missing, or settings differ; the same error on all ranks that have arrived.
+            RendezvousError: ranks are missing, or settings (:func:`table_of`) differ; alike on all that have come.
         """
         if dist.is_initialized():
             return None
@@ -199,7 +182,7 @@ class Joining:
         if client is not None and run.num_nodes > 2:  # links between two hosts other than node 0's
             hosts = {each.address: node_name(each.node_rank, each.host) for each in self._arrivals}
             own_name = node_name(run.node_rank, own_host())
-            LinkWatch(client, own=own_name, hosts=hosts, failure_timeout_s=run.failure_timeout_s).start()
+            client.find_failure = partial(broken_link, own_name, hosts, run.failure_timeout_s)
         return rendezvous.group_store
 
     def _cannot_reach(self, run: RunContext, error: str) -> str:
@@ -220,11 +203,6 @@ class Joining:
             "interface by GLOO_SOCKET_IFNAME"
         )
 
-    def _connect_to(self, variables: Mapping[str, str], guardian: Guardian | None, run: RunContext) -> GuardianClient:
-        client = GuardianClient.from_variables(variables, rank=run.rank, on_failure=self.watch.receive)
-        self._take(client, guardian)
-        return client
-
     def _take(self, client: GuardianClient, guardian: Guardian | None) -> None:
         # It is made before any worker is forked, so that workers share it: a killed worker would leave its own. That of
         # a process whose parent made it stays: the parent's other children need it.
@@ -235,24 +213,16 @@ class Joining:
         KEPT.append((client, guardian))
 
 
-def start_guardian(run: RunContext) -> Guardian | None:
-    """Starts the guardian of this host for ranks that this process is about to start; None without Linux."""
+def start_guardian(run: RunContext, address: str | None = None) -> Guardian | None:
+    """Starts the guardian of this host, at a random address for ranks that this process is about to start.
+
+    None without Linux, or if another process has started it at ``address``.
+    """
     if sys.platform != "linux":
         return None
-    return Guardian.start(join_timeout_s=_latest_s(run), **_guardian_options(run))
-
-
-def _guardian_options(run: RunContext) -> dict[str, Any]:
-    return {
-        "num_ranks": run.ranks_per_host,
-        "failure_timeout_s": run.failure_timeout_s,
-        "hang_report_s": run.hang_report_s,
-    }
-
-
-def _latest_s(run: RunContext) -> float:
-    """Seconds that a guardian waits for ranks to join; longer than the ranks, whose errors say more."""
-    return run.join_timeout_s + run.failure_timeout_s
+    return start_at(
+        address, num_ranks=run.ranks_per_host, failure_timeout_s=run.failure_timeout_s, hang_report_s=run.hang_report_s
+    )
 
 
 def _invite_hosts(client: GuardianClient, run: RunContext) -> dict[str, Any]:
@@ -272,6 +242,17 @@ def _follow(invitation: Mapping[str, Any], client: GuardianClient, run: RunConte
     client.join_hosts(invitation["address"], invitation["port"], node_rank=run.node_rank, secret=secret)
 
 
+def broken_link(own: str, hosts: Mapping[str, str], failure_timeout_s: float) -> tuple[Failure, float] | None:
+    """The failure of a link of this rank that is silent for half of ``failure_timeout_s``, and for how long; or None.
+
+    A guardian talks to node 0's only. The links between other hosts carry connections of ranks, whose kernels answer
+    each other even while the processes are busy or stopped. ``hosts`` are the names of hosts by their addresses.
+    """
+    for _, address, silent_s in CONNECTIONS.silent(max(_SHORTEST_SILENCE_S, failure_timeout_s / 2)):
+        return Failure(silence(own, hosts.get(address, address), silent_s)), silent_s
+    return None
+
+
 def check_model(module: torch.nn.Module, world: MeteredGroup) -> None:
     """Compares the module's parameters and buffers over all ranks, by name, type and shape; a collective.
 
@@ -285,17 +266,7 @@ def check_model(module: torch.nn.Module, world: MeteredGroup) -> None:
 
 
 def table_of(run: RunContext, *, strategy: str, options: Mapping[str, Any], precision: object) -> dict[str, str]:
-    """The settings that must be equal on all ranks, and are known before they join.
-
-    Args:
-        run: the run.
-        strategy: the name of the strategy's class.
-        options: the strategy's options.
-        precision: the precision that it trains in.
-
-    Raises:
-        ValueError: see :func:`job_secret`.
-    """
+    """The settings that must be equal on all ranks, and are known before they join."""
     values = {
         "strategy": strategy,
         **{f"option {name}": value_text(value) for name, value in options.items()},

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 
-_LOGGER = "lightning.pytorch.utilities.rank_zero"  # of rank_zero_info
 _LIBRARIES = r"(lightning|torch|torchmetrics)(\.|$)"
 _LEAF_SPEC = r"`isinstance\(treespec, LeafSpec\)` is deprecated"  # Lightning 2.6 uses it, torch 2.13 deprecates it
+_REPEATS = "Using `DistributedSampler` with the dataloaders"  # in evaluation; this pack's samplers repeat no sample
 _ONE_CYCLE = "Warning: Profiler clears events at the end of each cycle"  # of torch 2.11, also where there is one cycle
-
-
-def silence_tips() -> None:
-    """Drops Lightning's tips to install other products; its other messages stay."""
-    logging.getLogger(_LOGGER).addFilter(_is_no_tip)
 
 
 def silence_deprecations(rank: int) -> None:
@@ -23,11 +17,8 @@ def silence_deprecations(rank: int) -> None:
     """
     warnings.filterwarnings("ignore", _LEAF_SPEC, FutureWarning)
     warnings.filterwarnings("ignore", _ONE_CYCLE, UserWarning)
+    warnings.filterwarnings("ignore", _REPEATS, UserWarning)
     if rank != 0:
         for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
             warnings.filterwarnings("ignore", category=category, module=_LIBRARIES)
         warnings.filterwarnings("ignore", "The dirpath has changed from", UserWarning)  # of a resumed ModelCheckpoint
-
-
-def _is_no_tip(record: logging.LogRecord) -> bool:
-    return "Tip:" not in record.getMessage()[:8]

@@ -24,11 +24,8 @@ def leave_interrupts_to_rank(loader: Any, rank: int) -> None:
     """Makes the workers of a loader ignore Ctrl-C, which a terminal sends to all processes: the rank ends them.
 
     Forked workers ignore it by the handler of their rank. The workers of a spawned rank are new interpreters, which
-    would end in the middle of a batch that the ranks have agreed to finish.
-
-    Args:
-        loader: its ``worker_init_fn`` is still called; without one, workers are seeded as Lightning does.
-        rank: the global rank.
+    would end in the middle of a batch that the ranks have agreed to finish. The loader's own ``worker_init_fn`` is
+    still called; without one, workers are seeded as Lightning does.
     """
     if isinstance(loader, DataLoader) and loader.num_workers and not isinstance(loader.worker_init_fn, _WorkerInit):
         loader.worker_init_fn = _WorkerInit(loader.worker_init_fn, rank)

@@ -49,8 +49,6 @@ class ProcessGroups:
     """All ranks, their mesh, and further groups over its axes.
 
     Args:
-        environment: gives this rank, the number of ranks, and the address of rank 0.
-        device: this rank's device.
         shape: ranks along the data, pipeline and tensor axes; neighbouring ranks differ in the last.
         backend: the default back end of all groups; None for the device's default.
         timeout: the longest time that a collective may wait.
@@ -119,12 +117,7 @@ class ProcessGroups:
         return _lines(self.mesh.mesh, AXES.index(axis))
 
     def over(self, lines: list[list[int]], *, backend: str | None = None) -> dist.ProcessGroup | None:
-        """A further group over the line that contains this rank, or None; a collective of the whole world.
-
-        Args:
-            lines: lists of ranks, each in the order of its group; the same on every rank.
-            backend: None for the default back end.
-        """
+        """A further group over that of the ``lines`` which contains this rank, or None; a collective of the world."""
         mine: dist.ProcessGroup | None = None
         backend = backend or self.backend
         for ranks in lines:

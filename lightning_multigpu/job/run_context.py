@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,22 +12,16 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_multigpu.communication.main_store import hold_port
-from lightning_multigpu.job.library_messages import silence_deprecations, silence_tips
+from lightning_multigpu.job.library_messages import silence_deprecations
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
     """The facts about a run for its launcher, joining and failure watch; made by the strategy.
 
-    Args:
-        environment: the cluster environment, with this process's ranks and the address of rank 0.
-        devices: the devices of this host's ranks, one each.
-        num_nodes: hosts.
-        backend: the process group back end of the user's option, or None for the device's default.
-        failure_timeout_s: seconds in which all ranks have to end after one has failed.
-        hang_report_s: seconds that a rank may wait in a collective before a report; None for no report.
-        join_timeout_s: seconds after its start in which a rank has to join the others.
-        admits_others: processes that are no ranks, perhaps of other hosts, join at the main address.
+    ``devices`` are those of this host's ranks. ``backend`` is the user's option. In ``failure_timeout_s`` all ranks
+    have to end after one has failed; in ``join_timeout_s`` after its start a rank has to join the others. With
+    ``admits_others`` processes that are no ranks, perhaps of other hosts, join at the main address.
     """
 
     environment: ClusterEnvironment
@@ -79,12 +73,16 @@ class RunContext:
 
     @contextmanager
     def chosen_port_held(self) -> Iterator[None]:
-        """Holds :attr:`main_port` until the end of the context, unless the user has named it."""
-        if self.node_rank == 0 and "MASTER_PORT" not in os.environ:
-            with hold_port(self.main_port):
-                yield
-        else:
+        """Holds :attr:`main_port` until the end of the context, and names it to ranks, unless the user has."""
+        if "MASTER_PORT" in os.environ:
             yield
+            return
+        with hold_port(self.main_port) if self.node_rank == 0 else nullcontext():
+            os.environ["MASTER_PORT"] = str(self.main_port)
+            try:
+                yield
+            finally:
+                os.environ.pop("MASTER_PORT", None)
 
     def tell_ranks(self) -> None:
         """Sets this rank in the cluster environment, Lightning's rank-zero helpers and the filters of messages."""
@@ -92,4 +90,3 @@ class RunContext:
         self.environment.set_world_size(self.world_size)
         rank_zero_only.rank = self.rank  # type: ignore[attr-defined]
         silence_deprecations(self.rank)
-        silence_tips()  # a spawned rank has made no strategy

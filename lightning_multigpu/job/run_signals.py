@@ -63,12 +63,8 @@ class RunSignals:
     ) -> None:
         """Sets the signals that :meth:`hold` defers; each has a bit, in this order.
 
-        Args:
-            signals: the signals.
-            patience_s: how long SIGINT and SIGTERM wait for the other ranks; later they act on this rank only.
-            on_signal: called at each SIGINT and SIGTERM of this process, with the signal and how many have come.
-            on_stuck: called in another thread where the main thread does not act on a signal either, since it waits in
-                C code; ends that wait.
+        After ``patience_s`` SIGINT and SIGTERM act on this rank only. ``on_signal`` is called at each of them with the
+        number that have come, ``on_stuck`` in another thread where the main thread waits in C code and acts on none.
         """
         self.received = self.due = self.agreed = 0
         self.waits, self.late = True, False
@@ -134,11 +130,7 @@ class RunSignals:
         self._restore_at_teardown(trainer)
 
     def training_ends(self, gather: Callable[[int], list[int]]) -> None:
-        """Acts on signals that came after the last batch; a collective.
-
-        Args:
-            gather: collects an object of every rank.
-        """
+        """Acts on signals that came after the last batch; ``gather``, of every rank's object, is a collective."""
         self.waits = False
         for received in gather(self.received):
             self.due |= received
@@ -181,11 +173,7 @@ class RunSignals:
         self._signals = []  # another rank's end by a signal no longer ends this rank
 
     def hold(self, *only: signal.Signals) -> None:
-        """Replaces the signals' handlers; only the main thread can, other threads do nothing.
-
-        Args:
-            only: the signals to defer; by default all.
-        """
+        """Replaces the signals' handlers, by default all; only the main thread can, other threads do nothing."""
         if threading.current_thread() is threading.main_thread():
             for signum in only or self._signals:
                 if signal.getsignal(signum) != self._note:

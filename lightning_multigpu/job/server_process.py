@@ -18,15 +18,7 @@ _END_S = 5.0
 
 
 class ServerProcess:
-    """A parameter server on this host: a child of this process, which ends with it.
-
-    Args:
-        host: of the job's store.
-        port: of the job's store.
-        name: of the job in the store.
-        number: of the server.
-        num_threads: its threads for averages and updates.
-    """
+    """Parameter server ``number`` of job ``name`` in the store at ``host``: a child, which ends with this process."""
 
     def __init__(self, host: str, port: int, name: str, number: int, *, num_threads: int) -> None:
         self._process = subprocess.Popen(

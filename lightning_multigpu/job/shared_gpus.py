@@ -70,10 +70,7 @@ def sharing_backend() -> str:
 def place(strategy: Any, devices: Sequence[torch.device], backend: str | None = None) -> None:
     """Gives a strategy its devices and, where ranks share one and NCCL does not let them, Gloo in place of the default.
 
-    Args:
-        strategy: of Lightning or of this pack, for ``Trainer(accelerator="auto", devices="auto")``.
-        devices: one for each rank of this host; of each replica for ``dp``.
-        backend: of ranks that share a GPU; None for :func:`sharing_backend`.
+    ``backend`` is that of ranks that share a GPU; None for :func:`sharing_backend`.
     """
     strategy.parallel_devices = list(devices)
     may_choose = getattr(strategy, "_process_group_backend", "") is None

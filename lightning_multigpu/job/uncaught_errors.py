@@ -32,7 +32,6 @@ class FailureReport:
     """What this process prints if a program does not catch the exception of a failure.
 
     Attributes:
-        failure: the failure.
         in_full: print its traceback; one rank of the job does. A further rank with an exception of its own prints that
             in one line.
         show: shows the failure, and the line that it is given; returns False if it cannot. None if the failure is shown

@@ -28,12 +28,7 @@ _command: list[str] = []
 
 @contextlib.contextmanager
 def ranks_started(local_ranks: Sequence[int], command: Sequence[str]) -> Iterator[None]:
-    """Within the block the ranks wait; those that :func:`launch_rank` has not taken at its end are killed.
-
-    Args:
-        local_ranks: of this host, without 0, which is this process.
-        command: the command line.
-    """
+    """Within the block ranks of this host wait; those that :func:`launch_rank` has not taken at its end are killed."""
     _command[:] = command
     try:
         for local_rank in local_ranks:

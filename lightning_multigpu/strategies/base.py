@@ -28,7 +28,6 @@ from lightning_multigpu.job.batch_feed import BatchFeed
 from lightning_multigpu.job.checkpoint_files.whole_checkpoint_io import whole_io
 from lightning_multigpu.job.failure_watch import FailureWatch, advise_resuming
 from lightning_multigpu.job.joining import Joining
-from lightning_multigpu.job.library_messages import silence_tips
 from lightning_multigpu.job.process_groups import ProcessGroups, metered_group
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.run_signals import RunSignals
@@ -140,7 +139,6 @@ class MultiGPUStrategy(ParallelStrategy):
             # dict() keeps jsonargparse from following the options into torch's DDP, whose arguments are not ours.
             **dict(options),
         )
-        silence_tips()
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout: timedelta | None = timeout if timeout is not None else DEFAULT_TIMEOUT
@@ -361,7 +359,6 @@ class MultiGPUStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         self.set_world_ranks()
-        self.feed.silence_warning()
         self._run.join()
 
     @override
@@ -381,7 +378,6 @@ class MultiGPUStrategy(ParallelStrategy):
     def teardown(self) -> None:
         self.averaging.close()
         self._run.leave()
-        self.feed.restore_warning()
         self.common.reset()
         self.saves.remote = None
         super().teardown()

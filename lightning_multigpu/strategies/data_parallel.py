@@ -45,7 +45,6 @@ from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 from lightning_multigpu.job.batch_feed import batches_to_skip, complete_resumed_epoch
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS, advise_resuming
-from lightning_multigpu.job.library_messages import silence_tips
 from lightning_multigpu.planning.numbers import ms
 from lightning_multigpu.strategies import callback_answers, option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
@@ -117,7 +116,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
         if not callable(loss_reduction):
             option_checks.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
-        silence_tips()
         self.meter = Meter()
         self.saves = RunCheckpoints(self)  # type: ignore[arg-type]  # what it calls is named above
         # The Trainer sets these attributes if a strategy has them.

@@ -201,3 +201,15 @@ def test_a_directory_that_the_parent_has_made_is_not_given_to_the_guardian(
     found: list[str] = []
     Joining(SimpleNamespace())._take(SimpleNamespace(uses_temporary=found.append), None)  # type: ignore[arg-type]
     assert found == given
+
+
+@pytest.mark.parametrize(("address", "name"), [("10.0.0.3", "node 2 (host c)"), ("10.1.0.3", "10.1.0.3")])
+def test_both_ends_of_a_link_are_named(address: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[list[Any]] = [[], [(7, address, 2.6)]]
+    monkeypatch.setattr(joining.CONNECTIONS, "silent", lambda limit_s: looks.pop(0) if limit_s == 2.5 else None)
+    hosts = {"10.0.0.3": "node 2 (host c)"}
+    assert joining.broken_link("node 1 (host b)", hosts, 5.0) is None
+    found = joining.broken_link("node 1 (host b)", hosts, 5.0)
+    assert found is not None
+    assert found[0].what.startswith(f"node 1 (host b) has received nothing from {name} for 2.6 s: ")
+    assert found[1] == 2.6

@@ -61,17 +61,6 @@ def test_what_was_received_and_not_acted_on_is_not_lost(handled: list[int]) -> N
     assert handled == [signal.SIGUSR1]
 
 
-def test_sigterm_waits_for_the_other_ranks() -> None:
-    signals = deferred([signal.SIGTERM])
-    signals.hold()
-    try:
-        send(signal.SIGTERM)
-        assert signals.received == 1
-    finally:
-        signals.received = 0
-        signals.release()
-
-
 def interrupts(signals: RunSignals, number: int) -> None:
     for _ in range(number):
         send(signal.SIGINT)

@@ -17,6 +17,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_multigpu import ParameterServerStrategy
+from tests.job.guardian.job import is_alive
 from tests.strategies.parameter_server.test_asynchronous_training import EPOCHS, Seen, loader
 from tests.strategies.tasks import Case, make_trainer
 
@@ -41,7 +42,7 @@ class LosesRank(L.Callback):
     """
 
     def __init__(self, directory: Path) -> None:
-        self.has_counted = directory / "counted"
+        self.directory, self.has_counted = directory, directory / "counted"
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         if trainer.global_rank == LOST:
@@ -54,6 +55,7 @@ class LosesRank(L.Callback):
             time.sleep(0.5)  # a thread sends what was pushed
             while not self.has_counted.exists():
                 time.sleep(0.05)
+            (self.directory / "pid").write_text(f"{os.getpid()}\n")
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -61,7 +63,8 @@ class LosesRank(L.Callback):
             self._tell_of_memory(trainer, "before the loss")
             self.has_counted.touch()
         elif trainer.global_rank != LOST and trainer.global_step == 2:
-            while trainer.strategy.failure_watch.lost != [LOST]:
+            pid = self.directory / "pid"
+            while not pid.exists() or is_alive(int(pid.read_text() or os.getpid())):
                 time.sleep(0.05)
             time.sleep(1.0)  # the server sees it by itself
             self._tell_of_memory(trainer, "after the loss")

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -37,33 +38,33 @@ HANG_REPORT_S = float(os.environ.get("HANG_REPORT_S", "8"))
 # From the start of a rank: on a busy machine they import Lightning at different speeds.
 JOIN_TIMEOUT_S = float(os.environ.get("JOIN_TIMEOUT_S", "25"))
 
-KINDS: dict[str, Callable[[faults.Spot], Callback]] = {
-    "kill": faults.Spot.kill,
-    "exit": lambda spot: spot.exit(3),
-    "raise": lambda spot: spot.raise_(RuntimeError("planted")),
-    "stop": faults.Spot.stop,
-    "hang": faults.Spot.hang,
-    "interrupt": faults.Spot.interrupt,
-    "terminate": faults.Spot.terminate,
-    "end-guardian": lambda spot: spot.call(outside_faults.end_guardian),
-    "stop-guardian": lambda spot: spot.call(outside_faults.stop_guardian),
+KINDS: dict[str, Callable[[], object]] = {
+    "kill": partial(signal.raise_signal, signal.SIGKILL),
+    "exit": partial(os._exit, 3),
+    "raise": partial(faults.raise_error, RuntimeError("planted")),
+    "stop": partial(signal.raise_signal, signal.SIGSTOP),
+    "hang": faults.hang,
+    "interrupt": partial(signal.raise_signal, signal.SIGINT),
+    "terminate": partial(signal.raise_signal, signal.SIGTERM),
+    "end-guardian": outside_faults.end_guardian,
+    "stop-guardian": outside_faults.stop_guardian,
 }
 # Those that need a host of their own.
-HOST_KINDS: dict[str, Callable[[faults.Spot], Callback]] = {
-    "cut": lambda spot: spot.call(outside_faults.cut),
-    "drop": lambda spot: spot.call(outside_faults.drop),
-    "vanish": lambda spot: spot.call(outside_faults.vanish),
-    "sever": lambda spot: spot.call(outside_faults.sever),
+HOST_KINDS: dict[str, Callable[[], object]] = {
+    "cut": outside_faults.cut,
+    "drop": outside_faults.drop,
+    "vanish": outside_faults.vanish,
+    "sever": outside_faults.sever,
 }
 NUM_HOSTS = {"sever": 3}  # others need two
 # Those that a job must survive.
-CONTROLS: dict[str, Callable[[faults.Spot], Callback]] = {
-    "slow": lambda spot: spot.call(outside_faults.slow),
-    "hold": lambda spot: spot.call(outside_faults.hold),
-    "breakpoint": lambda spot: spot.call(outside_faults.breakpoint_),
-    "trace": lambda spot: spot.call(outside_faults.trace),
-    "pause": lambda spot: spot.call(outside_faults.pause),
-    "suspend": lambda spot: spot.call(outside_faults.suspend),
+CONTROLS: dict[str, Callable[[], object]] = {
+    "slow": outside_faults.slow,
+    "hold": outside_faults.hold,
+    "breakpoint": outside_faults.breakpoint_,
+    "trace": outside_faults.trace,
+    "pause": outside_faults.pause,
+    "suspend": outside_faults.suspend,
 }
 
 
@@ -76,44 +77,23 @@ def must_survive(kind: str, where: str) -> bool:
     return kind in ("nothing", *CONTROLS) or (kind, where) == ("interrupt", "data")
 
 
-STRATEGIES: dict[str, Callable[[Any], Any]] = {
-    "ring_ddp": lambda method: RingDDPStrategy(
-        start_method=method,
-        failure_timeout_s=FAILURE_TIMEOUT_S,
-        join_timeout_s=JOIN_TIMEOUT_S,
-        hang_report_s=HANG_REPORT_S,
-    ),
-    "pipeline_1f1b": lambda _: PipelineStrategy(
-        failure_timeout_s=FAILURE_TIMEOUT_S,
-        join_timeout_s=JOIN_TIMEOUT_S,
-        hang_report_s=HANG_REPORT_S,
-    ),
-    "sync_ps": lambda method: ParameterServerStrategy(
-        start_method=method,
-        failure_timeout_s=FAILURE_TIMEOUT_S,
-        join_timeout_s=JOIN_TIMEOUT_S,
-        hang_report_s=HANG_REPORT_S,
-    ),
-    "ddp_sharded": lambda method: ShardedStrategy(
-        start_method=method,
-        failure_timeout_s=FAILURE_TIMEOUT_S,
-        join_timeout_s=JOIN_TIMEOUT_S,
-        hang_report_s=HANG_REPORT_S,
-    ),
-    "tensor_split": lambda method: TensorSplitStrategy(
-        start_method=method,
-        failure_timeout_s=FAILURE_TIMEOUT_S,
-        join_timeout_s=JOIN_TIMEOUT_S,
-        hang_report_s=HANG_REPORT_S,
-    ),
-    "hybrid": lambda method: HybridStrategy(
-        start_method=method,
-        failure_timeout_s=FAILURE_TIMEOUT_S,
-        join_timeout_s=JOIN_TIMEOUT_S,
-        hang_report_s=HANG_REPORT_S,
-    ),
-    "ddp": lambda method: DDPStrategy(start_method=method),
+CLASSES: dict[str, Any] = {
+    "ring_ddp": RingDDPStrategy,
+    "pipeline_1f1b": PipelineStrategy,
+    "sync_ps": ParameterServerStrategy,
+    "ddp_sharded": ShardedStrategy,
+    "tensor_split": TensorSplitStrategy,
+    "hybrid": HybridStrategy,
 }
+STRATEGIES = (*CLASSES, "ddp")
+
+
+def strategy_of(name: str, method: str) -> Any:
+    if name == "ddp":  # Lightning's
+        return DDPStrategy(start_method=method)  # type: ignore[arg-type]
+    limits = {"failure_timeout_s": FAILURE_TIMEOUT_S, "join_timeout_s": JOIN_TIMEOUT_S, "hang_report_s": HANG_REPORT_S}
+    start: dict[str, str] = {} if name == "pipeline_1f1b" else {"start_method": method}
+    return CLASSES[name](**start, **limits)
 
 
 class TellsWeights(Callback):
@@ -136,9 +116,8 @@ def main() -> None:
         TellsWeights(),
     ]
     if kind != "nothing":
-        callbacks.append(
-            {**KINDS, **HOST_KINDS, **CONTROLS}[kind](faults.at(rank=int(rank), step=int(step), where=where))  # type: ignore[arg-type]
-        )
+        action = {**KINDS, **HOST_KINDS, **CONTROLS}[kind]
+        callbacks.append(faults.plant(action, rank=int(rank), step=int(step), where=where))  # type: ignore[arg-type]
     num_nodes = int(os.environ.get("NUM_NODES", "1"))
     ranks = RANKS // num_nodes
     trainer = make_trainer(
@@ -149,7 +128,7 @@ def main() -> None:
         default_root_dir=os.environ["SAVE_TO"],
         enable_checkpointing=True,
         val_check_interval=6,
-        **Card.of_environment().place(STRATEGIES[strategy[0] if strategy else "ring_ddp"](method), ranks),
+        **Card.of_environment().place(strategy_of(strategy[0] if strategy else "ring_ddp", method), ranks),
     )
     workers: dict[str, Any] = {"num_workers": int(num_workers)}
     last = "last" if os.environ.get("RESUME") else None

@@ -88,7 +88,7 @@ def main() -> None:
     method, how = sys.argv[1:]
     callbacks: list[Callback] = []
     if how == "in turn":
-        callbacks = [SavesSlowly(), faults.at(rank=1, step=STEP + 2, where="validation").hang()]
+        callbacks = [SavesSlowly(), faults.plant(faults.hang, rank=1, step=STEP + 2, where="validation")]
     strategy = RingDDPStrategy(
         start_method=method,  # type: ignore[arg-type]
         failure_timeout_s=FAILURE_TIMEOUT_S,

@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 
 from lightning_multigpu import ParameterServerStrategy
+from tests.job.guardian.job import is_alive
 from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
 
 RANKS = 3
@@ -26,14 +29,16 @@ class Ends(L.Callback):
         self.how = how
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        pid = Path(tempfile.gettempdir()) / "pid"
         if trainer.global_rank == LOST and trainer.global_step == 3:
+            pid.write_text(f"{os.getpid()}\n")
             if self.how == "raise":
                 raise ValueError("the data is spoilt")
             if self.how == "exit":
                 os._exit(7)
             os.kill(os.getpid(), signal.SIGTERM if self.how == "terminate" else signal.SIGKILL)
         if trainer.global_rank != LOST and trainer.global_step == 4:
-            while trainer.strategy.failure_watch.lost != [LOST]:
+            while not pid.exists() or is_alive(int(pid.read_text() or os.getpid())):
                 time.sleep(0.05)
 
 

@@ -16,7 +16,6 @@ import torch
 
 from tests import preforked
 from tests.launch import failing_script, job
-from tests.strategies.tasks import Case, fit
 from tests.world import free_port
 
 pytestmark = pytest.mark.launch
@@ -159,23 +158,6 @@ def test_a_stage_fails_in_the_middle_of_a_schedule(
     assert f"rank {rank}" in last, finished.stderr[-3000:]
     assert reason in last
     assert re.search(r"step 3|3 optimizer steps", finished.stderr), "the last completed step"
-
-
-def test_two_jobs_at_once_reach_the_weights_of_one_device(tmp_path: Path) -> None:
-    """One launched and one spawned, on one host: neither disturbs the other."""
-    reference = fit(Case(num_samples=48), None, 1)
-    expected = sum(float(value.sum()) for value in reference["weights"].values())
-    strategies = ("ring_ddp", "ring_ddp_spawn")
-    with ThreadPoolExecutor() as pool:
-        jobs = list(pool.map(lambda strategy: run(tmp_path / strategy, strategy, "2", "0", "nothing"), strategies))
-    for strategy, finished in zip(strategies, jobs, strict=True):
-        assert finished.returncode == 0, finished.stderr[-3000:]
-        assert "GPU available" in finished.stderr
-        assert not re.search("Tip:|LeafSpec", finished.stderr), "what the user can do nothing about"
-        sums = [float(text) for text in re.findall(r"finished with weights (-?\d+\.\d{9})", finished.stdout)]
-        assert len(sums) == (2 if strategy == "ring_ddp" else 1)  # spawned ranks give the result to the first process
-        # What a spawned run brings back passes through the float32 module of the first process.
-        assert sums == pytest.approx([expected] * len(sums), abs=1e-8 if strategy == "ring_ddp" else 1e-5)
 
 
 TYPED = """

@@ -63,7 +63,7 @@ def slurm_environment(host: Host, hosts: EmulatedHosts) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    return train_script.train(tmp_path_factory.mktemp("one-device"), strategy="auto", devices=1)
+    return train_script.train(tmp_path_factory.mktemp("one-device"))
 
 
 def assert_same_weights(root: Path, expected: dict[str, Tensor]) -> None:
@@ -122,7 +122,7 @@ def fake_scontrol(directory: Path) -> Path:
 def test_requeued_by_slurm_it_saves_first_and_goes_on_where_it_was(hosts: EmulatedHosts, tmp_path: Path) -> None:
     """SLURM signals every rank on its own: one may be a step ahead of the other, and saving needs both."""
     max_steps = 24
-    expected = train_script.train(tmp_path / "one-device", max_steps=max_steps, strategy="auto", devices=1)
+    expected = train_script.train(tmp_path / "one-device", max_steps=max_steps)
     record = fake_scontrol(tmp_path)
     path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
 

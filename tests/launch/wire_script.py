@@ -15,17 +15,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_multigpu import MultiGPUStrategy, ParameterServerStrategy, RingDDPStrategy
 from lightning_multigpu.communication.interface import interface_towards
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.emulation import InterfaceCounters
+from tests.launch.wide import Wide, fit_wide
 
 # The last is odd on purpose: the two halves differ by one element.
 SIZES = (1_000, 1_000_000, 8_000_000, 2_500_001)
@@ -99,44 +97,24 @@ def all_reduces(interface: str) -> list[dict[str, Any]]:
     return found
 
 
-class Wide(pl.LightningModule):
-    """One layer whose gradients are large against everything else that travels in a step."""
+class Counted(Wide):
+    """Reads the interface's counters after each step."""
 
     def __init__(self, interface: str) -> None:
-        super().__init__()
-        self.layer = nn.Linear(NUM_FEATURES, NUM_FEATURES)
+        super().__init__(NUM_FEATURES)
         self.interface = interface
         self.counted: list[dict[str, int]] = []
-
-    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
-        return self.layer(batch[0]).square().mean()
 
     def on_train_batch_end(self, *args: Any) -> None:
         dist.barrier()
         self.counted.append(counters(self.interface))
         dist.barrier()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
 
 def training(interface: str, root: Path, strategy: MultiGPUStrategy) -> dict[str, Any]:
     """Sent bytes of each step by the meter, all operations, and the interface's counters after each step."""
-    module = Wide(interface)
-    data = DataLoader(TensorDataset(torch.randn(2 * 4 * NUM_STEPS, NUM_FEATURES)), batch_size=4)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        devices=1,
-        num_nodes=2,
-        max_steps=NUM_STEPS,
-        default_root_dir=root,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-    )
-    trainer.fit(module, data)
+    module = Counted(interface)
+    fit_wide(module, root, strategy, max_steps=NUM_STEPS)
     strategy.meter.flush()
     return {
         "all_reduce_bytes": [sum(t.sent_bytes for t in s.of("all_reduce", "data")) for s in strategy.meter.steps],

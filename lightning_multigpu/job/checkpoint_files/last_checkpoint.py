@@ -28,14 +28,7 @@ _POLL_S = 0.2
 
 
 class CheckpointFile(NamedTuple):
-    """A checkpoint that a run can resume from.
-
-    Args:
-        path: the path of the file, or its URL.
-        global_step: optimizer steps before it was saved.
-        epoch: the epoch in which it was saved, from 0.
-        modified_s: when it was written, in seconds since 1970.
-    """
+    """A checkpoint that a run can resume from: its path or URL, and when it was saved and written (since 1970)."""
 
     path: str
     global_step: int
@@ -156,15 +149,7 @@ def _nothing_found(folders: list[str], runs: str | None) -> str:
 
 
 def await_file(path: str | os.PathLike[str], check: Callable[[], object]) -> None:
-    """Waits until this host sees a file that rank 0 sees.
-
-    Args:
-        path: of the file.
-        check: raises if another rank has failed meanwhile.
-
-    Raises:
-        FileNotFoundError: it does not see the file within 30 s.
-    """
+    """Waits until this host sees a file that rank 0 sees; ``check`` raises if another rank has failed meanwhile."""
     deadline_s = time.monotonic() + _SEEN_WITHIN_S
     while not os.path.exists(path):
         check()

@@ -70,9 +70,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
     @staticmethod
     def _mapped(
-        path: Any,
-        map_location: Any = lambda storage, location: storage,
-        weights_only: bool | None = LOADS_WEIGHTS_ONLY,
+        path: Any, map_location: Any = lambda storage, location: storage, weights_only: bool | None = LOADS_WEIGHTS_ONLY
     ) -> dict[str, Any]:
         loaded: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=weights_only, mmap=True)
         return loaded

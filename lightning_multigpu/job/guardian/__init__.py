@@ -6,7 +6,7 @@ ranks' processes count for it, so a rank that computes for a minute without an a
 ::
 
     guardian = Guardian.start(num_ranks=4)  # the first rank of the host, before the others
-    client = GuardianClient.from_variables(os.environ, rank=2, on_failure=end)  # each rank
+    client = GuardianClient(os.environ[ADDRESS], rank=2, on_failure=end)  # each rank
     client.flight_recorder.completed(step)  # after each optimizer step
     client.rest()  # between two runs; the process leaves when it exits
 

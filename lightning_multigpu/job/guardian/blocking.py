@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import threading
+import time
 from collections.abc import Callable
+
+_PIPE_BUF = 4096  # bytes that a pipe takes at once if it is ready
+_LIMIT_S = 0.5
 
 
 def done_within(limit_s: float, work: Callable[[], None]) -> bool:
@@ -18,6 +24,30 @@ def done_within(limit_s: float, work: Callable[[], None]) -> bool:
     return not thread.is_alive()
 
 
-def no_link(path: str, flags: int) -> int:
-    """Opens a file for writing; refuses a symbolic link."""
+def show(text: str, *, limit_s: float = _LIMIT_S) -> None:
+    """Prints on standard error; gives up a full pipe after ``limit_s``."""
+    rest, until_s = text.encode(errors="replace"), time.monotonic() + limit_s
+    with contextlib.suppress(OSError, ValueError):  # it may be closed
+        while rest and select.select([], [2], [], max(0.0, until_s - time.monotonic()))[1]:
+            rest = rest[os.write(2, rest[:_PIPE_BUF]) :]
+
+
+def append(path: str, text: str, what: str, *, limit_s: float = _LIMIT_S) -> None:
+    """Appends ``text`` to a file, whose directory is made; gives up a file system that does not answer.
+
+    A symbolic link is refused. An error is printed, with ``what`` could not be written.
+    """
+
+    def write() -> None:
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "a", encoding="utf-8", errors="replace", opener=_no_link) as file:
+                file.write(text)
+        except (OSError, ValueError) as error:
+            show(f"{what} could not be written to {path}: {error}\n")
+
+    done_within(limit_s, write)
+
+
+def _no_link(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)

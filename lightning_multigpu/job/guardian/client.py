@@ -8,20 +8,18 @@ import os
 import select
 import signal
 import socket
-import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from multiprocessing.util import Finalize
 
-from lightning_multigpu.job.guardian.failure import MAX_WHAT_BYTES, Failure, closing_lines, host_name, start_within
+from lightning_multigpu.job.guardian.failure import MAX_WHAT, Failure, closing_lines, host_name
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
 from lightning_multigpu.job.guardian.hang.stacks import answer_stack_signal
-from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS
 from lightning_multigpu.job.guardian.proc import STOPPED, StoppedTime, WatchedProcess
 from lightning_multigpu.job.guardian.protocol import Connection, Message, foreign
-from lightning_multigpu.job.guardian.start import ADDRESS, SECRET, GuardianError
+from lightning_multigpu.job.guardian.start import GuardianError
 from lightning_multigpu.job.guardian.workers import remove_temporary
 
 OnFailure = Callable[[Failure], None]
@@ -34,6 +32,7 @@ class NoGuardianError(GuardianError):
 _LONGEST_LOOK_S = 0.5
 _SEEN_S = 5.0
 _IN_LINE_S = 0.02
+_SHORTEST_POLL_S, _POLL_S = 0.005, 0.1
 _BACKLOG = 256  # strangers may queue before the other hosts
 
 
@@ -45,16 +44,10 @@ class GuardianClient:
     process has not. After a failure of the guardian no other process would end this one, so it ends itself 0.9
     ``failure_timeout_s`` after the failure began, if it still runs.
 
-    Args:
-        address: the guardian's address.
-        secret: the guardian's secret; None if it was started with an address.
-        rank: the global rank of this process.
-        on_failure: called once, in another thread.
-        timeout_s: seconds that the guardian may take to answer.
-
     Attributes:
         failure: the failure that ``on_failure`` was called with, or None.
-        lost: the ranks of this host that the job has lost, in that order. See :meth:`can_be_lost`.
+        find_failure: called several times a second in a run, in another thread; a failure that it finds, with its age,
+            is reported.
         flight_recorder: the record of this rank's steps and collectives, for the guardian to read.
         rests: the process is between two runs: neither its end nor the guardian's is a failure, until a rank begins the
             next run.
@@ -63,18 +56,10 @@ class GuardianClient:
         GuardianError: no guardian listens there, or it refuses this rank.
     """
 
-    def __init__(
-        self,
-        address: str,
-        secret: str | None,
-        *,
-        rank: int,
-        on_failure: OnFailure,
-        timeout_s: float = 30.0,
-    ) -> None:
+    def __init__(self, address: str, *, rank: int, on_failure: OnFailure, timeout_s: float = 30.0) -> None:
         self.rank = rank
         self.failure: Failure | None = None
-        self.lost: list[int] = []
+        self.find_failure: Callable[[], tuple[Failure, float] | None] = lambda: None
         self.rests = False
         self._run = 1
         self._temporary: str | None = None
@@ -98,18 +83,15 @@ class GuardianClient:
         self._connection = Connection(sock)
         self._early: list[Message] = []
         try:
-            self._connection.send("hello", secret=secret, rank=rank)
+            self._connection.send("hello", rank=rank)
             welcome = self._welcome(time.monotonic() + timeout_s)
-            self.guardian_pid, failure_timeout_s = int(welcome["pid"]), float(welcome["failure_timeout_s"])
+            self.guardian_pid, failure_timeout_s = welcome["pid"], welcome["failure_timeout_s"]
             self._guardian = WatchedProcess(self.guardian_pid)
-            self._pages, self._slot = self._map_pages(int(welcome["num_slots"])), int(welcome["slot"])
+            self._pages, self._slot = self._map_pages(welcome["num_slots"]), welcome["slot"]
             self.flight_recorder = FlightRecorder(self._pages, self._slot)
         except ProcessLookupError as error:
             self._connection.close()
             raise GuardianError(f"the guardian (pid {self.guardian_pid}) of rank {rank} has ended") from error
-        except (LookupError, TypeError, ValueError, OverflowError) as error:
-            self._connection.close()
-            raise GuardianError(f"what answers at the guardian's address is another program: {error}") from error
         except BaseException:
             self._connection.close()
             raise
@@ -120,28 +102,13 @@ class GuardianClient:
         # Not atexit, whose functions do not run in a forked process of multiprocessing.
         self._at_exit = Finalize(None, self._exit, exitpriority=0)
 
-    @classmethod
-    def from_variables(cls, variables: Mapping[str, str], *, rank: int, on_failure: OnFailure) -> GuardianClient:
-        """Connects to the guardian that :attr:`Guardian.environment` names.
-
-        Raises:
-            GuardianError: the variables are not set, or the guardian cannot be reached or trusted.
-        """
-        missing = [name for name in (ADDRESS, SECRET) if not variables.get(name)]
-        if missing:
-            raise GuardianError(
-                f"rank {rank} does not know its guardian: {' and '.join(missing)} not set; call Guardian.start() in "
-                "the first rank of the host, before the others are started"
-            )
-        return cls(variables[ADDRESS], variables[SECRET], rank=rank, on_failure=on_failure)
-
     def begin(self, on_failure: OnFailure, *, failure_timeout_s: float, hang_report_s: float | None) -> None:
         """Begins a further run of all ranks, with its own limits, after :meth:`rest`; all ranks have to come to it.
 
         A failure that was found meanwhile is passed to ``on_failure`` at once.
         """
         self._run += 1
-        self.lost, self._is_alone = [], False
+        self._is_alone = False
         self._all_at_end.clear()
         self._set_limits(failure_timeout_s)
         self.flight_recorder = FlightRecorder(self._pages, self._slot)
@@ -159,28 +126,20 @@ class GuardianClient:
         self._send("rest", run=self._run)
 
     def failed(self, failure: Failure, *, age_s: float = 0.0) -> None:
-        """Reports a failure of this rank or of a link to the guardian, which informs the other ranks; all have to end.
+        """Reports a failure of ``age_s`` ago to the guardian, which informs the other ranks; all have to end.
 
         Returns when the guardian has read the other ranks' waits, or after five seconds. If the failure has no step,
         the guardian takes the step that its rank has noted.
-
-        Args:
-            failure: the failure.
-            age_s: seconds since it happened.
         """
         self._send("failed", failure=failure.to_message(), age_s=age_s)
         if threading.current_thread() is not self._thread:
             self._seen.wait(_SEEN_S)
 
     def all_raised(self, key: str, failure: Failure) -> bool:
-        """Whether all ranks of the job have raised the same exception: it is the program's, and no failure of a rank.
+        """Whether all ranks have raised the exception ``key``: it is the program's, and no failure of a rank.
 
         Returns once all have, or once one certainly has not: that rank has ended its run well, waits for this one, or
-        has not come within a third of ``failure_timeout_s``. This rank's failure is then reported.
-
-        Args:
-            key: the exception, the same on all ranks.
-            failure: this rank's failure, if the others do not raise it.
+        has not come within a third of ``failure_timeout_s``. ``failure`` is then reported.
         """
         self._send("raised", key=key, failure=failure.to_message())
         self._all_at_end.wait()
@@ -189,11 +148,8 @@ class GuardianClient:
     def can_be_lost(self) -> None:
         """Declares that the job goes on without this rank, however its process ends before its :meth:`leave`.
 
-        The guardian then prints a line and informs the other ranks of this host (:attr:`lost`). If this rank, or one of
-        its worker processes, is stopped, that is no failure either. No other rank may wait for this one from now on.
-
-        Raises:
-            ValueError: this is rank 0, whose end always is the end of the job.
+        The guardian then prints a line. If this rank, or one of its worker processes, is stopped, that is no failure
+        either. No other rank may wait for this one from now on. Raises ValueError on rank 0.
         """
         if self.rank == 0:
             raise ValueError("rank 0 cannot be lost, since it has the results: call can_be_lost on other ranks only")
@@ -204,16 +160,11 @@ class GuardianClient:
         self._send("raises")
 
     def show(self, advice: str, *, waits: bool) -> bool:
-        """Makes the guardian show the failure in the terminal, once for all ranks, when the others have ended.
+        """Makes the guardian show the failure with ``advice``, once for all ranks, when the others have ended.
 
-        Args:
-            advice: the last line.
-            waits: return when it has been shown.
-
-        Returns:
-            False if there is no guardian any more.
+        With ``waits`` returns when it has been shown; False if there is no guardian any more.
         """
-        self._send("show", advice=start_within(advice, MAX_WHAT_BYTES))
+        self._send("show", advice=advice[:MAX_WHAT])
         if waits:
             self._shown.wait(self._end_s + _SEEN_S)
         return self._is_shown if waits else not self._connection.closed
@@ -224,12 +175,7 @@ class GuardianClient:
         self._send("temporary", directory=directory)
 
     def report_to(self, directory: str, *, node_rank: int | None = None) -> None:
-        """Sets where the file that describes a failure is written.
-
-        Args:
-            directory: is made at a failure if it does not exist.
-            node_rank: this host's node rank, for the file's name: hosts may share one hostname.
-        """
+        """Sets where files about a failure or a hang are written; hosts with a ``node_rank`` may share a hostname."""
         self._send("directory", directory=os.path.abspath(directory), node_rank=node_rank)
 
     def joining(self, limit_s: float) -> None:
@@ -252,30 +198,14 @@ class GuardianClient:
         self._send("signalled", status=status, number=number)
 
     def finish(self) -> Failure | None:
-        """Reports that this rank has reached the end of its run; waits until all ranks have, or one has failed.
-
-        Returns:
-            The failure, or None if the run has ended well for all.
-        """
+        """Waits until all ranks have reached the end of their run; the failure if one has failed, else None."""
         self._send("at end")
         if not self._leaving.is_set():
             self._all_at_end.wait()
         return self.failure
 
     def listen_for_hosts(self, address: str, *, num_nodes: int, secret: str) -> int:
-        """On node 0, by one rank: makes the guardian listen for the other hosts' guardians.
-
-        Args:
-            address: an address of this host that the others reach.
-            num_nodes: hosts of the job, this one included.
-            secret: a text that only the hosts of the job know.
-
-        Returns:
-            The port for :meth:`join_hosts` of the other hosts.
-
-        Raises:
-            GuardianError: the address is not one of this host's.
-        """
+        """On node 0, by one rank: makes the guardian listen for the other hosts at ``address``; returns the port."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             with socket.create_server((address, 0), family=family, backlog=num_nodes + _BACKLOG) as listener:
@@ -290,13 +220,6 @@ class GuardianClient:
         """On each other node, by one rank: connects this host's guardian to node 0's, and waits for its welcome.
 
         From then on node 0 knows of this host, and its end is a failure there.
-
-        Args:
-            address: of node 0, as given to :meth:`listen_for_hosts`.
-            port: what that has returned.
-            node_rank: of this host, 1 or more.
-            secret: of the job.
-            timeout_s: how long connecting may take, and then the welcome.
 
         Raises:
             GuardianError: node 0's guardian cannot be reached within ``timeout_s``, or refuses this host's.
@@ -331,10 +254,6 @@ class GuardianClient:
         self._guardian.close()
         self.flight_recorder.detach()
 
-    def has_left(self, timeout_s: float) -> bool:
-        """Whether :meth:`leave` has been called; waits for that."""
-        return self._leaving.wait(timeout_s)
-
     # The other thread
 
     def _listen(self) -> None:
@@ -350,21 +269,22 @@ class GuardianClient:
                 elif message["kind"] == "shown":
                     self._is_shown = True
                     self._shown.set()
-                elif message["kind"] == "lost":
-                    self.lost.append(int(message["rank"]))
                 elif message["kind"] in ("all at end", "alone"):
                     self._is_alone = message["kind"] == "alone"
                     self._all_at_end.set()
                 elif message["kind"] == "end now" and not self._leaving.is_set():
-                    os._exit(int(message.get("status", INTERRUPTED_STATUS)))
+                    os._exit(message["status"])
                 elif message["kind"] == "failure":
-                    self._report(Failure.from_message(message.get("failure")))
+                    self._report(Failure.from_message(message["failure"]))
             if self._connection.closed:
                 break
             readable, _, _ = select.select([self._connection], [], [], self._look_s)
             messages = self._connection.receive() if readable else []
             if self._connection.closed:
                 continue  # with its last messages
+            if self.failure is None and not self.rests and (found := self.find_failure()) is not None:
+                self.find_failure = lambda: None
+                self.failed(found[0], age_s=found[1])
             lasts_s = stopped_time.lasts_s()
             stopped_s = lasts_s or stopped_s
             if lasts_s > self._stopped_limit_s and not self.rests and not self._leaving.is_set():
@@ -440,9 +360,7 @@ class GuardianClient:
             self._send("stacks", descriptors=(how.descriptor,), number=how.number, main_thread=how.main_thread)
 
     def _map_pages(self, num_slots: int) -> mmap.mmap:
-        descriptor = self._connection.take_descriptor(stat.S_ISREG)
-        if descriptor is None:
-            raise GuardianError("the guardian's welcome came without its memory; is it of the same version?")
+        descriptor = self._connection.take_descriptor()
         try:
             return mmap.mmap(descriptor, PAGE_BYTES * num_slots)
         finally:
@@ -458,3 +376,26 @@ def _connect(sock: socket.socket, address: str, deadline_s: float) -> None:
             if time.monotonic() > deadline_s:
                 raise
         time.sleep(_IN_LINE_S)
+
+
+def find(address: str, *, rank: int, on_failure: OnFailure, timeout_s: float) -> GuardianClient:
+    """Waits up to ``timeout_s`` for the guardian at the job's address to start, and connects to it.
+
+    Raises:
+        GuardianError: it does not start in time, refuses this rank, or is another user's.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    pause_s = _SHORTEST_POLL_S
+    while True:
+        try:
+            return GuardianClient(address, rank=rank, on_failure=on_failure)
+        except NoGuardianError as error:
+            if time.monotonic() > deadline_s:
+                raise GuardianError(
+                    f"rank {rank} has found no guardian on {host_name()} within {timeout_s:g} s: the first rank of "
+                    "this host, which starts it, has not come. Are MASTER_ADDR, MASTER_PORT and NODE_RANK the same "
+                    "for all ranks of the host, and has one of them LOCAL_RANK=0? Do all belong to one user, and to "
+                    "one container?"
+                ) from error
+        time.sleep(pause_s)
+        pause_s = min(_POLL_S, 1.5 * pause_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import json
 import os
 import re
 import traceback
@@ -14,12 +13,11 @@ from typing import Any, NamedTuple
 from lightning_multigpu.job.guardian.hang.stacks import PYTHON, Frame
 
 TRACEBACK = "LIGHTNING_MULTIGPU_TRACEBACK"
-# As JSON, where a character takes 1 to 12 bytes; together they must fit into a message.
-MAX_WHAT_BYTES = 8_000
-MAX_TRACEBACK_BYTES = 64_000
-_MAX_NAME_BYTES = 1_000
+# Characters, which take up to 6 bytes each in JSON; together they must fit into a message.
+MAX_WHAT = 4_000
+MAX_TRACEBACK = 12_000
+_MAX_NAME = 300
 _MAX_LINES = 8
-_CHAR_BYTES = 12  # the most for a character: two escapes beyond the BMP
 
 
 class RankFailedError(RuntimeError):
@@ -122,37 +120,23 @@ class Failure(NamedTuple):
     def to_message(self) -> dict[str, Any]:
         """JSON values, cut to fit into one message; a traceback keeps its end."""
         return self._replace(
-            what=start_within(self.what, MAX_WHAT_BYTES),
-            host=start_within(self.host, _MAX_NAME_BYTES),
-            error_type=start_within(self.error_type, _MAX_NAME_BYTES),
-            message=start_within(self.message, MAX_WHAT_BYTES),
-            traceback=end_within(self.traceback, MAX_TRACEBACK_BYTES),
+            what=self.what[:MAX_WHAT],
+            host=self.host[:_MAX_NAME],
+            error_type=self.error_type[:_MAX_NAME],
+            message=self.message[:MAX_WHAT],
+            traceback=self.traceback[-MAX_TRACEBACK:],
         )._asdict()
 
     @classmethod
     def from_message(cls, values: Any) -> Failure:
-        """The inverse of :meth:`to_message`.
-
-        Raises:
-            ValueError: the values are not those of a failure.
-        """
-        if not isinstance(values, dict):
-            raise ValueError(f"a failure is an object with the fields {', '.join(cls._fields)}, not {values!r:.80}")
-        numbers = {name: values.get(name) for name in ("rank", "pid", "step")}
-        texts = {name: values.get(name, "") for name in ("what", "host", "traceback", "error_type", "message")}
-        for name, value in {**numbers, **texts}.items():
-            wanted: tuple[type, ...] = (int, type(None)) if name in numbers else (str,)
-            if not isinstance(value, wanted) or (isinstance(value, int) and not -1 << 63 <= value < 1 << 63):
-                raise ValueError(f"the field {name} of a failure is {value!r:.80}; it must be {wanted[0].__name__}")
-        return cls(**numbers, **texts)  # type: ignore[arg-type]
+        """The inverse of :meth:`to_message`."""
+        return cls(**values)
 
 
 def closing_lines(failure: Failure, waited: list[str], *, goes_on: bool = False, in_one: bool = False) -> list[str]:
     """The collectives in which ranks waited and, last, the failure: what a terminal shows of it, beside a traceback.
 
     Args:
-        failure: the failure.
-        waited: the collectives, one line for each rank; of many ranks the first are shown.
         goes_on: whether the job goes on without the failed rank.
         in_one: in one line: many hosts may share a terminal.
     """
@@ -174,19 +158,6 @@ def text_of(error: BaseException) -> str:
         return "<exception str() failed>"
 
 
-def start_within(text: str, limit_bytes: int) -> str:
-    """The start of the text that takes at most ``limit_bytes`` in a message."""
-    text = text[:limit_bytes]
-    while (excess := len(json.dumps(text)) - 2 - limit_bytes) > 0:
-        text = text[: len(text) - -(-excess // _CHAR_BYTES)]
-    return text
-
-
-def end_within(text: str, limit_bytes: int) -> str:
-    """As :func:`start_within`, for the text's end."""
-    return start_within(text[-limit_bytes:][::-1], limit_bytes)[::-1]
-
-
 _BEGINS = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^([ |+]*)  File "(.*)", line (\d+), in (.*)$')
 
@@ -197,14 +168,10 @@ def _frame_of(line: str) -> Frame | None:
 
 
 def folded(text: str) -> str:
-    """A traceback's text, with one line for successive frames of lightning, torch and this pack.
+    """Tracebacks with one line for successive frames of lightning, torch and this pack; other lines stay as they are.
 
     Frames of Python's own library are shown if the user's code has called them. All frames are shown if the variable
     LIGHTNING_MULTIGPU_TRACEBACK is "full".
-
-    Args:
-        text: one or more tracebacks, as Python prints an exception with its causes or its group; other lines stay as
-            they are.
     """
     if os.environ.get(TRACEBACK) == "full":
         return text

@@ -9,7 +9,7 @@
 
 Silence, a closed connection and a reported failure are failures of the job on all hosts. The guardian that finds one
 ends its own ranks and informs node 0's, which informs all others. A host that is cut off reports that itself. Links
-between two other hosts are watched by their ranks: see :mod:`lightning_multigpu.job.link_watch`.
+between two other hosts are watched by their ranks: see :func:`lightning_multigpu.job.joining.broken_link`.
 
 The guardian that connects sends the secret of the job first; node 0's reads little, and waits a limited time, before
 it. Nothing is encrypted: only a private network protects the secret, as it protects gradients and exceptions.
@@ -18,9 +18,7 @@ it. Nothing is encrypted: only a private network protects the secret, as it prot
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
-from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
@@ -31,12 +29,10 @@ from lightning_multigpu.job.guardian.proc import clock_s
 from lightning_multigpu.job.guardian.protocol import Connection, Message, accepted, knows
 from lightning_multigpu.job.guardian.ranks import Found
 
-_MAX_NAME = 255
 _SEND_BUFFER_BYTES = 1 << 18  # a message that does not fit in as a whole would end the connection
 _LONGEST_BEAT_S = 1.0
 _ARRIVAL_S = 0.5
 _MAX_STRANGERS = 256
-_MAX_NODES = 1 << 14
 
 
 @dataclass(eq=False)
@@ -44,11 +40,6 @@ class Peer:
     """The guardian of another host, at the other end of a connection.
 
     Attributes:
-        connection: the connection to it.
-        received_s: time of its last message.
-        node_rank: its host's node rank; None for a stranger that has connected.
-        host: the name of its host.
-        came_from: the address of a stranger.
         trusted: True once it has sent the secret or, as node 0's, its welcome.
         paused: True while all ranks of its host are stopped; for node 0 those of all other hosts too.
         end_key: once its ranks have reached the end of their run, the exception that all have raised, or empty.
@@ -59,7 +50,6 @@ class Peer:
     received_s: float
     node_rank: int | None = None
     host: str = ""
-    came_from: str = ""
     trusted: bool = False
     paused: bool = False
     end_key: str | None = None
@@ -77,7 +67,7 @@ class Peer:
 
     def trust(self, message: Message) -> None:
         """Reads all that it sends from now on."""
-        self.host = str(message.get("host"))[:_MAX_NAME]
+        self.host = message["host"]
         self.trusted = True
         self.connection.trust()
 
@@ -95,42 +85,23 @@ def silence(own: str, others: str, silent_s: float) -> str:
     )
 
 
-def age_of(message: Message) -> float:
-    """The age of the failure in a message, in seconds; clocks of hosts differ.
-
-    Raises:
-        ValueError: no failure has that age.
-    """
-    if not 0 <= (age_s := float(message["age_s"])) < math.inf:
-        raise ValueError(f"a failure is {age_s} s old; it must be 0 or more")
-    return age_s
-
-
 class Hosts:
     """This host's connections to other hosts' guardians: to all of them on node 0, to node 0's on the others.
 
-    Args:
-        silence_s: seconds that another host may be silent.
-        join_timeout_s: seconds after :meth:`listen` in which the last host has to connect.
-        watch: makes the guardian's loop call a function when a socket becomes readable.
-        forget: the opposite of ``watch``.
-        on_message: called with another host and its message, if the message is not about the connection itself.
-
-    Attributes:
-        end_now: the exit status with which the job has to end at once, once another host has sent it; else 0.
+    ``watch`` makes the guardian's loop call a function when a socket becomes readable; ``forget`` is the opposite.
+    ``on_message`` gets another host's messages that are not about the connection itself. Once ``end_now`` is not 0, the
+    job has to end at once with that exit status.
     """
 
     def __init__(
         self,
         *,
         silence_s: float,
-        join_timeout_s: float,
         watch: Callable[[socket.socket, Callable[[], None]], None],
         forget: Callable[[socket.socket], None],
         on_message: Callable[[Hashable, Message], None] = lambda host, message: None,
     ) -> None:
         self.silence_s = silence_s
-        self._join_timeout_s = join_timeout_s
         self._watch, self._forget, self._on_message = watch, forget, on_message
         self._secret = ""
         self._own_rank = 0
@@ -143,7 +114,7 @@ class Hosts:
         self._strangers: list[Peer] = []
         self._listener: socket.socket | None = None  # while hosts have yet to connect
         self._awaited: set[int] = set()  # node ranks that have yet to connect
-        self._since_s = self._now_s = self._beat_s = 0.0
+        self._now_s = self._beat_s = 0.0
         self._found: Found | None = None
 
     @property
@@ -170,9 +141,7 @@ class Hosts:
     def listen(self, listener: socket.socket, *, num_nodes: int, secret: str, now_s: float) -> None:
         """On node 0: accepts the other hosts' guardians."""
         self._begin(secret, now_s)
-        if not 1 <= num_nodes <= _MAX_NODES:
-            raise ValueError(f"the job has {num_nodes} hosts; it must be 1 to {_MAX_NODES}")
-        self._since_s, self._awaited = now_s, set(range(1, num_nodes))
+        self._awaited = set(range(1, num_nodes))
         listener.setblocking(False)
         self._listener = listener
         self._watch(listener, lambda: self._accept(listener))
@@ -207,10 +176,7 @@ class Hosts:
     def observe(self, now_s: float, *, paused: bool, resting: bool = False) -> Found | None:
         """Sends that this host is alive; returns the failure of another host, if any.
 
-        Args:
-            now_s: time on this guardian's clock.
-            paused: whether all ranks of this host are stopped.
-            resting: whether the ranks of this host are between two runs: nothing is a failure.
+        ``paused``: this host's ranks are stopped. ``resting``: they are between two runs, and nothing is a failure.
         """
         self._now_s = now_s
         if now_s - self._beat_s >= self._beat_every_s or paused != self._paused:
@@ -231,9 +197,6 @@ class Hosts:
             self._silent([peer for peer in waited_for if now_s - peer.received_s > self.silence_s - self._beat_every_s])
             for peer in silent:
                 self._drop(peer)
-        if self._awaited and now_s - self._since_s > self._join_timeout_s:
-            came = ", ".join(peer.name for peer in self._known()) or "none"
-            self._find(f"{len(self._awaited)} hosts have not come within {self._join_timeout_s:g} s; there are: {came}")
         found, self._found = self._found, None
         return found
 
@@ -251,10 +214,8 @@ class Hosts:
     def come_to_end(self, key: str = "") -> bool:
         """Called when all ranks of this host have reached the end of their run; True once the ranks of all hosts have.
 
-        It is called again until then. The other hosts report to node 0, which informs them when all have.
-
-        Args:
-            key: the exception that all ranks have raised, or empty; the same on all hosts.
+        It is called again until then. The other hosts report to node 0, which informs them when all have. ``key`` is
+        the exception that all ranks have raised, or empty; the same on all hosts.
         """
         if self.is_first and (self._awaited or not all(peer.end_key == key or peer.done for peer in self._peers)):
             return False
@@ -325,8 +286,6 @@ class Hosts:
     # Connections
 
     def _begin(self, secret: str, now_s: float) -> None:
-        if self._secret:
-            raise ValueError("this guardian knows the other hosts already")
         self._secret, self._now_s = secret, now_s
 
     def _close_listener(self) -> None:
@@ -336,19 +295,12 @@ class Hosts:
             self._listener = None
 
     def _accept(self, listener: socket.socket) -> None:
-        for connection in accepted(listener):
-            peer = Peer(connection, self._now_s)
-            with contextlib.suppress(OSError):  # it may have disconnected
-                peer.came_from = connection.socket.getpeername()[0]
+        for sock in accepted(listener):
+            peer = Peer(Connection(sock, is_stranger=True), self._now_s)
             if len(self._strangers) >= _MAX_STRANGERS:
-                self._drop(self._stranger_to_drop())
+                self._drop(self._strangers[0])  # a host introduces itself at once
             self._strangers.append(peer)
-            self._watch(connection.socket, partial(self._read, peer))
-
-    def _stranger_to_drop(self) -> Peer:
-        """The oldest stranger of the address with the most strangers."""
-        crowd = Counter(stranger.came_from for stranger in self._strangers).most_common(1)[0][0]
-        return next(stranger for stranger in self._strangers if stranger.came_from == crowd)
+            self._watch(sock, partial(self._read, peer))
 
     def _drop(self, peer: Peer) -> None:
         for peers in (self._peers, self._strangers):
@@ -375,18 +327,17 @@ class Hosts:
         elif not peer.trusted:
             self._introduce(peer, message)
         elif kind == "alive":
-            was_paused, peer.paused = peer.paused, message.get("paused") is True
+            was_paused, peer.paused = peer.paused, message["paused"]
             if self.is_first and peer.paused != was_paused:
                 self._send_alive()
         elif kind == "failure" and self._found is None:
-            age_s = age_of(message)
-            self._found = Found(Failure.from_message(message.get("failure")), self._now_s - age_s)
+            self._found = Found(Failure.from_message(message["failure"]), self._now_s - message["age_s"])
         elif kind == "at end" and message["run"] == self._run:
-            peer.end_key = str(message["key"])
+            peer.end_key = message["key"]
         elif kind == "all at end" and message["run"] == self._run:
             self._all_at_end = True
         elif kind == "end now":
-            self.end_now = int(message["status"])
+            self.end_now = message["status"]
         elif kind == "done":
             peer.done = True
         else:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import select
 import signal
-import sys
 import time
 from types import FrameType
+
+from lightning_multigpu.job.guardian.blocking import show
 
 # Signals within this time are one: `timeout` and some wrappers signal the process and its group.
 SAME_INTERRUPT_S = 0.3
@@ -38,11 +38,8 @@ class Interrupts:
     """Counter of interrupts in the guardian: a terminal signals it together with the ranks.
 
     Lightning ignores SIGINT once it has received the first one, so that no rank notices the second. Ranks report
-    interrupts that only they receive.
-
-    Attributes:
-        counts: whether a second one ends the job; False if the user's program handles SIGINT itself.
-        status: the exit status of a job that a second signal ends.
+    interrupts that only they receive. ``counts`` is False if the user's program handles SIGINT itself; ``status`` is
+    the exit status of a job that a second signal ends.
     """
 
     def __init__(self) -> None:
@@ -74,15 +71,10 @@ class Interrupts:
         return 0 if own_program else max(self._received, self._reported)
 
     def show_first(self) -> None:
-        """Prints the effect of the first interrupt, unless the terminal's pipe is full."""
-        if self.number == 1 and not self._shown and sys.stderr is not None:
+        """Prints the effect of the first interrupt."""
+        if self.number == 1 and not self._shown:
             self._shown = True
-            try:
-                if select.select([], [sys.stderr], [], 0)[1]:
-                    sys.stderr.write(_LINE)
-                    sys.stderr.flush()
-            except (OSError, ValueError):
-                return
+            show(_LINE)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()

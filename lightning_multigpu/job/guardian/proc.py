@@ -48,13 +48,9 @@ def read_stat(pid: int) -> Stat | None:
 
 
 class WatchedProcess:
-    """A process that is not a child of this one.
+    """A process that is not a child of this one; ProcessLookupError if it has ended.
 
-    Attributes:
-        pidfd: readable once the process has ended; None before Linux 5.3.
-
-    Raises:
-        ProcessLookupError: the process has ended.
+    ``pidfd`` is readable once the process has ended; None before Linux 5.3.
     """
 
     def __init__(self, pid: int) -> None:
@@ -170,9 +166,7 @@ class WatchedProcess:
 class StoppedTime:
     """The time for which another process has been stopped, measured by a process that may be stopped itself.
 
-    Args:
-        process: the other process.
-        pause_s: this process looks more often; after a longer pause it was stopped too, and the time restarts.
+    This process looks more often than every ``pause_s``; after a longer pause it was stopped too: the time restarts.
     """
 
     def __init__(self, process: WatchedProcess, pause_s: float) -> None:

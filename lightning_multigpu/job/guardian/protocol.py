@@ -1,14 +1,14 @@
-"""Messages of a guardian: one JSON object a line, of bounded length. The first one carries the job's secret.
+"""Messages of a guardian: one JSON object a line, of bounded length.
 
 ::
 
     asking (a rank, or another guardian)      asked (the guardian, or that of node 0)
-      hello      secret, who it is     ------>
+      hello      who it is             ------>
                                        <------     welcome
                                                    or: refused  why
 
-Until then the other end is a stranger: at most :data:`MAX_STRANGER_BYTES` bytes are read from it, and no file
-descriptor is accepted. Over a UNIX socket both ends also ask the kernel for the other's process: see :func:`foreign`.
+Another guardian also sends the job's secret. Until then it is a stranger: at most :data:`MAX_STRANGER_BYTES` bytes are
+read from it. Over a UNIX socket both ends ask the kernel for the other's process: see :func:`foreign`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import hmac
 import json
 import os
 import socket
-import stat
 import struct
 import sys
 import termios
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from lightning_multigpu.job.guardian.proc import clock_s
@@ -48,23 +47,16 @@ class ProtocolError(ValueError):
 
 
 def encode(kind: str, **fields: Any) -> bytes:
-    """One message as a line.
-
-    Raises:
-        ProtocolError: it is longer than :data:`MAX_LINE_BYTES`.
-    """
-    line = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
+    """One message as a line; ProtocolError if it is longer than :data:`MAX_LINE_BYTES`."""
+    text = json.dumps({"kind": kind, **fields}, separators=(",", ":"), ensure_ascii=False)
+    line = text.encode(errors="replace") + b"\n"
     if len(line) > MAX_LINE_BYTES:
         raise ProtocolError(f"a message {kind!r} has {len(line)} bytes, the limit is {MAX_LINE_BYTES}; shorten it")
     return line
 
 
 def decode(line: bytes) -> Message:
-    """One line as a message.
-
-    Raises:
-        ProtocolError: it is no JSON object with a text ``kind``.
-    """
+    """One line as a message; ProtocolError if it is no JSON object with a text ``kind``."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError):
@@ -92,11 +84,8 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
 def foreign(sock: socket.socket, *, may_have_ended: bool = True) -> str:
     """The reason why the process at the other end of a UNIX socket cannot be of the same job; empty if it can.
 
-    It can if it has the same user and PID namespace: with host networking, containers share UNIX addresses.
-
-    Args:
-        sock: the socket.
-        may_have_ended: the process may have ended: a guardian outlives the process that has made its socket.
+    It can if it has the same user and PID namespace: with host networking, containers share UNIX addresses. It
+    ``may_have_ended``: a guardian outlives the process that has made its socket.
     """
     pid, user = peer_of(sock)
     if user != os.getuid():
@@ -121,13 +110,8 @@ def _namespaces(pid: int) -> int | None:
 class Connection:
     """Messages over a non-blocking stream socket. A UNIX socket may also carry file descriptors.
 
-    Args:
-        sock: the socket.
-        is_stranger: the other end has to introduce itself before :meth:`trust` is called: until then little is read.
-
-    Attributes:
-        closed: the other end has ended, or has sent something other than a message.
-        why: the system's reason, or the message check's; empty if the other end has just closed it.
+    Of a stranger little is read before :meth:`trust`. Once ``closed``, the other end has ended, or has sent something
+    other than a message; ``why`` has the reason, empty if it has just closed it.
     """
 
     def __init__(self, sock: socket.socket, *, is_stranger: bool = False) -> None:
@@ -187,19 +171,10 @@ class Connection:
                 return
             yield message
 
-    def take_descriptor(self, is_type: Callable[[int], bool]) -> int | None:
-        """The oldest received file descriptor that was not taken; the caller closes it.
-
-        Args:
-            is_type: checks the mode of its file: ``stat.S_ISREG``, for example.
-
-        Raises:
-            ProtocolError: it is of another type.
-        """
+    def take_descriptor(self) -> int:
+        """The oldest received descriptor that was not taken; the caller closes it. ProtocolError if none has come."""
         if not self._descriptors:
-            return None
-        if not is_type(mode := os.fstat(self._descriptors[0]).st_mode):
-            raise ProtocolError(f"a descriptor of the wrong type came along: {stat.filemode(mode)}")
+            raise ProtocolError("a message came without its file descriptor: see `ulimit -n`")
         return self._descriptors.pop(0)
 
     def await_arrival(self, until_s: float) -> None:
@@ -245,7 +220,7 @@ class Connection:
     def _read(self) -> bytes:
         if self._left_bytes == 0:
             raise OSError(f"it has sent {MAX_STRANGER_BYTES} bytes, and has not introduced itself")
-        if self._left_bytes is not None:  # the kernel closes descriptors that come along
+        if self._left_bytes is not None:
             return self.socket.recv(self._left_bytes)
         if self.socket.family != socket.AF_UNIX:
             return self.socket.recv(_CHUNK_BYTES)
@@ -253,8 +228,6 @@ class Connection:
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         self._descriptors += descriptors
-        while len(self._descriptors) > _MAX_DESCRIPTORS:  # more than the protocol needs
-            os.close(self._descriptors.pop())
         return data
 
 
@@ -262,12 +235,8 @@ def _unacknowledged_bytes(sock: socket.socket) -> int:
     return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
-def accepted(listener: socket.socket) -> Iterator[Connection]:
-    """The strangers that have connected, at most 64 at a time, so that the loop goes on.
-
-    Args:
-        listener: a non-blocking listening socket.
-    """
+def accepted(listener: socket.socket) -> Iterator[socket.socket]:
+    """The sockets of those that have connected, at most 64 at a time, so that the loop goes on."""
     for _ in range(_MAX_ACCEPTED):
         try:
             sock, _ = listener.accept()
@@ -277,4 +246,4 @@ def accepted(listener: socket.socket) -> Iterator[Connection]:
             if error.errno in _NOTHING_LEFT:  # the listener stays readable: the caller's loop must not spin
                 time.sleep(_NOTHING_LEFT_S)
             return
-        yield Connection(sock, is_stranger=True)
+        yield sock

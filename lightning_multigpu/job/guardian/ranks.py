@@ -19,13 +19,7 @@ class Found(NamedTuple):
 
 
 class Raised(NamedTuple):
-    """An exception that a rank has raised, and that other ranks may raise too.
-
-    Attributes:
-        key: the exception's class and the step.
-        failure: the rank's failure, if they do not.
-        since_s: the time at which it was raised.
-    """
+    """An exception of a rank that others may raise too: its class and step, the rank's failure if not, and the time."""
 
     key: str
     failure: Failure
@@ -37,26 +31,20 @@ class WatchedRank:
 
     Attributes:
         slot: the index of the rank's page in the shared memory.
-        introduced: True once the process itself has sent its rank.
-        finished: True while the rank needs no other rank: it rests or has left, or its process ended with exit status 0
-            before it had sent its rank.
+        finished: True while the rank needs no other rank: it rests or has left.
         at_end: True once the rank has reached the end of its run, and waits for the others.
-        raised: the exception with which the rank has reached it, with its failure and the time; None otherwise.
         joining_until_s: the time by which the rank has to join the others; None before and afterwards.
         temporary: a directory of its workers, which it cannot remove if it is killed.
         reported_exit_code: the exit status that the rank's parent has reported.
-        can_be_lost: the rank has declared that the job goes on without it.
         lost_since_s: the time at which the job has lost the rank and has gone on; None otherwise.
-        has_left: True once the rank has left.
         raises: the rank has raised the job's failure, and asks to show it if its program does not catch it.
         advice: the last line of the failure that it has asked to show; None before.
     """
 
-    def __init__(self, rank: int, process: WatchedProcess, slot: int, *, introduced: bool) -> None:
+    def __init__(self, rank: int, process: WatchedProcess, slot: int) -> None:
         self.rank = rank
         self.process = process
         self.slot = slot
-        self.introduced = introduced
         self.finished = False
         self.at_end = False
         self.raised: Raised | None = None
@@ -75,16 +63,10 @@ class WatchedRank:
 
 
 class Ranks:
-    """All ranks of the host that have connected so far.
+    """All ranks of the host that have connected so far, of ``num_ranks``.
 
-    Args:
-        num_ranks: how many there will be.
-        stopped_limit_s: how long a rank may be stopped (state T) while others are not.
-
-    Attributes:
-        run: the number of the run that ranks have begun last.
-        others_wait: ranks on other hosts are not stopped.
-        all_stopped: the ranks of this host that are at work are stopped.
+    A rank may be stopped for ``stopped_limit_s`` while others are not. ``run`` is the number of the run that ranks have
+    begun last; ``others_wait``: ranks on other hosts are not stopped; ``all_stopped``: those at work here are.
     """
 
     def __init__(self, num_ranks: int, stopped_limit_s: float) -> None:
@@ -101,14 +83,8 @@ class Ranks:
     def __len__(self) -> int:
         return len(self._ranks)
 
-    def add(self, rank: int, pid: int, *, introduced: bool = True) -> WatchedRank:
+    def add(self, rank: int, pid: int) -> WatchedRank:
         """Watches the process ``pid`` as ``rank``; a process may connect again.
-
-        Args:
-            rank: the global rank.
-            pid: the pid of its process.
-            introduced: the process itself has sent it. Its parent knows only the process that it has started, which
-                may in turn start the rank.
 
         Raises:
             ValueError: the rank belongs to another process, or is one too many.
@@ -116,14 +92,11 @@ class Ranks:
         """
         known = self._ranks.get(rank)
         if known is not None:
-            if known.process.pid != pid and introduced and not known.introduced:
-                known.process = WatchedProcess(pid)
-            elif known.process.pid != pid and introduced:
+            if known.process.pid != pid:
                 raise ValueError(
                     f"rank {rank} is the process {known.process.pid} already, and {pid} says that it is rank {rank}; "
                     "give each process a rank of its own"
                 )
-            known.introduced |= introduced
             known.finished = known.at_end = known.can_be_lost = known.has_left = False
             known.lost_since_s = known.raised = None
             return known
@@ -132,7 +105,7 @@ class Ranks:
                 f"rank {rank} (pid {pid}) is one too many: the guardian was started for {self.num_ranks} ranks and has "
                 f"{', '.join(map(str, sorted(self._ranks)))}; start it with num_ranks={self.num_ranks + 1}"
             )
-        self._ranks[rank] = WatchedRank(rank, WatchedProcess(pid), slot=len(self._ranks), introduced=introduced)
+        self._ranks[rank] = WatchedRank(rank, WatchedProcess(pid), slot=len(self._ranks))
         return self._ranks[rank]
 
     def begin(self, run: int) -> bool:
@@ -151,7 +124,7 @@ class Ranks:
         return [
             rank
             for rank in self._ranks.values()
-            if rank.finished and rank.introduced and not rank.has_left and rank.process.state() != ENDED
+            if rank.finished and not rank.has_left and rank.process.state() != ENDED
         ]
 
     def get(self, rank: object) -> WatchedRank | None:
@@ -184,12 +157,6 @@ class Ranks:
         keys = {"" if rank.raised is None else rank.raised.key for rank in self._ranks.values() if rank.at_end}
         return keys.pop() if len(keys) == 1 else None
 
-    def left_early(self, others_wait: bool) -> WatchedRank | None:
-        """A rank that ended with exit status 0 before the end of its run, if another one joins it or is at the end."""
-        early = [rank for rank in self._ranks.values() if rank.finished and not rank.at_end]
-        waited_for = others_wait or any(rank.at_end or rank.joining_until_s is not None for rank in self.at_work)
-        return early[0] if early and waited_for else None
-
     def late(self, now_s: float) -> WatchedRank | None:
         """A rank that has not joined the others in time, and has not reported it itself."""
         for rank in self.at_work:
@@ -214,9 +181,7 @@ class Ranks:
             if state == ENDED:
                 exit_code = rank.process.exit_code()
                 exit_code = rank.reported_exit_code if exit_code is None else exit_code
-                if exit_code == 0 and not rank.introduced:
-                    rank.finished = True
-                elif exit_code or self._waited_for_parent(rank, now_s):
+                if exit_code or self._waited_for_parent(rank, now_s):
                     by_signal = exit_code is not None and exit_code < 0
                     what = ended_text(exit_code) + (" in the middle of the run" if exit_code == 0 else "")
                     found.append((not by_signal, Found(rank.failure(what, None), now_s)))

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import sys
 import time
 
-from lightning_multigpu.job.guardian.blocking import done_within, no_link
+from lightning_multigpu.job.guardian.blocking import append, show
 from lightning_multigpu.job.guardian.failure import Failure, closing_lines, folded, host_name
 from lightning_multigpu.job.guardian.interrupts import signal_of
 from lightning_multigpu.job.guardian.proc import ENDED, STOPPED
@@ -17,20 +13,13 @@ from lightning_multigpu.job.guardian.ranks import Ranks, WatchedRank
 # The share of failure_timeout_s in which ranks may end themselves; the rest is for the kernel and the message.
 OWN_TIME = 0.9
 _HURRY_S = 1.0
-_WRITE_LIMIT_S = 5
+_LIMIT_S = 5.0
 
 
 class Shutdown:
-    """The last seconds of the ranks at work.
+    """The last seconds of the ranks at work, which have to have ended ``timeout_s`` after the failure.
 
-    Args:
-        failure: the failure that ends the job.
-        since_s: time of the failure, on the guardian's clock.
-        timeout_s: seconds after the failure in which every rank has to have ended.
-
-    Attributes:
-        waits: the collectives in which ranks waited at the failure, one line for each rank.
-        is_shown: whether the failure was printed in the terminal.
+    ``waits`` are the collectives in which ranks waited at the failure, one line for each rank.
     """
 
     def __init__(self, failure: Failure, since_s: float, timeout_s: float) -> None:
@@ -69,25 +58,15 @@ class Shutdown:
         return not left
 
     def write(self, path: str | None, ranks: Ranks) -> None:
-        """Writes the failure to a file, once; the file of an earlier failure is replaced.
-
-        Args:
-            path: the path of the file, or None for no file.
-            ranks: the ranks of this host, which the file names with the time: it may be read much later.
-        """
+        """Appends the failure to a file, once, with the time and the ranks of this host: it may be read much later."""
         if path is not None and self._wants_file:
-            text = _heading(ranks) + self._text(self.failure.traceback)
-            done_within(_WRITE_LIMIT_S, lambda: _write_file(path, text))
+            append(path, _heading(ranks) + self._text(self.failure.traceback), "The failure", limit_s=_LIMIT_S)
         self._wants_file = False
 
     def show(self, ranks: Ranks, *, is_first: bool, has_traceback: bool = False, advice: str = "") -> None:
-        """Prints the failure in the terminal, once.
+        """Prints the failure in the terminal, once; another host than node 0 (``is_first``) mostly in one line.
 
-        Args:
-            ranks: the ranks of this host.
-            is_first: whether this is node 0. Another host prints one line, unless the failed rank is its own.
-            has_traceback: whether the failed rank has printed its traceback.
-            advice: the last line, or empty.
+        ``has_traceback``: the failed rank has printed its traceback. ``advice`` is the last line.
         """
         if self.is_shown:
             return
@@ -97,12 +76,7 @@ class Shutdown:
             text = self._text(folded(self.failure.traceback) if is_here and not has_traceback else "")
         else:
             text = closing_lines(self.failure, self.waits, in_one=True)[0] + "\n"
-        # A pipe that nobody reads must not block the guardian for ever: SIGALRM ends it.
-        signal.alarm(_WRITE_LIMIT_S)
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error may be closed, or None
-            sys.stderr.write(text + (f"{advice}\n" if advice else ""))
-            sys.stderr.flush()
-        signal.alarm(0)
+        show(text + (f"{advice}\n" if advice else ""), limit_s=_LIMIT_S)
 
     def _text(self, traceback: str) -> str:
         """The failed rank's traceback, the killed ranks, the other ranks' collectives and, last, the failure."""
@@ -120,18 +94,3 @@ def _heading(ranks: Ranks) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S %z")
     pids = ", ".join(f"{rank.rank} (pid {rank.process.pid})" for rank in ranks)
     return f"{when}, host {host_name()}, rank {pids}\n"
-
-
-def _write_file(path: str, text: str) -> None:
-    directory, name = os.path.split(path)
-    partial = os.path.join(directory, f".{name}.{os.getpid()}")
-    try:
-        os.makedirs(directory, exist_ok=True)
-        with open(partial, "w", encoding="utf-8", errors="replace", opener=no_link) as file:
-            file.write(text)
-        os.replace(partial, path)
-    except (OSError, ValueError) as error:
-        with contextlib.suppress(OSError, ValueError):
-            os.unlink(partial)
-        with contextlib.suppress(OSError):
-            sys.stderr.write(f"The failure could not be written to {path}: {error}\n")

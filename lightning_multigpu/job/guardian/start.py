@@ -1,10 +1,15 @@
-"""The start of a host's guardian."""
+"""The start of a host's guardian, and its address.
+
+torchrun, srun or a shell start each rank separately, so that no rank inherits variables of another one. Such ranks and
+their guardian meet at a UNIX address that is computed from the job. The kernel knows the user and the PID namespace of
+each process: only processes with the same ones trust each other.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
+import hashlib
 import json
 import os
 import select
@@ -12,18 +17,27 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES
-from lightning_multigpu.job.guardian.proc import refusal
-from lightning_multigpu.job.guardian.protocol import Connection
+from lightning_multigpu.job.guardian.proc import read_stat, refusal
+from lightning_multigpu.job.guardian.protocol import Connection, foreign, peer_of
 
 ADDRESS = "LIGHTNING_MULTIGPU_GUARDIAN"
-SECRET = "LIGHTNING_MULTIGPU_GUARDIAN_SECRET"
 
-_SHORTEST_TIMEOUT_S = 1.0
 _START_TIMEOUT_S = 30.0
 _BACKLOG = 256
+_POLL_S = 0.1
+# Variables that differ between jobs of a scheduler, or restarts of a job, at the same address and port.
+_JOB_VARIABLES = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+)
 
 
 class GuardianError(RuntimeError):
@@ -35,16 +49,11 @@ class AddressTakenError(GuardianError):
 
 
 class Guardian:
-    """The guardian of this host, in the process that has started it. See :meth:`start`.
+    """The guardian of this host, in the process that has started it, with its UNIX address. See :meth:`start`."""
 
-    Attributes:
-        pid: the guardian's pid.
-        environment: the variables by which ranks find it.
-    """
-
-    def __init__(self, pid: int, environment: dict[str, str], link: socket.socket) -> None:
+    def __init__(self, pid: int, address: str, link: socket.socket) -> None:
         self.pid = pid
-        self.environment = environment
+        self.address = address
         self._link = Connection(link)
 
     @classmethod
@@ -53,53 +62,38 @@ class Guardian:
         *,
         num_ranks: int,
         failure_timeout_s: float = 15.0,
-        join_timeout_s: float = 600.0,
         hang_report_s: float | None = None,
-        directory: str | os.PathLike[str] | None = None,
         address: str | None = None,
     ) -> Guardian:
-        """Starts the guardian, and sets the environment variables by which ranks that are started later find it.
+        """Starts the guardian; with a random address also sets the variable by which ranks that start later find it.
 
         The guardian ends when all ranks have left.
 
         Args:
             num_ranks: ranks on this host.
-            failure_timeout_s: seconds after a failure in which all ranks have to end, 1 or more; a rank has failed when
-                it has been stopped for half of that.
-            join_timeout_s: seconds after the start in which the last rank has to connect.
-            hang_report_s: seconds that a rank may wait in a collective before a report names the missing ranks, 1 or
-                more; None for no report.
-            directory: the directory of files about a failure or a hang, or None for no file.
-            address: the address for ranks that do not inherit the environment; the guardian then takes all processes
-                of this user and PID namespace. None for a random name, and a secret that ranks inherit.
+            failure_timeout_s: seconds after a failure in which all ranks have to end, 1 or more.
+            hang_report_s: seconds that a rank may wait in a collective before a report, 1 or more; None for no report.
+            address: the address for ranks that do not inherit the environment; None for a random one.
 
         Raises:
-            ValueError: a number is out of its range.
             AddressTakenError: another process listens at ``address``.
             GuardianError: there is no interpreter to run it with, or it does not start.
         """
-        if num_ranks < 1:
-            raise ValueError(f"num_ranks={num_ranks}: a guardian needs 1 rank or more to watch")
-        _check_seconds(failure_timeout_s=failure_timeout_s, join_timeout_s=join_timeout_s, hang_report_s=hang_report_s)
-        secret = os.urandom(32).hex() if address is None else None
+        is_found = address is not None
         # An abstract address is no file: the kernel removes it with the last socket.
         address = address or f"lightning-multigpu-guardian-{os.urandom(8).hex()}"
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(_listening_at(address))
-            pages = os.memfd_create("guardian-pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            pages = os.memfd_create("guardian-pages")
             stack.callback(os.close, pages)
             os.ftruncate(pages, PAGE_BYTES * num_ranks)
-            # If a rank could shorten it, SIGBUS would end the guardian and the other ranks.
-            fcntl.fcntl(pages, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             own, theirs = socket.socketpair()
             stack.enter_context(theirs)
             settings: dict[str, object] = {
                 "num_ranks": num_ranks,
                 "failure_timeout_s": failure_timeout_s,
-                "join_timeout_s": join_timeout_s,
-                "directory": None if directory is None else os.path.abspath(directory),
                 "owner_pid": os.getpid(),
-                "secret": secret,
+                "is_found": is_found,
                 "listener": listener.fileno(),
                 "owner_link": theirs.fileno(),
                 "pages": pages,
@@ -110,9 +104,9 @@ class Guardian:
             except GuardianError:
                 own.close()
                 raise
-        environment = {ADDRESS: address, **({} if secret is None else {SECRET: secret})}
-        os.environ.update(environment)
-        return cls(pid, environment, own)
+        if not is_found:
+            os.environ[ADDRESS] = address
+        return cls(pid, address, own)
 
     def started(self, rank: int, pid: int) -> None:
         """Reports that the process ``pid`` was started as ``rank``: it is watched before it connects."""
@@ -144,27 +138,18 @@ class Guardian:
         Ranks that are started from now on do not look for it.
         """
         self._link.send("stop")
-        self._link.close()
-        self.withdraw()
+        self._close()
 
     def kill(self) -> None:
         """Kills it without a message: not all ranks could be started, and the started ones are being ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
+        self._close()
+
+    def _close(self) -> None:
         self._link.close()
-        self.withdraw()
-
-    def withdraw(self) -> None:
-        """Removes the environment variables once the ranks have been started: no other process may use them."""
-        for name, value in self.environment.items():
-            if os.environ.get(name) == value:
-                del os.environ[name]
-
-
-def _check_seconds(**given: float | None) -> None:
-    for name, value in given.items():
-        if value is not None and not value >= _SHORTEST_TIMEOUT_S:
-            raise ValueError(f"{name}={value:g}: it must be {_SHORTEST_TIMEOUT_S:g} s or more")
+        if os.environ.get(ADDRESS) == self.address:
+            del os.environ[ADDRESS]
 
 
 def _listening_at(address: str) -> socket.socket:
@@ -203,3 +188,54 @@ def _run(settings: dict[str, object], descriptors: tuple[int, ...]) -> int:
         why = started.stdout.strip() or f"{' '.join(command)} ended with {started.returncode}"
         raise GuardianError(f"the guardian does not start: {why}")
     return int(started.stdout)
+
+
+def address_of_job(
+    main_address: str, main_port: int, *, node_rank: int, attempt: int, variables: Mapping[str, str]
+) -> str:
+    """The address of a host's guardian; equal for the ranks of the job on one host, and only for them.
+
+    ``attempt`` is how often the processes have joined at the main address before. Of ``variables`` those count by which
+    torchrun and SLURM name the job and count its restarts.
+    """
+    job = [variables.get(name, "") for name in _JOB_VARIABLES]
+    parts = [str(os.getuid()), main_address, str(main_port), str(node_rank), str(attempt), *job]
+    return f"lightning-multigpu-job-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}"
+
+
+def start_at(
+    address: str | None, *, num_ranks: int, failure_timeout_s: float, hang_report_s: float | None = None
+) -> Guardian | None:
+    """Starts the guardian at the job's address, or a random one; None if a living process has done so already.
+
+    The guardian of a job that has just failed may still run: it has time to end.
+
+    Raises:
+        GuardianError: the guardian does not start, an earlier job's guardian does not end, or a process of another user
+            or container has taken the address.
+    """
+    began_s = time.monotonic()
+    while True:
+        try:
+            return Guardian.start(
+                num_ranks=num_ranks, failure_timeout_s=failure_timeout_s, hang_report_s=hang_report_s, address=address
+            )
+        except AddressTakenError:
+            assert address is not None
+            pid, why = _owner(address) or (0, "")
+            if why:
+                raise GuardianError(f"the guardian's address belongs to {why}; choose another MASTER_PORT") from None
+            if pid and (stat := read_stat(pid)) is not None and stat.state not in "ZX":
+                return None
+            if time.monotonic() - began_s > failure_timeout_s + 1:
+                raise
+        time.sleep(_POLL_S)
+
+
+def _owner(address: str) -> tuple[int, str] | None:
+    """The pid of the process that listens at an address, and why it is not of this job; None if no process answers."""
+    with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
+        sock.settimeout(1)
+        sock.connect("\0" + address)
+        return peer_of(sock)[0], foreign(sock)
+    return None

@@ -8,25 +8,24 @@ import os
 import selectors
 import signal
 import socket
-import stat
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
+from lightning_multigpu.job.guardian.blocking import show
 from lightning_multigpu.job.guardian.failure import Failure, closing_lines, host_name
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, read_steps
-from lightning_multigpu.job.guardian.hang.hang_reports import KINDS, HangReports, show
+from lightning_multigpu.job.guardian.hang.hang_reports import KINDS, HangReports
 from lightning_multigpu.job.guardian.hang.stacks import StackSignal
 from lightning_multigpu.job.guardian.hang.waits import HangWatch, in_message, last_waits
-from lightning_multigpu.job.guardian.host_links import Hosts, age_of
+from lightning_multigpu.job.guardian.host_links import Hosts
 from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, Interrupts, signal_of
 from lightning_multigpu.job.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
-from lightning_multigpu.job.guardian.protocol import Connection, Message, accepted, foreign, knows, peer_of
+from lightning_multigpu.job.guardian.protocol import Connection, Message, accepted, foreign, peer_of
 from lightning_multigpu.job.guardian.ranks import Raised, Ranks, WatchedRank
 from lightning_multigpu.job.guardian.shutdown import OWN_TIME, Shutdown
 from lightning_multigpu.job.guardian.workers import Workers, remove_temporary
 
-_MAX_STRANGERS = 64  # and as many as there are ranks
 _SHORTEST_PAUSE_S = 1.0
 _MAY_RAISE_S = 0.5  # a rank that waits longer for a message, or for ranks that have raised, does not raise too
 _SHORTEST_ROUND_S = 0.05
@@ -34,20 +33,15 @@ _TO_ASK_S = 2.0  # after the first rank that asks to show the failure, for the o
 
 
 class Watchdog:
-    """The guardian of one host.
-
-    Args:
-        settings: the settings that :meth:`lightning_multigpu.job.guardian.Guardian.start` has sent.
-    """
+    """The guardian of one host, with the settings that :meth:`.Guardian.start` has sent."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self._secret: str | None = settings["secret"]
+        self._is_found: bool = settings["is_found"]  # by ranks that it does not know yet
         self._timeout_s: float = settings["failure_timeout_s"]
-        self._join_timeout_s: float = settings["join_timeout_s"]
-        self._directory: str | None = settings["directory"]
+        self._directory: str | None = None
         self._node_rank: int | None = None
         self._tick_s = min(0.5, self._timeout_s / 20)
-        self._now_s = self._started_s = clock_s()
+        self._now_s = clock_s()
         self._owner = WatchedProcess(settings["owner_pid"])
         self._owner_gone = self._stopping = self._owner_shows = self._owner_raises = False
         self._owner_advice = ""
@@ -55,9 +49,7 @@ class Watchdog:
         self._asked_s = 0.0
         self._ranks = Ranks(settings["num_ranks"], self._timeout_s / 2)
         self._connections: dict[Connection, WatchedRank] = {}
-        self._strangers: list[Connection] = []
         self._shutdown: Shutdown | None = None
-        self._have_told_waits: set[Hashable] = set()
         self._interrupts, self._workers = Interrupts(), Workers()
         self._hurries = self._released = self._looks_now = False
         self._selector = selectors.DefaultSelector()
@@ -69,9 +61,8 @@ class Watchdog:
         self._pages_descriptor: int = settings["pages"]
         self._pages = mmap.mmap(self._pages_descriptor, PAGE_BYTES * self._ranks.num_ranks, prot=mmap.PROT_READ)
         self._hosts = Hosts(
-            silence_s=self._timeout_s / 2, join_timeout_s=self._join_timeout_s, watch=self._watch, forget=self._forget,
-            on_message=self._handle_host,
-        )  # fmt: skip
+            silence_s=self._timeout_s / 2, watch=self._watch, forget=self._forget, on_message=self._handle_host
+        )
         limit_s: float | None = settings["hang_report_s"]
         self._hang_watch = HangWatch(limit_s, self._ranks, self._pages)
         self._hangs = HangReports(limit_s, self._hang_watch, self._hosts, lambda: self._directory, self._end_deadlock)
@@ -84,7 +75,6 @@ class Watchdog:
             now_s = clock_s()
             if now_s - self._now_s > max(_SHORTEST_PAUSE_S, 4 * self._tick_s):
                 # This process and the ranks were stopped, or the machine asleep; they are resumed at other times.
-                self._started_s += now_s - self._now_s
                 self._ranks.restart_timers()
                 self._workers.restart_timers()
                 self._hosts.restart_timers(now_s)
@@ -152,11 +142,11 @@ class Watchdog:
         while self._unanswered:
             self._unanswered.pop().send("shown")
 
-    def _ask(self, connection: Connection, advice: object) -> str:
+    def _ask(self, connection: Connection, advice: str) -> str:
         """Notes that a process asks to show the failure; returns its last line."""
         self._unanswered.append(connection)
         self._asked_s, self._looks_now = self._now_s, True
-        return str(advice)
+        return advice
 
     def _is_caught(self) -> bool:
         """Whether a program has caught the failure's exception: no signal has kept it from asking to show it."""
@@ -170,7 +160,7 @@ class Watchdog:
 
     def _awaits_late_ranks(self, shutdown: Shutdown) -> bool:
         """True while ranks may still connect: without a guardian they would wait for long."""
-        return self._secret is None and len(self._ranks) < self._ranks.num_ranks and not shutdown.is_late(self._now_s)
+        return self._is_found and len(self._ranks) < self._ranks.num_ranks and not shutdown.is_late(self._now_s)
 
     def _observe(self) -> None:
         self._observe_interrupts()
@@ -211,14 +201,10 @@ class Watchdog:
 
     def _observe_end(self) -> None:
         """Releases the ranks once all have reached the end: until then the failure of one fails all."""
-        early, key = self._ranks.left_early(self._hosts.others_wait), self._ranks.end_key
-        if early is not None:
-            when = "in the middle of the run" if early.introduced else "before it joined the run"
-            what = f"ended with exit status 0 {when}, and others wait for it"
-            self._fail(early.failure(what, None), self._now_s)
-        elif self._released:
+        key = self._ranks.end_key
+        if self._released:
             return
-        elif key is not None and self._ranks.all_at_end and self._hosts.come_to_end(key):
+        if key is not None and self._ranks.all_at_end and self._hosts.come_to_end(key):
             self._released = True
             for connection in self._connections:
                 connection.send("all at end")
@@ -276,7 +262,6 @@ class Watchdog:
         return os.path.join(self._directory, f"failure-{host_name()}{node}.txt")
 
     def _observe_joining(self) -> None:
-        missing = self._ranks.num_ranks - len(self._ranks)
         if not self._owner_gone and self._owner.state() == ENDED:
             self._owner_gone = True
             exit_code = self._owner.exit_code()
@@ -284,13 +269,6 @@ class Watchdog:
             if exit_code != 0 and self._ranks.at_work and not is_rank:
                 what = f"the process {self._owner.pid}, which started the ranks, {ended_text(exit_code)}"
                 self._fail(Failure(what, host=host_name()), self._now_s)
-        elif missing and len(self._ranks) and self._now_s - self._started_s > self._join_timeout_s:
-            came = ", ".join(str(rank.rank) for rank in self._ranks)
-            what = (
-                f"{missing} of {self._ranks.num_ranks} ranks have not come within {self._join_timeout_s:g} s; "
-                f"there are: {came}"
-            )
-            self._fail(Failure(what, host=host_name()), self._now_s)
         elif (late := self._ranks.late(self._now_s)) is not None:
             self._fail(late.failure("has not joined the others in time (join_timeout_s)", None), self._now_s)
 
@@ -328,12 +306,9 @@ class Watchdog:
         self._fail(Failure(what, host=host_name()), self._now_s)
 
     def _lose(self, lost: WatchedRank, failure: Failure) -> None:
-        """Goes on without a rank: it counts as finished, and the other ranks of this host are informed."""
+        """Goes on without a rank: it counts as finished."""
         lost.finished = lost.at_end = True
         lost.lost_since_s = self._now_s
-        for connection, rank in self._connections.items():
-            if rank is not lost:
-                connection.send("lost", rank=lost.rank)
         show(closing_lines(failure, [], goes_on=True)[0] + "\n")
 
     def _begin(self, run: int, failure_timeout_s: float, hang_report_s: float | None) -> None:
@@ -357,9 +332,8 @@ class Watchdog:
             self._hangs.handle(host, message)
         elif message["kind"] == "begin":
             self._begin(int(message["run"]), self._timeout_s, self._hangs.limit_s)
-        elif message["kind"] == "waited" and self._shutdown is not None and host not in self._have_told_waits:
-            self._have_told_waits.add(host)
-            self._shutdown.waits += in_message(message["lines"])
+        elif message["kind"] == "waited" and self._shutdown is not None:
+            self._shutdown.waits += message["lines"]
 
     # Connections
 
@@ -372,19 +346,15 @@ class Watchdog:
             self._selector.unregister(sock)
 
     def _accept(self) -> None:
-        for connection in accepted(self._listener):
-            if why := foreign(connection.socket, may_have_ended=False):
+        for sock in accepted(self._listener):
+            connection = Connection(sock)
+            if why := foreign(sock, may_have_ended=False):
                 connection.send("refused", why=f"it is {why}")
                 connection.close()
-                continue
-            if len(self._strangers) >= _MAX_STRANGERS + self._ranks.num_ranks:  # the oldest makes room for others
-                self._close(self._strangers[0])
-            self._strangers.append(connection)
-            self._watch(connection.socket, partial(self._read, connection))
+            else:
+                self._watch(sock, partial(self._read, connection))
 
     def _close(self, connection: Connection) -> None:
-        if connection in self._strangers:
-            self._strangers.remove(connection)
         self._connections.pop(connection, None)
         self._forget(connection.socket)
         connection.close()
@@ -393,10 +363,10 @@ class Watchdog:
         """Reads a rank's messages. A closed connection means nothing: only the rank's process counts."""
         for message in connection.arriving():
             try:
-                if connection in self._strangers:
-                    self._welcome(connection, message)
-                else:
+                if connection in self._connections:
                     self._handle(connection, message)
+                else:
+                    self._welcome(connection, message)
             except Exception as error:  # no message of a rank may end the guardian of the others
                 connection.send("refused", why=f"{error!s:.1000}")
                 connection.closed = True
@@ -404,16 +374,9 @@ class Watchdog:
             self._close(connection)
 
     def _welcome(self, connection: Connection, message: Message) -> None:
-        # Without a secret the kernel's word counts: see foreign().
-        if message["kind"] != "hello" or (self._secret is not None and not knows(message, self._secret)):
-            raise ValueError(
-                "the secret is not this job's; let the rank inherit the environment of the guardian's starter"
-            )
-        number = message.get("rank")
-        if not isinstance(number, int):
-            raise ValueError(f"the rank is {number!r:.80}; it must be an integer")
+        number = int(message["rank"])
         try:
-            rank = self._add(number, peer_of(connection.socket)[0], introduced=True)
+            rank = self._add(number, peer_of(connection.socket)[0])
         except ProcessLookupError:
             connection.closed = True
             return
@@ -421,8 +384,6 @@ class Watchdog:
             if len(self._ranks) < self._ranks.num_ranks:  # a missing rank has sent a wrong number
                 self._fail(Failure(str(error), host=host_name()), self._now_s)
             raise
-        self._strangers.remove(connection)
-        connection.trust()
         self._connections[connection] = rank
         connection.send(
             "welcome",
@@ -435,11 +396,10 @@ class Watchdog:
         if self._shutdown is not None:
             connection.send("failure", failure=self._shutdown.failure.to_message())
 
-    def _add(self, number: int, pid: int, *, introduced: bool) -> WatchedRank:
-        known = self._ranks.get(number)
-        before = None if known is None else known.process
-        rank = self._ranks.add(number, pid, introduced=introduced)
-        if rank.process is not before and rank.process.pidfd is not None:
+    def _add(self, number: int, pid: int) -> WatchedRank:
+        is_known = self._ranks.get(number) is not None
+        rank = self._ranks.add(number, pid)
+        if not is_known and rank.process.pidfd is not None:
             descriptor = rank.process.pidfd
             self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._see_end(descriptor))
         return rank
@@ -452,13 +412,11 @@ class Watchdog:
     def _handle(self, connection: Connection, message: Message) -> None:
         rank, kind = self._connections[connection], message["kind"]
         if kind == "begin":
-            limit_s = message["hang_report_s"]
-            limits = float(message["failure_timeout_s"]), None if limit_s is None else float(limit_s)
-            self._begin(int(message["run"]), *limits)
+            self._begin(message["run"], message["failure_timeout_s"], message["hang_report_s"])
         elif kind in ("rest", "leave"):
             rank.has_left = kind == "leave"
             # Others may have begun a further run: then this one has to come, or its end is a failure.
-            if self._shutdown is not None or int(message["run"]) == self._ranks.run:
+            if self._shutdown is not None or message["run"] == self._ranks.run:
                 rank.finished = rank.at_end = True
             if not self._ranks.at_work:
                 self._interrupts.restart()
@@ -467,57 +425,47 @@ class Watchdog:
             self._looks_now |= self._ranks.all_at_end
         elif kind == "raised":
             rank.at_end = True
-            rank.raised = Raised(str(message["key"]), Failure.from_message(message["failure"]), self._now_s)
+            rank.raised = Raised(message["key"], Failure.from_message(message["failure"]), self._now_s)
             self._looks_now = True
         elif kind == "joining":
-            rank.joining_until_s = self._now_s + float(message["limit_s"])
+            rank.joining_until_s = self._now_s + message["limit_s"]
         elif kind == "joined":
             rank.joining_until_s = None
         elif kind == "can be lost":
             rank.can_be_lost = True
         elif kind == "temporary":
-            rank.temporary = str(message["directory"])
+            rank.temporary = message["directory"]
         elif kind == "directory":
-            self._directory, node_rank = str(message["directory"]), message.get("node_rank")
-            self._node_rank = None if node_rank is None else int(node_rank)
+            self._directory, self._node_rank = message["directory"], message["node_rank"]
         elif kind == "counts interrupts":
             self._interrupts.counts = True
         elif kind == "signalled":
-            self._interrupts.reported(int(message["number"]), int(message["status"]))
+            self._interrupts.reported(message["number"], message["status"])
         elif kind == "failed":
-            self._fail(Failure.from_message(message.get("failure")), self._now_s - age_of(message))
+            self._fail(Failure.from_message(message["failure"]), self._now_s - message["age_s"])
             connection.send("seen")
         elif kind == "raises":
             rank.raises = True
         elif kind == "show":
             rank.advice, rank.finished = self._ask(connection, message["advice"]), True
         elif kind == "stacks":
-            number, main_thread = int(message["number"]), int(message["main_thread"])
-            if not 0 < number <= signal.SIGRTMAX:
-                raise ValueError(f"there is no signal {number}")
-            descriptor = connection.take_descriptor(stat.S_ISREG)
-            if descriptor is not None:
-                self._hang_watch.registered(rank.rank, StackSignal(number, descriptor, main_thread))
+            descriptor = connection.take_descriptor()
+            self._hang_watch.registered(rank.rank, StackSignal(message["number"], descriptor, message["main_thread"]))
         elif kind in ("listen", "join"):
             self._meet_hosts(connection, message)
 
     def _meet_hosts(self, connection: Connection, message: Message) -> None:
-        is_first = message["kind"] == "listen"
-        secret, number = str(message["secret"]), int(message["num_nodes" if is_first else "node_rank"])
-        descriptor = connection.take_descriptor(stat.S_ISSOCK)
-        if descriptor is None:
-            return
-        sock = socket.socket(fileno=descriptor)
-        try:
-            if is_first:
-                self._hosts.listen(sock, num_nodes=number, secret=secret, now_s=self._now_s)
-            else:
-                self._hosts.join(
-                    sock, node_rank=number, secret=secret, now_s=self._now_s, on_met=lambda: connection.send("met")
-                )
-        except BaseException:
-            sock.close()
-            raise
+        sock, secret = socket.socket(fileno=connection.take_descriptor()), message["secret"]
+        if message["kind"] == "listen":
+            self._hosts.listen(sock, num_nodes=message["num_nodes"], secret=secret, now_s=self._now_s)
+        else:
+            self._hosts.join(
+                sock,
+                node_rank=message["node_rank"],
+                secret=secret,
+                now_s=self._now_s,
+                on_met=lambda: connection.send("met"),
+            )
 
     def _read_owner(self) -> None:
         """Reads messages of the process that started the guardian, about the ranks that it has started."""
@@ -525,7 +473,7 @@ class Watchdog:
             kind = message["kind"]
             if kind == "started":
                 try:
-                    self._add(message["rank"], message["pid"], introduced=False)
+                    self._add(message["rank"], message["pid"])
                 except ProcessLookupError:
                     what = "ended before it could be watched"
                     self._fail(Failure(what, message["rank"], host_name(), message["pid"]), self._now_s)

@@ -35,12 +35,8 @@ _PATIENCE = 0.6  # of failure_timeout_s; before its end the guardian ends the fi
 class ScriptLauncher(SubprocessScriptLauncher):
     """Runs the script again for each further rank of this host, and watches those processes.
 
-    If torchrun, SLURM or another launcher has started the processes, it only guards the rank's own function.
-
-    Args:
-        run: the facts about the run.
-        joining: joins the ranks.
-        check: raises if the run is impossible; called before any process is started.
+    If torchrun, SLURM or another launcher has started the processes, it only guards the rank's own function. ``check``
+    raises if the run is impossible, before any process is started.
     """
 
     def __init__(self, run: RunContext, joining: Joining, check: Callable[[pl.Trainer], None]) -> None:

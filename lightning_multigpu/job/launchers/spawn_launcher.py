@@ -9,7 +9,7 @@ import pickle
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -57,14 +57,9 @@ _GUARDIAN_S = 2.0  # beyond failure_timeout_s, in which it has to end the ranks
 
 
 class SpawnLauncher(MultiProcessingLauncher):
-    """Runs a function of the current interpreter in one new process a rank.
+    """Runs a function of the current interpreter in one new process a rank, with a copy of the strategy.
 
-    Args:
-        strategy: the strategy, which is copied to the ranks.
-        run: the facts about the run.
-        joining: joins the ranks.
-        check: raises if the run is impossible; called before any process is started.
-        start_method: the start method of the processes.
+    ``check`` raises if the run is impossible, before any process is started.
     """
 
     def __init__(
@@ -85,24 +80,8 @@ class SpawnLauncher(MultiProcessingLauncher):
         self._check(trainer)
         if trainer is not None:
             args = self.joining.resume(function, args, trainer)
-        with self._one_port_for_all_ranks():
+        with self.run.chosen_port_held():  # a later run chooses again: another program may have taken the port by then
             return self._launch(function, args, trainer, kwargs)
-
-    @contextlib.contextmanager
-    def _one_port_for_all_ranks(self) -> Iterator[None]:
-        """Chooses a free port for all ranks, and passes it through the environment.
-
-        A later run in this process chooses again: another program may have taken the port by then.
-        """
-        before = os.environ.get("MASTER_PORT")
-        with self.run.chosen_port_held():
-            os.environ["MASTER_PORT"] = str(self.run.main_port)
-            try:
-                yield
-            finally:
-                os.environ.pop("MASTER_PORT", None)
-                if before is not None:
-                    os.environ["MASTER_PORT"] = before
 
     def _launch(
         self, function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer | None, kwargs: dict[str, Any]
@@ -118,7 +97,7 @@ class SpawnLauncher(MultiProcessingLauncher):
                 args,
                 kwargs,
                 GlobalStateSnapshot.capture() if self._start_method == "spawn" else None,
-                {} if guardian is None else guardian.environment,
+                None if guardian is None else guardian.address,
             )
             result = self._run_ranks(task, guardian)
         except BaseException as error:
@@ -148,12 +127,7 @@ class SpawnLauncher(MultiProcessingLauncher):
             )
 
     def _run_ranks(self, task: _Task, guardian: Guardian | None) -> _Result:
-        """Starts the ranks and waits for all of them.
-
-        Raises:
-            SystemExit: SIGTERM has ended the run, in order.
-            Exception: a rank has failed; the exception is the rank's own, or that of :meth:`Failure.exception`.
-        """
+        """Starts the ranks and waits for all of them; raises the failed rank's exception, or SystemExit at SIGTERM."""
         ranks = _Ranks(self.run, self._start_method, task, guardian)
         self.procs = ranks.processes
         try:
@@ -217,12 +191,8 @@ class _Result(NamedTuple):
 class _Failed(NamedTuple):
     """The answer of a rank whose run has failed.
 
-    Attributes:
-        failure: the failure of the job.
-        in_full: the failure is this rank's own.
-        is_programs: all ranks have raised it.
-        checkpoint: the file to resume from.
-        pickled: the exception; empty if it is about another rank's failure, or cannot be pickled.
+    ``in_full``: the failure is this rank's own. ``is_programs``: all ranks have raised it. ``checkpoint`` is the file
+    to resume from. ``pickled`` is empty if the exception is about another rank's failure, or cannot be pickled.
     """
 
     failure: Failure
@@ -242,7 +212,7 @@ class _Task:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     states: GlobalStateSnapshot | None
-    variables: dict[str, str]
+    address: str | None
 
     def __call__(self, local_rank: int, answers: Connection) -> None:
         run, joining = self.launcher.run, self.launcher.joining
@@ -256,7 +226,7 @@ class _Task:
         os.environ["LOCAL_RANK"] = str(local_rank)
         watch.on_can_be_lost = partial(answers.send_bytes, pickle.dumps(_CAN_BE_LOST))
         try:
-            joining.begin(run, variables=self.variables)
+            joining.begin(run, address=self.address)
             returned = watch.guarded(self.function, args, kwargs, run=run, trainer=self.trainer)
             result = _Result(returned) if self.trainer is None else self.launcher.collect(self.trainer, returned)
             answer = pickle.dumps(move_data_to_device(result, "cpu") if local_rank == 0 else None)

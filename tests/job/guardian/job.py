@@ -12,6 +12,7 @@ from types import TracebackType
 
 from lightning_multigpu.job.guardian import Guardian
 from lightning_multigpu.job.guardian.proc import read_stat
+from lightning_multigpu.job.guardian.start import ADDRESS
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SCRIPT = Path(__file__).with_name("rank_script.py")
@@ -36,20 +37,17 @@ class Job:
             num_ranks=len(statements),
             failure_timeout_s=failure_timeout_s,
             hang_report_s=hang_report_s,
-            directory=directory,
         )
-        environment = self.guardian.environment
-        self.ranks = [start_rank(rank, text, environment) for rank, text in enumerate(statements, first_rank)]
+        address = self.guardian.address
+        if directory is not None:
+            statements = tuple(f"client.report_to({str(directory)!r})\n{text}" for text in statements)
+        self.ranks = [start_rank(rank, text, address) for rank, text in enumerate(statements, first_rank)]
 
     def __enter__(self) -> Job:
         try:
             for rank in self.ranks:
-                assert rank.stdout is not None
-                assert rank.stdout.readline() == "ready\n"
-            for rank in self.ranks:
-                assert rank.stdin is not None
-                rank.stdin.write("go\n")
-                rank.stdin.flush()
+                assert line_of(rank) == "ready\n"
+            self.go_on()
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -66,6 +64,11 @@ class Job:
         if kind is not None and is_alive(self.guardian.pid):
             os.kill(self.guardian.pid, signal.SIGKILL)
 
+    def go_on(self) -> None:
+        """Ends the wait of all ranks for a line on their standard input."""
+        for rank in self.ranks:
+            go_on(rank)
+
     def outcome(self) -> tuple[list[int], list[str]]:
         """Waits for all ranks; exit codes and what they have printed."""
         printed = [rank.communicate(timeout=DEADLINE_S)[0] for rank in self.ranks]
@@ -76,16 +79,29 @@ class Job:
         return eventually(lambda: not is_alive(self.guardian.pid))
 
 
-def start_rank(rank: int, statements: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+def start_rank(rank: int, statements: str, address: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-I", "-S", str(SCRIPT), str(REPOSITORY), str(rank), statements]
     return subprocess.Popen(
         command,
-        env={**os.environ, **environment},
+        env={**os.environ, ADDRESS: address},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    """The next line that the process prints."""
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def go_on(process: subprocess.Popen[str]) -> None:
+    """Ends the wait of a process for a line on its standard input."""
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
 
 
 def is_alive(pid: int) -> bool:

@@ -16,6 +16,7 @@ package.__path__ = [os.path.join(sys.argv[1], "lightning_multigpu")]
 sys.modules["lightning_multigpu"] = package
 
 from lightning_multigpu.job.guardian import Failure, GuardianClient  # noqa: E402
+from lightning_multigpu.job.guardian.start import ADDRESS  # noqa: E402
 
 told = threading.Event()
 
@@ -26,7 +27,7 @@ def on_failure(failure: Failure) -> None:
 
 
 rank = int(sys.argv[2])
-client = GuardianClient.from_variables(os.environ, rank=rank, on_failure=on_failure)
+client = GuardianClient(os.environ[ADDRESS], rank=rank, on_failure=on_failure)
 print("ready", flush=True)
 sys.stdin.readline()
 exec(sys.argv[3], {"Failure": Failure, "client": client, "told": told, "os": os, "sys": sys, "time": time})

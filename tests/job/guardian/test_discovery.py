@@ -14,25 +14,11 @@ from typing import Any
 import pytest
 
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient, GuardianError
-from lightning_multigpu.job.guardian.discovery import address_of_job, find, start_at
-from lightning_multigpu.job.guardian.start import AddressTakenError
-from tests.job.guardian.job import REPOSITORY, eventually, is_alive
+from lightning_multigpu.job.guardian.client import find
+from lightning_multigpu.job.guardian.start import AddressTakenError, address_of_job, start_at
+from tests.job.guardian.job import WORK, eventually, is_alive, start_rank
 
 JOB: dict[str, Any] = {"node_rank": 0, "attempt": 0, "variables": {}}
-
-# Another process that comes as a rank, and says what it was told.
-RANK = """
-import sys, threading
-sys.path.insert(0, sys.argv[1])
-from lightning_multigpu.job.guardian.client import GuardianClient
-told = threading.Event()
-try:
-    client = GuardianClient(sys.argv[2], None, rank=int(sys.argv[3]), on_failure=lambda failure: told.set())
-except Exception as error:
-    print(error); sys.exit(3)
-told.wait(30) and print(client.failure.describe())
-client.leave()
-"""
 
 
 @pytest.fixture
@@ -42,26 +28,11 @@ def address() -> str:
 
 @pytest.fixture
 def guardian(address: str) -> Iterator[Guardian]:
-    started = start_at(address, num_ranks=2, failure_timeout_s=3, join_timeout_s=30)
+    started = start_at(address, num_ranks=2, failure_timeout_s=3)
     assert started is not None
-    started.withdraw()
     yield started
     started.stop()
     assert eventually(lambda: not is_alive(started.pid))
-
-
-def other_rank(address: str, rank: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-I", "-S", "-c", _WITHOUT_PACKAGE + RANK, str(REPOSITORY), address, str(rank)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-# The package's root imports torch, which a plain rank does not need.
-_WITHOUT_PACKAGE = """
-import sys, types
-root = sys.argv[1] + "/lightning_multigpu"
-for name, path in ("", ""), (".job", "/job"), (".job.guardian", "/job/guardian"):
-    module = types.ModuleType(name); module.__path__ = [root + path]; sys.modules["lightning_multigpu" + name] = module
-"""
 
 
 class TestAddress:
@@ -84,12 +55,6 @@ class TestAddress:
         assert address_of_job(**first) != address_of_job(**{**first, **other})
 
 
-def test_a_rank_of_the_same_user_needs_no_secret(guardian: Guardian, address: str) -> None:
-    client = find(address, rank=1, on_failure=lambda failure: None, timeout_s=5)
-    assert client.guardian_pid == guardian.pid
-    client.leave()
-
-
 def test_a_rank_waits_for_the_guardian_to_come(address: str) -> None:
     found: list[GuardianClient] = []
     thread = threading.Thread(
@@ -97,7 +62,7 @@ def test_a_rank_waits_for_the_guardian_to_come(address: str) -> None:
     )
     thread.start()
     time.sleep(0.3)
-    started = start_at(address, num_ranks=1, failure_timeout_s=3, join_timeout_s=30)
+    started = start_at(address, num_ranks=1, failure_timeout_s=3)
     assert started is not None
     thread.join(30)
     found[0].leave()
@@ -110,7 +75,7 @@ def test_no_guardian_comes(address: str) -> None:
 
 
 def test_a_living_process_has_started_it_already(guardian: Guardian, address: str) -> None:
-    assert start_at(address, num_ranks=2, failure_timeout_s=3, join_timeout_s=30) is None
+    assert start_at(address, num_ranks=2, failure_timeout_s=3) is None
     with pytest.raises(AddressTakenError):
         Guardian.start(num_ranks=2, address=address)
 
@@ -118,10 +83,9 @@ def test_a_living_process_has_started_it_already(guardian: Guardian, address: st
 def test_two_processes_claim_one_rank_while_another_is_missing(guardian: Guardian, address: str) -> None:
     told: list[Failure] = []
     client = find(address, rank=0, on_failure=told.append, timeout_s=5)
-    second = other_rank(address, 0)
-    printed, _ = second.communicate(timeout=60)
-    assert second.returncode == 3
-    assert f"rank 0 is the process {os.getpid()} already, and {second.pid} says that it is rank 0" in printed
+    second = start_rank(0, "", address)
+    refused = second.communicate(timeout=60)[1]
+    assert f"rank 0 is the process {os.getpid()} already, and {second.pid} says that it is rank 0" in refused
     assert eventually(lambda: bool(told))
     assert f"{second.pid} says that it is rank 0" in told[0].what
     client.leave()
@@ -132,8 +96,7 @@ def test_a_rank_that_comes_after_the_failure_is_told(guardian: Guardian, address
     client.failed(Failure("raised ValueError: no such file", 0))
     client.leave()
     time.sleep(0.5)
-    late = other_rank(address, 1)
-    printed, _ = late.communicate(timeout=60)
+    printed = start_rank(1, WORK, address).communicate("go\n", timeout=60)[0]
     assert "rank 0" in printed
     assert "raised ValueError: no such file" in printed
 
@@ -143,7 +106,7 @@ def test_what_listens_there_is_no_guardian(address: str) -> None:
         listener.bind("\0" + address)
         listener.listen()
         with pytest.raises(GuardianError, match="does not answer rank 0 in time"):
-            GuardianClient(address, None, rank=0, on_failure=lambda failure: None, timeout_s=0.3)
+            GuardianClient(address, rank=0, on_failure=lambda failure: None, timeout_s=0.3)
 
 
 NOBODY = 65534
@@ -162,7 +125,7 @@ def test_a_guardian_of_another_user_is_none(address: str) -> None:
         with pytest.raises(GuardianError, match=r"has found no guardian .* belong to one user"):
             find(address, rank=1, on_failure=lambda failure: None, timeout_s=0.2)
         with pytest.raises(GuardianError, match=rf"belongs to a process of user {NOBODY}.*choose another MASTER_PORT"):
-            start_at(address, num_ranks=2, failure_timeout_s=3, join_timeout_s=30)
+            start_at(address, num_ranks=2, failure_timeout_s=3)
 
 
 @as_other_user

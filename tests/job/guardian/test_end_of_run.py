@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from lightning_multigpu.job.guardian import interrupts as interrupts_module
+from lightning_multigpu.job.guardian.interrupts import Interrupts
 from lightning_multigpu.job.guardian.workers import Workers
-from tests.job.guardian.job import WORK, Job, eventually, is_alive
+from tests.job.guardian.job import WORK, Job, eventually, go_on, is_alive, line_of
 
 pytestmark = pytest.mark.launch
 
@@ -22,13 +25,10 @@ FINISH = "failure = client.finish(); print('finished', failure is None, flush=Tr
 def test_nobody_leaves_before_all_have_come_to_the_end() -> None:
     with Job(FINISH, f"print('late', flush=True); sys.stdin.readline(); {FINISH}") as job:
         late = job.ranks[1]
-        assert late.stdout is not None
-        assert late.stdin is not None
-        assert late.stdout.readline() == "late\n"
+        assert line_of(late) == "late\n"
         with pytest.raises(subprocess.TimeoutExpired):
             job.ranks[0].wait(1.0)
-        late.stdin.write("\n")
-        late.stdin.flush()
+        go_on(late)
         codes, printed = job.outcome()
         assert codes == [0, 0]
         assert [text.strip() for text in printed] == ["finished True"] * 2
@@ -68,8 +68,7 @@ def test_a_rank_that_ends_between_two_runs_is_a_failure_of_the_second_run(capfd:
     begins = f"{RESTS}print('rests', flush=True); sys.stdin.readline(); {AGAIN}{WORK}"
     with Job(begins, f"{RESTS}os.kill(os.getpid(), 9)") as job:
         first, second = job.ranks
-        assert first.stdout is not None
-        assert first.stdout.readline() == "rests\n"
+        assert line_of(first) == "rests\n"
         assert second.wait(60) == -signal.SIGKILL
         time.sleep(1.0)
         assert not capfd.readouterr().err, "as long as nobody needs it"
@@ -93,8 +92,7 @@ def test_the_end_of_the_guardian_between_two_runs_fails_the_second_one() -> None
     begins = f"{RESTS}print('rests', flush=True); sys.stdin.readline(); {AGAIN}sys.exit(3)"
     with Job(begins, failure_timeout_s=1.0) as job:
         (rank,) = job.ranks
-        assert rank.stdout is not None
-        assert rank.stdout.readline() == "rests\n"
+        assert line_of(rank) == "rests\n"
         os.kill(job.guardian.pid, signal.SIGKILL)
         with pytest.raises(subprocess.TimeoutExpired):
             rank.wait(2.0)
@@ -147,32 +145,20 @@ def test_an_exception_of_one_rank_alone_is_its_failure(other: str, capfd: pytest
 COUNTS = "client.counts_interrupts(); "
 
 
-def test_the_second_interrupt_ends_all_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    """The guardian sees them as a terminal sends them; these ranks ignore SIGINT, as Lightning does after the first."""
-    ignore = "import signal; signal.signal(2, signal.SIG_IGN); "
-    ready = "print('counts', flush=True); time.sleep(60)"
-    with Job(f"{ignore}{COUNTS}{ready}", f"{ignore}{ready}", failure_timeout_s=50) as job:
-        for rank in job.ranks:
-            assert rank.stdout is not None
-            assert rank.stdout.readline() == "counts\n"
-        printed = ""
-
-        def says(text: str) -> bool:
-            nonlocal printed
-            printed += capfd.readouterr().err
-            return text in printed
-
-        os.kill(job.guardian.pid, signal.SIGINT)
-        time.sleep(0.05)
-        os.kill(job.guardian.pid, signal.SIGINT)  # as `timeout` does, which signals the process and its group
-        assert eventually(lambda: says("Another Ctrl-C ends it at once."))
-        with pytest.raises(subprocess.TimeoutExpired):
-            job.ranks[0].wait(0.7)
-        os.kill(job.guardian.pid, signal.SIGINT)
-        assert job.outcome()[0] == [130, 130]
-        assert job.guardian_ends()
-        assert says("The job failed: a second Ctrl-C has ended the job at once")
-        assert printed.count("Another Ctrl-C") == 1
+def test_interrupts_are_counted_and_a_wrapper_sends_each_twice(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`timeout` signals the process and its group. tests/launch/test_interrupts.py has the signals of a terminal."""
+    now_s, numbers, interrupts = 10.0, [], Interrupts()
+    monkeypatch.setattr(interrupts_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    interrupts.counts = True
+    for after_s in (0.0, 0.05, 0.7):
+        now_s += after_s
+        interrupts._note(signal.SIGINT, None)
+        interrupts.show_first()
+        numbers.append(interrupts.number)
+    assert numbers == [1, 1, 2]
+    assert capfd.readouterr().err.count("Another Ctrl-C ends it at once.") == 1
 
 
 def test_a_second_interrupt_of_one_rank_ends_the_others_too(tmp_path: Path) -> None:
@@ -238,8 +224,7 @@ def test_workers_end_with_their_rank_and_leave_nothing(killed: int, tmp_path: Pa
     statements[killed] = FORKS.replace("{place}", str(tmp_path))
     with Job(*statements) as job:
         rank = job.ranks[killed]
-        assert rank.stdout is not None
-        lines = [rank.stdout.readline().split() for _ in range(3)]
+        lines = [line_of(rank).split() for _ in range(3)]
         workers = [int(pid) for kind, pid in lines if kind == "worker"]
         (other,) = [int(pid) for kind, pid in lines if kind == "other"]
         try:
@@ -262,8 +247,7 @@ def test_a_rank_is_nobodys_worker() -> None:
     """Lightning's launcher starts the other ranks from the first, with the same command line."""
     code = "import os, time; child = os.fork(); child and os.write(1, b'%d\\n' % child); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
-        second = int(first.stdout.readline())
+        second = int(line_of(first))
         try:
             workers = Workers()
             workers.note(first.pid, {second})
@@ -293,8 +277,7 @@ told.wait(60)
 """
     with Job(forks, WORK) as job:
         rank, other = job.ranks
-        assert rank.stdout is not None
-        worker = int(rank.stdout.readline().split()[1])
+        worker = int(line_of(rank).split()[1])
         try:
             time.sleep(1.0)  # the guardian looks several times a second
             pids = [worker, rank.pid, other.pid] if paused else [worker]

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_multigpu import RankFailedError
 from lightning_multigpu.job.guardian import Failure
-from lightning_multigpu.job.guardian.failure import folded
+from lightning_multigpu.job.guardian.failure import closing_lines, folded
 
 
 class OwnError(Exception):
@@ -179,3 +179,12 @@ def test_the_traceback_within_a_message_is_told_once() -> None:
     assert failure.what == "raised RuntimeError: Caught KeyError in DataLoader worker process 0. KeyError: 41"
     assert str(failure._replace(error_type="").exception()).count("Original Traceback") == 1
     assert str(failure.exception()) == message, "who catches it has the message itself"
+
+
+def test_of_many_ranks_that_waited_some_are_counted() -> None:
+    lines = closing_lines(Failure("raised", 10), [f"rank {rank} waited" for rank in range(10)])
+    assert lines[7:] == [
+        "Meanwhile rank 7 waited",
+        "Meanwhile 2 more ranks waited too",
+        "The job failed: rank 10 () raised",
+    ]

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from tests.job.guardian.job import WORK, Job, is_alive
+from tests.job.guardian.job import WORK, Job, go_on, is_alive, line_of
 
 pytestmark = pytest.mark.launch
 
@@ -28,15 +28,11 @@ def two_hosts(
     """A rank on each of two hosts; the second is rank 1. Their statements run, and this yields, once they have met."""
     first = f"{LISTEN}sys.stdin.readline(); {first}"
     with Job(first, failure_timeout_s=failure_timeout_s, hang_report_s=hang_report_s) as one:
-        assert one.ranks[0].stdout is not None
-        port = one.ranks[0].stdout.readline().strip()
+        port = line_of(one.ranks[0]).strip()
         join = JOIN.format(port=port, secret=SECRET)
         with Job(join + second, first_rank=1, failure_timeout_s=failure_timeout_s, hang_report_s=hang_report_s) as two:
-            assert two.ranks[0].stdout is not None
-            assert two.ranks[0].stdout.readline() == "None\n"
-            assert one.ranks[0].stdin is not None
-            one.ranks[0].stdin.write("\n")
-            one.ranks[0].stdin.flush()
+            assert line_of(two.ranks[0]) == "None\n"
+            go_on(one.ranks[0])
             yield one, two
 
 
@@ -51,14 +47,6 @@ def test_a_rank_that_is_killed_ends_the_ranks_of_both_hosts(capfd: pytest.Captur
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 2, "once in the terminal of each host"
     assert len(set(lines)) == 1
-
-
-def test_the_failure_of_node_0_ends_the_others(capfd: pytest.CaptureFixture[str]) -> None:
-    with two_hosts("time.sleep(2); os._exit(3)", WORK) as (one, two):
-        assert one.outcome()[0] == [3]
-        assert two.outcome()[0] == [1]
-        assert two.guardian_ends()
-    assert capfd.readouterr().err.count("The job failed: rank 0 (") == 2
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -109,10 +97,7 @@ def test_no_host_leaves_before_all_have_come_to_the_end(late: int) -> None:
     with two_hosts(*statements) as jobs:
         with pytest.raises(subprocess.TimeoutExpired):
             jobs[1 - late].ranks[0].wait(1.5)
-        pipe = jobs[late].ranks[0].stdin
-        assert pipe is not None
-        pipe.write("\n")
-        pipe.flush()
+        go_on(jobs[late].ranks[0])
         for job in jobs:
             assert job.outcome() == ([0], ["finished True\n"])
             assert job.guardian_ends()
@@ -137,8 +122,7 @@ def test_a_host_that_is_stopped_as_a_whole_is_a_failure_because_others_wait() ->
 
 def test_another_job_is_refused() -> None:
     with Job(LISTEN + WORK) as one:
-        assert one.ranks[0].stdout is not None
-        port = one.ranks[0].stdout.readline().strip()
+        port = line_of(one.ranks[0]).strip()
         with Job(JOIN.format(port=port, secret="cd" * 32), first_rank=1) as two:
             codes, printed = two.outcome()
             assert codes == [1]

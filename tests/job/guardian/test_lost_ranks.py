@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.job.guardian.job import WORK, Job, eventually, is_alive
+from tests.job.guardian.job import WORK, Job, eventually, go_on, is_alive, line_of
 from tests.job.guardian.test_end_of_run import FINISH, FORKS
 from tests.job.guardian.test_hang_reports import LIMIT_S, Terminal, waits_in
 from tests.job.guardian.test_host_links import two_hosts
@@ -18,8 +18,6 @@ from tests.job.guardian.test_host_links import two_hosts
 pytestmark = pytest.mark.launch
 
 DECLARES = "client.can_be_lost(); client.flight_recorder.completed(7); "
-# Until the guardian has told of the loss; then it comes to the end of the run.
-SEES = "exec('while not client.lost: time.sleep(0.02)'); print(client.lost, flush=True); " + FINISH
 RAISES = "client.failed(Failure('raised ValueError: spoilt', 1, 'h', os.getpid(), 7)); "
 
 
@@ -37,10 +35,10 @@ RAISES = "client.failed(Failure('raised ValueError: spoilt', 1, 'h', os.getpid()
 def test_the_job_goes_on_without_it(
     how: str, code: int, what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with Job(SEES, DECLARES + how, SEES, directory=tmp_path) as job:
+    with Job(FINISH, DECLARES + how, FINISH, directory=tmp_path) as job:
         codes, printed = job.outcome()
         assert codes == [0, code, 0]
-        assert [printed[0], printed[2]] == ["[1]\nfinished True\n"] * 2
+        assert [printed[0], printed[2]] == ["finished True\n"] * 2
         assert job.guardian_ends()
     line = rf"The job goes on without a rank: rank 1 \(host \S+, pid {job.ranks[1].pid}, last completed step 7\) .*"
     err = capfd.readouterr().err
@@ -56,7 +54,7 @@ def test_the_end_of_rank_0_or_of_a_rank_that_has_not_declared_itself_is_the_jobs
         assert job.outcome()[0] == [5, 1, 1]
         assert job.guardian_ends()
     assert "The job failed: rank 0 " in capfd.readouterr().err
-    with Job(WORK, DECLARES + "os._exit(3)", SEES.replace(FINISH, "os._exit(6)")) as job:
+    with Job(WORK, DECLARES + "os._exit(3)", "time.sleep(2); os._exit(6)") as job:
         assert job.outcome()[0] == [1, 3, 6]
         assert job.guardian_ends()
     err = capfd.readouterr().err
@@ -77,8 +75,7 @@ def test_its_workers_and_its_directory_go_with_it_while_the_others_work(tmp_path
         "sys.stdin.readline(); " + FINISH, "client.can_be_lost()\n" + FORKS.replace("{place}", str(tmp_path))
     ) as job:
         first, rank = job.ranks
-        assert rank.stdout is not None
-        lines = [rank.stdout.readline().split() for _ in range(3)]
+        lines = [line_of(rank).split() for _ in range(3)]
         workers = [int(pid) for kind, pid in lines if kind == "worker"]
         try:
             time.sleep(1.0)  # the guardian looks several times a second
@@ -86,9 +83,7 @@ def test_its_workers_and_its_directory_go_with_it_while_the_others_work(tmp_path
             assert eventually(lambda: not any(is_alive(pid) for pid in workers))
             assert eventually(lambda: not list(tmp_path.iterdir()))
             assert first.poll() is None
-            assert first.stdin is not None
-            first.stdin.write("\n")
-            first.stdin.flush()
+            go_on(first)
             assert first.communicate(timeout=60)[0] == "finished True\n"
             assert job.guardian_ends()
         finally:
@@ -98,16 +93,15 @@ def test_its_workers_and_its_directory_go_with_it_while_the_others_work(tmp_path
 
 
 def test_one_that_fails_and_does_not_end_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
-    with Job(SEES, DECLARES + RAISES + "time.sleep(600)", failure_timeout_s=2.0) as job:
+    with Job(FINISH, DECLARES + RAISES + "time.sleep(600)", failure_timeout_s=2.0) as job:
         assert job.outcome()[0] == [0, -signal.SIGKILL]
         assert job.guardian_ends()
     assert capfd.readouterr().err.count("\n") == 1
 
 
 def test_one_that_is_stopped_for_long_is_lost(capfd: pytest.CaptureFixture[str]) -> None:
-    with Job(SEES, DECLARES + "print('x', flush=True); time.sleep(600)", failure_timeout_s=2.0) as job:
-        assert job.ranks[1].stdout is not None
-        assert job.ranks[1].stdout.readline() == "x\n"
+    with Job(FINISH, DECLARES + "print('x', flush=True); time.sleep(600)", failure_timeout_s=2.0) as job:
+        assert line_of(job.ranks[1]) == "x\n"
         job.ranks[1].send_signal(signal.SIGSTOP)
         assert job.outcome()[0] == [0, -signal.SIGKILL]
         assert job.guardian_ends()

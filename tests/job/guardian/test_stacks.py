@@ -21,13 +21,12 @@ from lightning_multigpu.job.guardian.hang.stacks import (
     Question,
     Stacks,
     StackSignal,
-    answer_stack_signal,
     collective_call,
     parse,
     place,
 )
 from lightning_multigpu.job.guardian.proc import RUNNING, STOPPED, WatchedProcess
-from tests.job.guardian.job import DEADLINE_S, REPOSITORY, eventually, is_alive
+from tests.job.guardian.job import DEADLINE_S, REPOSITORY, eventually, go_on, is_alive, line_of
 
 pytestmark = pytest.mark.launch
 
@@ -120,12 +119,9 @@ def rank(statements: str) -> Iterator[tuple[WatchedProcess, StackSignal, subproc
         [sys.executable, "-I", "-S", "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        number, descriptor, thread = map(int, process.stdout.readline().split())
+        number, descriptor, thread = map(int, line_of(process).split())
         own = os.open(f"/proc/{process.pid}/fd/{descriptor}", os.O_RDWR)
-        process.stdin.write("\n")
-        process.stdin.flush()
+        go_on(process)
         watched = WatchedProcess(process.pid)
         yield watched, StackSignal(number, own, thread), process
         watched.close()
@@ -161,8 +157,7 @@ blocked()
 @pytest.mark.parametrize("statements", [IN_C, IN_PYTHON], ids=["C", "Python"])
 def test_a_process_answers_from_wherever_it_is_and_goes_on(statements: str) -> None:
     with rank(statements) as (watched, how, process):
-        assert process.stdout is not None
-        assert process.stdout.readline() == "in\n"
+        assert line_of(process) == "in\n"
         for _ in range(2):
             stacks = ask(watched, how)
             assert [frame.function for frame in stacks.main] == ["blocked", "<module>"]
@@ -173,8 +168,7 @@ def test_a_process_answers_again_when_its_handler_was_taken_away() -> None:
     """As Lightning's Trainer does at the end of a run; the process may begin another."""
     taken = "import signal; signal.signal(how.number, signal.SIG_DFL); assert answer_stack_signal() is how"
     with rank(taken + IN_PYTHON) as (watched, how, process):
-        assert process.stdout is not None
-        assert process.stdout.readline() == "in\n"
+        assert line_of(process) == "in\n"
         assert [frame.function for frame in ask(watched, how).main] == ["blocked", "<module>"]
 
 
@@ -192,8 +186,7 @@ def test_a_process_that_would_be_ended_by_the_signal_is_not_asked() -> None:
     """It has replaced its program since it registered, or it has never registered."""
     program = "import time; print(1, flush=True); time.sleep(60)"
     with rank(f"os.execv(sys.executable, [sys.executable, '-I', '-S', '-c', {program!r}])") as (watched, how, process):
-        assert process.stdout is not None
-        assert process.stdout.readline() == "1\n"
+        assert line_of(process) == "1\n"
         for answer in (ask(watched, how), ask(watched, None)):
             assert answer.place.startswith("it has registered no signal for its stacks")
         time.sleep(0.2)
@@ -235,9 +228,3 @@ def test_the_signal_is_one_that_nobody_uses() -> None:
     )  # fmt: skip
     assert int(found.stdout.split()[0]) != used
     assert found.stdout.endswith("own\n")
-
-
-def test_a_process_keeps_one_file_for_its_life() -> None:
-    first = answer_stack_signal()
-    assert first is not None
-    assert answer_stack_signal() is first

@@ -16,8 +16,7 @@ import pytest
 
 from lightning_multigpu.job.guardian import Guardian, GuardianClient
 from lightning_multigpu.job.guardian.protocol import MAX_STRANGER_BYTES, encode
-from lightning_multigpu.job.guardian.start import ADDRESS
-from tests.job.guardian.job import Job, eventually, is_alive
+from tests.job.guardian.job import Job, is_alive, line_of
 from tests.job.guardian.test_host_links import JOIN, LISTEN, SECRET
 
 pytestmark = pytest.mark.launch
@@ -26,13 +25,6 @@ NOBODY = 65534
 as_other_user = pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
 # Until the test has done its part; then in order.
 WAITS = "sys.stdin.readline(); client.leave()"
-
-
-def go_on(job: Job) -> None:
-    for rank in job.ranks:
-        assert rank.stdin is not None
-        rank.stdin.write("\n")
-        rank.stdin.flush()
 
 
 def resident_kb(pid: int) -> int:
@@ -53,14 +45,19 @@ def answer(stranger: socket.socket) -> bytes:
     return stranger.recv(1000)
 
 
-def crowd(guardian: int, family: int, address: object, number: int) -> None:
+@contextmanager
+def listening() -> Iterator[tuple[Job, tuple[str, int]]]:
+    """Node 0 of two, and the address at which its guardian listens for the other."""
+    with Job(LISTEN + WAITS, failure_timeout_s=60) as job:  # of which half is left to who says nothing
+        yield job, ("127.0.0.1", int(line_of(job.ranks[0])))
+
+
+def crowd(guardian: int, address: tuple[str, int], number: int) -> None:
     """Fills the guardian's table of strangers; then all of them speak in the round in which further ones come."""
     with ExitStack() as stack:
 
         def come() -> socket.socket:
-            sock = stack.enter_context(socket.socket(family))
-            sock.connect(address)  # type: ignore[arg-type]
-            return sock
+            return stack.enter_context(socket.create_connection(address))
 
         strangers = [come() for _ in range(number)]
         assert b"refused" in answer(come())
@@ -73,25 +70,14 @@ def crowd(guardian: int, family: int, address: object, number: int) -> None:
         assert b"refused" in answer(come()), "the guardian goes on"
 
 
-def test_a_full_table_of_local_strangers_does_not_end_the_guardian() -> None:
-    """One was closed in the round in which it spoke, and the ValueError ended the guardian and with it the job."""
-    with Job(WAITS, failure_timeout_s=20) as job:
-        crowd(job.guardian.pid, socket.AF_UNIX, "\0" + job.guardian.environment[ADDRESS], 66)
-        go_on(job)
-        assert job.outcome()[0] == [0]
-        assert job.guardian_ends()
-
-
 def test_a_full_table_of_strangers_from_the_network_does_not_end_the_guardian() -> None:
-    with Job(LISTEN + WAITS, failure_timeout_s=20) as one:
-        assert one.ranks[0].stdout is not None
-        port = int(one.ranks[0].stdout.readline())
-        crowd(one.guardian.pid, socket.AF_INET, ("127.0.0.1", port), 257)
-        with Job(JOIN.format(port=port, secret=SECRET) + WAITS, first_rank=1, failure_timeout_s=20) as two:
-            assert two.ranks[0].stdout is not None
-            assert two.ranks[0].stdout.readline() == "None\n", "the other host comes in all the same"
+    """One was closed in the round in which it spoke, and the ValueError ended the guardian and with it the job."""
+    with listening() as (one, address):
+        crowd(one.guardian.pid, address, 257)
+        with Job(JOIN.format(port=address[1], secret=SECRET) + WAITS, first_rank=1, failure_timeout_s=20) as two:
+            assert line_of(two.ranks[0]) == "None\n", "the other host comes in all the same"
             for job in (one, two):
-                go_on(job)
+                job.go_on()
                 assert job.outcome()[0] == [0]
 
 
@@ -100,30 +86,26 @@ def test_another_user_is_refused_at_once() -> None:
     with Job(WAITS) as job, socket.socket(socket.AF_UNIX) as sock:
         os.seteuid(NOBODY)  # the kernel shows the user at the time of the connection
         try:
-            sock.connect("\0" + job.guardian.environment[ADDRESS])
+            sock.connect("\0" + job.guardian.address)
         finally:
             os.seteuid(0)
         sock.settimeout(20)
         assert "it is a process of user 65534, and not of user 0" in sock.recv(1000).decode()
         assert sock.recv(1000) == b"", "closed"
-        go_on(job)
+        job.go_on()
         assert job.outcome()[0] == [0]
 
 
 def test_little_is_read_of_a_stranger() -> None:
     """10 MiB of messages took the guardian from 12 to 225 MB, and kept it from its ranks meanwhile."""
     flood = encode("a", text="") * (1 << 19)
-    with Job(WAITS, failure_timeout_s=20) as job, socket.socket(socket.AF_UNIX) as sock:
-        sock.connect("\0" + job.guardian.environment[ADDRESS])
+    with listening() as (job, address), socket.create_connection(address, timeout=20) as sock:
         before_kb = resident_kb(job.guardian.pid)
-        sock.settimeout(20)
         with pytest.raises(OSError, match=r"Broken pipe|reset"):
             sock.sendall(flood)
         time.sleep(0.2)
         assert resident_kb(job.guardian.pid) - before_kb < 5_000
         assert is_alive(job.guardian.pid)
-        go_on(job)
-        assert job.outcome()[0] == [0]
 
 
 def test_a_rank_that_comes_behind_a_crowd_waits_in_line() -> None:
@@ -136,38 +118,18 @@ def test_a_rank_that_comes_behind_a_crowd_waits_in_line() -> None:
                 while True:
                     sock = stack.enter_context(socket.socket(socket.AF_UNIX))
                     sock.setblocking(False)
-                    sock.connect("\0" + guardian.environment[ADDRESS])
-            coming = pool.submit(GuardianClient.from_variables, guardian.environment, rank=0, on_failure=print)
+                    sock.connect("\0" + guardian.address)
+            coming = pool.submit(GuardianClient, guardian.address, rank=0, on_failure=print)
             time.sleep(0.3)
         coming.result(60).leave()
 
 
 def test_a_stranger_that_never_ends_its_line() -> None:
-    with Job(WAITS) as job, socket.socket(socket.AF_UNIX) as sock:
-        sock.connect("\0" + job.guardian.environment[ADDRESS])
-        sock.settimeout(20)
+    with listening() as (_, address), socket.create_connection(address, timeout=20) as sock:
         for _ in range(4):
             sock.send(b"x" * (MAX_STRANGER_BYTES // 4))
             time.sleep(0.02)
         assert sock.recv(1000) == b"", "closed"
-        go_on(job)
-        assert job.outcome()[0] == [0]
-
-
-def test_a_stranger_fills_the_guardian_with_no_descriptors() -> None:
-    """Each message may bring some; the guardian ran out of them, and took ranks that it could not look at for dead."""
-    with Job(WAITS) as job, ExitStack() as stack:
-        before = len(os.listdir(f"/proc/{job.guardian.pid}/fd"))
-        for _ in range(8):
-            sock = stack.enter_context(socket.socket(socket.AF_UNIX))
-            sock.connect("\0" + job.guardian.environment[ADDRESS])
-            for _ in range(20):
-                socket.send_fds(sock, [b" "], [0, 1, 2])
-        assert eventually(lambda: len(os.listdir(f"/proc/{job.guardian.pid}/fd")) >= before + 8)
-        time.sleep(0.2)
-        assert len(os.listdir(f"/proc/{job.guardian.pid}/fd")) <= before + 10
-        go_on(job)
-        assert job.outcome()[0] == [0]
 
 
 def test_without_descriptors_no_rank_has_ended() -> None:
@@ -177,6 +139,6 @@ def test_without_descriptors_no_rank_has_ended() -> None:
         resource.prlimit(job.guardian.pid, resource.RLIMIT_NOFILE, (3, limit[1]))
         time.sleep(3)
         resource.prlimit(job.guardian.pid, resource.RLIMIT_NOFILE, limit)
-        go_on(job)
+        job.go_on()
         assert job.outcome()[0] == [0, 0]
         assert job.guardian_ends()

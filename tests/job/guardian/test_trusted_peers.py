@@ -1,9 +1,8 @@
-"""What ranks and hosts that are trusted say wrongly, and files that others have put in the way, end no guardian."""
+"""Long messages, a system that refuses, and files that others have put in the way end no guardian."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import socket
 import threading
@@ -14,21 +13,51 @@ from typing import NoReturn
 
 import pytest
 
-from benchmarks.guardian_fuzz_trusted import Guarded
-from lightning_multigpu.job.guardian import Guardian, proc
-from lightning_multigpu.job.guardian.blocking import done_within
+from lightning_multigpu.job.guardian import proc
+from lightning_multigpu.job.guardian.blocking import append, done_within
 from lightning_multigpu.job.guardian.failure import Failure
-from lightning_multigpu.job.guardian.hang import hang_reports, waits
 from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, PAGE_BYTES, Entry, parse_ranks
 from lightning_multigpu.job.guardian.hang.waiting_graph import View, verdict
 from lightning_multigpu.job.guardian.hang.waits import in_message
 from lightning_multigpu.job.guardian.protocol import Connection, encode
-from lightning_multigpu.job.guardian.shutdown import Shutdown
+from lightning_multigpu.job.guardian.watchdog import Watchdog
 from lightning_multigpu.job.guardian.workers import Workers, remove_temporary
-from tests.job.guardian.job import eventually
-from tests.job.guardian.test_star import Network
 
 pytestmark = pytest.mark.launch
+
+
+class Guarded:
+    """A guardian whose loop a test turns."""
+
+    def __init__(self) -> None:
+        self.address = f"lightning-multigpu-test-{os.urandom(8).hex()}"
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind("\0" + self.address)
+        listener.listen(8)
+        self.owner, theirs = socket.socketpair()
+        self._pages = os.memfd_create("pages")
+        os.ftruncate(self._pages, PAGE_BYTES)
+        self.watchdog = Watchdog({
+            "num_ranks": 1, "failure_timeout_s": 600.0,
+            "owner_pid": os.getpid(), "is_found": False, "listener": listener.detach(),
+            "owner_link": theirs.detach(), "pages": self._pages, "hang_report_s": 1.0,
+        })  # fmt: skip
+        self.watchdog._tick_s = 0.0
+
+    def turn(self) -> None:
+        """What :meth:`Watchdog.run` does, once."""
+        self.watchdog._serve()
+        self.watchdog._now_s = proc.clock_s()
+        self.watchdog._observe()
+
+    def end(self) -> None:
+        watchdog = self.watchdog
+        for rank in watchdog._ranks:
+            rank.process.close()
+        for closable in (watchdog._owner_link, watchdog._owner, watchdog._listener, watchdog._selector, self.owner):
+            closable.close()
+        watchdog._pages.close()
+        os.close(self._pages)
 
 
 @pytest.fixture
@@ -48,25 +77,6 @@ def test_who_never_stops_speaking_lets_others_have_their_turn(monkeypatch: pytes
         connection.close()
 
 
-@pytest.mark.parametrize("age_s", [math.nan, -1e308])
-def test_a_failure_of_no_age_keeps_no_rank_alive(age_s: float) -> None:
-    """The time at which ranks are killed was never over."""
-    with Network(2) as network:
-        network.nodes[1].connection_to(0).send("failure", failure=Failure("forged").to_message(), age_s=age_s)
-        network.go_on(1)
-        assert f"a failure is {age_s} s old; it must be 0 or more" in network.nodes[0].found[0]
-
-
-def test_a_guardian_meets_the_hosts_once_and_a_number_that_can_be(guarded: Guarded) -> None:
-    """A guardian of 2**40 hosts made room for all of them."""
-    hosts = guarded.watchdog._hosts
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        with pytest.raises(ValueError, match=r"the job has 1099511627776 hosts; it must be 1 to 16384"):
-            hosts.listen(listener, num_nodes=1 << 40, secret="s", now_s=0.0)
-        with pytest.raises(ValueError, match="knows the other hosts already"):
-            hosts.listen(listener, num_nodes=2, secret="other", now_s=0.0)
-
-
 @pytest.mark.parametrize("text", ["0-99999999999", "0-" + "9" * 30, "5-x", "x", "0-9:0"])
 def test_members_that_a_rank_has_spoilt_are_unknown(text: str) -> None:
     assert parse_ranks(text) == ()
@@ -77,20 +87,10 @@ def test_a_failure_and_many_long_waits_fit_into_a_message(guarded: Guarded) -> N
     failure = Failure(
         "x" * 9_000, host="é" * 60_000, error_type="y" * 60_000, message="x" * 9_000, traceback="é" * 64_000
     )
-    encode("failure", failure=failure.to_message(), waited=in_message(["é" * 1_000] * 1_000))
+    encode("failure", failure=failure.to_message())
+    encode("waited", lines=in_message(["é" * 1_000] * 1_000))
     guarded.watchdog._fail(failure, 0.0)
-    for _ in range(2):
-        guarded.watchdog._handle_host("a host", {"kind": "waited", "lines": ["é" * 1_000] * 1_000})
     assert guarded.watchdog._shutdown is not None
-    assert len(guarded.watchdog._shutdown.waits) == 128
-
-
-def test_stacks_are_asked_for_once_at_a_time(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each question of a host was kept until the ones before it had been answered."""
-    monkeypatch.setattr(waits._Round, "is_over", lambda self: False)
-    for _ in range(3):
-        guarded.watchdog._handle_host("a host", {"kind": "look"})
-    assert len(guarded.watchdog._hang_watch._wanted) == 1
 
 
 def test_many_who_have_not_come_are_counted() -> None:
@@ -140,22 +140,6 @@ def test_a_thread_that_cannot_be_started_ends_no_guardian(monkeypatch: pytest.Mo
         os.waitpid(child, 0)
 
 
-def test_a_rank_cannot_cut_the_shared_memory_short() -> None:
-    """The guardian's next look at it ended in SIGBUS."""
-    guardian = Guardian.start(num_ranks=1)
-    try:
-        found = [
-            entry for entry in Path(f"/proc/{guardian.pid}/fd").iterdir() if "guardian-pages" in os.readlink(entry)
-        ]
-        descriptor = os.open(found[0], os.O_RDWR)
-        with pytest.raises(PermissionError):
-            os.ftruncate(descriptor, 0)
-        assert os.pwrite(descriptor, b"x", PAGE_BYTES - 1) == 1
-        os.close(descriptor)
-    finally:
-        guardian.stop()
-
-
 def test_a_process_that_has_left_its_connection_to_another_is_refused(guarded: Guarded) -> None:
     """The kernel cannot say any more in which container it was."""
     child = os.fork()
@@ -167,7 +151,7 @@ def test_a_process_that_has_left_its_connection_to_another_is_refused(guarded: G
         os._exit(b"it is a process that has ended" not in sock.recv(1_000))
     assert os.waitpid(child, 0)[1] == 0
     guarded.turn()
-    assert not guarded.watchdog._strangers
+    assert not guarded.watchdog._connections
 
 
 def test_a_link_in_place_of_a_directory_is_not_followed(tmp_path: Path) -> None:
@@ -180,19 +164,13 @@ def test_a_link_in_place_of_a_directory_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "precious").exists()
 
 
-def test_a_link_in_place_of_a_report_is_not_written_through(
-    tmp_path: Path, guarded: Guarded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_in_place_of_a_report_is_not_written_through(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Where others may write to the run's directory, they chose a file of this user, and the report went into it."""
     (tmp_path / "mine").write_text("precious")
-    for name in ("hang.txt", f".failure.txt.{os.getpid()}"):
-        (tmp_path / name).symlink_to("mine")
-    printed: list[str] = []
-    monkeypatch.setattr(hang_reports, "_print", printed.append)
-    hang_reports._append(str(tmp_path / "hang.txt"), "report")
-    assert "Too many levels of symbolic links" in printed[0]
-    shutdown = Shutdown(Failure("x"), 0.0, 1.0)
-    shutdown.write(str(tmp_path / "failure.txt"), guarded.watchdog._ranks)
+    (tmp_path / "hang.txt").symlink_to("mine")
+    append(str(tmp_path / "hang.txt"), "report", "It")
+    assert "It could not be written to" in (printed := capfd.readouterr().err)
+    assert "Too many levels of symbolic links" in printed
     assert (tmp_path / "mine").read_text() == "precious"
-    Shutdown(Failure("x"), 0.0, 1.0).write(str(tmp_path / "failure.txt"), guarded.watchdog._ranks)
-    assert eventually(lambda: "The job failed: x" in (tmp_path / "failure.txt").read_text())
+    append(str(tmp_path / "new" / "hang.txt"), "report", "It")
+    assert (tmp_path / "new" / "hang.txt").read_text() == "report"

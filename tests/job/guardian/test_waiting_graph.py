@@ -17,7 +17,7 @@ from lightning_multigpu.job.guardian.hang.flight_recorder import (
 )
 from lightning_multigpu.job.guardian.hang.hang_reports import full_stacks, hang_report
 from lightning_multigpu.job.guardian.hang.stacks import Frame, Stacks
-from lightning_multigpu.job.guardian.hang.waiting_graph import View, calls, deadlock, verdict
+from lightning_multigpu.job.guardian.hang.waiting_graph import View, calls, deadlock, lasting, verdict
 from lightning_multigpu.job.guardian.protocol import decode, encode
 
 MAIN, RING = 7, 8
@@ -95,8 +95,8 @@ BEHIND = entry("data all_reduce 117", state=ENDED)
         pytest.param(
             [view(0, entry("world all_reduce 7")), *(view(rank, entry("world broadcast 7")) for rank in (1, 2))],
             [
-                "Mismatch: different collectives of group world at the same time: rank 0 in all_reduce #7, "
-                "ranks 1 and 2 in broadcast #7, for 63 s"
+                "Mismatch: different collectives at the same time: rank 0 in all_reduce #7 of group world; "
+                "ranks 1 and 2 in broadcast #7 of group world, for 63 s"
             ],
             id="different collectives under one number",
         ),
@@ -116,7 +116,7 @@ BEHIND = entry("data all_reduce 117", state=ENDED)
                 "Only rank 1 is in all_reduce #118 of group data for 63 s; rank 0 has not come: it is in another "
                 "collective, all_reduce, called at me/train.py:10 in training_step",
                 "Only rank 0 is in all_reduce, called at me/train.py:10 in training_step; "
-                "rank 1 is not: it is in another collective, all_reduce #118 of group data",
+                "rank 1 has not come: it is in another collective, all_reduce #118 of group data",
             ],
             id="a user's own collective on one rank only",
         ),
@@ -132,8 +132,9 @@ BEHIND = entry("data all_reduce 117", state=ENDED)
         pytest.param(
             [view(0, main=own_call("barrier", 10)), view(1, main=own_call("barrier", 12))],
             [
-                "All ranks are in barrier, called at me/train.py:10 in training_step (rank 0) and "
-                "at me/train.py:12 in training_step (rank 1)"
+                "Rank 0 is in barrier, called at me/train.py:10 in training_step; "
+                "rank 1 is in barrier, called at me/train.py:12 in training_step; "
+                "all ranks of the group have come: their messages are slow or lost"
             ],
             id="a user's own, all ranks have come",
         ),
@@ -286,11 +287,32 @@ def in_world(number: int = 9, **fields: Any) -> Entry:
     ],
 )  # fmt: skip
 def test_deadlock(views: list[View], expected: str) -> None:
-    lasting = {f"{rank}: broadcast {NEWS_PLACE}" for rank in (1, 2)}
-    lasting |= {f"{rank}: all_gather me/train.py:7 in training_step" for rank in range(3)}
-    lasting |= {"0: all_reduce me/train.py:7 in training_step"}
-    assert deadlock(views, lasting=lasting, at_least_s=5) == expected
+    assert deadlock(views, lasting=range(3), at_least_s=5) == expected
     assert deadlock(views, lasting=(), at_least_s=70) == "", "it may have changed while other ranks were looked at"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "found"),
+    [
+        ({}, {}, {0}),
+        ({}, {"cpu_ticks": 11}, set()),
+        ({"cpu_ticks": -1}, {}, set()),
+        ({"main": own_call("barrier", 8)}, {}, set()),
+        ({"main": IN_STEP}, {}, set()),
+        ({"step": 116}, {}, set()),
+        ({"entries": (BEHIND,)}, {"entries": (WAITS,)}, set()),
+        ({"gone": "it has finished"}, {}, set()),
+    ],
+)
+def test_a_call_that_lasts(before: dict[str, Any], now: dict[str, Any], found: set[int]) -> None:
+    """Two looks show the same call, the page has not changed, and the thread has used no processor."""
+
+    def seen(fields: dict[str, Any]) -> View:
+        fields = dict(fields)
+        return view(0, main=fields.pop("main", own_call("barrier", 7)))._replace(**fields)
+
+    assert lasting([seen(before)], [seen(now)]) == found
+    assert lasting([], [seen(now)]) == set()
 
 
 def test_the_noted_collective_of_the_main_thread_is_not_counted_twice() -> None:
@@ -301,20 +323,14 @@ def test_the_noted_collective_of_the_main_thread_is_not_counted_twice() -> None:
     assert [call.number for call in calls(view(0, ring, main=own_call("all_reduce", 3)))] == [7, 0]
 
 
-def test_report_shows_first_who_does_not_wait_and_every_rank_in_the_table() -> None:
+def test_report_shows_first_who_does_not_wait() -> None:
     views = [view(0, WAITS, main=IN_BACKWARD), view(1, BEHIND), view(2, gone="it has finished", main=())]
     text = hang_report(views, waited_s=63.4, limit_s=60, file="/runs/hang-node1.txt")
     lines = text.splitlines()
     assert lines[0] == "No progress for 63 s (hang_report_s=60). The run goes on; this is only a report."
     assert lines[1].startswith("  Rank 0 waits in all_reduce #118 of group data for 63 s; rank 1 has not come:")
-    table = [line.split() for line in lines if line.startswith("  ") and "node1" in line]
-    assert [row[:4] for row in table] == [[str(rank), "node1", str(4242 + rank), "117"] for rank in range(3)]
-    assert [" ".join(row[4:]) for row in table] == [
-        "all_reduce #118 of group data 63 s",
-        "no collective",
-        "has finished",
-    ]
-    assert text.index("Rank 1, main thread") < text.index("Rank 2: it has finished") < text.index("Rank 0, main thread")
+    at = [text.index(f"Rank {rank} (host node1, pid {4242 + rank}, last completed step 117)") for rank in range(3)]
+    assert at[1] < at[2] < at[0]
     assert "    me/train.py:42 in training_step" in lines
     assert lines[-1].endswith("/runs/hang-node1.txt")
 
@@ -338,8 +354,6 @@ def test_a_view_travels_between_hosts() -> None:
     assert received.stacks.main == deep[: len(received.stacks.main)]
     assert len(received.stacks.main) >= 20
     assert isinstance(received.stacks.main[0], Frame)
-    with pytest.raises((TypeError, ValueError)):
-        View.from_message({"rank": 3, "stacks": ["", []], "entries": [], "unknown": 1})
 
 
 @pytest.mark.parametrize(

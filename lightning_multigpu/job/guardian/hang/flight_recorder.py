@@ -112,18 +112,12 @@ class _Row:
 
 
 class FlightRecorder:
-    """The writer of a rank's page. Any thread may write.
-
-    Args:
-        memory: the pages of the host, writable.
-        slot: the index of this rank's page.
-    """
+    """The writer of page ``slot`` of the host's pages. Any thread may write."""
 
     def __init__(self, memory: Any, slot: int) -> None:
         self._memory = memory
         self._at = PAGE_BYTES * slot
         self._rows: dict[tuple[str, str], _Row | None] = {}
-        self._names: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
     def completed(self, step: int) -> None:
@@ -136,20 +130,13 @@ class FlightRecorder:
         """Notes that this rank begins a collective; None if the page has no row left for the group.
 
         Args:
-            operation: as in ``torch.distributed``.
-            group: the name of the process group.
             ranks: its members ("0-3", "0-6:2", "0,3,4"), or empty: then only its name identifies it.
-            group_size: the number of its members.
-            size_bytes: the size of the operation's tensor.
             awaited: the calling thread waits for it from now on.
         """
         row = self._row(group, ranks, group_size)
         if row is None:
             return None
-        name = self._names.get(operation)
-        if name is None:
-            name = self._names[operation] = operation.encode()[: 24 - 1]
-        note = Note(self, row, name, size_bytes, AWAITED if awaited else UNDER_WAY)
+        note = Note(self, row, _text(operation, 24), size_bytes, AWAITED if awaited else UNDER_WAY)
         with self._lock:
             row.begun += 1
             note.number = row.begun
@@ -229,22 +216,9 @@ def read_entries(memory: Any, slot: int, *, attempts: int = 5) -> list[Entry]:
         if state == FREE:
             break  # rows are taken in their order
         group, ranks, group_size = _LASTING.unpack_from(first, _LASTING_AT)
-        (place,) = _PLACE.unpack_from(first, _PLACE_AT)
-        entries.append(
-            Entry(
-                _read(group),
-                _read(ranks),
-                group_size,
-                state,
-                begun,
-                number,
-                _read(operation),
-                size_bytes,
-                since_s,
-                thread,
-                _read(place) if state == BROKEN else "",
-            )
-        )
+        place = _read(*_PLACE.unpack_from(first, _PLACE_AT)) if state == BROKEN else ""
+        changing = state, begun, number, _read(operation), size_bytes, since_s, thread
+        entries.append(Entry(_read(group), _read(ranks), group_size, *changing, place))
     return entries
 
 

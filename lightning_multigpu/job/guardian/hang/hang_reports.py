@@ -14,15 +14,13 @@ A report ends the run only if it proves that ranks wait for each other.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
 
-from lightning_multigpu.job.guardian.blocking import done_within, no_link
+from lightning_multigpu.job.guardian.blocking import append, show
 from lightning_multigpu.job.guardian.failure import host_name
-from lightning_multigpu.job.guardian.hang.waiting_graph import Call, View, calls, deadlock, verdict
+from lightning_multigpu.job.guardian.hang.waiting_graph import View, calls, deadlock, lasting, verdict
 from lightning_multigpu.job.guardian.hang.waits import HangWatch, Waits
 from lightning_multigpu.job.guardian.host_links import Hosts
 from lightning_multigpu.job.guardian.protocol import Message
@@ -30,21 +28,15 @@ from lightning_multigpu.job.guardian.protocol import Message
 KINDS = ("waiting", "look", "view", "next", "seen")
 
 _COLLECT_S = 8.0
-_AGAIN = 10
-_WRITE_S = 0.5
-_MAX_VIEWS = 256
+_SECOND_LOOK_S = 2.0
 _OWN = "this host"
 
 
 class HangReports:
     """This host's part in the reports; on node 0, and with a single host, the reports themselves.
 
-    Args:
-        limit_s: ``hang_report_s``, or None for no reports.
-        watch: the watch of this host's ranks.
-        hosts: the connections to the other hosts.
-        directory: returns the present directory of the file, or None for no file.
-        on_deadlock: called with the ranks that wait for each other, and their collectives.
+    ``directory`` returns the present directory of the file, or None. ``on_deadlock`` is called with the ranks that wait
+    for each other, and their collectives.
     """
 
     def __init__(
@@ -60,13 +52,15 @@ class HangReports:
         self._now_s = 0.0
         self._waits: dict[Hashable, Waits] = {}
         self._reported: Waits = {}
-        self._seen: set[str] = set()  # waits since the first report, of which a later one may complete a proof
-        self._again_s = 0.0
+        self._seen: set[str] = set()  # waits since the last look
+        self._again_s = 0.0  # the time of the next look, if nothing changes
+        self._looks_twice = False
         self._begun_s = 0.0
         # On node 0 while a report is being collected: the deadline, the hosts that have yet to answer, and the views.
         self._until_s: float | None = None
-        self._awaited: dict[Hashable, int] = {}  # the views that each may still send
+        self._awaited: set[Hashable] = set()
         self._views: list[View] = []
+        self._before: list[View] = []  # of the look before
         # On the other hosts: the waits that node 0 knows, and the views that it has not fetched yet.
         self._sent: set[str] = set()
         self._unsent: list[View] = []
@@ -91,28 +85,25 @@ class HangReports:
             waited_s = now_s - min(self._reported.values())
             self._reported = {}
             self._write(f"The wait that was reported has ended after {waited_s:.0f} s, and the run goes on.\n", "")
-        elif current and (not self._reported or now_s >= self._again_s or current.keys() - self._seen):
+        elif current.keys() - self._seen or (current and now_s >= self._again_s):
             self._collect()
+        else:
+            self._seen &= set(current)
 
     def handle(self, host: Hashable, message: Message) -> None:
-        """Handles a message of another host's guardian, of one of :data:`KINDS`.
-
-        Raises:
-            TypeError, ValueError: its form is wrong.
-        """
+        """Handles a message of another host's guardian, of one of :data:`KINDS`."""
         kind = message["kind"]
         if kind == "waiting":
-            self._waits[host] = {str(k): self._now_s - float(age_s) for k, age_s in message["waits"].items()}
+            self._waits[host] = {name: self._now_s - age_s for name, age_s in message["waits"].items()}
         elif kind == "look":
             self._watch.look(self._send_views)
         elif kind == "next":
             self._send_next()
-        elif kind == "view" and self._awaited.get(host, 0) > 0:
-            self._awaited[host] -= 1
+        elif kind == "view" and host in self._awaited:
             self._views.append(View.from_message(message["view"]))
             self._hosts.send("next", to=host)
         elif kind == "seen":
-            self._awaited.pop(host, None)
+            self._awaited.discard(host)
 
     def _current(self) -> Waits:
         return {name: since_s for waits in self._waits.values() for name, since_s in waits.items()}
@@ -120,12 +111,12 @@ class HangReports:
     def _collect(self) -> None:
         self._begun_s, self._until_s = self._now_s, self._now_s + _COLLECT_S
         self._views = []
-        self._awaited = dict.fromkeys([_OWN, *self._hosts.send("look")], _MAX_VIEWS)
+        self._awaited = {_OWN, *self._hosts.send("look")}
         self._watch.look(self._own_views)
 
     def _own_views(self, views: list[View]) -> None:
         self._views += views
-        self._awaited.pop(_OWN, None)
+        self._awaited.discard(_OWN)
 
     def _send_views(self, views: list[View]) -> None:
         self._unsent = list(views)
@@ -138,22 +129,25 @@ class HangReports:
             self._hosts.send("seen")
 
     def _report(self, current: Waits) -> None:
-        self._until_s = None
-        if not current or self.limit_s is None:
-            return  # the run has gone on meanwhile
-        ranks = deadlock(self._views, lasting=current, at_least_s=self._now_s - self._begun_s)
-        since_s = min(current.values())
-        is_due = not self._reported or self._now_s >= self._again_s
-        self._seen = set(current) if is_due else self._seen | set(current)
-        if is_due or ranks:
-            self._reported = current
-            self._again_s = self._now_s + (_AGAIN - 1) * (self._now_s - since_s)
-            waited_s = self._now_s - since_s
+        self._until_s, self._seen = None, set(current)
+        assert self.limit_s is not None
+        unchanged = {int(name) for name in current if name.isdigit()}
+        idle = lasting(self._before, self._views) & unchanged
+        # A wait is noted, or two looks have shown it; a rank that computes does not wait.
+        waits = {name: since_s for name, since_s in current.items() if not name.isdigit() or int(name) in idle}
+        taken_s = self._now_s - self._begun_s
+        ranks = deadlock(self._views, lasting=idle, at_least_s=taken_s) if waits else ""
+        if waits and (ranks or not self._reported):
+            waited_s = self._now_s - min(waits.values())
             text = hang_report(
                 self._views, waited_s=waited_s, limit_s=self.limit_s, file=self._path(), ends=bool(ranks)
             )
             self._write(text, full_stacks(self._views))
-        self._views = []
+        self._reported = self._reported or waits
+        is_new = any(not call.number and view.rank not in idle for view in self._views for call in calls(view))
+        self._looks_twice = is_new and not self._looks_twice
+        self._again_s = self._now_s + (_SECOND_LOOK_S if self._looks_twice else self.limit_s)
+        self._before, self._views = self._views, []
         if ranks:
             self._on_deadlock(ranks)
 
@@ -165,29 +159,8 @@ class HangReports:
         path = self._path()
         if path is not None:
             entry = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}{details}\n"
-            done_within(_WRITE_S, lambda: _append(path, entry))
+            append(path, entry, "The report about a hang")
         show(text)
-
-
-def _append(path: str, entry: str) -> None:
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "a", encoding="utf-8", errors="replace", opener=no_link) as file:
-            file.write(entry)
-    except (OSError, ValueError) as error:
-        _print(f"The report about a hang could not be written to {path}: {error}\n")
-
-
-def show(text: str) -> None:
-    """Prints on standard error; does not wait for a full pipe."""
-    done_within(_WRITE_S, lambda: _print(text))
-
-
-def _print(text: str) -> None:
-    rest = text.encode(errors="replace") if sys.stderr is not None else b""
-    with contextlib.suppress(OSError):
-        while rest:
-            rest = rest[os.write(2, rest) :]
 
 
 _SHOWN_RANKS = 16
@@ -195,22 +168,15 @@ _SHOWN_FRAMES = 8
 
 
 def hang_report(views: Sequence[View], *, waited_s: float, limit_s: float, file: str | None, ends: bool = False) -> str:
-    """The text of a report: the verdict, then a table of all ranks, then the place of each rank.
+    """The text of a report: the verdict, then the place of each rank.
 
-    Args:
-        views: all known ranks.
-        waited_s: the length of the longest wait.
-        limit_s: ``hang_report_s``.
-        file: the path of the file with all stacks, or None.
-        ends: ranks wait for each other, so that the run is ended.
+    ``file`` has all stacks. With ``ends``, ranks wait for each other, so that the run is ended.
     """
     views = sorted(views, key=_most_telling_first)
     outcome = "Ranks wait for each other: the run ends" if ends else "The run goes on; this is only a report"
     lines = [
         f"No progress for {waited_s:.0f} s (hang_report_s={limit_s:g}). {outcome}.",
         *(f"  {line}." for line in verdict(views)),
-        "",
-        *_table(views),
         "",
     ]
     for view in views[:_SHOWN_RANKS]:
@@ -236,28 +202,14 @@ def _most_telling_first(view: View) -> tuple[bool, int]:
     return bool(calls(view)), view.rank
 
 
-def _table(views: Sequence[View]) -> list[str]:
-    rows = [("rank", "host", "pid", "steps", "waits in", "for")]
-    for view in sorted(views, key=lambda view: view.rank)[:_SHOWN_RANKS]:
-        own: Sequence[Call | None] = calls(view) or [None]
-        for call in own:
-            what = "no collective" if call is None else call.name
-            what = view.gone.removeprefix("it ") if view.gone else what
-            for_s = f"{call.for_s:.0f} s" if call is not None and call.number else ""
-            rows.append((str(view.rank), view.host, str(view.pid), str(view.step), what, for_s))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-
-
 def _short_stack(view: View) -> list[str]:
     """The main thread's frames: the user's, and around them the innermost of the libraries."""
+    name = f"Rank {view.rank} (host {view.host}, pid {view.pid}, last completed step {view.step})"
     if not view.stacks.main:
-        return [f"Rank {view.rank}: {view.gone or view.stacks.text}"]
+        return [f"{name}: {view.gone or view.stacks.text}"]
     frames = view.stacks.main
     users = [index for index, frame in enumerate(frames) if frame.is_users][:_SHOWN_FRAMES]
     others = [index for index, frame in enumerate(frames) if not frame.is_users]
     shown = sorted([*users, *others[: max(_SHOWN_FRAMES - len(users), 2)]])
     lines = [frames[index].text for index in shown]
-    return [f"Rank {view.rank}, main thread, most recent call first:", *(f"    {line}" for line in lines)]
+    return [f"{name}, main thread, most recent call first:", *(f"    {line}" for line in lines)]

@@ -52,7 +52,7 @@ class Frame(NamedTuple):
     @property
     def is_users(self) -> bool:
         """True if the file is neither a library that this pack knows nor Python's own."""
-        return not any(kind.search(self.file) for kind in (_TORCH, _LIGHTNING, _STANDARD))
+        return not self.library and not self.file.startswith("<string")  # of dataclasses
 
     @property
     def library(self) -> str:
@@ -141,12 +141,7 @@ _MAX_DUMP_BYTES = 1 << 20
 
 
 class Stacks(NamedTuple):
-    """The answer of one rank.
-
-    Attributes:
-        text: the fault handler's text, or the reason why there is none.
-        main: the main thread's frames, most recent call first; empty if unknown.
-    """
+    """A rank's answer: the fault handler's text, or why there is none, and the main thread's innermost frames first."""
 
     text: str
     main: tuple[Frame, ...] = ()
@@ -227,18 +222,14 @@ def _caught(pid: int, *fields: str) -> int:
 
 
 class Question:
-    """Asks one rank for its stacks.
+    """Asks one rank for its stacks; ``how`` is None if it has registered no signal.
 
     The signal is sent only if, according to the kernel, the process handles it now: it would end a process that has
     replaced its program since it registered.
-
-    Args:
-        process: the rank's process.
-        how: the rank's signal, or None if it has registered none.
     """
 
     def __init__(self, process: WatchedProcess, how: StackSignal | None) -> None:
-        self._process, self._how = process, how
+        self._how = how
         self._refusal = ""
         self._size, self._since_s = -1, time.monotonic()
         if process.state() == STOPPED:
@@ -267,25 +258,11 @@ class Question:
         return size > 0 and time.monotonic() - self._since_s >= _SETTLED_S and bool(self.answer().main)
 
     def answer(self) -> Stacks:
-        """The answer so far; without one, the kernel's view of the process."""
+        """The answer so far."""
         text = ""
         if not self._refusal:
             assert self._how is not None
             text = os.pread(self._how.descriptor, _MAX_DUMP_BYTES, 0).decode(errors="replace").strip()
             if text:
                 return parse(text, self._how.main_thread)
-        return Stacks((self._refusal or "it does not answer") + _kernel_text(self._process.pid))
-
-
-def _kernel_text(pid: int) -> str:
-    """The kernel's view of where a process waits, if this user may read it."""
-    found = []
-    for name in ("wchan", "syscall", "stack"):
-        try:
-            with open(f"/proc/{pid}/{name}", encoding="utf-8", errors="replace") as file:
-                text = " ".join(file.read().split())
-        except OSError:
-            continue
-        if text and text != "0":
-            found.append(f"{name}: {text[:200]}")
-    return f" ({'; '.join(found)})" if found else ""
+        return Stacks(self._refusal or "it does not answer")

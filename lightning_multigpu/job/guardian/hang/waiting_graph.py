@@ -6,43 +6,31 @@ A pure function of the views of the ranks, so that tests can give every case as 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
-from lightning_multigpu.job.guardian.failure import end_within, start_within
-from lightning_multigpu.job.guardian.hang.flight_recorder import (
-    AWAITED,
-    DEVICE,
-    NUM_ROWS,
-    UNDER_WAY,
-    Entry,
-    parse_ranks,
-)
+from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, DEVICE, UNDER_WAY, Entry, parse_ranks
 from lightning_multigpu.job.guardian.hang.stacks import Frame, Stacks
 
 _MAX_FRAMES = 40
-_MAX_STACKS_BYTES = 36_000
-_MAX_FILE_BYTES = 1_200
-_MAX_FUNCTION_BYTES = 300
-_MAX_TEXT = 1_500
+_MAX_STACKS = 8_000  # characters
+_MAX_FILE = 200
+_MAX_FUNCTION = 100
 _MAX_OTHERS = 16
+_IDLE_TICKS = 10  # a thread that uses less processor time between two looks waits
 
 # Operations that all ranks of a group call in the same order; and groups whose ranks count messages to one rank, too.
 _COLLECTIVES = ("all_gather", "all_reduce", "barrier", "broadcast", "reduce", "reduce_scatter")
 _POINT_TO_POINT = ("pipeline", "checkpoint")
 _OF_ALL_RANKS = "_broadcast_sigterm_tensor"  # Lightning's, at each batch
 
-_Row = TypeVar("_Row", bound=NamedTuple)
-
 
 class View(NamedTuple):
     """One rank, as its host's guardian has seen it.
 
     Attributes:
-        step: optimizer steps completed.
         entries: the rows of its page; here ``since_s`` counts seconds back from now, since the clocks of hosts differ.
-        stacks: the stacks of its threads.
-        main_thread: the identity of the main thread; 0 if unknown.
         gone: why it takes part in no collective any more ("it has finished"), or empty.
+        cpu_ticks: processor time of the main thread so far, in clock ticks.
     """
 
     rank: int
@@ -53,39 +41,26 @@ class View(NamedTuple):
     stacks: Stacks = Stacks("its stacks are not known")
     main_thread: int = 0
     gone: str = ""
+    cpu_ticks: int = 0
 
     def to_message(self) -> dict[str, Any]:
         """JSON values, cut to fit into one message."""
         frames = [
-            frame._replace(
-                file=end_within(frame.file, _MAX_FILE_BYTES), function=start_within(frame.function, _MAX_FUNCTION_BYTES)
-            )
+            frame._replace(file=frame.file[-_MAX_FILE:], function=frame.function[:_MAX_FUNCTION])
             for frame in self.stacks.main[:_MAX_FRAMES]
         ]
-        stacks = Stacks(end_within(self.stacks.text, _MAX_STACKS_BYTES), tuple(frames))
+        stacks = Stacks(self.stacks.text[-_MAX_STACKS:], tuple(frames))
         return self._replace(stacks=stacks)._asdict()
 
     @classmethod
     def from_message(cls, values: dict[str, Any]) -> View:
-        """The inverse of :meth:`to_message`.
-
-        Raises:
-            TypeError, ValueError: the values are not those of a view.
-        """
+        """The inverse of :meth:`to_message`."""
         text, main = values["stacks"]
-        view = cls(**{
+        return cls(**{
             **values,
-            "entries": tuple(_checked(Entry(*entry)) for entry in values["entries"][:NUM_ROWS]),
-            "stacks": Stacks(str(text), tuple(_checked(Frame(*frame)) for frame in main[:_MAX_FRAMES])),
+            "entries": tuple(Entry(*entry) for entry in values["entries"]),
+            "stacks": Stacks(text, tuple(Frame(*frame) for frame in main)),
         })  # fmt: skip
-        return _checked(view)
-
-
-def _checked(row: _Row) -> _Row:
-    for (name, wanted), value in zip(get_type_hints(type(row)).items(), row, strict=True):
-        if type(value) is not (get_origin(wanted) or wanted) or (isinstance(value, str) and len(value) > _MAX_TEXT):
-            raise TypeError(f"the field {name} of {type(row).__name__} is {value!r:.80}; it must be {wanted}")
-    return row
 
 
 class Call(NamedTuple):
@@ -115,18 +90,10 @@ def calls(view: View) -> list[Call]:
     if view.gone:
         return []
     noted = [entry for entry in view.entries if entry.state == AWAITED]
-    found = [
-        Call(
-            view.rank,
-            e.operation,
-            e.group,
-            e.ranks,
-            e.number,
-            e.since_s,
-            view.stacks.place if e.thread == DEVICE or _is_main(e, view) else "",
-        )
-        for e in noted
-    ]
+    found = []
+    for e in noted:
+        place = view.stacks.place if e.thread == DEVICE or _is_main(e, view) else ""
+        found.append(Call(view.rank, e.operation, e.group, e.ranks, e.number, e.since_s, place))
     seen = view.stacks.collective
     if seen is not None and not any(_is_main(e, view) or (e.thread, e.operation) == (DEVICE, seen[0]) for e in noted):
         found.append(Call(view.rank, seen.operation, "", "", 0, 0.0, seen.place))
@@ -140,50 +107,43 @@ def _is_main(entry: Entry, view: View) -> bool:
 def verdict(views: Iterable[View]) -> list[str]:
     """The findings about ranks that wait in collectives, one in each line."""
     by_rank = {view.rank: view for view in sorted(views)}
-    waiting: dict[tuple[str, str], list[Call]] = {}
+    waiting: dict[tuple[str, str, int], list[Call]] = {}
     for view in by_rank.values():
         for call in calls(view):
-            waiting.setdefault((call.group, call.ranks), []).append(call)
-    lines = []
-    for (group, ranks), found in waiting.items():
-        if not group:
-            continue
-        members = sorted(parse_ranks(ranks) or by_rank)
-        for number in sorted({call.number for call in found}):
-            lines.append(_noted(by_rank, members, [call for call in found if call.number == number]))
-    if ("", "") in waiting:
-        lines += _not_noted(by_rank, waiting["", ""])
-    return lines
+            waiting.setdefault((call.group, call.ranks, call.number), []).append(call)
+    # Calls that only stacks show come last: their group is not known, so all ranks may be in it.
+    ordered = sorted(waiting.items(), key=lambda item: (not item[0][0], item[0][2]))
+    return [_finding(by_rank, sorted(parse_ranks(ranks) or by_rank), found) for (_, ranks, _), found in ordered]
 
 
-def _noted(by_rank: dict[int, View], members: list[int], found: list[Call]) -> str:
-    """One collective of one group: the ranks that wait in it, and what the other members do."""
-    operations: dict[str, list[int]] = {}
+def _finding(by_rank: dict[int, View], members: list[int], found: list[Call]) -> str:
+    """One collective: the ranks that wait in it, and what the other members of its group do."""
+    by_name: dict[str, list[int]] = {}
     for call in found:
-        operations.setdefault(call.operation, []).append(call.rank)
-    first = found[0]
-    for_s = max(call.for_s for call in found)
-    if len(operations) > 1:
-        what = ", ".join(f"{_ranks(ranks)} in {operation} #{first.number}" for operation, ranks in operations.items())
-        head = f"Mismatch: different collectives of group {first.group} at the same time: {what}, for {for_s:.0f} s"
-    else:
-        who = [call.rank for call in found]
-        at = f" ({first.place})" if first.place else ""
-        elsewhere = [by_rank.get(rank) for rank in members if rank not in who]
-        only = bool(elsewhere) and all(
-            v is not None and calls(v) and _begun(v, first) < first.number for v in elsewhere
-        )
-        verb = _plural(who, "is", "are") if only else _plural(who, "waits", "wait")
-        head = f"{_ranks(who)} {verb} in {first.name}{at} for {for_s:.0f} s"
-        head = f"Only {head}" if only else head[0].upper() + head[1:]
-    there = {call.rank for call in found}
+        by_name.setdefault(call.name, []).append(call.rank)
+    first, there = found[0], {call.rank for call in found}
+    for_s = f" for {max(call.for_s for call in found):.0f} s" if first.number else ""
     absent = [rank for rank in members if rank not in there]
+    if len({call.operation for call in found}) > 1:
+        named = "; ".join(f"{_ranks(ranks)} in {name}" for name, ranks in by_name.items())
+        head = f"Mismatch: different collectives at the same time: {named}{',' * bool(for_s)}{for_s}"
+    else:
+        views = [by_rank.get(rank) for rank in absent]
+        only = bool(views) and all(v is not None and _is_in_another(v, first) for v in views)
+        is_in = ("is", "are") if only or not first.number else ("waits", "wait")
+        at = f" ({first.place})" if first.number and first.place else ""
+        named = "; ".join(f"{_ranks(ranks)} {is_in[len(ranks) > 1]} in {name}{at}" for name, ranks in by_name.items())
+        head = f"Only {named}{for_s}" if only else named[0].upper() + named[1:] + for_s
     others = [_other(by_rank.get(rank), rank, first) for rank in absent[:_MAX_OTHERS]]
     if absent[_MAX_OTHERS:]:
         others.append(f"{len(absent) - _MAX_OTHERS} more ranks are not there")
-    if not others and len(operations) == 1:
+    if not others and not head.startswith("Mismatch"):
         others = ["all ranks of the group have come: their messages are slow or lost"]
     return "; ".join([head, *others])
+
+
+def _is_in_another(view: View, call: Call) -> bool:
+    return not call.number or (bool(calls(view)) and _begun(view, call) < call.number)
 
 
 def _other(view: View | None, rank: int, call: Call) -> str:
@@ -191,7 +151,7 @@ def _other(view: View | None, rank: int, call: Call) -> str:
     if view is None:
         return f"nothing is known of rank {rank}"
     entry = _entry(view, call)
-    if _begun(view, call) < call.number:
+    if not call.number or _begun(view, call) < call.number:
         came = "has not come"
     elif entry is not None and entry.number == call.number and entry.state == UNDER_WAY:
         came = "has come, and does not wait"
@@ -220,25 +180,25 @@ def _doing(view: View) -> str:
     return f"it is at {view.stacks.place}" if view.stacks.main else view.stacks.text
 
 
-def _not_noted(by_rank: dict[int, View], found: list[Call]) -> list[str]:
-    """Calls outside of the strategy, a user's own for example, which only stacks show."""
-    by_call: dict[tuple[str, str], list[int]] = {}
-    for call in found:
-        by_call.setdefault((call.operation, call.place), []).append(call.rank)
-    named = [f"{_ranks(ranks)} in {operation}, called at {place}" for (operation, place), ranks in by_call.items()]
-    if len({operation for operation, _ in by_call}) > 1:
-        head = f"Mismatch: different collectives at the same time: {'; '.join(named)}"
-    elif len(found) == len(by_rank):
-        where = " and ".join(f"at {place} ({_ranks(ranks)})" for (_, place), ranks in by_call.items())
-        return [f"All ranks are in {found[0].operation}, called {where}"]
-    else:
-        head = f"Only {'; '.join(named)}".replace(" in ", f" {_plural(found, 'is', 'are')} in ", 1)
-    there = {call.rank for call in found}
-    others = [f"rank {rank} is not: {_doing(view)}" for rank, view in sorted(by_rank.items()) if rank not in there]
-    return ["; ".join([head, *others])]
+def lasting(before: Iterable[View], views: Iterable[View]) -> set[int]:
+    """The ranks that two looks have found, without work in between, in the same call that their page does not show."""
+    earlier = {view.rank: view for view in before}
+    found = set()
+    for view in views:
+        first = earlier.get(view.rank)
+        if first is None or first.cpu_ticks < 0 or (first.step, _numbers(first)) != (view.step, _numbers(view)):
+            continue
+        is_idle = view.cpu_ticks - first.cpu_ticks <= _IDLE_TICKS
+        if is_idle and any(not call.number and call in calls(first) for call in calls(view)):
+            found.add(view.rank)
+    return found
 
 
-def deadlock(views: Iterable[View], *, lasting: Container[str], at_least_s: float) -> str:
+def _numbers(view: View) -> list[tuple[str, str, int, int]]:
+    return [(e.group, e.ranks, e.begun, e.state) for e in view.entries]
+
+
+def deadlock(views: Iterable[View], *, lasting: Container[int], at_least_s: float) -> str:
     """The ranks that wait for each other and can never go on, with their collectives; empty if that is not certain.
 
     A rank is stuck if it waits for another stuck rank::
@@ -247,18 +207,14 @@ def deadlock(views: Iterable[View], *, lasting: Container[str], at_least_s: floa
         rank 1   barrier #9 of group world     <-- rank 0 has not come
 
     All ranks begin a group's collectives in the same order, so that neither can come before the other goes on.
-
-    Args:
-        views: all known ranks.
-        lasting: the names of waits that nobody has noted and two looks have shown.
-        at_least_s: the time that the views have taken: a noted wait has to be older.
+    ``lasting`` are the ranks of :func:`lasting`. A noted wait has to be older than the views took, ``at_least_s``.
     """
     by_rank = {view.rank: view for view in sorted(views)}
     found: dict[int, list[tuple[Call, set[int]]]] = {}
     for view in by_rank.values():
         for call in calls(view):
             noted = call.operation in _COLLECTIVES and call.for_s > at_least_s and call.group not in _POINT_TO_POINT
-            if noted if call.number else unnoted_name(call.rank, call.operation, call.place) in lasting:
+            if noted if call.number else call.rank in lasting:
                 found.setdefault(view.rank, []).append((call, _awaited(by_rank, view, call)))
     stuck = set(found)
     while free := {rank for rank in stuck if not any(awaited & stuck for _, awaited in found[rank])}:
@@ -278,11 +234,6 @@ def waits_for(view: View, others: Iterable[View], *, at_least_s: float) -> bool:
         call.for_s >= at_least_s and (call.operation not in _COLLECTIVES or bool(_awaited(by_rank, view, call)))
         for call in calls(view)
     )
-
-
-def unnoted_name(rank: int, operation: str, place: str) -> str:
-    """The name of a wait that only a rank's stack shows."""
-    return f"{rank}: {operation} {place}"
 
 
 def _awaited(by_rank: dict[int, View], view: View, call: Call) -> set[int]:
@@ -313,7 +264,3 @@ def _is_elsewhere(view: View, call: Call) -> bool:
 def _ranks(ranks: list[int]) -> str:
     *most, last = map(str, sorted(ranks))
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
-
-
-def _plural(items: list[Any], one: str, many: str) -> str:
-    return one if len(items) == 1 else many

@@ -1,67 +1,33 @@
 """The collectives in which ranks of this host wait: found when they take too long, and at a failure.
 
-Two kinds of long waits are found. One is a wait that a rank has noted in its page. The other is a main thread whose
-stack ends in the same collective twice, while the page does not change and the thread uses no processor: the user's
-code or a library has called that collective outside of the strategy.
+A wait that a rank has noted in its page is found there. A collective that the user's code or a library has called
+outside of the strategy shows only in a stack: so a rank whose page does not change is looked at too.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_multigpu.job.guardian.failure import host_name, start_within
+from lightning_multigpu.job.guardian.failure import host_name
 from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, BROKEN, Entry, read_entries, read_steps
-from lightning_multigpu.job.guardian.hang.stacks import CollectiveCall, Question, Stacks, StackSignal
-from lightning_multigpu.job.guardian.hang.waiting_graph import View, unnoted_name, waits_for
+from lightning_multigpu.job.guardian.hang.stacks import Question, Stacks, StackSignal
+from lightning_multigpu.job.guardian.hang.waiting_graph import View, waits_for
 from lightning_multigpu.job.guardian.proc import ENDED, STOPPED
 from lightning_multigpu.job.guardian.ranks import Ranks, WatchedRank
 
-# Between two looks at the same stack. A thread that uses less processor time than these ticks waits.
-_SECOND_LOOK_S = 2.0
-_IDLE_TICKS = 10
 _ANSWER_S = 3.0
 
-Waits = dict[str, float]  # the name of each wait, and its beginning
-
-
-class _Silence:
-    """A time without a change of a rank's page, and the collective that its stack has shown meanwhile."""
-
-    def __init__(self, signature: object, since_s: float) -> None:
-        self.signature = signature
-        self.since_s = since_s
-        self.look_at_s = since_s
-        self.ticks = -1
-        self.seen: CollectiveCall | None = None
-        self.confirmed = False
-
-
-class _Round:
-    """Requests for stacks that were sent to ranks together."""
-
-    def __init__(self, ranks: list[WatchedRank], signals: dict[int, StackSignal]) -> None:
-        self.ranks = ranks
-        self.questions = {r.rank: Question(r.process, signals.get(r.rank)) for r in ranks if not _gone(r)}
-        self._until_s = time.monotonic() + _ANSWER_S
-
-    def is_over(self) -> bool:
-        return time.monotonic() >= self._until_s or all(q.is_answered() for q in self.questions.values())
+# The name of each wait, and its beginning; that of a rank whose page does not change is just its number.
+Waits = dict[str, float]
 
 
 class HangWatch:
-    """Finds waits of this host's ranks.
+    """Finds waits of this host's ranks that are longer than ``limit_s``; with None only :meth:`look` works.
 
-    Args:
-        limit_s: how long a rank may wait; None finds no waits, but :meth:`look` works.
-        ranks: the ranks of this host.
-        memory: their pages.
-
-    Attributes:
-        signals: the signal by which each rank is asked for its stacks.
+    ``signals`` holds the signal by which each rank is asked for its stacks.
     """
 
     def __init__(self, limit_s: float | None, ranks: Ranks, memory: Any) -> None:
@@ -69,10 +35,11 @@ class HangWatch:
         self._ranks = ranks
         self._memory = memory
         self.signals: dict[int, StackSignal] = {}
-        self._silences: dict[int, _Silence] = {}
+        self._unchanged: dict[int, tuple[object, float]] = {}  # by rank: the page's numbers, and since when
         self._waits: Waits = {}
-        self._wanted: list[tuple[list[WatchedRank], Callable[[list[View]], None]]] = []
-        self._round: _Round | None = None
+        self._seen: Callable[[list[View]], None] | None = None  # while a look is under way
+        self._asked: list[tuple[WatchedRank, Question | None]] = []
+        self._until_s = 0.0
         self._now_s = self._restarted_s = 0.0
 
     def registered(self, rank: int, how: StackSignal) -> None:
@@ -84,7 +51,7 @@ class HangWatch:
     def restart_timers(self, now_s: float) -> None:
         """Restarts the waits, except those that were too long already: this process, or all ranks, were paused."""
         self._restarted_s = now_s
-        self._silences = {rank: silence for rank, silence in self._silences.items() if silence.confirmed}
+        self._unchanged = {rank: since for rank, since in self._unchanged.items() if str(rank) in self._waits}
 
     def observe(self, now_s: float) -> Waits:
         """Looks at all pages; returns the waits that have lasted too long."""
@@ -98,14 +65,19 @@ class HangWatch:
         waits: Waits = {}
         for rank in at_work:
             entries = read_entries(self._memory, rank.slot)
-            for entry in entries:
+            awaited = [entry for entry in entries if entry.state == AWAITED]
+            for entry in awaited:
                 name = f"{rank.rank}: {entry.name} {entry.ranks}"
                 since_s = self._waits.get(name, max(entry.since_s, self._restarted_s))
-                if entry.state == AWAITED and now_s - since_s >= self.limit_s:
+                if now_s - since_s >= self.limit_s:
                     waits[name] = since_s
-            silence = self._silence(rank, entries)
-            if silence.confirmed and silence.seen is not None:
-                waits[unnoted_name(rank.rank, silence.seen.operation, silence.seen.place)] = silence.since_s
+            numbers = read_steps(self._memory, rank.slot), [(e.group, e.ranks, e.begun, e.state) for e in entries]
+            before, since_s = self._unchanged.get(rank.rank, (None, now_s))
+            if numbers != before:
+                since_s = now_s
+            self._unchanged[rank.rank] = numbers, since_s
+            if not awaited and now_s - since_s >= self.limit_s:
+                waits[str(rank.rank)] = since_s
         self._waits = waits
         return waits
 
@@ -115,28 +87,23 @@ class HangWatch:
         waiting = (self._view(rank, None) for rank in self._ranks.at_work if rank not in others)
         return any(waits_for(view, known, at_least_s=at_least_s) for view in waiting)
 
-    def look(self, seen: Callable[[list[View]], None], *, ranks: list[WatchedRank] | None = None) -> None:
-        """Takes the views of ``ranks``, by default of all but the lost ones, and then calls ``seen``.
-
-        A second call with the same ``seen`` before that does nothing.
-        """
-        if any(seen == waiting for _, waiting in self._wanted):
+    def look(self, seen: Callable[[list[View]], None]) -> None:
+        """Asks all ranks but the lost ones for their stacks, and then calls ``seen``; one look at a time."""
+        if self._seen is not None:
             return
-        self._wanted.append(
-            ([rank for rank in self._ranks if rank.lost_since_s is None] if ranks is None else ranks, seen)
-        )
+        self._seen, self._until_s = seen, time.monotonic() + _ANSWER_S
+        present = [rank for rank in self._ranks if rank.lost_since_s is None]
+        self._asked = [
+            (rank, None if _gone(rank) else Question(rank.process, self.signals.get(rank.rank))) for rank in present
+        ]
         self._advance()
 
-    # Stacks
-
     def _advance(self) -> None:
-        """Sends the next requests, or passes the answers on."""
-        if self._round is None and self._wanted:
-            self._round = _Round(self._wanted[0][0], self.signals)
-        if self._round is not None and self._round.is_over():
-            ended, self._round = self._round, None
-            _, seen = self._wanted.pop(0)
-            seen([self._view(rank, ended.questions.get(rank.rank)) for rank in ended.ranks])
+        """Passes the answers of a look on, once all have come or their time is over."""
+        seen, questions = self._seen, [question for _, question in self._asked if question is not None]
+        if seen is not None and (time.monotonic() >= self._until_s or all(q.is_answered() for q in questions)):
+            self._seen = None
+            seen([self._view(rank, question) for rank, question in self._asked])
 
     def _view(self, rank: WatchedRank, question: Question | None) -> View:
         entries = read_entries(self._memory, rank.slot)
@@ -149,35 +116,8 @@ class HangWatch:
             stacks=Stacks(_gone(rank)) if question is None else question.answer(),
             main_thread=self.signals[rank.rank].main_thread if rank.rank in self.signals else 0,
             gone=_gone(rank),
+            cpu_ticks=rank.process.cpu_ticks(),
         )
-
-    # Waits that nobody has noted
-
-    def _silence(self, rank: WatchedRank, entries: list[Entry]) -> _Silence:
-        signature = read_steps(self._memory, rank.slot), [(e.group, e.ranks, e.begun, e.state) for e in entries]
-        silence = self._silences.get(rank.rank)
-        if silence is None or silence.signature != signature:
-            silence = self._silences[rank.rank] = _Silence(signature, self._now_s)
-        assert self.limit_s is not None
-        if self._now_s - silence.since_s < self.limit_s or self._now_s < silence.look_at_s:
-            return silence
-        ticks, before = rank.process.cpu_ticks(), silence.ticks
-        silence.ticks = ticks
-        silence.look_at_s = self._now_s + _SECOND_LOOK_S
-        if before < 0 or ticks - before > _IDLE_TICKS:
-            # Unknown so far, or at work: a rank that has waited and now works has got on.
-            silence.confirmed, silence.seen = False, None
-        elif not silence.confirmed and not any(entry.state == AWAITED for entry in entries):
-            silence.look_at_s = self._now_s + _ANSWER_S + _SECOND_LOOK_S
-            self.look(lambda views: self._compare(silence, views), ranks=[rank])
-        return silence
-
-    def _compare(self, silence: _Silence, views: list[View]) -> None:
-        """Two looks that show the same collective make a wait; otherwise the next look is later."""
-        seen = views[0].stacks.collective if views else None
-        silence.confirmed = seen is not None and seen == silence.seen
-        silence.seen = seen
-        silence.look_at_s = self._now_s + (_SECOND_LOOK_S if seen is not None else self.limit_s or 0.0)
 
 
 def _gone(rank: WatchedRank) -> str:
@@ -186,8 +126,8 @@ def _gone(rank: WatchedRank) -> str:
     return "it has ended" if rank.process.state() == ENDED else ""
 
 
-_MAX_MESSAGE_LINES = 128
-_MAX_LINE_BYTES = 300
+_MAX_MESSAGE_LINES = 64
+_MAX_LINE = 200
 # Looks for answers at a failure, and pauses between them. They are counted, without a clock: on a busy machine both the
 # ranks and the guardian are late.
 _LOOKS = 40
@@ -199,14 +139,8 @@ def last_waits(
 ) -> list[str]:
     """The collectives in which the ranks of a host wait or, once the failure has reached them, have waited.
 
-    Call it before the ranks are informed of the failure; it takes up to 0.4 s, on a busy machine more.
-
-    Args:
-        ranks: the ranks of the host.
-        memory: their pages.
-        signals: the signals that ask them for their stacks.
-        failed: the rank that has failed: it waits for no other.
-        now_s: time on CLOCK_BOOTTIME.
+    Call it before the ranks are informed of the failure; it takes up to 0.4 s, on a busy machine more. The rank
+    ``failed`` waits for no other.
     """
     found: dict[int, Entry] = {}
     questions: dict[int, Question] = {}
@@ -235,6 +169,6 @@ def last_waits(
     return lines
 
 
-def in_message(lines: Iterable[object]) -> list[str]:
+def in_message(lines: list[str]) -> list[str]:
     """The lines, cut to fit into a message beside a failure."""
-    return [start_within(str(line), _MAX_LINE_BYTES) for line in itertools.islice(lines, _MAX_MESSAGE_LINES)]
+    return [line[:_MAX_LINE] for line in lines[:_MAX_MESSAGE_LINES]]
