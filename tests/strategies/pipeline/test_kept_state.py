@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
-from lightning_multigpu.strategies.pipeline.pipeline_checks import check_callbacks, check_module
 from tests.strategies.tasks import Case, assert_same_weights, dataset, make_trainer, state
 from tests.world import World
 
@@ -369,21 +368,3 @@ def test_stages_mix_samples_in_the_same_shares(world2: World) -> None:
     expected = float(np.random.rand())
     np.random.seed(1)
     assert (of_last, of_first) == (expected, float(np.random.rand())), "numbers outside of steps are the rank's own"
-
-
-class Averaging(L.Callback):
-    def on_before_zero_grad(self, *args: Any) -> None:
-        pass
-
-
-class AveragingModule(Plain):
-    def on_before_zero_grad(self, *args: Any) -> None:
-        pass
-
-
-def test_a_hook_between_a_step_and_its_backward_is_refused() -> None:
-    """On one device it comes after the step, and in a pipeline before it: what it changed counted a step early."""
-    with pytest.raises(ValueError, match=r"AveragingModule.on_before_zero_grad .* use on_train_batch_start"):
-        check_module(AveragingModule())
-    with pytest.raises(ValueError, match=r"Averaging.on_before_zero_grad .* use on_train_batch_start"):
-        check_callbacks([Averaging()])

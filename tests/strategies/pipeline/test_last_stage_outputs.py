@@ -17,6 +17,7 @@ from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs, packed, unpacked
+from tests.strategies.pipeline.fitted import fitted
 from tests.strategies.tasks import Case, Classifier, data_ranks, eval_loader, make_trainer, train_loader
 from tests.world import World
 
@@ -196,13 +197,8 @@ class Saving(Classifier):
         return loss
 
 
-def save_in_a_step() -> None:
-    make_trainer(Case(), PipelineStrategy(), 2).fit(Saving(), train_loader(Case(), 1))
-
-
 def test_a_checkpoint_within_a_step_is_refused(world2: World) -> None:
-    with pytest.raises(PipelineError, match="save it in on_train_batch_end"):
-        world2.run(save_in_a_step)
+    world2.run_raising(PipelineError, "save it in on_train_batch_end", fitted, Saving)
 
 
 # Without processes

@@ -346,26 +346,6 @@ def test_bfloat16(world2: World) -> None:
             assert torch.linalg.vector_norm(result["weights"][name] - value) <= 3e-2 * torch.linalg.vector_norm(value)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"split_points": "net.up"}, "split_points='net.up' is no list; pass names of submodules"),
-        ({"split_points": []}, "pass one or more different names"),
-        ({"split_points": ["net.up", "net.up"]}, "pass one or more different names"),
-        ({"split_points": ["net.up"], "balance": "time"}, "balance='time' and split_points=.*leave one out"),
-        ({"split_points": ["a"], "activation_checkpointing": ["Block"]}, "pass True for all"),
-    ],
-)
-def test_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PipelineStrategy(**options)
-
-
-def test_points_make_as_many_stages_as_there_are() -> None:
-    with pytest.raises(ValueError, match=r"makes 3 stages, and 2 ranks with 1 each have 2; name 1 submodules"):
-        L.Trainer(accelerator="cpu", devices=2, strategy=PipelineStrategy(split_points=["net.deep", "net.up"]))
-
-
 class Residuals(nn.Sequential):
     """A container whose own forward pass adds to what its layers compute."""
 
