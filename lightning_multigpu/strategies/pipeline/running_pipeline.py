@@ -69,19 +69,12 @@ class RunningPipeline:
         chain, bounds: the layers, and those ``[start, stop)`` of each stage.
 
     Attributes:
-        options: the options of the pipeline.
-        model: the split model.
         data_axis: the ranks that hold the same stages in other pipelines; None for one pipeline.
         tensor_axis: the ranks that split the layers of this rank's stages; None without a tensor split.
-        agreement: has all stages clip by one norm, and agree on overflow.
-        outputs: copies values of the last stage to all stages.
-        recorder: records what this rank does in training.
         logs: records what the user's steps log.
-        loss_reduction: combines the losses of micro-batches to the loss of their batch.
         num_micro_batches: of a batch with enough samples.
-        seed: the seed of this pipeline's random numbers.
+        seed: the seed of this pipeline's random numbers, the same on its ranks.
         recompute: indices of the layers that run again in backward.
-        runner: runs the stages of this rank.
         prepared: the kinds of steps for which the work of a first batch is done.
         in_step: a step of the user is running, so other stages are elsewhere in the program.
         step_args: the arguments of the ``training_step`` under way.

@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 class TensorAxis:
     """The ranks that split the layers of this rank's stages; to make one is a collective of the world.
 
-    Args:
-        model: the stages of this rank.
-        strategy: has the options of the split.
-
     Attributes:
         group: the ranks, for communication within layers.
         peers: the same ranks, for everything else.
@@ -135,14 +131,7 @@ class TensorAxis:
 def layers_within(
     chain: Chain, module: Module, group: TensorGroup, plan: Plan, sequence_split: SequenceSplit
 ) -> SplitLayers:
-    """The splittable layers of a module whose layers a pipeline spreads over stages.
-
-    Args:
-        chain: the layers of the pipeline.
-        module: the whole module.
-        group: the ranks among which layers are split.
-        plan, sequence_split: as in :class:`.TensorSplitStrategy`.
-    """
+    """The splittable layers of a module whose layers ``chain`` a pipeline spreads over stages."""
 
     def keeps_whole(name: str) -> str | None:
         """Why a list that contains the pipeline's layers does not split activations along the sequence."""

@@ -236,6 +236,7 @@ def assert_same(results: list[Any], reference: Any) -> None:
 
 
 TOKENS, HEAD, BIAS = "tokens.weight", "head.weight", "bias.weight"
+NORM = ("norm.weight", "norm.bias")
 ON_FOUR: dict[type[Wide], list[set[str]]] = {  # by position
     Wide: [{TOKENS}, set(), set(), {HEAD}],
     Tied: [{TOKENS}, set(), set(), {TOKENS}],
@@ -271,31 +272,25 @@ def test_pipelines_side_by_side_move_alike(world4: World) -> None:
     assert_same([result for (result,) in results], one_device(Mixed))
 
 
-KEPT: dict[type[Wide], list[set[str]]] = {
-    SparseTied: [{TOKENS}, {TOKENS}],
-    Reversed: [{TOKENS}, {HEAD}],
-    Branching: [{TOKENS}, {TOKENS, HEAD}],
-    Logging: [{TOKENS}, {TOKENS, HEAD}],
-}
-
-
-def test_values_that_a_stage_needs_are_there(world2: World) -> None:
-    last, first = world2.run(pipelined, list(KEPT), 2)
-    for kind, (cls, expected) in enumerate(KEPT.items()):
-        assert [outside(first[kind])[-1], outside(last[kind])[-1]] == expected, cls
-        assert_same([last[kind], first[kind]], one_device(cls))
-
-
-def test_statistics_before_the_layers_are_those_of_one_device(world2: World) -> None:
-    last, first = world2.run(pipelined, [Normed], 2, num_micro_batches=1)
-    assert_same([*last, *first], one_device(Normed))
-
-
-def test_random_numbers_behind_those_of_a_placeholder_are_the_same_on_all_stages(world2: World) -> None:
-    """A placeholder draws none."""
-    (last,), (first,) = world2.run(pipelined, [Noisy], 2)
-    assert outside(first)[-1] == {TOKENS}
-    assert outside(last)[-1] == {TOKENS, HEAD}
+@pytest.mark.parametrize(
+    ("cls", "of_first", "of_last", "options"),
+    [
+        (SparseTied, {TOKENS}, {TOKENS}, {}),
+        (Reversed, {TOKENS}, {HEAD}, {}),
+        (Branching, {TOKENS}, {TOKENS, HEAD}, {}),
+        (Logging, {TOKENS}, {TOKENS, HEAD}, {}),
+        (Noisy, {TOKENS}, {TOKENS, HEAD}, {}),  # a placeholder draws no random numbers
+        (Normed, {TOKENS, *NORM}, {HEAD}, {"num_micro_batches": 1}),
+        (Wide, {TOKENS}, {TOKENS, HEAD}, {"replicated": ["tokens"]}),
+    ],
+)
+def test_values_that_a_stage_needs_are_there(
+    cls: type[Wide], of_first: set[str], of_last: set[str], options: dict[str, Any], world2: World
+) -> None:
+    (last,), (first,) = world2.run(pipelined, [cls], 2, **options)
+    assert (outside(first)[-1], outside(last)[-1]) == (of_first, of_last)
+    if cls is not Noisy:
+        assert_same([last, first], one_device(cls))
 
 
 def test_what_validation_alone_uses_moves_there_with_its_optimizer_states(world2: World) -> None:
@@ -303,13 +298,6 @@ def test_what_validation_alone_uses_moves_there_with_its_optimizer_states(world2
     assert outside(first[0]) == [{TOKENS}, {TOKENS, HEAD}]
     assert outside(last[0]) == [{HEAD}, {TOKENS, HEAD}]
     assert_same([last[0], first[0]], one_device(Metric))
-
-
-def test_names_that_every_rank_holds(world2: World) -> None:
-    last, first = world2.run(pipelined, [Wide], 2, replicated=["tokens"])
-    assert outside(first[0]) == [{TOKENS}] * 2
-    assert outside(last[0]) == [{TOKENS, HEAD}] * 2
-    assert_same([last[0], first[0]], one_device(Wide))
 
 
 def test_names_that_there_are_not_are_refused() -> None:

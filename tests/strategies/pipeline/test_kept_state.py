@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -332,39 +331,3 @@ def test_what_changed_once_a_micro_batch_was_trained_on_in_silence(
 ) -> None:
     """Hidden states went from one micro-batch to the next, and losses that layers keep stayed on their stages."""
     world2.run_raising(PipelineError, words, train, kind, 2, **options)
-
-
-class Mixes(Plain):
-    """Mixes samples by a number of NumPy's, as mixup does."""
-
-    drawn: list[float]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        share = np.random.beta(0.5, 0.5)
-        self.helper.n.append(share)
-        logits = self.layers(share * x + (1 - share) * x.flip(0))
-        return share * cross_entropy(logits, y) + (1 - share) * cross_entropy(logits, y.flip(0))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.helper = SimpleNamespace(n=[])
-
-
-def mix() -> tuple[list[float], float]:
-    module = Mixes()
-    trainer = make_trainer(Case(max_epochs=1), PipelineStrategy(num_micro_batches=1), 2)
-    np.random.seed(trainer.global_rank)
-    trainer.fit(module, DataLoader(dataset(16), batch_size=8))
-    return module.helper.n, float(np.random.rand())
-
-
-def test_stages_mix_samples_in_the_same_shares(world2: World) -> None:
-    """Each stage drew its own share of NumPy's numbers: inputs were mixed in another share than targets."""
-    (last, of_last), (first, of_first) = world2.run(mix)
-    assert last == first
-    assert len(set(last)) == 2
-    np.random.seed(0)
-    expected = float(np.random.rand())
-    np.random.seed(1)
-    assert (of_last, of_first) == (expected, float(np.random.rand())), "numbers outside of steps are the rank's own"

@@ -311,14 +311,22 @@ class Shifting(Classifier):
         return super().training_step(batch, batch_idx)
 
 
+def shift() -> dict[str, Any]:
+    np.random.seed(rank())
+    result = fitted(Shifting, schedule="interleaved", num_micro_batches=2)
+    return {**result, "afterwards": float(np.random.rand())}
+
+
 def test_stages_of_a_rank_start_from_the_same_batch_and_all_stages_draw_alike(world2: World) -> None:
     """A rank runs the step once for each of its stages: the second one trained on targets that were shifted twice."""
-    results = world2.run(fitted, Shifting, schedule="interleaved", num_micro_batches=2)
-    reference = fitted(Shifting, 1)
-    for result in results:
+    results, reference = world2.run(shift), fitted(Shifting, 1)
+    for seed, result in enumerate(results):
         assert_same_weights(result, reference)
+        np.random.seed(seed)
+        assert result["afterwards"] == float(np.random.rand()), "numbers outside of steps are the rank's own"
     last, first = (sorted(result["noted"].drawn) for result in results)
     assert last == first
+    assert len(set(last)) == len(last) // 2, "the stages of a rank draw alike, too, and batches do not"
 
 
 class Watched(Classifier):

@@ -160,10 +160,6 @@ def hooked(register: str, hook: Callable[..., Any]) -> nn.Sequential:
     return layers
 
 
-def doubled(layer: nn.Module, given: tuple[Tensor | None, ...], out: Any) -> tuple[Tensor | None, ...]:
-    return tuple(None if gradient is None else 2 * gradient for gradient in given)
-
-
 def compiled(backend: str) -> nn.Sequential:
     layers = blocks()
     for layer in layers:
