@@ -161,20 +161,3 @@ def leaving() -> None:
 def test_a_step_without_the_chain_is_refused(world2: World) -> None:
     with pytest.raises(PipelineError, match="returned without running the split part"):
         world2.run(leaving)
-
-
-def test_one_rank_with_all_layers_needs_no_others(world2: World) -> None:
-    module = Model()
-    chain = find_chain(module, "layers", 2)
-    bounds = [(0, len(chain))]
-    probe = CostProbe(Ownership(module, chain, bounds, 0, 1), seed=3)
-    alone = probe.measure(lambda: module.step(torch.ones(SAMPLES, 3)))
-    last, first = world2.run(probed, [(0, 2), (2, 6)])
-    together = first["parts"] | last["parts"]
-    assert sorted(alone) == sorted(together)
-    assert [alone[part].output_bytes for part in range(8)] == [together[part].output_bytes for part in range(8)]
-    # Only what a stage has received is kept once more than where one rank has all layers.
-    assert [alone[part].saved_bytes for part in (0, 1, 2, 4, 5, 6, 7)] == [
-        together[part].saved_bytes for part in (0, 1, 2, 4, 5, 6, 7)
-    ]
-    assert (alone[3].saved_bytes, together[3].saved_bytes) == (0, floats(SAMPLES, WIDTH))

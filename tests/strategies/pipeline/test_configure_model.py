@@ -188,39 +188,6 @@ def test_no_rank_ever_has_more_than_its_part_and_one_tensor(world2: World) -> No
         assert whole_bytes / 2 < peak_bytes < whole_bytes / 2 + 2 * largest_bytes < 0.8 * whole_bytes
 
 
-def save_and_resume(ranks: int, path: str) -> dict[str, Any]:
-    """Trains one epoch, saves, and goes on from there with another module whose first values are others."""
-    strategy: Any = [PipelineStrategy(num_micro_batches=4) if ranks > 1 else "auto" for _ in range(2)]
-    torch.manual_seed(7)
-    trainer = make_trainer(CASE, strategy[0], ranks, max_epochs=1, use_distributed_sampler=False)
-    module = Deep()
-    trainer.fit(module, loader())
-    trainer.save_checkpoint(path)
-    torch.manual_seed(8)
-    again = make_trainer(CASE, strategy[1], ranks, use_distributed_sampler=False)
-    module = Deep()
-    again.fit(module, loader(), ckpt_path=path)
-    saved = torch.load(path, weights_only=True) if trainer.is_global_zero else {}
-    again.strategy.barrier()
-    again.strategy.remove_checkpoint(path)
-    values = module.state_dict()
-    return {
-        "weights": {name: value for name, value in values.items() if not isinstance(value, Placeholder)},
-        "saved": saved.get("state_dict"),
-        "states": len(saved["optimizer_states"][0]["state"]) if saved else None,
-    }
-
-
-def test_checkpoints_are_whole_and_resume(world2: World, tmp_path: Any) -> None:
-    reference = save_and_resume(1, os.fspath(tmp_path / "one.ckpt"))
-    results = world2.run(save_and_resume, 2, os.fspath(tmp_path / "two.ckpt"))
-    for result in results:
-        assert_same(result["weights"], reference["weights"])
-    assert_same(results[0]["saved"], reference["saved"])
-    assert list(results[0]["saved"]) == list(reference["saved"])
-    assert results[0]["states"] == reference["states"]
-
-
 class Saving(Deep):
     """Saves after its second batch, and notes the bytes that it took meanwhile."""
 
