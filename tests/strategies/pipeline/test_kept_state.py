@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
 
-from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
-from tests.strategies.tasks import Case, assert_same_weights, dataset, make_trainer, state
+from tests.strategies.pipeline.fitted import fitted
+from tests.strategies.tasks import Case, assert_same_weights
 from tests.world import World
 
 
@@ -35,6 +34,13 @@ class Plain(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.3)
+
+    @property
+    def noted(self) -> list[float]:
+        return [float(self.n), vars(self).get("best", 0.0), *vars(self).get("seen", [])]
+
+
+CASE = Case(max_epochs=1, num_samples=24)
 
 
 class CountsBatches(Plain):
@@ -205,15 +211,6 @@ class AnnealsItsLoss(Plain):
         return loss * (1 + 0.1 * self.n)
 
 
-def train(kind: type[Plain], ranks: int, **options: Any) -> dict[str, Any]:
-    module = kind()
-    strategy = PipelineStrategy(start_method="popen", **options) if ranks > 1 else "auto"
-    case = Case(max_epochs=1, trainer={"use_distributed_sampler": False})
-    make_trainer(case, strategy, ranks).fit(module, DataLoader(dataset(24), batch_size=8))
-    kept = [float(module.n), vars(module).get("best", 0.0), *vars(module).get("seen", [])]
-    return {"weights": state(module), "kept": kept}
-
-
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 @pytest.mark.parametrize(
     ("kind", "name"),
@@ -232,7 +229,7 @@ def test_the_first_stage_trained_on_what_the_last_one_had_kept_long_ago(
 ) -> None:
     """The statements behind the layers run on the last stage only: 12 of 12 weights were wrong, and nothing said so."""
     words = rf"the (first|second) step those of \d+ parameters differ.*changes {name}.*on_train_batch_end\(outputs"
-    world2.run_raising(PipelineError, words, train, kind, 2, num_micro_batches=num_micro_batches)
+    world2.run_raising(PipelineError, words, fitted, kind, case=CASE, num_micro_batches=num_micro_batches)
 
 
 class KeepsAtBatchEnds(Plain):
@@ -299,11 +296,11 @@ def test_what_is_kept_once_a_batch_trains_as_on_one_device(world2: World) -> Non
         (CountsFirst, 1),
         (AnnealsItsLoss, 1),
     ):
-        reference = train(kind, 1)
-        for result in world2.run(train, kind, 2, num_micro_batches=parts):
+        reference = fitted(kind, 1, case=CASE)
+        for result in world2.run(fitted, kind, case=CASE, num_micro_batches=parts):
             assert_same_weights(result, reference)
             if parts == 1:
-                assert result["kept"] == pytest.approx(reference["kept"], rel=1e-9)
+                assert result["noted"] == pytest.approx(reference["noted"], rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -330,4 +327,4 @@ def test_what_changed_once_a_micro_batch_was_trained_on_in_silence(
     kind: type[Plain], options: dict[str, Any], words: str, world2: World
 ) -> None:
     """Hidden states went from one micro-batch to the next, and losses that layers keep stayed on their stages."""
-    world2.run_raising(PipelineError, words, train, kind, 2, **options)
+    world2.run_raising(PipelineError, words, fitted, kind, case=CASE, **options)

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
@@ -242,16 +242,6 @@ def without_chance(module: LadderTask) -> LadderTask:
     return module
 
 
-def cut_whole(points: list[str], **options: Any) -> dict[str, Any]:
-    strategy = PipelineStrategy(split_points=points, num_micro_batches=4, **options)
-    return train(without_chance(Whole()), strategy, 2, precision=options.pop("precision", "64-true"))
-
-
-@pytest.mark.parametrize("points", [["head"], ["net.deep"]])
-def test_the_lightning_module_itself_is_cut(points: list[str], world2: World) -> None:
-    assert_same(world2.run(cut_whole, points, module=""), train(without_chance(Whole()), "auto", 1))
-
-
 class LadderQuiet(LadderTask):
     """Without noise."""
 
@@ -305,43 +295,39 @@ class LadderLate(LadderQuiet):
             self.net = without_chance(LadderQuiet()).net
 
 
-def cut_quiet(ranks: int, cls: type[LadderTask], precision: str = "64-true", **options: Any) -> dict[str, Any]:
+def trained(cls: type[LadderTask], strategy: Any = "auto", ranks: int = 1, **further: Any) -> dict[str, Any]:
     module = cls()
-    module = module if cls is LadderLate else without_chance(module)
-    strategy = PipelineStrategy(split_points=["net.deep"], num_micro_batches=4, **options)
-    torch.manual_seed(SEED)
-    trainer = make_trainer(Case(max_epochs=2), strategy, ranks, precision=precision, use_distributed_sampler=False)
-    rank = trainer.strategy.data_parallel_rank
-    samples = Tokens(64) if ranks == 2 else Subset(Tokens(64), [i for i in range(64) if i // 8 % 2 == rank])
-    trainer.fit(module, DataLoader(samples, batch_size=16 * 2 // ranks))
-    return {"weights": {name: value.clone() for name, value in module.state_dict().items()}, "losses": module.losses}
+    return train(module if cls is LadderLate else without_chance(module), strategy, ranks, **further)
 
 
-def one_device(cls: type[LadderTask], **further: Any) -> dict[str, Any]:
-    module = cls()
-    module = module if cls is LadderLate else without_chance(module)
-    trainer = make_trainer(Case(max_epochs=2), "auto", 1, **further)
-    trainer.fit(module, DataLoader(Tokens(64), batch_size=16))
-    return {"weights": module.state_dict(), "losses": module.losses}
+def cut_quiet(cls: type[LadderTask], ranks: int, precision: str = "64-true", **options: Any) -> dict[str, Any]:
+    strategy = PipelineStrategy(**{"split_points": ["net.deep"], "num_micro_batches": 4, **options})
+    return trained(cls, strategy, ranks, precision=precision)
 
 
-def test_a_module_of_configure_model(world2: World) -> None:
-    reference = one_device(LadderLate)
-    last, _ = world2.run(cut_quiet, 2, LadderLate)
-    assert_same_weights(last, reference)
-    assert last["losses"] == pytest.approx(reference["losses"], rel=1e-9)
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (Whole, {"module": "", "split_points": ["head"]}),
+        (Whole, {"module": ""}),
+        (LadderLate, {}),
+    ],
+    ids=["head", "whole", "configure_model"],
+)
+def test_other_modules_are_cut(cls: type[LadderTask], options: dict[str, Any], world2: World) -> None:
+    """The LightningModule itself, and one that is built by configure_model, whose whole weights are on rank 0."""
+    results, reference = world2.run(cut_quiet, cls, 2, **options), trained(cls)
+    assert_same(results[:1] if cls is LadderLate else results, reference)
 
 
 def test_two_pipelines_side_by_side(world4: World) -> None:
-    reference = one_device(LadderQuiet)
-    for result in world4.run(cut_quiet, 4, LadderQuiet, pipeline_parallel_size=2):
-        assert_same_weights(result, reference)
+    assert_same(world4.run(cut_quiet, LadderQuiet, 4, pipeline_parallel_size=2), trained(LadderQuiet))
 
 
 def test_bfloat16(world2: World) -> None:
     """Cut or not, every operation rounds its inputs alike; what differs is the order of sums."""
-    reference = one_device(LadderQuiet, precision="bf16-mixed")
-    for result in world2.run(cut_quiet, 2, LadderQuiet, precision="bf16-mixed"):
+    reference = trained(LadderQuiet, precision="bf16-mixed")
+    for result in world2.run(cut_quiet, LadderQuiet, 2, precision="bf16-mixed"):
         for name, value in reference["weights"].items():
             assert torch.linalg.vector_norm(result["weights"][name] - value) <= 3e-2 * torch.linalg.vector_norm(value)
 
