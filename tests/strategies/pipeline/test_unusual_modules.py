@@ -20,7 +20,6 @@ from tests.strategies.pipeline.test_kept_state import Plain
 from tests.strategies.tasks import Case, assert_same_weights
 from tests.world import World
 
-
 CASE = Case(max_epochs=1, num_samples=20)
 
 
