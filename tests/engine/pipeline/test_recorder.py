@@ -110,24 +110,6 @@ def test_the_newest_steps_are_kept() -> None:
     assert [step.number for step in made.steps()] == list(range(5, 5 + KEPT_STEPS))
 
 
-def test_memory_of_a_rank() -> None:
-    layer = nn.Linear(4, 8, dtype=torch.float64)
-    made = recorder(*layer.parameters())
-    optimizer = torch.optim.Adam(layer.parameters())
-    values = 4 * 8 + 8
-    with made.step(2, together=True):
-        hidden = layer(torch.ones(2, 4, dtype=torch.float64)).exp()
-        hidden.exp().sum().backward()
-    optimizer.step()
-    layer.zero_grad()
-    found = made.memory([optimizer])
-    assert found.parameters_bytes == 8 * values
-    assert found.gradients_bytes == 8 * values
-    assert found.optimizer_bytes == 2 * 8 * values + 2 * 4  # and a float32 that counts the steps, a parameter
-    assert found.activations_bytes == 8 * (2 * 4 + 2 * 8 + 2 * 8)
-    assert found.device_peak_bytes is None
-
-
 def test_memory_is_counted_again_for_more_micro_batches_only() -> None:
     made = recorder()
     x = torch.ones(10, requires_grad=True)

@@ -348,15 +348,6 @@ class Copying(Deep):
         self.blocks[7].linear.bias = nn.Parameter(self.blocks[0].linear.bias * 2)  # type: ignore[union-attr,operator]
 
 
-class FromTemplate(Deep):
-    """Takes values from a module that does not stay."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        template = nn.Linear(WIDTH, 3)
-        self.head.load_state_dict(template.state_dict())
-
-
 def split(module: L.LightningModule) -> tuple[Chain, list[tuple[int, int]]]:
     return find_chain(module, "auto", 2), [(0, 4), (4, 8)]
 
@@ -371,18 +362,6 @@ def test_values_that_are_looked_at_are_refused() -> None:
     words = r"Looking.configure_model\(\) cannot be run stage by stage.*build them in Looking.__init__"
     with pytest.raises(ValueError, match=words):
         built(Looking(), 0)
-
-
-def test_values_of_what_does_not_stay_are_there_for_those_who_take_them() -> None:
-    torch.manual_seed(7)
-    whole = FromTemplate()
-    whole.configure_model()
-    for position in (0, 1):
-        torch.manual_seed(7)
-        module = FromTemplate()
-        built(module, position)
-        assert isinstance(module.head.weight, Placeholder) == (position == 0)
-        assert position == 0 or torch.equal(module.head.weight, whole.head.weight)
 
 
 class Alone:

@@ -45,28 +45,13 @@ def gpt2() -> PreTrainedModel:
 
 def llama() -> PreTrainedModel:
     """With rotary embeddings and a head of its own."""
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=8,
-            intermediate_size=16,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=8,
-            **TOKENS,
-        )
-    )
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4, "max_position_embeddings": 8}
+    return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=1, **sizes, **TOKENS))
 
 
 def t5() -> PreTrainedModel:
     """An encoder and a decoder, which share the embedding and the head."""
-    sizes = {
-        "d_model": 8,
-        "d_kv": 4,
-        "d_ff": 16,
-        "num_layers": 1,
-        "num_heads": 2,
-    }  # of each; tracing them takes seconds
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}  # tracing a layer takes seconds
     return T5ForConditionalGeneration(T5Config(dropout_rate=0.0, decoder_start_token_id=0, **sizes, **TOKENS))
 
 

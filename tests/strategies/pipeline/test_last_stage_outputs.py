@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import lightning as L
@@ -201,46 +203,32 @@ def test_a_checkpoint_within_a_step_is_refused(world2: World) -> None:
 
 
 class _Group:
-    """Stands for the ranks of a pipeline: what the last stage gives is what the other one gets."""
-
-    def __init__(self) -> None:
-        self.given: Any = None
+    """Stands for the ranks of a pipeline; keeps what the last stage gives."""
 
     def from_last(self, obj: Any) -> Any:
-        self.given = obj or self.given or {}
-        return self.given
+        self.given = obj
+        return obj
 
     def finish(self) -> None:
         pass
 
 
-def stage(group: Any = None, *, is_last: bool = True, **attributes: Any) -> tuple[L.LightningModule, LastStageOutputs]:
-    module = L.LightningModule()
+def sent(change: Callable[[Any], object], **attributes: Any) -> dict[str, Any]:
+    """The attributes that the last stage gives to the others when a step has changed its module, by their names."""
+    module, group = L.LightningModule(), _Group()
     for name, value in attributes.items():
         setattr(module, name, value)
-    return module, LastStageOutputs(module, group or _Group(), is_last=is_last, at_end=lambda: None)
-
-
-def shared(outputs: LastStageOutputs, group: Any) -> dict[str, Any]:
-    """Names and values of the attributes that the last stage gives to the others."""
-    group.given = None
+    outputs = LastStageOutputs(module, group, is_last=True, at_end=lambda: None)  # type: ignore[arg-type]
+    with suppress(IndexError), outputs.noting():
+        change(module)
     outputs.share()
     return {name: unpacked(package, torch.device("cpu")) for name, package in group.given.items()}
 
 
-def test_notes_what_is_changed_and_nothing_else() -> None:
-    group = _Group()
-    module, outputs = stage(
-        group,
-        kept=[1],
-        grown=[1],
-        deep={"a": {"b": []}},
-        number=1,
-        tensor=torch.zeros(2),
-        replaced=(1,),
-        large=list(range(200)),
-    )
-    with outputs.noting():
+def test_what_is_changed_is_sent_and_nothing_else() -> None:
+    """Also what an exception leaves."""
+
+    def change(module: Any) -> None:
         module.grown.append(2)
         module.deep["a"]["b"].append(torch.zeros(()))
         module.number += 1
@@ -250,45 +238,21 @@ def test_notes_what_is_changed_and_nothing_else() -> None:
         module.new = "new"
         module.save_hyperparameters({"lr": 1})
         module._dtype = torch.float64
-    assert set(shared(outputs, group)) == {"grown", "deep", "number", "tensor", "replaced", "large", "new"}
+        raise IndexError
 
-
-def test_what_an_exception_leaves_is_noted() -> None:
-    group = _Group()
-    module, outputs = stage(group, items=[])
-
-    with pytest.raises(IndexError), outputs.noting():
-        module.items.append(module.items.append(1) or module.items[1])
-    assert set(shared(outputs, group)) == {"items"}
-
-
-def test_containers_stay_the_same_objects_and_are_sent_once() -> None:
-    group = _Group()
-    last, given = stage(group, outputs=[], table={}, names=set())
-    with given.noting():
-        last.outputs.append(torch.ones(2))
-        last.table["a"] = 1
-        last.names.add("a")
-    given.share()
-    first, taken = stage(group, is_last=False, outputs=["old"], table={"old": 0}, names={"old"})
-    before = first.outputs, first.table, first.names
-    taken.share()
-    assert first.outputs[0].tolist() == [1, 1]
-    assert (first.table, first.names) == ({"a": 1}, {"a"})
-    assert (first.outputs, first.table, first.names) == before, "they are the same objects"
-    assert first.outputs is before[0]
-    assert shared(given, group) == {}
+    before: dict[str, Any] = {"grown": [1], "deep": {"a": {"b": []}}, "number": 1, "tensor": torch.zeros(2)}
+    found = sent(change, kept=[1], replaced=(1,), large=list(range(200)), **before)
+    assert set(found) == {"grown", "deep", "number", "tensor", "replaced", "large", "new"}
 
 
 def test_what_cannot_be_sent_stays_with_a_warning() -> None:
-    group = _Group()
-    last, given = stage(group, lock=None, lost=None, fine=None)
-    with given.noting():
-        last.lock = threading.Lock()
-        last.lost = [Placeholder(torch.ones(2), "parameter layers.0.weight")]
-        last.fine = 1
+    def change(module: Any) -> None:
+        module.lock = threading.Lock()
+        module.lost = [Placeholder(torch.ones(2), "parameter layers.0.weight")]
+        module.fine = 1
+
     with pytest.warns(UserWarning, match=r"self\.") as warned:
-        assert set(shared(given, group)) == {"fine"}
+        assert set(sent(change)) == {"fine"}
     told = [str(warning.message) for warning in warned]
     assert any("self.lock stays on the last stage, because it cannot be pickled" in text for text in told)
     assert any("self.lost stays" in text and "parameter layers.0.weight" in text for text in told)
