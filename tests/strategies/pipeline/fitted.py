@@ -1,4 +1,4 @@
-"""One fit of a module of classes, on one device or in a pipeline of ranks that already run."""
+"""A fit of one module, on one device or in a pipeline of ranks that already run."""
 
 from __future__ import annotations
 
