@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -128,23 +128,14 @@ class Late(Decoder):
             super().build()
 
 
-class Text(Dataset[Any]):
+def texts(num_samples: int) -> Any:
     """Of 5 and of 3 tokens by turns, padded in front or behind; padding is no target."""
-
-    def __init__(self, num_samples: int) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.tokens = torch.randint(VOCABULARY, (num_samples, LENGTH), generator=generator)
-        self.mask = torch.ones_like(self.tokens)
-        self.mask[1::4, 3:] = 0
-        self.mask[3::4, :2] = 0
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens, mask = self.tokens[index], self.mask[index]
-        labels = tokens.masked_fill(mask == 0, -100)
-        return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+    tokens = torch.randint(VOCABULARY, (num_samples, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[1::4, 3:] = 0
+    mask[3::4, :2] = 0
+    columns = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+    return [{name: column[index] for name, column in columns.items()} for index in range(num_samples)]
 
 
 def num_targets(batch: dict[str, Tensor]) -> int:
@@ -161,9 +152,9 @@ def train(kind: str, name: str | None, cls: type[Decoder] = Decoder, **options: 
         verify_steps = 2 * (name == "pipeline_1f1b")  # one does for all
         options = {"loss_reduction": num_targets, "verify_steps": verify_steps, **options}
         trainer = make_trainer(CASE, make_strategy(name, **options), 2)
-    trainer.fit(module, DataLoader(Text(32), batch_size=8), DataLoader(Text(8), batch_size=4))
+    trainer.fit(module, DataLoader(texts(32), batch_size=8), DataLoader(texts(8), batch_size=4))
     val_loss = float(trainer.callback_metrics["val_loss"])
-    outputs = trainer.predict(module, DataLoader(Text(8), batch_size=4)) or []
+    outputs = trainer.predict(module, DataLoader(texts(8), batch_size=4)) or []
     return {
         "weights": {
             name: value.clone() for name, value in module.state_dict().items() if not isinstance(value, Placeholder)
@@ -254,7 +245,7 @@ class Checkpointing(Decoder):
 def train_checkpointing(kind: str, name: str) -> list[float]:
     module = Checkpointing(kind)
     strategy = make_strategy(name, loss_reduction=num_targets, num_micro_batches=4)
-    make_trainer(CASE, strategy, 2).fit(module, DataLoader(Text(32), batch_size=8))
+    make_trainer(CASE, strategy, 2).fit(module, DataLoader(texts(32), batch_size=8))
     return module.losses
 
 
@@ -274,7 +265,7 @@ def train_whole(cls: type[Decoder], **options: Any) -> dict[str, Any]:
     """Every rank has the same batches."""
     module = cls("gpt2")
     strategy = make_strategy("ring_ddp", find_unused_parameters=True, **options)  # it has heads without a use
-    make_trainer(CASE, strategy, 2).fit(module, DataLoader(Text(32), batch_size=4))
+    make_trainer(CASE, strategy, 2).fit(module, DataLoader(texts(32), batch_size=4))
     return {"weights": state(module), "hooks": len(module.model._forward_pre_hooks)}
 
 

@@ -10,6 +10,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,18 +23,16 @@ import torchmetrics
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import lightning_multigpu
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
-from lightning_multigpu.engine.micro_batches import split_batch
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain, suggested_split_points
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
 from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.engine.step_state import seed_of, set_random_state
 from lightning_multigpu.strategies import rank_run
 from lightning_multigpu.strategies.pipeline.pipeline_checks import (
     check_callbacks,
@@ -41,7 +40,7 @@ from lightning_multigpu.strategies.pipeline.pipeline_checks import (
     check_module,
     check_optimizers,
 )
-from tests.strategies.pipeline.fitted import fitted
+from tests.strategies.pipeline.fitted import assert_same_outcomes, fitted, loss_by_hand, outcome
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -154,40 +153,18 @@ class TinyGPT(L.LightningModule):
 class ByHand(TinyGPT):
     """The same on one device, in the same micro-batches with the same random numbers."""
 
-    num_micro_batches = 4
-
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        parts = split_batch(batch, min(self.num_micro_batches, len(batch["tokens"])))
-        loss = torch.zeros(())
-        for micro_batch, part in enumerate(parts):
-            place = (seed_of(SEED, 0), 0, self.current_epoch, batch_idx, micro_batch)
-            handles = [
-                block.register_forward_pre_hook(
-                    lambda *_, i=i, p=place: set_random_state(seed_of(*p, 1 + i), self.device)
-                )
-                for i, block in enumerate(self.blocks)
-            ]
-            set_random_state(seed_of(*place, 0), self.device)
-            loss = loss + self.loss(part) * len(part["tokens"]) / len(batch["tokens"])
-            for handle in handles:
-                handle.remove()
+        loss = loss_by_hand(self, batch, batch_idx, self.blocks, SEED)
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         self.log("samples", float(len(batch["tokens"])), reduce_fx="sum")
         return {"loss": loss}
 
 
-class Text(Dataset[Any]):
+def text(num_samples: int, shift: int = 0) -> Any:
     """``shift`` makes ranks load different batches, as random augmentation does."""
-
-    def __init__(self, num_samples: int, shift: int = 0) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.text = (torch.randint(VOCABULARY, (num_samples, LENGTH + 1), generator=generator) + shift) % VOCABULARY
-
-    def __len__(self) -> int:
-        return len(self.text)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"tokens": self.text[index, :-1], "targets": self.text[index, 1:]}
+    generator = torch.Generator().manual_seed(1)
+    texts = (torch.randint(VOCABULARY, (num_samples, LENGTH + 1), generator=generator) + shift) % VOCABULARY
+    return [{"tokens": tokens[:-1], "targets": tokens[1:]} for tokens in texts]
 
 
 CASE = Case(
@@ -199,15 +176,12 @@ def train(module: TinyGPT, strategy: Any, ranks: int, shift: int = 0) -> dict[st
     torch.manual_seed(SEED)
     trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False)
     # 4 batches an epoch, the last of 6 samples: 4 micro-batches of two sizes.
-    loader = DataLoader(Text(30, shift), batch_size=8)
+    loader = DataLoader(text(30, shift), batch_size=8)
     # Evaluation draws its noise from another state than one device's: its values are compared between pipelines.
-    trainer.fit(module, loader, DataLoader(Text(6), batch_size=3))
+    trainer.fit(module, loader, DataLoader(text(6), batch_size=3))
     return {
-        "weights": {name: value.clone() for name, value in module.state_dict().items() if "accuracy" not in name},
-        "losses": module.losses,
+        **outcome(module, trainer),
         "noises": module.own.noises,
-        "train": {name: float(v) for name, v in trainer.callback_metrics.items() if not name.startswith("val")},
-        "val": {name: float(v) for name, v in trainer.callback_metrics.items() if name.startswith("val")},
         "latest": module.latest,
         "predicted": [int(x) for batch in trainer.predict(module, loader) or [] for x in batch],
     }
@@ -222,21 +196,17 @@ def by_hand() -> dict[str, Any]:
     return train(ByHand(), "auto", 1)
 
 
-def assert_same(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
-    for result in results:
-        assert_same_weights(result, reference)
-        assert result["losses"] == pytest.approx(reference["losses"], rel=1e-9)
-        assert result["train"] == pytest.approx(reference["train"], rel=1e-6)
-        assert result["val"] == results[0]["val"]
+assert_same = partial(assert_same_outcomes, draws_in_validation=True)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 def test_gpt_trains_as_on_one_device(schedule: str, by_hand: dict[str, Any], world2: World) -> None:
     results = world2.run(pipeline, 2, schedule=schedule)
     assert_same(results, by_hand)
-    assert results[0]["val"]["val_latest"] == pytest.approx(results[0]["latest"], rel=1e-6)
-    assert results[0]["val"]["val_metric"] == pytest.approx(results[0]["val"]["val_loss"], rel=1e-6)
-    assert [result["predicted"] for result in results] == [Text(30).text[:, 1].tolist()] * 2
+    metrics = results[0]["metrics"]
+    assert metrics["val_latest"] == pytest.approx(results[0]["latest"], rel=1e-6)
+    assert metrics["val_metric"] == pytest.approx(metrics["val_loss"], rel=1e-6)
+    assert [result["predicted"] for result in results] == [[int(each["targets"][0]) for each in text(30)]] * 2
     # What comes before the blocks sees the same noise on every stage, in evaluation as well; dry runs see it again.
     assert list(dict.fromkeys(results[0]["noises"])) == list(dict.fromkeys(results[1]["noises"]))
 
@@ -249,7 +219,7 @@ def what_a_run_leaves() -> list[str]:
     module, strategy = TinyGPT(), PipelineStrategy(num_micro_batches=4, start_method="popen")
     trainer = make_trainer(Case(max_epochs=1), strategy, 2)
     callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
-    trainer.fit(module, DataLoader(Text(8), batch_size=8), DataLoader(Text(8), batch_size=8))
+    trainer.fit(module, DataLoader(text(8), batch_size=8), DataLoader(text(8), batch_size=8))
     left = {
         "clipping over the stages": vars(trainer.precision_plugin).get("clip_grad_by_norm"),
         "metrics gathered over the stages": module.accuracy.dist_sync_fn or module.latest_accuracy.dist_sync_fn,
@@ -596,7 +566,7 @@ def test_more_stages_than_layers_are_told_before_ranks_start(monkeypatch: pytest
         trainer = L.Trainer(strategy="gpipe", accelerator="cpu", devices=12, logger=False, enable_checkpointing=False)
     words = r"12 layers or more.*'layers' \(8 layers\)"
     with pytest.raises(ValueError, match=words):
-        trainer.fit(Classifier(), DataLoader(Text(8)))
+        trainer.fit(Classifier(), DataLoader(text(8)))
 
 
 def test_split_points_are_suggested_where_a_forward_pass_can_be_cut() -> None:

@@ -10,15 +10,14 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
-from lightning_multigpu.engine.micro_batches import split_batch
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.engine.step_state import seed_of, set_random_state
+from tests.strategies.pipeline.fitted import assert_same_outcomes, loss_by_hand, outcome
 from tests.strategies.tasks import Case, assert_same_weights, make_trainer
 from tests.world import World
 
@@ -96,43 +95,23 @@ class LadderTask(L.LightningModule):
 class ByHand(LadderTask):
     """The same on one device, in the same micro-batches with the same random numbers."""
 
-    num_points = 3
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = torch.zeros(())
-        parts = split_batch(batch, min(4, len(batch["tokens"])))
-        begins = [self.net, self.net.middle, self.net.deep, self.net.up]
-        if self.num_points == 1:
-            begins = [self.net, self.net.deep]
-        for micro_batch, part in enumerate(parts):
-            place = (seed_of(SEED, 0), 0, self.current_epoch, batch_idx, micro_batch)
-            handles = [
-                module.register_forward_pre_hook(
-                    lambda *_, i=i, p=place: set_random_state(seed_of(*p, 1 + i), self.device)
-                )
-                for i, module in enumerate(begins)
-            ]
-            set_random_state(seed_of(*place, 0), self.device)
-            loss = loss + self.loss(part) * len(part["tokens"]) / len(batch["tokens"])
-            for handle in handles:
-                handle.remove()
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = loss_by_hand(self, batch, batch_idx, self.begins(), SEED)
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         return loss
 
+    def begins(self) -> list[nn.Module]:
+        return [self.net, self.net.middle, self.net.deep, self.net.up]
+
 
 class ByHandOnce(ByHand):
-    num_points = 1
+    def begins(self) -> list[nn.Module]:
+        return [self.net, self.net.deep]
 
 
-class Tokens(Dataset[Any]):
-    def __init__(self, num_samples: int) -> None:
-        self.tokens = torch.randint(VOCABULARY, (num_samples, 2), generator=torch.Generator().manual_seed(1))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"tokens": self.tokens[index, 0], "targets": self.tokens[index, 1]}
+def tokens(num_samples: int) -> Any:
+    pairs = torch.randint(VOCABULARY, (num_samples, 2), generator=torch.Generator().manual_seed(1))
+    return [{"tokens": token, "targets": target} for token, target in pairs]
 
 
 CASE = Case(
@@ -144,12 +123,10 @@ def train(module: LadderTask, strategy: Any, ranks: int, *, sanity: int = 0, **f
     torch.manual_seed(SEED)
     trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False, num_sanity_val_steps=sanity, **further)
     # The last batch is a short one. Were its micro-batches of two sizes, BatchNorm would see them in another order.
-    loader = DataLoader(Tokens(56), batch_size=16)
-    trainer.fit(module, loader, DataLoader(Tokens(10), batch_size=5))
+    loader = DataLoader(tokens(56), batch_size=16)
+    trainer.fit(module, loader, DataLoader(tokens(10), batch_size=5))
     return {
-        "weights": {name: value.clone() for name, value in module.state_dict().items()},
-        "losses": module.losses,
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        **outcome(module, trainer),
         "num_validated": module.num_validated - sanity,
         "held": module.held,
         "buffers": module.own_buffers,
@@ -175,10 +152,7 @@ def by_hand_once() -> dict[str, Any]:
 
 
 def assert_same(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
-    for result in results:
-        assert_same_weights(result, reference)
-        assert result["losses"] == pytest.approx(reference["losses"], rel=1e-9)
-        assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-6)
+    assert_same_outcomes(results, reference)
     assert results[0]["predicted"] == reference["predicted"]
 
 
@@ -255,7 +229,7 @@ def resume() -> tuple[list[float], dict[str, Tensor]]:
     path = "cut.ckpt"
     strategy = PipelineStrategy(split_points=["net.deep"], num_micro_batches=4)
     case = Case(max_epochs=1)
-    loader = DataLoader(Tokens(32), batch_size=16)
+    loader = DataLoader(tokens(32), batch_size=16)
     torch.manual_seed(SEED)
     first = make_trainer(case, strategy, 2, use_distributed_sampler=False)
     first.fit(without_chance(LadderQuiet()), loader)
@@ -276,7 +250,7 @@ def test_a_run_goes_on_with_other_split_points(world2: World) -> None:
     """The states of the optimizer go where the parameters are, once that is known."""
     module = without_chance(LadderQuiet())
     trainer = make_trainer(Case(max_epochs=2), "auto", 1)
-    trainer.fit(module, DataLoader(Tokens(32), batch_size=16))
+    trainer.fit(module, DataLoader(tokens(32), batch_size=16))
     for losses, weights in world2.run(resume):
         assert losses == pytest.approx(module.losses[2:], rel=1e-9)
         assert_same_weights({"weights": weights}, {"weights": module.state_dict()})
@@ -391,7 +365,7 @@ def pasted(kinds: list[str], strategies: list[Any], ranks: int = 2) -> list[dict
         module = BetweenTask(kind)
         given = eval(strategy, {"PipelineStrategy": PipelineStrategy}) if "(" in strategy else strategy
         trainer = make_trainer(Case(max_epochs=1), given, ranks, use_distributed_sampler=False)
-        trainer.fit(module, DataLoader(Tokens(16), batch_size=8))
+        trainer.fit(module, DataLoader(tokens(16), batch_size=8))
         found.append({"weights": module.state_dict()})
     return found
 

@@ -19,8 +19,8 @@ from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.placeholder import Placeholder
-from tests.strategies.pipeline.fitted import fitted
-from tests.strategies.pipeline.test_pipeline import CASE, SEED, WIDTH, Block, ByHand, Text, TinyGPT, assert_same
+from tests.strategies.pipeline.fitted import fitted, outcome
+from tests.strategies.pipeline.test_pipeline import CASE, SEED, WIDTH, Block, ByHand, TinyGPT, assert_same, text
 from tests.strategies.tasks import Case, Classifier, assert_same_weights, make_trainer, state, train_loader
 from tests.world import World
 
@@ -78,17 +78,10 @@ def train(module: Any, strategy: Any, ranks: int) -> dict[str, Any]:
     np.random.seed(SEED)
     torch.manual_seed(SEED)
     trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False)
-    loader = DataLoader(Text(30), batch_size=8)
-    trainer.fit(module, loader, DataLoader(Text(6), batch_size=3))
-    return {
-        "weights": {name: value.clone() for name, value in module.state_dict().items() if "accuracy" not in name},
-        "losses": module.losses,
-        "noises": len(module.noises),
-        "train": {name: float(v) for name, v in trainer.callback_metrics.items() if not name.startswith("val")},
-        "val": {name: float(v) for name, v in trainer.callback_metrics.items() if name.startswith("val")},
-        "held": module.held,
-        "states": module.states,
-    }
+    loader = DataLoader(text(30), batch_size=8)
+    trainer.fit(module, loader, DataLoader(text(6), batch_size=3))
+    noises = len(module.noises)
+    return {**outcome(module, trainer), "noises": noises, "held": module.held, "states": module.states}
 
 
 def pipeline(ranks: int, **options: Any) -> dict[str, Any]:
