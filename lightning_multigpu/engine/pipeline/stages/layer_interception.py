@@ -269,11 +269,8 @@ class LayerInterception:
             assert self._arrived is not None
             values = self._placed(self._arrived.tensors if self._values is None else self._values())
             args, kwargs = map_only(Placeholder, lambda placeholder: values[arriving[id(placeholder)]], (args, kwargs))
-        if self._run_layer is None:
-            with self._as_itself(layer):
-                output = function(*args, **kwargs)
-        else:
-            output = self._run_layer(index, partial(self._run_own, layer, function), args, kwargs)
+        own = partial(self._run_own, layer, function)
+        output = own(*args, **kwargs) if self._run_layer is None else self._run_layer(index, own, args, kwargs)
         if not tensors_of(output):
             raise PipelineError(
                 f"layer {self._name(index)} returns {type(output).__name__}, in which a pipeline finds no tensors to "
@@ -287,16 +284,11 @@ class LayerInterception:
         return output
 
     def _run_own(self, layer: Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        with self._as_itself(layer):
-            return function(*args, **kwargs)
-
-    @contextmanager
-    def _as_itself(self, layer: Module) -> Iterator[None]:
-        """Within the block, in which the layer runs, it is not patched: compiled code would look into the patches."""
+        """Runs a layer, which is not patched meanwhile: compiled code would look into the patches."""
         patches = _put(layer, self._before[layer])
         self._is_inside = True
         try:
-            yield
+            return function(*args, **kwargs)
         finally:
             self._is_inside = False
             _put(layer, patches)
