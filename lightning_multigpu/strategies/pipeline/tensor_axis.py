@@ -103,10 +103,6 @@ class TensorAxis:
         if self._on_split is not None:
             self._on_split(plan)
 
-    def gather(self, value: Any) -> list[Any]:
-        """The picklable objects of all ranks of the pipeline and its tensor groups; a collective of these."""
-        return [each for line in self.peers.gather_objects(self._model.stages.gather_objects(value)) for each in line]
-
     def replicated(self) -> list[tuple[str, Tensor]]:
         """Parameters that each rank of the group holds whole, by name."""
         held = {id(parameter) for parameter in self._model.ownership.held()}
