@@ -81,18 +81,15 @@ class Deep(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def loader(ranks: int = 1) -> DataLoader[Any]:
-    return DataLoader(dataset(CASE.num_samples), batch_size=8 // ranks)
+def loader() -> DataLoader[Any]:
+    return DataLoader(dataset(CASE.num_samples), batch_size=8)
 
 
-def train(strategy: Any = "auto", ranks: int = 1, pipelines: int = 1, other_split: Any = None) -> dict[str, Any]:
+def train(strategy: Any = "auto", ranks: int = 1, other_split: Any = None) -> dict[str, Any]:
     torch.manual_seed(7 + 10 * rank() if ranks > 1 else 7)  # rank 0's random state counts
     module = Deep()
-    trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=pipelines > 1)
-    if pipelines == 1:
-        trainer.fit(module, loader(), eval_loader(8))
-    else:
-        trainer.fit(module, DataLoader(dataset(CASE.num_samples), batch_size=4, shuffle=True), eval_loader(8))
+    trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False)
+    trainer.fit(module, loader(), eval_loader(8))
     drawn = torch.rand(1)
     if other_split is not None:
         trainer = make_trainer(CASE, other_split, ranks)
@@ -107,10 +104,9 @@ def train(strategy: Any = "auto", ranks: int = 1, pipelines: int = 1, other_spli
 
 
 def train_in_stages(ranks: int = 2, **options: Any) -> dict[str, Any]:
-    pipelines = ranks // options.get("pipeline_parallel_size", ranks)
     # Validation is of the same module, whose layers have to go elsewhere.
     other = PipelineStrategy(balance=[6, 2]) if options.get("schedule") == "1f1b" else None
-    result = train(PipelineStrategy(num_micro_batches=4, **options), ranks, pipelines, other)
+    result = train(PipelineStrategy(num_micro_batches=4, **options), ranks, other)
     real = {name: value for name, value in result["weights"].items() if not isinstance(value, Placeholder)}
     return {**result, "weights": real, "num_weights": len(result["weights"])}
 
@@ -136,9 +132,9 @@ def test_trains_as_on_one_device(schedule: str, world2: World) -> None:
 
 
 def test_pipelines_side_by_side(world4: World) -> None:
-    results = world4.run(train_in_stages, 4, pipeline_parallel_size=2)
-    for result in results[1:]:
-        assert_same(result["weights"], results[0]["weights"])
+    reference, results = train(), world4.run(train_in_stages, 4, pipeline_parallel_size=2)  # on the same batches
+    for result in results:
+        assert_same(result["weights"], reference["weights"])
     assert [len(r["weights"]) == r["num_weights"] for r in results] == [True, False, False, False]
 
 
