@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
@@ -160,9 +160,9 @@ class RunningPipeline:
     @contextmanager
     def _user_step(self) -> Iterator[None]:
         """The block in which a step of the module runs."""
-        self.in_step = True
+        axis, self.in_step = self.tensor_axis, True
         try:
-            with self.outputs.noting(), self._showing_whole():
+            with self.outputs.noting(), nullcontext() if axis is None else axis.group.showing(parts=False):
                 yield
         finally:
             self.in_step = False
@@ -178,9 +178,6 @@ class RunningPipeline:
         """The loss of a dry run of ``training_step``, whose logs are dropped."""
         plugin, module = self.strategy.precision_plugin, self.model.module
         return unlogged_loss(plugin, module, lambda: self.call("training_step", micro_batch, *others))
-
-    def _showing_whole(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.tensor_axis is None else self.tensor_axis.group.showing(parts=False)
 
     # Training
 

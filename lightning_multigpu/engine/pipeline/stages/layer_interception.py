@@ -225,15 +225,6 @@ class LayerInterception:
             )
         return False, result
 
-    def _check_checkpoint(self, index: int) -> None:
-        """Refuses a layer that a reentrant ``torch.utils.checkpoint`` runs without gradients."""
-        if runs_in_checkpoint():
-            raise PipelineError(
-                f"layer {self._name(index)} is called within torch.utils.checkpoint, which would call it again in "
-                "backward, outside of the step: leave the checkpoint around the layers out, and pass "
-                "activation_checkpointing=True to the strategy"
-            )
-
     def _call(self, layer: Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A call of a layer, in place of its own ``function``."""
         if self._is_inside:
@@ -245,8 +236,12 @@ class LayerInterception:
                 f"layer {self._name(index)} is called outside of the step, as torch.utils.checkpoint does in backward: "
                 "leave the checkpoint around the layers out, and pass activation_checkpointing=True to the strategy"
             )
-        if self._with_grad and not torch.is_grad_enabled():
-            self._check_checkpoint(index)
+        if self._with_grad and not torch.is_grad_enabled() and runs_in_checkpoint():  # a reentrant one
+            raise PipelineError(
+                f"layer {self._name(index)} is called within torch.utils.checkpoint, which would call it again in "
+                "backward, outside of the step: leave the checkpoint around the layers out, and pass "
+                "activation_checkpointing=True to the strategy"
+            )
         self._check_order(index)
         given = tensors_of((args, kwargs))
         self._check_input(index, given)
