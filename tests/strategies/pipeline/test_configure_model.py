@@ -22,7 +22,7 @@ from lightning_multigpu.engine.pipeline.splitting.chain import Chain, find_chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.strategies.pipeline.split_model import built_by_stages
-from tests.strategies.tasks import Case, dataset, eval_loader, make_trainer
+from tests.strategies.tasks import Case, data_ranks, dataset, eval_loader, make_trainer
 from tests.world import World, rank
 
 WIDTH = 64
@@ -81,15 +81,16 @@ class Deep(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def loader() -> DataLoader[Any]:
-    return DataLoader(dataset(CASE.num_samples), batch_size=8)
+def loader(pipelines: int = 1, rank: int = 0) -> DataLoader[Any]:
+    samples: Any = [*dataset(CASE.num_samples)][rank::pipelines]  # type: ignore[misc]
+    return DataLoader(samples, batch_size=8 // pipelines)
 
 
 def train(strategy: Any = "auto", ranks: int = 1, other_split: Any = None) -> dict[str, Any]:
     torch.manual_seed(7 + 10 * rank() if ranks > 1 else 7)  # rank 0's random state counts
     module = Deep()
     trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False)
-    trainer.fit(module, loader(), eval_loader(8))
+    trainer.fit(module, loader(data_ranks(trainer), getattr(strategy, "data_parallel_rank", 0)), eval_loader(8))
     drawn = torch.rand(1)
     if other_split is not None:
         trainer = make_trainer(CASE, other_split, ranks)
@@ -132,7 +133,7 @@ def test_trains_as_on_one_device(schedule: str, world2: World) -> None:
 
 
 def test_pipelines_side_by_side(world4: World) -> None:
-    reference, results = train(), world4.run(train_in_stages, 4, pipeline_parallel_size=2)  # on the same batches
+    reference, results = train(), world4.run(train_in_stages, 4, pipeline_parallel_size=2)
     for result in results:
         assert_same(result["weights"], reference["weights"])
     assert [len(r["weights"]) == r["num_weights"] for r in results] == [True, False, False, False]

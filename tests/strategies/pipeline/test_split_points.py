@@ -18,7 +18,7 @@ from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.engine.placeholder import Placeholder
 from tests.strategies.pipeline.fitted import assert_same_outcomes, loss_by_hand, outcome
-from tests.strategies.tasks import Case, assert_same_weights, make_trainer
+from tests.strategies.tasks import Case, assert_same_weights, data_ranks, make_trainer
 from tests.world import World
 
 SEED = 23
@@ -123,7 +123,8 @@ def train(module: LadderTask, strategy: Any, ranks: int, *, sanity: int = 0, **f
     torch.manual_seed(SEED)
     trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False, num_sanity_val_steps=sanity, **further)
     # The last batch is a short one. Were its micro-batches of two sizes, BatchNorm would see them in another order.
-    loader = DataLoader(tokens(56), batch_size=16)
+    pipelines, rank = data_ranks(trainer), getattr(trainer.strategy, "data_parallel_rank", 0)
+    loader = DataLoader(tokens(56)[rank::pipelines], batch_size=16 // pipelines)
     trainer.fit(module, loader, DataLoader(tokens(10), batch_size=5))
     return {
         **outcome(module, trainer),
@@ -295,7 +296,9 @@ def test_other_modules_are_cut(cls: type[LadderTask], options: dict[str, Any], w
 
 
 def test_two_pipelines_side_by_side(world4: World) -> None:
-    assert_same(world4.run(cut_quiet, LadderQuiet, 4, pipeline_parallel_size=2), trained(LadderQuiet))
+    reference = trained(LadderQuiet)
+    for result in world4.run(cut_quiet, LadderQuiet, 4, pipeline_parallel_size=2):
+        assert_same_weights(result, reference)
 
 
 def test_bfloat16(world2: World) -> None:
