@@ -50,15 +50,6 @@ class CountsBatches(Plain):
         return loss
 
 
-class ScalesByTheLatestLoss(Plain):
-    latest: float | None = None
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch[0] if self.latest is None else batch[0] * self.latest, batch[1])
-        self.latest = float(loss.detach())
-        return loss
-
-
 class AveragesInABuffer(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +207,6 @@ class AnnealsItsLoss(Plain):
     ("kind", "name"),
     [
         (CountsBatches, "self.n"),
-        (ScalesByTheLatestLoss, "self.latest"),
         (AveragesInABuffer, "self.average"),
         (CountsInASubmodule, "self.behind.n"),
         (CountsInAHelper, "self.helper"),
