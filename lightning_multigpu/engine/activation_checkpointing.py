@@ -69,57 +69,46 @@ def runs_in_checkpoint() -> bool:
     return frame is not None
 
 
-def layers_in(module: Module, prefix: str = "", *, inside: bool = False) -> dict[str, Module]:
-    """The layers that ``activation_checkpointing=True`` selects in a module that runs as a whole, by name.
-
-    These are the children of each ``nn.Sequential`` and ``nn.ModuleList`` with parameters; of nested containers the
-    outer one counts.
-
-    Args:
-        module: the module.
-        prefix: its name and a dot, if it is a part of another module.
-        inside: it is inside of such a container.
-    """
-    inside = inside or (isinstance(module, Sequential | ModuleList) and any(True for _ in module.parameters()))
-    found: dict[str, Module] = {}
-    for name, child in module.named_children():
-        if inside and not isinstance(child, ModuleList | ModuleDict):  # those have no forward of their own
-            found[f"{prefix}{name}"] = child
-        else:
-            found |= layers_in(child, f"{prefix}{name}.", inside=inside)
-    return found
-
-
 def selected_layers(module: Module, choice: Choice) -> list[str]:
     """Names of the layers that ``activation_checkpointing=choice`` selects in a module that runs as a whole.
 
-    Of nested layers the outer one counts.
-
-    Args:
-        module: the whole module.
-        choice: True, for :func:`layers_in`, or a list, which selects among all submodules.
+    True selects what is inside of each ``nn.Sequential`` and ``nn.ModuleList`` with parameters; a list selects among
+    all submodules. Of nested layers the outer one counts.
 
     Raises:
         ValueError: nothing is selected, or an entry selects no submodule; the message lists the submodules.
     """
-    layers, owner = layers_in(module), type(module).__name__
+    owner = type(module).__name__
     parts = {name: part for name, part in module.named_modules() if name}
-    if choice is True and not layers:
-        raise ValueError(
-            f"activation_checkpointing=True: no module of {owner} is an nn.Sequential or an nn.ModuleList with "
-            f"parameters; pass classes or names of modules, such as {_shown(parts)}"
-        )
-    found = layers if choice is True else _matching(choice or (), parts, "module", owner, layers or parts)
-    return [name for name in parts if name in found and not any(name.startswith(f"{outer}.") for outer in found)]
+    containers = tuple(
+        f"{name}." if name else ""
+        for name, part in module.named_modules()
+        if isinstance(part, Sequential | ModuleList) and any(True for _ in part.parameters())
+    )
+    has_forward = {name: not isinstance(part, ModuleList | ModuleDict) for name, part in parts.items()}
+    layers = _outermost(name for name in parts if name.startswith(containers) and has_forward[name])
+    if choice is True:
+        if not layers:
+            raise ValueError(
+                f"activation_checkpointing=True: no module of {owner} is an nn.Sequential or an nn.ModuleList with "
+                f"parameters; pass classes or names of modules, such as {_shown(parts)}"
+            )
+        return layers
+    found = _matching(choice or (), parts, "module", owner, layers or parts)
+    return _outermost(name for name in parts if name in found)
+
+
+def _outermost(names: Iterable[str]) -> list[str]:
+    """The names that are not inside of another one; in the order of ``named_modules``."""
+    found: list[str] = []
+    for name in names:
+        if not (found and name.startswith(f"{found[-1]}.")):
+            found.append(name)
+    return found
 
 
 def layers_of(chain: str, layers: Sequence[tuple[str, Module]], choice: Choice) -> frozenset[int]:
-    """The indices of the layers of a pipeline that ``activation_checkpointing=choice`` selects.
-
-    Args:
-        chain: the name of the layers' container, for the message.
-        layers: each with its name.
-        choice: all or no layers, or a list of classes and names.
+    """The indices of the named layers of the chain with this name that ``activation_checkpointing=choice`` selects.
 
     Raises:
         ValueError: an entry selects no layer; the message lists the layers.

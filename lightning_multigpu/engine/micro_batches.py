@@ -60,8 +60,11 @@ def split_batch(batch: Any, num_parts: int) -> list[Any]:
 
 
 def refuse_list_of_samples(batch: Any) -> None:
-    """Raises ValueError for a batch that is a list of samples."""
-    if _is_list_of_samples(batch):
+    """Raises ValueError for a list of containers of one class whose leaves are not all tensors with as many samples."""
+    if not isinstance(batch, list) or len({type(entry) for entry in batch}) != 1 or not _is_container(batch[0]):
+        return
+    sizes = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in tree_leaves(batch)}
+    if None in sizes or len(sizes) > 1:
         raise ValueError(
             f"the batch is a list of {len(batch)} samples ({type(batch[0]).__name__} each), whose tensors have no "
             f"dimension of samples to be cut into parts along: stack them in collate_fn, or use {_WHOLE}"
@@ -200,15 +203,6 @@ def checksum_of(batch: Any) -> int:
         sample = flat[::step].contiguous().cpu().view(torch.uint8)
         checksum = zlib.crc32(sample.numpy().tobytes(), checksum)
     return checksum
-
-
-def _is_list_of_samples(batch: Any) -> bool:
-    """Whether a batch is a list of containers of one class whose leaves are not all tensors with as many samples."""
-    if not isinstance(batch, list) or len({type(entry) for entry in batch}) != 1 or not _is_container(batch[0]):
-        return False
-    leaves = tree_leaves(batch)
-    sizes = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in leaves}
-    return None in sizes or len(sizes) > 1
 
 
 def _cut(value: Any, samples: slice | list[int], size: int, where: str) -> Any:

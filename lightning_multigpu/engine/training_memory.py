@@ -31,8 +31,7 @@ from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 
-UNKNOWN_STATES = 2
-"""State tensors of a parameter's size that other optimizers than torch's are assumed to keep, as Adam does."""
+_UNKNOWN_STATES = 2  # tensors of a parameter's size that an optimizer which is not torch's is assumed to keep
 
 _STATES: dict[type[Optimizer], Callable[[dict[str, object]], int]] = {
     SGD: lambda group: bool(group["momentum"]),
@@ -56,7 +55,7 @@ def held_bytes(parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) ->
         for optimizer in optimizers:
             count = _STATES.get(type(optimizer))
             for group in optimizer.param_groups:
-                states.update(dict.fromkeys(group["params"], UNKNOWN_STATES if count is None else count(group)))
+                states.update(dict.fromkeys(group["params"], _UNKNOWN_STATES if count is None else count(group)))
         sizes = {parameter: parameter.nbytes for parameter in parameters}
         trained = {parameter: size for parameter, size in sizes.items() if parameter.requires_grad}
         return HeldBytes(
@@ -70,16 +69,11 @@ def measured_bytes(parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]
     """Bytes that a rank holds at present; placeholders of tensors that other ranks hold do not count."""
     with torch._C.DisableTorchFunctionSubclass():  # of split parameters these are the parts
         held = [parameter for parameter in parameters if not isinstance(parameter, Placeholder)]
-        leaves = [leaf for optimizer in optimizers for leaf in tree_leaves(list(held_states(optimizer).values()))]
-        states = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder)]
+        states = tree_leaves([list(held_states(optimizer).values()) for optimizer in optimizers])
         return HeldBytes(
             sum(map(size_bytes, held)),
             sum(size_bytes(parameter.grad) for parameter in held if parameter.grad is not None),
-            sum(
-                size_bytes(state)
-                for state in states
-                if isinstance(state, Tensor) and not isinstance(state, Placeholder)
-            ),
+            sum(size_bytes(s) for s in states if isinstance(s, Tensor) and not isinstance(s, Placeholder)),
         )
 
 

@@ -61,36 +61,37 @@ class Unplanned(Planned):
         pass
 
 
-def test_by_the_plan_of_the_model() -> None:
-    assert block_lists(llama()) == ["layers"]
-    assert block_lists(Planned()) == ["steps"]
-    assert find_chain(Planned(), "auto", 2).name == "steps"
+def beside(**others: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"model": llama(), **others})
 
 
-def test_by_the_classes_of_the_blocks_where_there_is_no_plan() -> None:
-    assert block_lists(Unplanned()) == ["steps"]
-    assert block_lists(nn.ModuleDict({"a": gpt2()})) == ["a.transformer.h"]
-    assert find_chain(gpt2(), "auto", 3).name == "transformer.h"
+def heads() -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(99, 99) for _ in range(4))
 
 
-def test_the_larger_of_several_models() -> None:
-    module = nn.ModuleDict({"small": llama(2), "large": llama(5)})
-    assert find_chain(module, "auto", 2).name == "large.layers"
-
-
-def test_a_larger_list_beside_the_model_need_not_be_a_chain() -> None:
-    module = nn.ModuleDict({"model": llama(), "heads": nn.ModuleList(nn.Linear(99, 99) for _ in range(4))})
-    assert find_chain(module, "auto", 2).name == "model.layers"
-    assert find_chain(module, "heads", 2).name == "heads"
-
-
-def test_a_larger_sequential_beside_the_model_is_one() -> None:
-    module = nn.ModuleDict({"model": llama(), "head": nn.Sequential(nn.Linear(99, 99), nn.Linear(99, 99))})
-    assert find_chain(module, "auto", 2).name == "head"
+@pytest.mark.parametrize(
+    ("build", "lists", "chosen"),
+    [
+        (llama, ["layers"], "layers"),
+        (Planned, ["steps"], "steps"),
+        (Unplanned, ["steps"], "steps"),
+        (gpt2, ["transformer.h"], "transformer.h"),
+        (lambda: beside(large=llama(5)), ["model.layers", "large.layers"], "large.layers"),
+        (lambda: beside(heads=heads()), ["model.layers"], "model.layers"),
+        (lambda: beside(head=nn.Sequential(nn.Linear(99, 99), nn.Linear(99, 99))), ["model.layers"], "head"),
+    ],
+    ids=["plan", "smaller plan", "classes", "gpt2", "larger model", "larger list", "larger sequential"],
+)
+def test_lists_of_blocks(build: Callable[[], nn.Module], lists: list[str], chosen: str) -> None:
+    """By the plan of a model, else by the classes of its blocks; a list beside the model need not be a chain."""
+    module = build()
+    assert block_lists(module) == lists
+    assert find_chain(module, "auto", 2).name == chosen
 
 
 def test_too_few_blocks_are_not_made_up_for_by_another_list() -> None:
-    module = nn.ModuleDict({"model": llama(), "heads": nn.ModuleList(nn.Linear(99, 99) for _ in range(4))})
+    module = beside(heads=heads())
+    assert find_chain(module, "heads", 2).name == "heads"
     with pytest.raises(ValueError, match=r"with 3 layers or more.*'model.layers' \(2 layers\)"):
         find_chain(module, "auto", 3)
 

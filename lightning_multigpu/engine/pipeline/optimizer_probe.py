@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable
+import itertools
 from typing import Any
 
 import torch
@@ -38,42 +38,31 @@ def couples_parameters(optimizer: Any) -> bool:
     Raises:
         ProbeError: the copy cannot be made, or fails; or hooks around ``step`` may use the original parameters.
     """
-    hooks = [vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post")]
-    if inspect.unwrap(type(optimizer).step) in _KNOWN and not any(hooks) and not _has_own_step(optimizer):
+    hooks = any(vars(optimizer).get(f"_optimizer_step_{when}_hooks") for when in ("pre", "post"))
+    step = vars(optimizer).get("step")
+    is_replaced = step is not None and not getattr(step, "_wrapped_by_lr_sched", False)  # and not by a scheduler
+    if inspect.unwrap(type(optimizer).step) in _KNOWN and not hooks and not is_replaced:
         return False
     if isinstance(optimizer, LBFGS):
         return True
-    if _has_own_step(optimizer):
+    if is_replaced:
         raise ProbeError("its step has been replaced")
     failures: list[Exception] = []
     with torch.random.fork_rng(devices=[]):
         for with_closure in (True, False):
             try:
-                if _couples(optimizer, with_closure):
-                    return True
+                expected = _updated(optimizer, 0, 1.0, with_closure)
+                for kept, factor in itertools.product((0, 1), _FACTORS):
+                    found = _updated(optimizer, kept, factor, with_closure)
+                    if not all(torch.equal(a, b) for a, b in list(zip(found, expected, strict=True))[kept::2]):
+                        return True
             except Exception as error:  # any class may come from the optimizer
                 failures.append(error)
     if len(failures) == 2:
         raise ProbeError(f"{type(failures[0]).__name__}: {failures[0]}") from failures[0]
-    if any(hooks):
+    if hooks:
         raise ProbeError("it has hooks around its step")
     return False
-
-
-def _couples(optimizer: Any, with_closure: bool) -> bool:
-    expected = _updated(optimizer, 0, 1.0, with_closure)
-    for kept in (0, 1):
-        for factor in _FACTORS:
-            found = _updated(optimizer, kept, factor, with_closure)
-            if not all(torch.equal(a, b) for a, b in list(zip(found, expected, strict=True))[kept::2]):
-                return True
-    return False
-
-
-def _has_own_step(optimizer: Any) -> bool:
-    """Whether ``step`` was replaced on the object, and not by a scheduler."""
-    step = vars(optimizer).get("step")
-    return step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
 
 
 def _updated(optimizer: Any, kept: int, factor: float, with_closure: bool) -> list[Tensor]:
@@ -83,7 +72,7 @@ def _updated(optimizer: Any, kept: int, factor: float, with_closure: bool) -> li
     memo: dict[int, Any] = {}
     tiny: list[Parameter] = []
     slopes: list[Tensor] = []
-    for parameter in _parameters(optimizer):
+    for parameter in dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]):
         scale = 1.0 if len(tiny) % 2 == kept else factor
         values = torch.randn((2, *[2] * parameter.ndim), generator=generator, dtype=torch.float64)
         slopes.append(scale * values[1])
@@ -105,11 +94,6 @@ def _updated(optimizer: Any, kept: int, factor: float, with_closure: bool) -> li
         closure()
         stepping.step(closure) if with_closure else stepping.step()
     return [parameter.detach() for parameter in tiny]
-
-
-def _parameters(optimizer: Any) -> Iterable[Tensor]:
-    unique = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    return unique.values()
 
 
 def _copied(optimizer: Any, memo: dict[int, Any]) -> Any:

@@ -105,13 +105,7 @@ def check_accumulate_hooks(optimizer: Optimizer) -> None:
 
 
 def check_changes(module: Module, optimizers: Iterable[Optimizer], known: Iterable[Tensor]) -> None:
-    """Hooks have neither given the optimizers new parameters, nor registered hooks that run after each micro-batch.
-
-    Args:
-        module: the user's module.
-        optimizers: its optimizers.
-        known: the parameters that the pipeline manages.
-    """
+    """The optimizers have no parameters but the known ones, and none has a hook that runs after each micro-batch."""
     managed = {id(parameter) for parameter in known}
     for optimizer in optimizers:
         check_accumulate_hooks(optimizer)
@@ -126,16 +120,7 @@ def check_changes(module: Module, optimizers: Iterable[Optimizer], known: Iterab
 
 
 def check_copies(module: pl.LightningModule, callbacks: Iterable[Callback], known: Sequence[Tensor]) -> None:
-    """Neither a callback nor the module has copied parameters whose values this rank lacks.
-
-    Args:
-        module: the user's module.
-        callbacks: the Trainer's callbacks.
-        known: the parameters and buffers that the pipeline itself manages.
-
-    Raises:
-        ValueError: one has, as averages of weights do.
-    """
+    """Neither a callback nor the module has copied known tensors whose values this rank lacks, as averages do."""
     shapes = {tensor.source: tensor.shape for tensor in known if isinstance(tensor, Placeholder)}
     own = {id(tensor) for tensor in known}
     for owner in (module, *callbacks):

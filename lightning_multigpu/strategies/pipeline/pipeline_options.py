@@ -154,11 +154,6 @@ class PipelineOptions:
     def chain(self, module: Module, num_ranks: int, device: torch.device) -> Chain:
         """The part of the module that is split; a chain without layers if one rank runs the whole module.
 
-        Args:
-            module: the whole module.
-            num_ranks: ranks of the pipeline.
-            device: the device of this rank.
-
         Raises:
             ValueError: the module has no part of that name, or the part has too few layers.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
@@ -69,19 +69,12 @@ class RunningPipeline:
         chain, bounds: the layers, and those ``[start, stop)`` of each stage.
 
     Attributes:
-        options: the options of the pipeline.
-        model: the split model.
         data_axis: the ranks that hold the same stages in other pipelines; None for one pipeline.
         tensor_axis: the ranks that split the layers of this rank's stages; None without a tensor split.
-        agreement: has all stages clip by one norm, and agree on overflow.
-        outputs: copies values of the last stage to all stages.
-        recorder: records what this rank does in training.
         logs: records what the user's steps log.
-        loss_reduction: combines the losses of micro-batches to the loss of their batch.
         num_micro_batches: of a batch with enough samples.
-        seed: the seed of this pipeline's random numbers.
+        seed: the seed of this pipeline's random numbers, the same on its ranks.
         recompute: indices of the layers that run again in backward.
-        runner: runs the stages of this rank.
         prepared: the kinds of steps for which the work of a first batch is done.
         in_step: a step of the user is running, so other stages are elsewhere in the program.
         step_args: the arguments of the ``training_step`` under way.
@@ -167,9 +160,9 @@ class RunningPipeline:
     @contextmanager
     def _user_step(self) -> Iterator[None]:
         """The block in which a step of the module runs."""
-        self.in_step = True
+        axis, self.in_step = self.tensor_axis, True
         try:
-            with self.outputs.noting(), self._showing_whole():
+            with self.outputs.noting(), nullcontext() if axis is None else axis.group.showing(parts=False):
                 yield
         finally:
             self.in_step = False
@@ -185,9 +178,6 @@ class RunningPipeline:
         """The loss of a dry run of ``training_step``, whose logs are dropped."""
         plugin, module = self.strategy.precision_plugin, self.model.module
         return unlogged_loss(plugin, module, lambda: self.call("training_step", micro_batch, *others))
-
-    def _showing_whole(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.tensor_axis is None else self.tensor_axis.group.showing(parts=False)
 
     # Training
 

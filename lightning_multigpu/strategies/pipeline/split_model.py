@@ -49,15 +49,12 @@ class SplitModel:
 
     Args:
         strategy: whose module is split.
-        chain: its layers.
-        bounds: the layers ``[start, stop)`` of each stage.
+        chain, bounds: its layers, and those ``[start, stop)`` of each stage.
 
     Attributes:
         group: point-to-point messages between the ranks of the pipeline.
         on_hosts: the same between the hosts' memories.
         stages: collectives of the same ranks.
-        ownership: the ranks that hold each parameter and buffer.
-        is_last: this rank has the last stage.
 
     Raises:
         ValueError: on all ranks, if no rank has values that one of them needs.

@@ -30,9 +30,6 @@ class StageAgreement:
         plugin: the Trainer's precision plugin.
         model: the split model.
         tensor: the ranks that split the layers of this stage; None without a tensor split.
-
-    Attributes:
-        sums: sums over the stages.
     """
 
     def __init__(self, plugin: Precision, model: SplitModel, tensor: TensorGroup | None = None) -> None:

@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 class TensorAxis:
     """The ranks that split the layers of this rank's stages; to make one is a collective of the world.
 
-    Args:
-        model: the stages of this rank.
-        strategy: has the options of the split.
-
     Attributes:
         group: the ranks, for communication within layers.
         peers: the same ranks, for everything else.
@@ -107,10 +103,6 @@ class TensorAxis:
         if self._on_split is not None:
             self._on_split(plan)
 
-    def gather(self, value: Any) -> list[Any]:
-        """The picklable objects of all ranks of the pipeline and its tensor groups; a collective of these."""
-        return [each for line in self.peers.gather_objects(self._model.stages.gather_objects(value)) for each in line]
-
     def replicated(self) -> list[tuple[str, Tensor]]:
         """Parameters that each rank of the group holds whole, by name."""
         held = {id(parameter) for parameter in self._model.ownership.held()}
@@ -135,14 +127,7 @@ class TensorAxis:
 def layers_within(
     chain: Chain, module: Module, group: TensorGroup, plan: Plan, sequence_split: SequenceSplit
 ) -> SplitLayers:
-    """The splittable layers of a module whose layers a pipeline spreads over stages.
-
-    Args:
-        chain: the layers of the pipeline.
-        module: the whole module.
-        group: the ranks among which layers are split.
-        plan, sequence_split: as in :class:`.TensorSplitStrategy`.
-    """
+    """The splittable layers of a module whose layers ``chain`` a pipeline spreads over stages."""
 
     def keeps_whole(name: str) -> str | None:
         """Why a list that contains the pipeline's layers does not split activations along the sequence."""

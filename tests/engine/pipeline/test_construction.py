@@ -48,6 +48,14 @@ class Redrawn(nn.Sequential):
             nn.init.normal_(module.weight[1])
 
 
+class FromTemplate(nn.Linear):
+    """Takes values from a module that does not stay."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        self.load_state_dict(nn.Linear(3, 4).state_dict())
+
+
 BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(20, 30),
     "transformer": lambda: nn.TransformerEncoderLayer(8, 2),
@@ -57,6 +65,7 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "drawn": Drawn,
     "tied": Tied,
     "redrawn": Redrawn,
+    "from a template": FromTemplate,
 }
 
 

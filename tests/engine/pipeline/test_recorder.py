@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.activation_checkpointing import recomputed
 from lightning_multigpu.engine.pipeline.measuring.recorder import KEPT_STEPS, Recorder
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.training_memory import SavedActivations
@@ -112,24 +110,6 @@ def test_the_newest_steps_are_kept() -> None:
     assert [step.number for step in made.steps()] == list(range(5, 5 + KEPT_STEPS))
 
 
-def test_memory_of_a_rank() -> None:
-    layer = nn.Linear(4, 8, dtype=torch.float64)
-    made = recorder(*layer.parameters())
-    optimizer = torch.optim.Adam(layer.parameters())
-    values = 4 * 8 + 8
-    with made.step(2, together=True):
-        hidden = layer(torch.ones(2, 4, dtype=torch.float64)).exp()
-        hidden.exp().sum().backward()
-    optimizer.step()
-    layer.zero_grad()
-    found = made.memory([optimizer])
-    assert found.parameters_bytes == 8 * values
-    assert found.gradients_bytes == 8 * values
-    assert found.optimizer_bytes == 2 * 8 * values + 2 * 4  # and a float32 that counts the steps, a parameter
-    assert found.activations_bytes == 8 * (2 * 4 + 2 * 8 + 2 * 8)
-    assert found.device_peak_bytes is None
-
-
 def test_memory_is_counted_again_for_more_micro_batches_only() -> None:
     made = recorder()
     x = torch.ones(10, requires_grad=True)
@@ -173,19 +153,6 @@ def test_pieces_of_memory_count_once_and_parameters_do_not() -> None:
 
     assert peak(SavedActivations([weight]), run) == 3 * 160
     assert peak(SavedActivations([]), run) == 3 * 160 + 400
-
-
-def test_layers_that_run_again_keep_their_input() -> None:
-    layer = nn.Sequential(nn.Linear(10, 50), nn.Tanh(), nn.Linear(50, 10))
-    x = torch.ones(4, 10, requires_grad=True)
-    kept = SavedActivations(list(layer.parameters()))
-
-    def run() -> None:
-        hidden = x * 2  # kept as the layer's input only
-        recomputed(layer, layer.forward, (hidden,), {}, nullcontext).sum().backward()
-
-    assert peak(kept, run) == 160
-    assert peak(SavedActivations(list(layer.parameters())), lambda: layer(x * 2).sum().backward()) == 160 + 800
 
 
 def test_counting_changes_no_gradient_and_keeps_nothing() -> None:

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_multigpu.engine.errors import PipelineError
-from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations, LayerInterception
-from lightning_multigpu.engine.placeholder import Placeholder
 
 CPU = torch.device("cpu")
 POINTS = ["net.b", "net.c"]
@@ -86,57 +84,6 @@ def test_pieces_compute_what_the_module_computes() -> None:
     assert dict(outer.named_buffers()).keys() == dict(reference.named_buffers()).keys()
     for name, buffer in outer.named_buffers():
         assert torch.equal(buffer, reference.get_buffer(name)), name
-
-
-def test_evaluation_is_traced_by_itself() -> None:
-    outer = Outer()
-    reference = copy.deepcopy(outer)
-    chain = chain_of(outer)
-    for mode, inference in ((True, False), (False, True), (False, False), (True, False)):
-        outer.train(mode), reference.train(mode)
-        with torch.inference_mode(inference):
-            with chain.entered():
-                found = run(outer.net)
-            for mine, theirs in zip(found, run(reference.net), strict=True):
-                assert torch.equal(mine, theirs)
-    assert int(outer.net.norm.num_batches_tracked) == 2
-
-
-def test_each_stage_computes_its_own_piece() -> None:
-    """Stages hand on what later ones need, and have placeholders for the parameters of others."""
-    reference = Outer().net
-    expected = run(reference)
-    carried: Activations | None = None
-    for stage in range(3):
-        outer = Outer()
-        chain = chain_of(outer)
-        chain.arrange(lambda net=outer.net: run(net), will_train=True)
-        bounds = [(0, 1), (1, 2), (2, 3)]
-        ownership = Ownership(outer, chain, bounds, stage, 3)
-        ownership.drop()
-        lacking = {name for name, p in outer.named_parameters() if isinstance(p, Placeholder)}
-        own = [{"net.a.bias"}, {"net.b.weight", "net.b.bias", "net.norm.weight", "net.norm.bias"}, {"net.c.bias"}]
-        own[2] |= {"net.inactive.weight", "net.inactive.bias", "head.weight", "head.bias"}  # no piece uses them
-        shared = {"net.a.weight"} if stage == 1 else set()  # the first and the last stage use it
-        assert lacking == shared.union(*(names for other, names in enumerate(own) if other != stage))
-        assert isinstance(outer.net.norm.running_mean, Placeholder) == (stage != 1)
-        stage_layers = LayerInterception(chain, *bounds[stage])
-        with stage_layers.installed():
-            left, result = stage_layers.run(lambda net=outer.net: run(net), lambda received=carried: received)
-        assert left == (stage < 2)
-        carried = Activations.of(result) if left else None
-    for mine, theirs in zip(result, expected, strict=True):
-        assert torch.equal(mine, theirs)
-
-
-def test_whose_tensors_are_whose() -> None:
-    chain = chain_of(Outer())
-    chain.arrange(lambda: run(chain._whole), will_train=False)
-    a, b, c = (set(dict(piece.named_parameters())) for piece in chain.layers)
-    assert (a, c) == ({"a.weight", "a.bias"}, {"a.weight", "c.bias"})
-    assert b == {"b.weight", "b.bias", "norm.weight", "norm.bias"}
-    assert set(dict(chain.layers[1].named_buffers())) >= {"norm.running_mean", "norm.num_batches_tracked"}
-    assert chain.parameter_bytes() == [4 * 20, 4 * 28, 4 * 4]
 
 
 def test_what_training_and_evaluation_use_is_known_from_the_first() -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_multigpu import PipelineStrategy
+from tests.strategies.pipeline.fitted import fitted
 from tests.strategies.pipeline.test_pipeline import Block, ByHand, TinyGPT, assert_same, pipeline, train
-from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
+from tests.strategies.tasks import Classifier
 from tests.world import World
 
 
@@ -67,29 +68,6 @@ def test_layers_run_again_where_it_was_asked_for(choice: Any, times: Any, world2
     assert world2.run(count, choice) == [last * num_micro_batches, first * num_micro_batches]
 
 
-def name_wrongly() -> None:
-    trainer = make_trainer(Case(), PipelineStrategy(activation_checkpointing=["Conv2d"]), 2)
-    trainer.fit(Classifier(), train_loader(Case(), 1))
-
-
 def test_layers_that_do_not_exist_are_named(world2: World) -> None:
     words = r"activation_checkpointing=\['Conv2d'\] names no layer of 'layers'"
-    world2.run_raising(ValueError, words, name_wrongly)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"activation_checkpointing": "Block"}, r"'Block' is neither a bool nor a list; .* \['Block'\]"),
-        ({"activation_checkpointing": 1}, "=1 is neither a bool nor a list"),
-        ({"activation_checkpointing": [Block()]}, "pass classes, names of classes, or names of layers only"),
-        (
-            {"activation_checkpointing": True, "schedule": "zero_bubble"},
-            "under schedule='zero_bubble'.*use schedule='interleaved', or leave it out",
-        ),
-        ({"activation_checkpointing": [Block], "schedule": "zero_bubble"}, "under schedule='zero_bubble'"),
-    ],
-)
-def test_options_out_of_range_are_named(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        PipelineStrategy(**options)
+    world2.run_raising(ValueError, words, fitted, Classifier, activation_checkpointing=["Conv2d"])

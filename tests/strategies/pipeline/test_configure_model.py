@@ -22,7 +22,7 @@ from lightning_multigpu.engine.pipeline.splitting.chain import Chain, find_chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.strategies.pipeline.split_model import built_by_stages
-from tests.strategies.tasks import Case, dataset, eval_loader, make_trainer
+from tests.strategies.tasks import Case, data_ranks, dataset, eval_loader, make_trainer
 from tests.world import World, rank
 
 WIDTH = 64
@@ -81,18 +81,16 @@ class Deep(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def loader(ranks: int = 1) -> DataLoader[Any]:
-    return DataLoader(dataset(CASE.num_samples), batch_size=8 // ranks)
+def loader(pipelines: int = 1, rank: int = 0) -> DataLoader[Any]:
+    samples: Any = [*dataset(CASE.num_samples)][rank::pipelines]  # type: ignore[misc]
+    return DataLoader(samples, batch_size=8 // pipelines)
 
 
-def train(strategy: Any = "auto", ranks: int = 1, pipelines: int = 1, other_split: Any = None) -> dict[str, Any]:
+def train(strategy: Any = "auto", ranks: int = 1, other_split: Any = None) -> dict[str, Any]:
     torch.manual_seed(7 + 10 * rank() if ranks > 1 else 7)  # rank 0's random state counts
     module = Deep()
-    trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=pipelines > 1)
-    if pipelines == 1:
-        trainer.fit(module, loader(), eval_loader(8))
-    else:
-        trainer.fit(module, DataLoader(dataset(CASE.num_samples), batch_size=4, shuffle=True), eval_loader(8))
+    trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False)
+    trainer.fit(module, loader(data_ranks(trainer), getattr(strategy, "data_parallel_rank", 0)), eval_loader(8))
     drawn = torch.rand(1)
     if other_split is not None:
         trainer = make_trainer(CASE, other_split, ranks)
@@ -107,10 +105,9 @@ def train(strategy: Any = "auto", ranks: int = 1, pipelines: int = 1, other_spli
 
 
 def train_in_stages(ranks: int = 2, **options: Any) -> dict[str, Any]:
-    pipelines = ranks // options.get("pipeline_parallel_size", ranks)
     # Validation is of the same module, whose layers have to go elsewhere.
     other = PipelineStrategy(balance=[6, 2]) if options.get("schedule") == "1f1b" else None
-    result = train(PipelineStrategy(num_micro_batches=4, **options), ranks, pipelines, other)
+    result = train(PipelineStrategy(num_micro_batches=4, **options), ranks, other)
     real = {name: value for name, value in result["weights"].items() if not isinstance(value, Placeholder)}
     return {**result, "weights": real, "num_weights": len(result["weights"])}
 
@@ -136,9 +133,9 @@ def test_trains_as_on_one_device(schedule: str, world2: World) -> None:
 
 
 def test_pipelines_side_by_side(world4: World) -> None:
-    results = world4.run(train_in_stages, 4, pipeline_parallel_size=2)
-    for result in results[1:]:
-        assert_same(result["weights"], results[0]["weights"])
+    reference, results = train(), world4.run(train_in_stages, 4, pipeline_parallel_size=2)
+    for result in results:
+        assert_same(result["weights"], reference["weights"])
     assert [len(r["weights"]) == r["num_weights"] for r in results] == [True, False, False, False]
 
 
@@ -186,39 +183,6 @@ def peak() -> tuple[int, int, int]:
 def test_no_rank_ever_has_more_than_its_part_and_one_tensor(world2: World) -> None:
     for peak_bytes, whole_bytes, largest_bytes in world2.run(peak):
         assert whole_bytes / 2 < peak_bytes < whole_bytes / 2 + 2 * largest_bytes < 0.8 * whole_bytes
-
-
-def save_and_resume(ranks: int, path: str) -> dict[str, Any]:
-    """Trains one epoch, saves, and goes on from there with another module whose first values are others."""
-    strategy: Any = [PipelineStrategy(num_micro_batches=4) if ranks > 1 else "auto" for _ in range(2)]
-    torch.manual_seed(7)
-    trainer = make_trainer(CASE, strategy[0], ranks, max_epochs=1, use_distributed_sampler=False)
-    module = Deep()
-    trainer.fit(module, loader())
-    trainer.save_checkpoint(path)
-    torch.manual_seed(8)
-    again = make_trainer(CASE, strategy[1], ranks, use_distributed_sampler=False)
-    module = Deep()
-    again.fit(module, loader(), ckpt_path=path)
-    saved = torch.load(path, weights_only=True) if trainer.is_global_zero else {}
-    again.strategy.barrier()
-    again.strategy.remove_checkpoint(path)
-    values = module.state_dict()
-    return {
-        "weights": {name: value for name, value in values.items() if not isinstance(value, Placeholder)},
-        "saved": saved.get("state_dict"),
-        "states": len(saved["optimizer_states"][0]["state"]) if saved else None,
-    }
-
-
-def test_checkpoints_are_whole_and_resume(world2: World, tmp_path: Any) -> None:
-    reference = save_and_resume(1, os.fspath(tmp_path / "one.ckpt"))
-    results = world2.run(save_and_resume, 2, os.fspath(tmp_path / "two.ckpt"))
-    for result in results:
-        assert_same(result["weights"], reference["weights"])
-    assert_same(results[0]["saved"], reference["saved"])
-    assert list(results[0]["saved"]) == list(reference["saved"])
-    assert results[0]["states"] == reference["states"]
 
 
 class Saving(Deep):
@@ -381,15 +345,6 @@ class Copying(Deep):
         self.blocks[7].linear.bias = nn.Parameter(self.blocks[0].linear.bias * 2)  # type: ignore[union-attr,operator]
 
 
-class FromTemplate(Deep):
-    """Takes values from a module that does not stay."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        template = nn.Linear(WIDTH, 3)
-        self.head.load_state_dict(template.state_dict())
-
-
 def split(module: L.LightningModule) -> tuple[Chain, list[tuple[int, int]]]:
     return find_chain(module, "auto", 2), [(0, 4), (4, 8)]
 
@@ -404,18 +359,6 @@ def test_values_that_are_looked_at_are_refused() -> None:
     words = r"Looking.configure_model\(\) cannot be run stage by stage.*build them in Looking.__init__"
     with pytest.raises(ValueError, match=words):
         built(Looking(), 0)
-
-
-def test_values_of_what_does_not_stay_are_there_for_those_who_take_them() -> None:
-    torch.manual_seed(7)
-    whole = FromTemplate()
-    whole.configure_model()
-    for position in (0, 1):
-        torch.manual_seed(7)
-        module = FromTemplate()
-        built(module, position)
-        assert isinstance(module.head.weight, Placeholder) == (position == 0)
-        assert position == 0 or torch.equal(module.head.weight, whole.head.weight)
 
 
 class Alone:

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.strategies.pipeline.first_batch.whole_copy import WholeCopy
 from lightning_multigpu.strategies.steps.dry_run import without_trace
-from tests.strategies.tasks import Case, Classifier, assert_same_weights, make_trainer, state, train_loader
+from tests.strategies.pipeline.fitted import fitted
+from tests.strategies.tasks import Case, Classifier, assert_same_weights, make_trainer, train_loader
 from tests.world import World
 
 
@@ -113,48 +114,6 @@ def test_the_checks_of_a_batch_leave_no_trace(schedule: str, world2: World) -> N
     assert checked[0]["modes"] == {True}
 
 
-class Counted(Classifier):
-    """Counts, where nothing puts it back, how often its step runs in training mode and in evaluation mode."""
-
-    def __init__(self, noise: float = 0.0) -> None:
-        super().__init__()
-        self.noise = noise
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        RUNS.append(self.training)
-        if not self.training:
-            self.trainer.should_stop = True
-        loss = super().training_step(batch, batch_idx)
-        return loss + self.noise * torch.randn_like(loss)
-
-
-RUNS: list[bool] = []
-
-
-def count(num_micro_batches: int, noise: float = 0.0) -> tuple[int, int]:
-    RUNS.clear()
-    case = Case(max_epochs=2, num_samples=24)
-    trainer = make_trainer(case, PipelineStrategy(num_micro_batches=num_micro_batches), 2)
-    trainer.fit(Counted(noise), train_loader(case, 1))
-    return RUNS.count(True), RUNS.count(False)
-
-
-@pytest.mark.parametrize(
-    ("num_micro_batches", "noise", "sums"), [(1, 0.0, (0, 0)), (4, 0.0, (5, 5)), (4, 0.1, (5, 10))]
-)
-def test_a_proof_trains_two_steps_in_both_ways(
-    num_micro_batches: int, noise: float, sums: tuple[int, int], world2: World
-) -> None:
-    """In each of two epochs. On the copy: parts twice for kept values, a pair, its parts; losses of batch and parts."""
-    training, evaluation = sums
-    steps = 2 * num_micro_batches
-    first = 6 * num_micro_batches + 2 * steps
-    assert world2.run(count, num_micro_batches, noise) == [
-        (first + 2 * steps + 2 * training, 2 * evaluation),
-        (first, 0),
-    ]
-
-
 def weigh() -> tuple[int, int]:
     """Copies that a proof has made, and the bytes of their parameters when training has ended."""
     copies: list[WholeCopy] = []
@@ -165,7 +124,7 @@ def weigh() -> tuple[int, int]:
         own(self, *args)
 
     with mock.patch.object(WholeCopy, "backward", noted):
-        make_trainer(Case(max_epochs=1), PipelineStrategy(), 2).fit(Classifier(), train_loader(Case(), 1))
+        fitted(Classifier)
     held = [tensor for each in copies for tensor in (*each.parameters.values(), *each.module.buffers())]
     return len(set(copies)), sum(tensor.untyped_storage().nbytes() for tensor in held)
 
@@ -187,37 +146,11 @@ class Reentrant(Classifier):
         return checkpoint(head, self.layers(x), use_reentrant=True)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def train_reentrant(strategy: Any, ranks: int) -> dict[str, Any]:
-    module = Reentrant()
-    made = PipelineStrategy(num_micro_batches=4, schedule=strategy) if strategy != "auto" else "auto"
-    make_trainer(Case(max_epochs=1), made, ranks).fit(module, train_loader(Case(), 1))
-    return {"weights": state(module)}
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_a_step_that_recomputes_with_reentrant_checkpoints_trains(schedule: str, world2: World) -> None:
-    reference = train_reentrant("auto", 1)
-    for result in world2.run(train_reentrant, schedule, 2):
+    reference = fitted(Reentrant, 1)
+    for result in world2.run(fitted, Reentrant, num_micro_batches=4, schedule=schedule):
         assert_same_weights(result, reference)
-
-
-class ReentrantLayers(Classifier):
-    """The layers themselves run within it, without gradients and a second time in backward."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits = checkpoint(self.layers, batch[0].clone().requires_grad_(), use_reentrant=True)
-        return nn.functional.cross_entropy(logits, batch[1])
-
-
-def train_reentrant_layers() -> None:
-    make_trainer(Case(max_epochs=1), PipelineStrategy(num_micro_batches=4), 2).fit(
-        ReentrantLayers(), train_loader(Case(), 1)
-    )
-
-
-def test_layers_within_a_reentrant_checkpoint_are_refused(world2: World) -> None:
-    with pytest.raises(Exception, match=r"within torch.utils.checkpoint.*activation_checkpointing=True"):
-        world2.run(train_reentrant_layers)
 
 
 class TwoHeads(Classifier):
@@ -231,14 +164,8 @@ class TwoHeads(Classifier):
         return nn.functional.cross_entropy(first, y) + 0.3 * nn.functional.cross_entropy(second, y)
 
 
-def train_two_heads() -> int:
-    trainer = make_trainer(Case(max_epochs=1), PipelineStrategy(), 2)
-    trainer.fit(TwoHeads(), train_loader(Case(), 1))
-    return trainer.global_step
-
-
 def test_a_step_that_works_in_training_mode_only_trains(world2: World) -> None:
-    assert world2.run(train_two_heads) == [7, 7]
+    assert [result["steps"] for result in world2.run(fitted, TwoHeads)] == [7, 7]
 
 
 def draw_and_fail() -> None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 import torchmetrics
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.placeholder import Placeholder
+from tests.strategies.pipeline.fitted import assert_same_outcomes, outcome
 from tests.strategies.tasks import Case, make_trainer
 from tests.world import World
 
@@ -185,13 +186,9 @@ class Metric(Wide):
         self.log("val_found", self.accuracy)
 
 
-class Text(Dataset[Any]):
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        text = torch.randint(VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
-        return {"tokens": text[:-1], "targets": text[1:]}
+def text() -> Any:
+    texts = [torch.randint(VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(i)) for i in range(32)]
+    return [{"tokens": tokens[:-1], "targets": tokens[1:]} for tokens in texts]
 
 
 def train(cls: type[Wide], strategy: Any, ranks: int, path: Path | None = None, resume: Path | None = None) -> Any:
@@ -199,15 +196,10 @@ def train(cls: type[Wide], strategy: Any, ranks: int, path: Path | None = None, 
     trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False, gradient_clip_val=cls.clip)
     if resume is not None:
         trainer.fit_loop.max_epochs = 3
-    trainer.fit(module, DataLoader(Text(), batch_size=8), DataLoader(Text(), batch_size=16), ckpt_path=resume)
+    trainer.fit(module, DataLoader(text(), batch_size=8), DataLoader(text(), batch_size=16), ckpt_path=resume)
     if path is not None:
         trainer.save_checkpoint(path)
-    return {
-        "weights": {name: value.clone() for name, value in module.state_dict().items()},
-        "losses": module.losses,
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        "held": module.held,
-    }
+    return {**outcome(module, trainer), "held": module.held}
 
 
 @cache
@@ -226,16 +218,8 @@ def outside(result: Any) -> list[set[str]]:
     return [{name for name in held if not name.startswith("layers")} for held in batches]
 
 
-def assert_same(results: list[Any], reference: Any) -> None:
-    for result in results:
-        assert list(result["weights"]) == list(reference["weights"])
-        for name, value in reference["weights"].items():
-            torch.testing.assert_close(result["weights"][name], value, rtol=1e-9, atol=1e-11)
-        assert result["losses"] == pytest.approx(reference["losses"], rel=1e-9)
-        assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-6)
-
-
 TOKENS, HEAD, BIAS = "tokens.weight", "head.weight", "bias.weight"
+NORM = ("norm.weight", "norm.bias")
 ON_FOUR: dict[type[Wide], list[set[str]]] = {  # by position
     Wide: [{TOKENS}, set(), set(), {HEAD}],
     Tied: [{TOKENS}, set(), set(), {TOKENS}],
@@ -257,66 +241,51 @@ def test_each_stage_has_what_it_uses(world4: World) -> None:
     for kind, (cls, expected) in enumerate(ON_FOUR.items()):
         of_ranks = [result[kind] for result in results]
         assert [outside(result)[-1] for result in reversed(of_ranks)] == expected, cls
-        assert_same(of_ranks, one_device(cls))
+        assert_same_outcomes(of_ranks, one_device(cls))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero_bubble"])
 def test_under_other_schedules(schedule: str, world2: World) -> None:
     (last,), (first,) = world2.run(pipelined, [Mixed], 2, schedule=schedule)
-    assert_same([last, first], one_device(Mixed))
+    assert_same_outcomes([last, first], one_device(Mixed))
 
 
 def test_pipelines_side_by_side_move_alike(world4: World) -> None:
     results = world4.run(pipelined, [Mixed], 4, pipeline_parallel_size=2)  # on the same batches
-    assert_same([result for (result,) in results], one_device(Mixed))
+    assert_same_outcomes([result for (result,) in results], one_device(Mixed))
 
 
-KEPT: dict[type[Wide], list[set[str]]] = {
-    SparseTied: [{TOKENS}, {TOKENS}],
-    Reversed: [{TOKENS}, {HEAD}],
-    Branching: [{TOKENS}, {TOKENS, HEAD}],
-    Logging: [{TOKENS}, {TOKENS, HEAD}],
-}
-
-
-def test_values_that_a_stage_needs_are_there(world2: World) -> None:
-    last, first = world2.run(pipelined, list(KEPT), 2)
-    for kind, (cls, expected) in enumerate(KEPT.items()):
-        assert [outside(first[kind])[-1], outside(last[kind])[-1]] == expected, cls
-        assert_same([last[kind], first[kind]], one_device(cls))
-
-
-def test_statistics_before_the_layers_are_those_of_one_device(world2: World) -> None:
-    last, first = world2.run(pipelined, [Normed], 2, num_micro_batches=1)
-    assert_same([*last, *first], one_device(Normed))
-
-
-def test_random_numbers_behind_those_of_a_placeholder_are_the_same_on_all_stages(world2: World) -> None:
-    """A placeholder draws none."""
-    (last,), (first,) = world2.run(pipelined, [Noisy], 2)
-    assert outside(first)[-1] == {TOKENS}
-    assert outside(last)[-1] == {TOKENS, HEAD}
+@pytest.mark.parametrize(
+    ("cls", "of_first", "of_last", "options"),
+    [
+        (SparseTied, {TOKENS}, {TOKENS}, {}),
+        (Reversed, {TOKENS}, {HEAD}, {}),
+        (Branching, {TOKENS}, {TOKENS, HEAD}, {}),
+        (Logging, {TOKENS}, {TOKENS, HEAD}, {}),
+        (Noisy, {TOKENS}, {TOKENS, HEAD}, {}),  # a placeholder draws no random numbers
+        (Normed, {TOKENS, *NORM}, {HEAD}, {"num_micro_batches": 1}),
+        (Wide, {TOKENS}, {TOKENS, HEAD}, {"replicated": ["tokens"]}),
+    ],
+)
+def test_values_that_a_stage_needs_are_there(
+    cls: type[Wide], of_first: set[str], of_last: set[str], options: dict[str, Any], world2: World
+) -> None:
+    (last,), (first,) = world2.run(pipelined, [cls], 2, **options)
+    assert (outside(first)[-1], outside(last)[-1]) == (of_first, of_last)
+    if cls is not Noisy:
+        assert_same_outcomes([last, first], one_device(cls))
 
 
 def test_what_validation_alone_uses_moves_there_with_its_optimizer_states(world2: World) -> None:
     last, first = world2.run(pipelined, [Metric], 2)
     assert outside(first[0]) == [{TOKENS}, {TOKENS, HEAD}]
     assert outside(last[0]) == [{HEAD}, {TOKENS, HEAD}]
-    assert_same([last[0], first[0]], one_device(Metric))
-
-
-def test_names_that_every_rank_holds(world2: World) -> None:
-    last, first = world2.run(pipelined, [Wide], 2, replicated=["tokens"])
-    assert outside(first[0]) == [{TOKENS}] * 2
-    assert outside(last[0]) == [{TOKENS, HEAD}] * 2
-    assert_same([last[0], first[0]], one_device(Wide))
+    assert_same_outcomes([last[0], first[0]], one_device(Metric))
 
 
 def test_names_that_there_are_not_are_refused() -> None:
     with pytest.raises(ValueError, match="replicated names 'embedding', which is no part of the module"):
         train(Wide, PipelineStrategy(replicated=["embedding"]), 2)
-    with pytest.raises(ValueError, match=r"replicated='tokens': pass True, or a list of names"):
-        PipelineStrategy(replicated="tokens")
 
 
 def test_the_balance_of_parameters_counts_them() -> None:
@@ -339,7 +308,7 @@ def test_the_balance_of_parameters_counts_them() -> None:
 def test_the_split_counts_what_the_first_batch_has_moved(world2: World) -> None:
     (last,), (first,) = world2.run(pipelined, [ReversedLarge], 2)
     assert len({name for name in first["held"][-1] if name.startswith("layers")}) == 2 * 1
-    assert_same([last, first], one_device(ReversedLarge))
+    assert_same_outcomes([last, first], one_device(ReversedLarge))
 
 
 class Looking(Wide):
@@ -361,7 +330,7 @@ def resumed(path: Path, own: Path) -> Any:
 def test_checkpoints_are_those_of_one_device(world2: World, tmp_path: Path) -> None:
     train(Tied, "auto", 1, path=tmp_path / "one")
     reference = train(Tied, "auto", 1, path=tmp_path / "three", resume=tmp_path / "one")
-    assert_same(world2.run(resumed, tmp_path / "one", tmp_path / "own"), reference)
+    assert_same_outcomes(world2.run(resumed, tmp_path / "one", tmp_path / "own"), reference)
     found, expected = (torch.load(tmp_path / name, weights_only=False) for name in ("own", "three"))
     assert list(found["state_dict"]) == list(expected["state_dict"])
     states, of_one = (checkpoint["optimizer_states"][0]["state"] for checkpoint in (found, expected))

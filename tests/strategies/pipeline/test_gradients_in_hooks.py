@@ -15,9 +15,11 @@ from torch import Tensor
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.placeholder import Placeholder
+from tests.strategies.pipeline.fitted import fitted
 from tests.strategies.tasks import (
     Case,
     Classifier,
+    assert_same_weights,
     data_ranks,
     eval_loader,
     make_strategy,
@@ -103,8 +105,7 @@ def test_trains_as_on_one_device(
     expected = train(module, "auto", 1, options)
     accumulates = "accumulate_grad_batches" in options
     for found in world2.run(train, module, PipelineStrategy(schedule=schedule), 2, options):
-        for name, value in expected["weights"].items():
-            torch.testing.assert_close(found["weights"][name], value, rtol=1e-9, atol=1e-11)
+        assert_same_weights(found, expected)
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-9)
         assert accumulates or found["after backward"] == pytest.approx(expected["after backward"], rel=1e-9)
         assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
@@ -153,8 +154,7 @@ def test_gradients_of_split_layers_are_whole(shape: tuple[int, int, int], world4
     sizes = dict(zip(("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size"), shape, strict=True))
     expected = read("auto", 1)
     for found in world4.run(read, make_strategy("hybrid", **sizes), 4):
-        for name, value in expected["weights"].items():
-            torch.testing.assert_close(found["weights"][name], value, rtol=1e-9, atol=1e-11)
+        assert_same_weights(found, expected)
         assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-9)
         for mine, theirs in zip(found["read"], expected["read"], strict=True):
@@ -181,7 +181,7 @@ class Careful(Classifier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.skipped: list[int] = []
+        self.noted: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -189,7 +189,7 @@ class Careful(Classifier):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if not all(torch.isfinite(gradient).all() for gradient in gradients(self)):
-            self.skipped.append(self.trainer.global_step)
+            self.noted.append(self.trainer.global_step)
             optimizer.zero_grad()
 
 
@@ -198,34 +198,19 @@ class Drawing(Classifier):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         strategy: Any = self.trainer.strategy
-        self.looked_at = [n for n, p in self.named_parameters() if strategy.holds(p) and len(p.grad.numpy())]
-
-
-def be_careful(strategy: Any, ranks: int) -> dict[str, Any]:
-    module, case = Careful(), Case(max_epochs=1)
-    trainer = make_trainer(case, strategy, ranks)
-    trainer.fit(module, train_loader(case, trainer))
-    return {"weights": state(module), "skipped": module.skipped}
+        self.noted = [n for n, p in self.named_parameters() if strategy.holds(p) and len(p.grad.numpy())]
 
 
 def test_all_stages_skip_a_step_that_one_of_them_would(world2: World) -> None:
-    expected = be_careful("auto", 1)
-    assert expected["skipped"] == [3]
-    strategy = PipelineStrategy(balance=[2, 6], loss_reduction="mean", num_micro_batches=1)
-    for found in world2.run(be_careful, strategy, 2):
-        assert found["skipped"] == [3]
-        for name, value in expected["weights"].items():
-            torch.testing.assert_close(found["weights"][name], value, rtol=1e-9, atol=1e-11)
-
-
-def draw() -> list[str]:
-    module = Drawing()
-    make_trainer(Case(max_epochs=1), PipelineStrategy(balance=[2, 6]), 2).fit(module, train_loader(Case(), 1))
-    return module.looked_at
+    expected = fitted(Careful, 1)
+    for found in world2.run(fitted, Careful, balance=[2, 6], num_micro_batches=1):
+        assert found["noted"] == expected["noted"] == [3]
+        assert_same_weights(found, expected)
 
 
 def test_a_hook_can_ask_what_is_here(world2: World) -> None:
-    assert world2.run(draw) == [["layers.2.weight", "layers.2.bias"], ["layers.0.weight", "layers.0.bias"]]
+    last, first = (result["noted"] for result in world2.run(fitted, Drawing, balance=[2, 6]))
+    assert (last, first) == (["layers.2.weight", "layers.2.bias"], ["layers.0.weight", "layers.0.bias"])
 
 
 class Averaging(Classifier):
@@ -233,13 +218,9 @@ class Averaging(Classifier):
         self.log("mean", float(torch.stack([gradient.abs().mean() for gradient in gradients(self)]).mean()))
 
 
-def ask_for_values() -> None:
-    make_trainer(Case(), PipelineStrategy(), 2).fit(Averaging(), train_loader(Case(), 1))
-
-
 def test_what_is_not_known_is_refused(world2: World) -> None:
-    with pytest.raises(PipelineError, match=r"the gradient of parameter layers.*strategy\.holds\(parameter\)"):
-        world2.run(ask_for_values)
+    words = r"the gradient of parameter layers.*strategy\.holds\(parameter\)"
+    world2.run_raising(PipelineError, words, fitted, Averaging)
 
 
 class ClippingAdam(torch.optim.AdamW):
@@ -259,37 +240,43 @@ class Unprobed(torch.optim.SGD):
         return super().step(closure)
 
 
-class Optimized(Classifier):
-    kind: Any = None
-    hook = False
+class WithClippingAdam(Classifier):
+    kind: Any = ClippingAdam
 
     def configure_optimizers(self) -> Any:
-        if self.hook:
-            self.first.weight.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad))
         return self.kind(self.parameters(), lr=0.1)
 
 
-def optimize(kind: Any, hook: bool) -> list[str]:
-    module = Optimized()
-    module.kind, module.hook = kind, hook
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        make_trainer(Case(max_epochs=1), PipelineStrategy(), 2).fit(module, train_loader(Case(), 1))
-    return [str(each.message) for each in caught if "parameter by parameter" in str(each.message)]
+class WithUnprobed(WithClippingAdam):
+    kind = Unprobed
+
+
+class WithHook(WithClippingAdam):
+    kind = torch.optim.SGD
+
+    def configure_optimizers(self) -> Any:
+        self.first.weight.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad))
+        return super().configure_optimizers()
 
 
 @pytest.mark.parametrize(
-    ("kind", "hook", "words"),
+    ("module", "words"),
     [
-        (ClippingAdam, False, r"ClippingAdam works on all parameters at once.*gradient_clip_val"),
-        (torch.optim.SGD, True, r"such a hook runs after each micro-batch"),
+        (WithClippingAdam, r"ClippingAdam works on all parameters at once.*gradient_clip_val"),
+        (WithHook, r"such a hook runs after each micro-batch"),
     ],
 )
-def test_optimizers_that_need_all_gradients_are_refused(kind: Any, hook: bool, words: str, world2: World) -> None:
+def test_optimizers_that_need_all_gradients_are_refused(module: Any, words: str, world2: World) -> None:
     """Each stage stepped by the norm of its own gradients, and the run ended as if nothing were wrong."""
-    world2.run_raising(ValueError, words, optimize, kind, hook)
+    world2.run_raising(ValueError, words, fitted, module)
+
+
+def warned() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitted(WithUnprobed)
+    return [str(each.message) for each in caught if "parameter by parameter" in str(each.message)]
 
 
 def test_optimizers_that_cannot_be_checked_warn(world2: World) -> None:
-    warned, _ = world2.run(optimize, Unprobed, False)
-    assert "Unprobed works parameter by parameter could not be checked: RuntimeError: too small" in warned[0]
+    assert "Unprobed works parameter by parameter could not be checked: RuntimeError" in world2.run(warned)[0][0]

@@ -6,17 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
 
-from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
-from lightning_multigpu.strategies.pipeline.pipeline_checks import check_callbacks, check_module
-from tests.strategies.tasks import Case, assert_same_weights, dataset, make_trainer, state
+from tests.strategies.pipeline.fitted import fitted
+from tests.strategies.tasks import Case, assert_same_weights
 from tests.world import World
 
 
@@ -38,20 +35,18 @@ class Plain(L.LightningModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.3)
 
+    @property
+    def noted(self) -> list[float]:
+        return [float(self.n), vars(self).get("best", 0.0), *vars(self).get("seen", [])]
+
+
+CASE = Case(max_epochs=1, num_samples=24)
+
 
 class CountsBatches(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch[0] * (1 + 0.5 * self.n), batch[1])
         self.n += 1
-        return loss
-
-
-class ScalesByTheLatestLoss(Plain):
-    latest: float | None = None
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch[0] if self.latest is None else batch[0] * self.latest, batch[1])
-        self.latest = float(loss.detach())
         return loss
 
 
@@ -207,21 +202,11 @@ class AnnealsItsLoss(Plain):
         return loss * (1 + 0.1 * self.n)
 
 
-def train(kind: type[Plain], ranks: int, **options: Any) -> dict[str, Any]:
-    module = kind()
-    strategy = PipelineStrategy(start_method="popen", **options) if ranks > 1 else "auto"
-    case = Case(max_epochs=1, trainer={"use_distributed_sampler": False})
-    make_trainer(case, strategy, ranks).fit(module, DataLoader(dataset(24), batch_size=8))
-    kept = [float(module.n), vars(module).get("best", 0.0), *vars(module).get("seen", [])]
-    return {"weights": state(module), "kept": kept}
-
-
 @pytest.mark.parametrize("num_micro_batches", [1, 4])
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
         (CountsBatches, "self.n"),
-        (ScalesByTheLatestLoss, "self.latest"),
         (AveragesInABuffer, "self.average"),
         (CountsInASubmodule, "self.behind.n"),
         (CountsInAHelper, "self.helper"),
@@ -234,7 +219,7 @@ def test_the_first_stage_trained_on_what_the_last_one_had_kept_long_ago(
 ) -> None:
     """The statements behind the layers run on the last stage only: 12 of 12 weights were wrong, and nothing said so."""
     words = rf"the (first|second) step those of \d+ parameters differ.*changes {name}.*on_train_batch_end\(outputs"
-    world2.run_raising(PipelineError, words, train, kind, 2, num_micro_batches=num_micro_batches)
+    world2.run_raising(PipelineError, words, fitted, kind, case=CASE, num_micro_batches=num_micro_batches)
 
 
 class KeepsAtBatchEnds(Plain):
@@ -301,11 +286,11 @@ def test_what_is_kept_once_a_batch_trains_as_on_one_device(world2: World) -> Non
         (CountsFirst, 1),
         (AnnealsItsLoss, 1),
     ):
-        reference = train(kind, 1)
-        for result in world2.run(train, kind, 2, num_micro_batches=parts):
+        reference = fitted(kind, 1, case=CASE)
+        for result in world2.run(fitted, kind, case=CASE, num_micro_batches=parts):
             assert_same_weights(result, reference)
             if parts == 1:
-                assert result["kept"] == pytest.approx(reference["kept"], rel=1e-9)
+                assert result["noted"] == pytest.approx(reference["noted"], rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -332,58 +317,4 @@ def test_what_changed_once_a_micro_batch_was_trained_on_in_silence(
     kind: type[Plain], options: dict[str, Any], words: str, world2: World
 ) -> None:
     """Hidden states went from one micro-batch to the next, and losses that layers keep stayed on their stages."""
-    world2.run_raising(PipelineError, words, train, kind, 2, **options)
-
-
-class Mixes(Plain):
-    """Mixes samples by a number of NumPy's, as mixup does."""
-
-    drawn: list[float]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        share = np.random.beta(0.5, 0.5)
-        self.helper.n.append(share)
-        logits = self.layers(share * x + (1 - share) * x.flip(0))
-        return share * cross_entropy(logits, y) + (1 - share) * cross_entropy(logits, y.flip(0))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.helper = SimpleNamespace(n=[])
-
-
-def mix() -> tuple[list[float], float]:
-    module = Mixes()
-    trainer = make_trainer(Case(max_epochs=1), PipelineStrategy(num_micro_batches=1), 2)
-    np.random.seed(trainer.global_rank)
-    trainer.fit(module, DataLoader(dataset(16), batch_size=8))
-    return module.helper.n, float(np.random.rand())
-
-
-def test_stages_mix_samples_in_the_same_shares(world2: World) -> None:
-    """Each stage drew its own share of NumPy's numbers: inputs were mixed in another share than targets."""
-    (last, of_last), (first, of_first) = world2.run(mix)
-    assert last == first
-    assert len(set(last)) == 2
-    np.random.seed(0)
-    expected = float(np.random.rand())
-    np.random.seed(1)
-    assert (of_last, of_first) == (expected, float(np.random.rand())), "numbers outside of steps are the rank's own"
-
-
-class Averaging(L.Callback):
-    def on_before_zero_grad(self, *args: Any) -> None:
-        pass
-
-
-class AveragingModule(Plain):
-    def on_before_zero_grad(self, *args: Any) -> None:
-        pass
-
-
-def test_a_hook_between_a_step_and_its_backward_is_refused() -> None:
-    """On one device it comes after the step, and in a pipeline before it: what it changed counted a step early."""
-    with pytest.raises(ValueError, match=r"AveragingModule.on_before_zero_grad .* use on_train_batch_start"):
-        check_module(AveragingModule())
-    with pytest.raises(ValueError, match=r"Averaging.on_before_zero_grad .* use on_train_batch_start"):
-        check_callbacks([Averaging()])
+    world2.run_raising(PipelineError, words, fitted, kind, case=CASE, **options)

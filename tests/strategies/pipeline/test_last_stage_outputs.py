@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import lightning as L
@@ -17,6 +19,7 @@ from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs, packed, unpacked
+from tests.strategies.pipeline.fitted import fitted
 from tests.strategies.tasks import Case, Classifier, data_ranks, eval_loader, make_trainer, train_loader
 from tests.world import World
 
@@ -103,7 +106,7 @@ class Keeping(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[float] = []
-        self.at_end: dict[str, list[float]] = {}
+        self.at_end: list[list[float]] = []
 
     def _keep(self, batch: Any) -> Tensor:
         logits = self(batch[0])
@@ -119,20 +122,16 @@ class Keeping(Classifier):
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self._keep(batch)
 
-    def on_train_epoch_end(self) -> None:
-        self.at_end["train"] = list(self.kept)
+    def _end(self) -> None:
+        self.at_end.append(list(self.kept))
 
-    def on_test_epoch_end(self) -> None:
-        self.at_end["test"] = list(self.kept)
-
-    def on_predict_epoch_end(self) -> None:
-        self.at_end["predict"] = list(self.kept)
+    on_train_epoch_end = on_test_epoch_end = on_predict_epoch_end = _end
 
 
-def keep(strategy: Any, ranks: int) -> dict[str, list[float]]:
+def keep(strategy: Any, ranks: int) -> list[list[float]]:
     case = Case(max_epochs=1)
     trainer = make_trainer(case, strategy, ranks)
-    ends: dict[str, list[float]] = {}
+    ends: list[list[float]] = []
     for run in (
         lambda module: trainer.fit(module, train_loader(case, trainer)),
         lambda module: trainer.test(module, eval_loader(), verbose=False),
@@ -140,16 +139,16 @@ def keep(strategy: Any, ranks: int) -> dict[str, list[float]]:
     ):
         module = Keeping()
         run(module)
-        ends |= module.at_end
+        ends += module.at_end
     return ends
 
 
 def test_every_kind_of_epoch_ends_so(world2: World) -> None:
     expected = keep("auto", 1)
-    assert set(expected) == {"train", "test", "predict"}
+    assert len(expected) == 3
     for found in world2.run(keep, PipelineStrategy(num_micro_batches=1), 2):
-        for name, values in expected.items():
-            assert found[name] == pytest.approx(values, rel=1e-9), name
+        for values, of_one in zip(found, expected, strict=True):
+            assert values == pytest.approx(of_one, rel=1e-9)
 
 
 class Asking(Classifier):
@@ -196,59 +195,40 @@ class Saving(Classifier):
         return loss
 
 
-def save_in_a_step() -> None:
-    make_trainer(Case(), PipelineStrategy(), 2).fit(Saving(), train_loader(Case(), 1))
-
-
 def test_a_checkpoint_within_a_step_is_refused(world2: World) -> None:
-    with pytest.raises(PipelineError, match="save it in on_train_batch_end"):
-        world2.run(save_in_a_step)
+    world2.run_raising(PipelineError, "save it in on_train_batch_end", fitted, Saving)
 
 
 # Without processes
 
 
 class _Group:
-    """Stands for the ranks of a pipeline: what the last stage gives is what the other one gets."""
-
-    def __init__(self) -> None:
-        self.given: Any = None
+    """Stands for the ranks of a pipeline; keeps what the last stage gives."""
 
     def from_last(self, obj: Any) -> Any:
-        self.given = obj or self.given or {}
-        return self.given
+        self.given = obj
+        return obj
 
     def finish(self) -> None:
         pass
 
 
-def stage(group: Any = None, *, is_last: bool = True, **attributes: Any) -> tuple[L.LightningModule, LastStageOutputs]:
-    module = L.LightningModule()
+def sent(change: Callable[[Any], object], **attributes: Any) -> dict[str, Any]:
+    """The attributes that the last stage gives to the others when a step has changed its module, by their names."""
+    module, group = L.LightningModule(), _Group()
     for name, value in attributes.items():
         setattr(module, name, value)
-    return module, LastStageOutputs(module, group or _Group(), is_last=is_last, at_end=lambda: None)
-
-
-def shared(outputs: LastStageOutputs, group: Any) -> dict[str, Any]:
-    """Names and values of the attributes that the last stage gives to the others."""
-    group.given = None
+    outputs = LastStageOutputs(module, group, is_last=True, at_end=lambda: None)  # type: ignore[arg-type]
+    with suppress(IndexError), outputs.noting():
+        change(module)
     outputs.share()
     return {name: unpacked(package, torch.device("cpu")) for name, package in group.given.items()}
 
 
-def test_notes_what_is_changed_and_nothing_else() -> None:
-    group = _Group()
-    module, outputs = stage(
-        group,
-        kept=[1],
-        grown=[1],
-        deep={"a": {"b": []}},
-        number=1,
-        tensor=torch.zeros(2),
-        replaced=(1,),
-        large=list(range(200)),
-    )
-    with outputs.noting():
+def test_what_is_changed_is_sent_and_nothing_else() -> None:
+    """Also what an exception leaves."""
+
+    def change(module: Any) -> None:
         module.grown.append(2)
         module.deep["a"]["b"].append(torch.zeros(()))
         module.number += 1
@@ -258,45 +238,21 @@ def test_notes_what_is_changed_and_nothing_else() -> None:
         module.new = "new"
         module.save_hyperparameters({"lr": 1})
         module._dtype = torch.float64
-    assert set(shared(outputs, group)) == {"grown", "deep", "number", "tensor", "replaced", "large", "new"}
+        raise IndexError
 
-
-def test_what_an_exception_leaves_is_noted() -> None:
-    group = _Group()
-    module, outputs = stage(group, items=[])
-
-    with pytest.raises(IndexError), outputs.noting():
-        module.items.append(module.items.append(1) or module.items[1])
-    assert set(shared(outputs, group)) == {"items"}
-
-
-def test_containers_stay_the_same_objects_and_are_sent_once() -> None:
-    group = _Group()
-    last, given = stage(group, outputs=[], table={}, names=set())
-    with given.noting():
-        last.outputs.append(torch.ones(2))
-        last.table["a"] = 1
-        last.names.add("a")
-    given.share()
-    first, taken = stage(group, is_last=False, outputs=["old"], table={"old": 0}, names={"old"})
-    before = first.outputs, first.table, first.names
-    taken.share()
-    assert first.outputs[0].tolist() == [1, 1]
-    assert (first.table, first.names) == ({"a": 1}, {"a"})
-    assert (first.outputs, first.table, first.names) == before, "they are the same objects"
-    assert first.outputs is before[0]
-    assert shared(given, group) == {}
+    before: dict[str, Any] = {"grown": [1], "deep": {"a": {"b": []}}, "number": 1, "tensor": torch.zeros(2)}
+    found = sent(change, kept=[1], replaced=(1,), large=list(range(200)), **before)
+    assert set(found) == {"grown", "deep", "number", "tensor", "replaced", "large", "new"}
 
 
 def test_what_cannot_be_sent_stays_with_a_warning() -> None:
-    group = _Group()
-    last, given = stage(group, lock=None, lost=None, fine=None)
-    with given.noting():
-        last.lock = threading.Lock()
-        last.lost = [Placeholder(torch.ones(2), "parameter layers.0.weight")]
-        last.fine = 1
+    def change(module: Any) -> None:
+        module.lock = threading.Lock()
+        module.lost = [Placeholder(torch.ones(2), "parameter layers.0.weight")]
+        module.fine = 1
+
     with pytest.warns(UserWarning, match=r"self\.") as warned:
-        assert set(shared(given, group)) == {"fine"}
+        assert set(sent(change)) == {"fine"}
     told = [str(warning.message) for warning in warned]
     assert any("self.lock stays on the last stage, because it cannot be pickled" in text for text in told)
     assert any("self.lost stays" in text and "parameter layers.0.weight" in text for text in told)

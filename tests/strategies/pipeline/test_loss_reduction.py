@@ -13,9 +13,10 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_multigpu import PipelineStrategy
+from tests.strategies.pipeline.fitted import outcome
 from tests.strategies.tasks import Case, make_trainer
 from tests.world import World
 
@@ -23,21 +24,14 @@ LENGTH, FEATURES, CLASSES, IGNORED = 3, 4, 5, -100
 Batch = dict[str, Tensor]
 
 
-class Tagged(Dataset[Any]):
+def tagged(num_samples: int) -> Any:
     """Sequences of which sample i has i modulo 4 targets: every fourth one has none."""
-
-    def __init__(self, num_samples: int) -> None:
-        generator = torch.Generator().manual_seed(2)
-        self.x = torch.randn(num_samples, LENGTH, FEATURES, generator=generator)
-        self.y = torch.randint(CLASSES, (num_samples, LENGTH), generator=generator)
-        for index in range(num_samples):
-            self.y[index, index % 4 :] = IGNORED
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, index: int) -> Batch:
-        return {"x": self.x[index], "y": self.y[index]}
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(num_samples, LENGTH, FEATURES, generator=generator)
+    y = torch.randint(CLASSES, (num_samples, LENGTH), generator=generator)
+    for index in range(num_samples):
+        y[index, index % 4 :] = IGNORED
+    return [{"x": features, "y": targets} for features, targets in zip(x, y, strict=True)]
 
 
 def num_targets(batch: Batch) -> float:
@@ -105,16 +99,11 @@ def train(loss: Any, strategy: Any, ranks: int, batch_size: int = 8, module: Tag
     """5 batches an epoch, the last of 5 samples."""
     module = Tagger(loss) if module is None else module
     trainer = make_trainer(CASE, strategy, ranks)
-    data = Tagged(37)
+    data = tagged(37)
     # One device gets the order that Lightning's injected sampler has on several.
     order = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True, seed=0) if ranks == 1 else None
     trainer.fit(module, DataLoader(data, batch_size=batch_size, sampler=order))
-    return {
-        "weights": {name: value.clone() for name, value in module.state_dict().items()},
-        "losses": module.losses,
-        "logged": module.logged,
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-    }
+    return {**outcome(module, trainer), "logged": module.logged}
 
 
 def pipeline(loss: Any, ranks: int = 2, batch_size: int = 8, **options: Any) -> dict[str, Any]:

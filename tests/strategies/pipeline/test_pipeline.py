@@ -9,6 +9,8 @@ import subprocess
 import time
 import traceback
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,18 +23,16 @@ import torchmetrics
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import lightning_multigpu
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
-from lightning_multigpu.engine.micro_batches import split_batch
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain, suggested_split_points
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
 from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.engine.step_state import seed_of, set_random_state
 from lightning_multigpu.strategies import rank_run
 from lightning_multigpu.strategies.pipeline.pipeline_checks import (
     check_callbacks,
@@ -40,6 +40,7 @@ from lightning_multigpu.strategies.pipeline.pipeline_checks import (
     check_module,
     check_optimizers,
 )
+from tests.strategies.pipeline.fitted import assert_same_outcomes, fitted, loss_by_hand, outcome
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -152,40 +153,18 @@ class TinyGPT(L.LightningModule):
 class ByHand(TinyGPT):
     """The same on one device, in the same micro-batches with the same random numbers."""
 
-    num_micro_batches = 4
-
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        parts = split_batch(batch, min(self.num_micro_batches, len(batch["tokens"])))
-        loss = torch.zeros(())
-        for micro_batch, part in enumerate(parts):
-            place = (seed_of(SEED, 0), 0, self.current_epoch, batch_idx, micro_batch)
-            handles = [
-                block.register_forward_pre_hook(
-                    lambda *_, i=i, p=place: set_random_state(seed_of(*p, 1 + i), self.device)
-                )
-                for i, block in enumerate(self.blocks)
-            ]
-            set_random_state(seed_of(*place, 0), self.device)
-            loss = loss + self.loss(part) * len(part["tokens"]) / len(batch["tokens"])
-            for handle in handles:
-                handle.remove()
+        loss = loss_by_hand(self, batch, batch_idx, self.blocks, SEED)
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         self.log("samples", float(len(batch["tokens"])), reduce_fx="sum")
         return {"loss": loss}
 
 
-class Text(Dataset[Any]):
+def text(num_samples: int, shift: int = 0) -> Any:
     """``shift`` makes ranks load different batches, as random augmentation does."""
-
-    def __init__(self, num_samples: int, shift: int = 0) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.text = (torch.randint(VOCABULARY, (num_samples, LENGTH + 1), generator=generator) + shift) % VOCABULARY
-
-    def __len__(self) -> int:
-        return len(self.text)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"tokens": self.text[index, :-1], "targets": self.text[index, 1:]}
+    generator = torch.Generator().manual_seed(1)
+    texts = (torch.randint(VOCABULARY, (num_samples, LENGTH + 1), generator=generator) + shift) % VOCABULARY
+    return [{"tokens": tokens[:-1], "targets": tokens[1:]} for tokens in texts]
 
 
 CASE = Case(
@@ -197,23 +176,19 @@ def train(module: TinyGPT, strategy: Any, ranks: int, shift: int = 0) -> dict[st
     torch.manual_seed(SEED)
     trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False)
     # 4 batches an epoch, the last of 6 samples: 4 micro-batches of two sizes.
-    loader = DataLoader(Text(30, shift), batch_size=8)
+    loader = DataLoader(text(30, shift), batch_size=8)
     # Evaluation draws its noise from another state than one device's: its values are compared between pipelines.
-    trainer.fit(module, loader, DataLoader(Text(6), batch_size=3))
+    trainer.fit(module, loader, DataLoader(text(6), batch_size=3))
     return {
-        "weights": {name: value.clone() for name, value in module.state_dict().items() if "accuracy" not in name},
-        "losses": module.losses,
+        **outcome(module, trainer),
         "noises": module.own.noises,
-        "train": {name: float(v) for name, v in trainer.callback_metrics.items() if not name.startswith("val")},
-        "val": {name: float(v) for name, v in trainer.callback_metrics.items() if name.startswith("val")},
         "latest": module.latest,
         "predicted": [int(x) for batch in trainer.predict(module, loader) or [] for x in batch],
     }
 
 
-def pipeline(ranks: int, *, tied: bool = False, shifted: bool = False, **options: Any) -> dict[str, Any]:
-    strategy = PipelineStrategy(num_micro_batches=4, start_method="popen", **options)
-    return train(TinyGPT(tied=tied), strategy, ranks, shift=rank() if shifted else 0)
+def pipeline(ranks: int, *, tied: bool = False, **options: Any) -> dict[str, Any]:
+    return train(TinyGPT(tied=tied), PipelineStrategy(num_micro_batches=4, **options), ranks)
 
 
 @pytest.fixture(scope="module")
@@ -221,21 +196,17 @@ def by_hand() -> dict[str, Any]:
     return train(ByHand(), "auto", 1)
 
 
-def assert_same(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
-    for result in results:
-        assert_same_weights(result, reference)
-        assert result["losses"] == pytest.approx(reference["losses"], rel=1e-9)
-        assert result["train"] == pytest.approx(reference["train"], rel=1e-6)
-        assert result["val"] == results[0]["val"]
+assert_same = partial(assert_same_outcomes, draws_in_validation=True)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 def test_gpt_trains_as_on_one_device(schedule: str, by_hand: dict[str, Any], world2: World) -> None:
     results = world2.run(pipeline, 2, schedule=schedule)
     assert_same(results, by_hand)
-    assert results[0]["val"]["val_latest"] == pytest.approx(results[0]["latest"], rel=1e-6)
-    assert results[0]["val"]["val_metric"] == pytest.approx(results[0]["val"]["val_loss"], rel=1e-6)
-    assert [result["predicted"] for result in results] == [Text(30).text[:, 1].tolist()] * 2
+    metrics = results[0]["metrics"]
+    assert metrics["val_latest"] == pytest.approx(results[0]["latest"], rel=1e-6)
+    assert metrics["val_metric"] == pytest.approx(metrics["val_loss"], rel=1e-6)
+    assert [result["predicted"] for result in results] == [[int(each["targets"][0]) for each in text(30)]] * 2
     # What comes before the blocks sees the same noise on every stage, in evaluation as well; dry runs see it again.
     assert list(dict.fromkeys(results[0]["noises"])) == list(dict.fromkeys(results[1]["noises"]))
 
@@ -244,27 +215,11 @@ def test_four_stages_draw_the_same_random_numbers(by_hand: dict[str, Any], world
     assert_same(world4.run(pipeline, 4, balance=[1, 1, 1, 1]), by_hand)
 
 
-def test_eight_stages_on_four_ranks(world4: World) -> None:
-    case = Case(num_samples=53, max_epochs=1)
-    reference = fit(case, None, 1)
-    for result in world4.run(fit, case, "pipeline_zero_bubble", 4):
-        for name, value in reference["weights"].items():
-            torch.testing.assert_close(result["weights"][name], value, rtol=1e-9, atol=1e-11)
-
-
-def test_tied_weights_stay_tied(world2: World) -> None:
-    assert_same(world2.run(pipeline, 2, tied=True, schedule="gpipe"), train(ByHand(tied=True), "auto", 1))
-
-
-def test_all_stages_train_on_the_batch_of_rank_zero(by_hand: dict[str, Any], world2: World) -> None:
-    assert_same(world2.run(pipeline, 2, shifted=True), by_hand)
-
-
 def what_a_run_leaves() -> list[str]:
     module, strategy = TinyGPT(), PipelineStrategy(num_micro_batches=4, start_method="popen")
     trainer = make_trainer(Case(max_epochs=1), strategy, 2)
     callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
-    trainer.fit(module, DataLoader(Text(8), batch_size=8), DataLoader(Text(8), batch_size=8))
+    trainer.fit(module, DataLoader(text(8), batch_size=8), DataLoader(text(8), batch_size=8))
     left = {
         "clipping over the stages": vars(trainer.precision_plugin).get("clip_grad_by_norm"),
         "metrics gathered over the stages": module.accuracy.dist_sync_fn or module.latest_accuracy.dist_sync_fn,
@@ -287,33 +242,27 @@ class Augmented(TinyGPT):
 
 
 def augmented() -> dict[str, Any]:
-    return train(Augmented(), PipelineStrategy(num_micro_batches=4, start_method="popen"), 2)
+    return train(Augmented(), PipelineStrategy(num_micro_batches=4), 2, shift=rank())
 
 
-def test_hooks_see_each_batch_once(by_hand: dict[str, Any], world2: World) -> None:
+def test_all_stages_train_on_the_batch_of_rank_zero(by_hand: dict[str, Any], world2: World) -> None:
+    """Which they load differently, and hooks see once."""
     assert_same(world2.run(augmented), by_hand)
 
 
 class Drawing(Classifier):
     """Draws a random number in every step."""
 
-    drawn: list[float]
+    noted: tuple[float, ...] = ()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.drawn = [*getattr(self, "drawn", []), float(torch.rand(()))]
+        self.noted = (*self.noted, float(torch.rand(())))
         return super().training_step(batch, batch_idx)
 
 
-def draw() -> list[float]:
-    module = Drawing()
-    torch.manual_seed(SEED)
-    trainer = make_trainer(Case(max_epochs=1), PipelineStrategy(pipeline_parallel_size=2, num_micro_batches=2), 4)
-    trainer.fit(module, train_loader(Case(), trainer))
-    return module.drawn
-
-
 def test_pipelines_side_by_side_draw_numbers_of_their_own(world4: World) -> None:
-    last, first, other_last, other_first = world4.run(draw)
+    results = world4.run(fitted, Drawing, 4, pipeline_parallel_size=2, num_micro_batches=2)
+    last, first, other_last, other_first = (result["noted"] for result in results)
     assert first == last
     assert other_first == other_last
     assert not set(first) & set(other_first)
@@ -324,34 +273,34 @@ class Shifting(Classifier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.own = SimpleNamespace(drawn=[])
+        self.noted = SimpleNamespace(drawn=[])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.own.drawn.append(np.random.rand())
+        self.noted.drawn.append(np.random.rand())
         batch[1].add_(1).remainder_(3)
         return super().training_step(batch, batch_idx)
 
 
-def shift(ranks: int) -> dict[str, Any]:
-    module = Shifting()
-    strategy = PipelineStrategy(schedule="interleaved", num_micro_batches=2) if ranks > 1 else "auto"
-    make_trainer(Case(max_epochs=1), strategy, ranks).fit(module, train_loader(Case(), 1))
-    return {"weights": state(module), "drawn": sorted(module.own.drawn)}
+def shift() -> dict[str, Any]:
+    np.random.seed(rank())
+    result = fitted(Shifting, schedule="interleaved", num_micro_batches=2)
+    return {**result, "afterwards": float(np.random.rand())}
 
 
 def test_stages_of_a_rank_start_from_the_same_batch_and_all_stages_draw_alike(world2: World) -> None:
     """A rank runs the step once for each of its stages: the second one trained on targets that were shifted twice."""
-    results, reference = world2.run(shift, 2), shift(1)
-    for result in results:
+    results, reference = world2.run(shift), fitted(Shifting, 1)
+    for seed, result in enumerate(results):
         assert_same_weights(result, reference)
-    assert results[0]["drawn"] == results[1]["drawn"]
+        np.random.seed(seed)
+        assert result["afterwards"] == float(np.random.rand()), "numbers outside of steps are the rank's own"
+    last, first = (sorted(result["noted"].drawn) for result in results)
+    assert last == first
+    assert len(set(last)) == len(last) // 2, "the stages of a rank draw alike, too, and batches do not"
 
 
 class Watched(Classifier):
     """Looks at what this rank holds while it trains."""
-
-    def on_train_start(self) -> None:
-        self.states_at_start = len(held_states(self.trainer.optimizers[0]))
 
     def on_train_batch_end(self, *args: Any) -> None:
         super().on_train_batch_end(*args)
@@ -369,26 +318,15 @@ def watch() -> dict[str, Any]:
     before = list(module.parameters())
     trainer = make_trainer(Case(max_epochs=1), PipelineStrategy(balance=[2, 6]), 2)
     trainer.fit(module, train_loader(Case(), 1))
-    trainer.save_checkpoint("after.ckpt")
-    resumed = Watched("adamw")
-    case = Case(max_epochs=2, trainer={"max_steps": 8})
-    again = make_trainer(case, PipelineStrategy(balance=[2, 6]), 2)
-    again.fit(resumed, train_loader(Case(), 1), ckpt_path="after.ckpt")
-    saved = (
-        torch.load("after.ckpt", weights_only=True)["optimizer_states"][0]["state"] if trainer.is_global_zero else {}
-    )
-    trainer.strategy.barrier()
-    trainer.strategy.remove_checkpoint("after.ckpt")
     trainer.strategy.meter.flush()
     steps = trainer.strategy.meter.steps
     return {
         "held": module.held,
-        "states": (module.states, resumed.states_at_start),
+        "states": module.states,
         "order": module.order,
         "grouped": module.grouped,
         "same objects": all(a is b for a, b in zip(before, module.parameters(), strict=True)),
         "whole": not any(isinstance(value, Placeholder) for value in module.state_dict().values()),
-        "saved": len(saved),
         "sent": [(t.count, t.size_bytes) for t in steps[-1].of("send", "pipeline")],
     }
 
@@ -399,11 +337,10 @@ def test_a_stage_holds_its_own_layers_only(world2: World) -> None:
     assert last["held"] == ["layers.2.weight", "layers.2.bias"]
     for result in (first, last):
         assert result["order"] == first["held"] + last["held"]
-        assert result["states"] == (2, 2)
+        assert result["states"] == 2
         assert result["grouped"]
         assert result["whole"]
         assert result["same objects"]
-    assert last["saved"] == 4, "a checkpoint that is saved after the run is whole too"
     # Activations of 16 float64 numbers a sample, 8 samples, in 8 micro-batches, one way; gradients the other way.
     activations = 8 * 16 * 8
     assert first["sent"][0] == (8, activations)
@@ -434,57 +371,6 @@ def test_the_way_to_a_stage_is_short(world2: World) -> None:
     assert max(world2.run(frames)) <= 12
 
 
-class Normalised(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.BatchNorm1d(6)
-        self.layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6))
-        self.behind = nn.BatchNorm1d(6)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.behind(self.layers(self.before(batch[0]))).square().mean()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.layers(self.before(batch[0]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def count_batches() -> list[int]:
-    module = Normalised()
-    case = Case(max_epochs=1, num_samples=20, trainer={"val_check_interval": 0.5})
-    trainer = make_trainer(case, PipelineStrategy(num_micro_batches=2), 2, num_sanity_val_steps=1)
-    trainer.fit(module, train_loader(case, 1), train_loader(case, 1))
-    return [int(value) for name, value in module.state_dict().items() if "num_batches" in name]
-
-
-def test_batch_norm_counts_each_micro_batch_once(world2: World) -> None:
-    assert world2.run(count_batches) == [[6] * 4] * 2
-
-
-class Frozen(Classifier):
-    """The first layers, on a stage of their own, are not trained."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.first.requires_grad_(False)
-
-
-def freeze(ranks: int) -> dict[str, Tensor]:
-    module = Frozen()
-    strategy = PipelineStrategy(balance=[2, 6]) if ranks > 1 else "auto"
-    make_trainer(Case(max_epochs=1), strategy, ranks).fit(module, train_loader(Case(), 1))
-    return {name: value.clone() for name, value in module.named_parameters()}
-
-
-def test_a_frozen_stage(world2: World) -> None:
-    reference = freeze(1)
-    for result in world2.run(freeze, 2):
-        for name, value in reference.items():
-            torch.testing.assert_close(result[name], value, rtol=1e-9, atol=1e-11)
-
-
 class Unfreezing(BaseFinetuning):
     """The first layers join in the second epoch, with a param group of their own."""
 
@@ -501,31 +387,26 @@ class Tuned(Classifier):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.2, momentum=0.9)
 
 
-def unfreeze(ranks: int, path: str, schedule: Any = "1f1b") -> dict[str, Any]:
-    module = Tuned()
-    strategy = PipelineStrategy(schedule=schedule, balance=_BALANCES[schedule]) if ranks > 1 else "auto"
-    trainer = make_trainer(Case(max_epochs=3), strategy, ranks, callbacks=[Unfreezing(), SaveAtEnd(path)])
-    trainer.fit(module, train_loader(Case(), 1))
-    return {name: value.detach().clone() for name, value in module.named_parameters()}
-
-
-_BALANCES = {"1f1b": [2, 6], "zero_bubble": [1, 1, 1, 5]}
+def unfreeze(ranks: int, path: Path, **options: Any) -> dict[str, Any]:
+    return fitted(Tuned, ranks, case=Case(max_epochs=3), callbacks=[Unfreezing(), SaveAtEnd(path)], **options)
 
 
 class SaveAtEnd(L.Callback):
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("schedule", sorted(_BALANCES))
-def test_layers_of_another_stage_are_unfrozen_in_the_middle(schedule: str, world2: World, tmp_path: Path) -> None:
-    reference = unfreeze(1, str(tmp_path / "one"))
-    for result in world2.run(unfreeze, 2, str(tmp_path / "two"), schedule):
-        for name, value in reference.items():
-            torch.testing.assert_close(result[name], value, rtol=1e-9, atol=1e-11)
+@pytest.mark.parametrize(("schedule", "balance"), [("1f1b", [2, 6]), ("zero_bubble", [1, 1, 1, 5])])
+def test_layers_of_another_stage_are_unfrozen_in_the_middle(
+    schedule: str, balance: list[int], world2: World, tmp_path: Path
+) -> None:
+    """In the first epoch the whole first stage is frozen."""
+    reference = unfreeze(1, tmp_path / "one")
+    for result in world2.run(unfreeze, 2, tmp_path / "two", schedule=schedule, balance=balance):
+        assert_same_weights(result, reference)
     (one,), (two,) = (torch.load(tmp_path / name, weights_only=False)["optimizer_states"] for name in ("one", "two"))
     assert two["param_groups"] == one["param_groups"]
     assert two["state"].keys() == one["state"].keys() == {0, 1, 2, 3}
@@ -544,14 +425,9 @@ class FirstOnly(Classifier):
         return torch.optim.SGD(self.first.parameters(), lr=0.1)
 
 
-def save_unlike(path: str) -> None:
-    trainer = make_trainer(Case(max_epochs=1), PipelineStrategy(), 2, callbacks=[OneSided(), SaveAtEnd(path)])
-    trainer.fit(FirstOnly(), train_loader(Case(), 1))
-
-
 def test_optimizers_of_different_parameters_make_no_checkpoint(world2: World, tmp_path: Path) -> None:
-    with pytest.raises(PipelineError, match=r"only one of two has \['layers.2.bias', 'layers.2.weight'\]"):
-        world2.run(save_unlike, str(tmp_path / "never"))
+    words, callbacks = r"only one of two has \['layers.2.bias', 'layers.2.weight'\]", [OneSided(), SaveAtEnd(tmp_path)]
+    world2.run_raising(PipelineError, words, fitted, FirstOnly, callbacks=callbacks)
 
 
 class Stopping(Classifier):
@@ -563,14 +439,8 @@ class Stopping(Classifier):
         return loss
 
 
-def stop() -> int:
-    trainer = make_trainer(Case(), PipelineStrategy(), 2)
-    trainer.fit(Stopping(), train_loader(Case(), 1))
-    return trainer.global_step
-
-
 def test_a_step_may_end_the_training(world2: World) -> None:
-    assert world2.run(stop) == [3, 3]
+    assert [result["steps"] for result in world2.run(fitted, Stopping)] == [3, 3]
 
 
 class UserError(Exception):
@@ -585,13 +455,9 @@ class Failing(Classifier):
         return loss
 
 
-def fail() -> None:
-    make_trainer(Case(), PipelineStrategy(), 2).fit(Failing(), train_loader(Case(), 1))
-
-
 def test_an_error_in_the_step_reaches_the_user_as_itself(world2: World) -> None:
     with pytest.raises(UserError, match="the step broke"):
-        world2.run(fail)
+        world2.run(fitted, Failing)
 
 
 class Manual(Classifier):
@@ -610,27 +476,38 @@ class OwnIterator(Classifier):
         raise NotImplementedError
 
 
+class BeforeZeroGrad(Classifier):
+    def on_before_zero_grad(self, *args: Any) -> None:
+        pass
+
+
+class CallbackBeforeZeroGrad(L.Callback):
+    def on_before_zero_grad(self, *args: Any) -> None:
+        pass
+
+
+TOO_EARLY = r"BeforeZeroGrad.on_before_zero_grad .* use on_train_batch_start"
+"""On one device the hook comes after the step, and in a pipeline before it: what it changed counted a step early."""
+AVERAGES = "averages a copy of the whole model.*ring_ddp"
+
+
 @pytest.mark.parametrize(
-    ("module", "words"),
+    ("check", "words"),
     [
-        (Manual, "Manual.automatic_optimization=False.*another strategy"),
-        (OwnBackward, "OwnBackward overrides backward"),
-        (OwnIterator, "takes dataloader_iter"),
+        (lambda: check_module(Manual()), "Manual.automatic_optimization=False.*another strategy"),
+        (lambda: check_module(OwnBackward()), "OwnBackward overrides backward"),
+        (lambda: check_module(OwnIterator()), "takes dataloader_iter"),
+        (lambda: check_module(BeforeZeroGrad()), f"^{TOO_EARLY}"),
+        (lambda: check_callbacks([CallbackBeforeZeroGrad()]), f"^Callback{TOO_EARLY}"),
+        (lambda: check_callbacks([StochasticWeightAveraging(0.1)]), AVERAGES),
+        (lambda: check_callbacks([moving_average()]), AVERAGES),
+        (lambda: check_callbacks([ModelPruning("l1_unstructured")]), "chooses among all weights.*ring_ddp"),
+        (lambda: check_optimizers([torch.optim.LBFGS(nn.Linear(2, 2).parameters())]), r"LBFGS.*SGD or AdamW"),
     ],
 )
-def test_modules_that_cannot_be_split_are_refused(module: type[Classifier], words: str) -> None:
+def test_what_needs_the_whole_model_is_refused(check: Callable[[], None], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        check_module(module())
-
-
-def test_optimizers_and_callbacks_that_need_all_parameters_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"LBFGS.*SGD or AdamW"):
-        check_optimizers([torch.optim.LBFGS(nn.Linear(2, 2).parameters())])
-    for callback in (StochasticWeightAveraging(0.1), moving_average(), ModelPruning("l1_unstructured")):
-        with pytest.raises(
-            ValueError, match=r"(averages a copy of the whole model|chooses among all weights).*ring_ddp"
-        ):
-            check_callbacks([callback])
+        check()
 
 
 def test_a_logger_that_runs_the_module_is_refused(tmp_path: Path) -> None:
@@ -655,6 +532,22 @@ def test_a_logger_that_runs_the_module_is_refused(tmp_path: Path) -> None:
         ),
         ({"pipeline_parallel_size": -1}, "pipeline_parallel_size=-1"),
         ({"balance": "luck"}, "balance='luck'.*'parameters'"),
+        ({"replicated": "tokens"}, "replicated='tokens': pass True, or a list of names"),
+        ({"batch_dim": -1}, "batch_dim=-1: pass the dimension"),
+        ({"batch_dim": 1.0}, "batch_dim=1.0: pass the dimension"),
+        ({"batch_dim": True}, "batch_dim=True: pass the dimension"),
+        ({"split_points": "net.up"}, "split_points='net.up' is no list; pass names of submodules"),
+        ({"split_points": []}, "pass one or more different names"),
+        ({"split_points": ["net.up", "net.up"]}, "pass one or more different names"),
+        ({"split_points": ["net.up"], "balance": "time"}, "balance='time' and split_points=.*leave one out"),
+        ({"split_points": ["a"], "activation_checkpointing": ["Block"]}, "pass True for all"),
+        ({"activation_checkpointing": "Block"}, r"'Block' is neither a bool nor a list; .* \['Block'\]"),
+        ({"activation_checkpointing": 1}, "=1 is neither a bool nor a list"),
+        ({"activation_checkpointing": [1]}, "pass classes, names of classes, or names of layers only"),
+        (
+            {"activation_checkpointing": True, "schedule": "zero_bubble"},
+            "under schedule='zero_bubble'.*use schedule='interleaved', or leave it out",
+        ),
     ],
 )
 def test_options_out_of_range_are_named(options: dict[str, Any], words: str) -> None:
@@ -673,21 +566,7 @@ def test_more_stages_than_layers_are_told_before_ranks_start(monkeypatch: pytest
         trainer = L.Trainer(strategy="gpipe", accelerator="cpu", devices=12, logger=False, enable_checkpointing=False)
     words = r"12 layers or more.*'layers' \(8 layers\)"
     with pytest.raises(ValueError, match=words):
-        trainer.fit(Classifier(), DataLoader(Text(8)))
-
-
-def test_a_module_without_a_chain_is_told_where_to_cut_it() -> None:
-    class Plain(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.decoder = nn.Linear(4, 3), nn.Linear(3, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.decoder(self.encoder(x)) + x  # type: ignore[no-any-return]
-
-    trainer = L.Trainer(strategy="pipeline_1f1b", accelerator="cpu", devices=2, logger=False)
-    with pytest.raises(ValueError, match=r"split_points=\['decoder'\]"):
-        trainer.fit(Plain(), DataLoader(Text(8)))
+        trainer.fit(Classifier(), DataLoader(text(8)))
 
 
 def test_split_points_are_suggested_where_a_forward_pass_can_be_cut() -> None:
@@ -747,18 +626,13 @@ def test_two_pipelines_side_by_side(world4: World) -> None:
     reference = fit(case, None, 1)
     results = world4.run(side_by_side, case)
     for result in results:
-        for name, value in reference["weights"].items():
-            torch.testing.assert_close(result["weights"][name], value, rtol=1e-9, atol=1e-11)
+        assert_same_weights(result, reference)
         assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-6)
+        assert result["averages"] == [1] * 6, "stages are averaged once a step"
+    assert [result["bytes"] for result in results] == [8 * (16 * 3 + 3), 8 * (6 * 16 + 16)] * 2
     seen = [result["seen"] for result in results]
     assert seen[0] == seen[1] != seen[2] == seen[3], "the stages of a pipeline have the batches of its last one"
     assert global_losses(results) == pytest.approx([loss for loss, _ in reference["seen"]], rel=1e-9)
-
-
-def test_stages_are_averaged_once_a_step(world4: World) -> None:
-    results = world4.run(side_by_side, Case(max_epochs=1, trainer={"accumulate_grad_batches": 2}))
-    assert [result["averages"] for result in results] == [[1] * 4] * 4
-    assert [result["bytes"] for result in results] == [8 * (16 * 3 + 3), 8 * (6 * 16 + 16)] * 2
 
 
 class WaitsInBackward(torch.autograd.Function):
@@ -835,18 +709,15 @@ def test_the_last_stage_averages_while_the_first_runs_backward(world4: World, tm
     [
         ({"data_parallel_size": 0}, "data_parallel_size=0"),
         ({"data_parallel_size": 3}, "data_parallel_size=3 does not make the 8 ranks"),
+        ({"pipeline_parallel_size": 3}, "pipeline_parallel_size=3 does not divide the 8 ranks"),
         (
             {"data_parallel_size": 2, "pipeline_parallel_size": 2},
             "pipeline_parallel_size=2 times data_parallel_size=2 does not make the 8 ranks",
         ),
         ({"data_parallel_size": 8}, "one device a pipeline: a pipeline has a stage on each device"),
+        ({"split_points": ["net.up"]}, r"makes 2 stages, and 8 ranks with 1 each have 8; name 7 submodules"),
     ],
 )
 def test_pipelines_side_by_side_must_fill_the_ranks(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         L.Trainer(strategy=PipelineStrategy(**options), accelerator="cpu", devices=8)
-
-
-def test_pipelines_that_do_not_fill_the_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="pipeline_parallel_size=3 does not divide the 4 ranks"):
-        L.Trainer(strategy=PipelineStrategy(pipeline_parallel_size=3), accelerator="cpu", devices=4)

@@ -10,16 +10,15 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
-from lightning_multigpu.engine.micro_batches import split_batch
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.engine.step_state import seed_of, set_random_state
-from tests.strategies.tasks import Case, assert_same_weights, make_trainer
+from tests.strategies.pipeline.fitted import assert_same_outcomes, loss_by_hand, outcome
+from tests.strategies.tasks import Case, assert_same_weights, data_ranks, make_trainer
 from tests.world import World
 
 SEED = 23
@@ -96,43 +95,23 @@ class LadderTask(L.LightningModule):
 class ByHand(LadderTask):
     """The same on one device, in the same micro-batches with the same random numbers."""
 
-    num_points = 3
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = torch.zeros(())
-        parts = split_batch(batch, min(4, len(batch["tokens"])))
-        begins = [self.net, self.net.middle, self.net.deep, self.net.up]
-        if self.num_points == 1:
-            begins = [self.net, self.net.deep]
-        for micro_batch, part in enumerate(parts):
-            place = (seed_of(SEED, 0), 0, self.current_epoch, batch_idx, micro_batch)
-            handles = [
-                module.register_forward_pre_hook(
-                    lambda *_, i=i, p=place: set_random_state(seed_of(*p, 1 + i), self.device)
-                )
-                for i, module in enumerate(begins)
-            ]
-            set_random_state(seed_of(*place, 0), self.device)
-            loss = loss + self.loss(part) * len(part["tokens"]) / len(batch["tokens"])
-            for handle in handles:
-                handle.remove()
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = loss_by_hand(self, batch, batch_idx, self.begins(), SEED)
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         return loss
 
+    def begins(self) -> list[nn.Module]:
+        return [self.net, self.net.middle, self.net.deep, self.net.up]
+
 
 class ByHandOnce(ByHand):
-    num_points = 1
+    def begins(self) -> list[nn.Module]:
+        return [self.net, self.net.deep]
 
 
-class Tokens(Dataset[Any]):
-    def __init__(self, num_samples: int) -> None:
-        self.tokens = torch.randint(VOCABULARY, (num_samples, 2), generator=torch.Generator().manual_seed(1))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"tokens": self.tokens[index, 0], "targets": self.tokens[index, 1]}
+def tokens(num_samples: int) -> Any:
+    pairs = torch.randint(VOCABULARY, (num_samples, 2), generator=torch.Generator().manual_seed(1))
+    return [{"tokens": token, "targets": target} for token, target in pairs]
 
 
 CASE = Case(
@@ -144,12 +123,11 @@ def train(module: LadderTask, strategy: Any, ranks: int, *, sanity: int = 0, **f
     torch.manual_seed(SEED)
     trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False, num_sanity_val_steps=sanity, **further)
     # The last batch is a short one. Were its micro-batches of two sizes, BatchNorm would see them in another order.
-    loader = DataLoader(Tokens(56), batch_size=16)
-    trainer.fit(module, loader, DataLoader(Tokens(10), batch_size=5))
+    pipelines, rank = data_ranks(trainer), getattr(trainer.strategy, "data_parallel_rank", 0)
+    loader = DataLoader(tokens(56)[rank::pipelines], batch_size=16 // pipelines)
+    trainer.fit(module, loader, DataLoader(tokens(10), batch_size=5))
     return {
-        "weights": {name: value.clone() for name, value in module.state_dict().items()},
-        "losses": module.losses,
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        **outcome(module, trainer),
         "num_validated": module.num_validated - sanity,
         "held": module.held,
         "buffers": module.own_buffers,
@@ -175,10 +153,7 @@ def by_hand_once() -> dict[str, Any]:
 
 
 def assert_same(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
-    for result in results:
-        assert_same_weights(result, reference)
-        assert result["losses"] == pytest.approx(reference["losses"], rel=1e-9)
-        assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-6)
+    assert_same_outcomes(results, reference)
     assert results[0]["predicted"] == reference["predicted"]
 
 
@@ -242,16 +217,6 @@ def without_chance(module: LadderTask) -> LadderTask:
     return module
 
 
-def cut_whole(points: list[str], **options: Any) -> dict[str, Any]:
-    strategy = PipelineStrategy(split_points=points, num_micro_batches=4, **options)
-    return train(without_chance(Whole()), strategy, 2, precision=options.pop("precision", "64-true"))
-
-
-@pytest.mark.parametrize("points", [["head"], ["net.deep"]])
-def test_the_lightning_module_itself_is_cut(points: list[str], world2: World) -> None:
-    assert_same(world2.run(cut_whole, points, module=""), train(without_chance(Whole()), "auto", 1))
-
-
 class LadderQuiet(LadderTask):
     """Without noise."""
 
@@ -265,7 +230,7 @@ def resume() -> tuple[list[float], dict[str, Tensor]]:
     path = "cut.ckpt"
     strategy = PipelineStrategy(split_points=["net.deep"], num_micro_batches=4)
     case = Case(max_epochs=1)
-    loader = DataLoader(Tokens(32), batch_size=16)
+    loader = DataLoader(tokens(32), batch_size=16)
     torch.manual_seed(SEED)
     first = make_trainer(case, strategy, 2, use_distributed_sampler=False)
     first.fit(without_chance(LadderQuiet()), loader)
@@ -286,7 +251,7 @@ def test_a_run_goes_on_with_other_split_points(world2: World) -> None:
     """The states of the optimizer go where the parameters are, once that is known."""
     module = without_chance(LadderQuiet())
     trainer = make_trainer(Case(max_epochs=2), "auto", 1)
-    trainer.fit(module, DataLoader(Tokens(32), batch_size=16))
+    trainer.fit(module, DataLoader(tokens(32), batch_size=16))
     for losses, weights in world2.run(resume):
         assert losses == pytest.approx(module.losses[2:], rel=1e-9)
         assert_same_weights({"weights": weights}, {"weights": module.state_dict()})
@@ -305,65 +270,43 @@ class LadderLate(LadderQuiet):
             self.net = without_chance(LadderQuiet()).net
 
 
-def cut_quiet(ranks: int, cls: type[LadderTask], precision: str = "64-true", **options: Any) -> dict[str, Any]:
+def trained(cls: type[LadderTask], strategy: Any = "auto", ranks: int = 1, **further: Any) -> dict[str, Any]:
     module = cls()
-    module = module if cls is LadderLate else without_chance(module)
-    strategy = PipelineStrategy(split_points=["net.deep"], num_micro_batches=4, **options)
-    torch.manual_seed(SEED)
-    trainer = make_trainer(Case(max_epochs=2), strategy, ranks, precision=precision, use_distributed_sampler=False)
-    rank = trainer.strategy.data_parallel_rank
-    samples = Tokens(64) if ranks == 2 else Subset(Tokens(64), [i for i in range(64) if i // 8 % 2 == rank])
-    trainer.fit(module, DataLoader(samples, batch_size=16 * 2 // ranks))
-    return {"weights": {name: value.clone() for name, value in module.state_dict().items()}, "losses": module.losses}
+    return train(module if cls is LadderLate else without_chance(module), strategy, ranks, **further)
 
 
-def one_device(cls: type[LadderTask], **further: Any) -> dict[str, Any]:
-    module = cls()
-    module = module if cls is LadderLate else without_chance(module)
-    trainer = make_trainer(Case(max_epochs=2), "auto", 1, **further)
-    trainer.fit(module, DataLoader(Tokens(64), batch_size=16))
-    return {"weights": module.state_dict(), "losses": module.losses}
+def cut_quiet(cls: type[LadderTask], ranks: int, precision: str = "64-true", **options: Any) -> dict[str, Any]:
+    strategy = PipelineStrategy(**{"split_points": ["net.deep"], "num_micro_batches": 4, **options})
+    return trained(cls, strategy, ranks, precision=precision)
 
 
-def test_a_module_of_configure_model(world2: World) -> None:
-    reference = one_device(LadderLate)
-    last, _ = world2.run(cut_quiet, 2, LadderLate)
-    assert_same_weights(last, reference)
-    assert last["losses"] == pytest.approx(reference["losses"], rel=1e-9)
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (Whole, {"module": "", "split_points": ["head"]}),
+        (Whole, {"module": ""}),
+        (LadderLate, {}),
+    ],
+    ids=["head", "whole", "configure_model"],
+)
+def test_other_modules_are_cut(cls: type[LadderTask], options: dict[str, Any], world2: World) -> None:
+    """The LightningModule itself, and one that is built by configure_model, whose whole weights are on rank 0."""
+    results, reference = world2.run(cut_quiet, cls, 2, **options), trained(cls)
+    assert_same(results[:1] if cls is LadderLate else results, reference)
 
 
 def test_two_pipelines_side_by_side(world4: World) -> None:
-    reference = one_device(LadderQuiet)
-    for result in world4.run(cut_quiet, 4, LadderQuiet, pipeline_parallel_size=2):
+    reference = trained(LadderQuiet)
+    for result in world4.run(cut_quiet, LadderQuiet, 4, pipeline_parallel_size=2):
         assert_same_weights(result, reference)
 
 
 def test_bfloat16(world2: World) -> None:
     """Cut or not, every operation rounds its inputs alike; what differs is the order of sums."""
-    reference = one_device(LadderQuiet, precision="bf16-mixed")
-    for result in world2.run(cut_quiet, 2, LadderQuiet, precision="bf16-mixed"):
+    reference = trained(LadderQuiet, precision="bf16-mixed")
+    for result in world2.run(cut_quiet, LadderQuiet, 2, precision="bf16-mixed"):
         for name, value in reference["weights"].items():
             assert torch.linalg.vector_norm(result["weights"][name] - value) <= 3e-2 * torch.linalg.vector_norm(value)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"split_points": "net.up"}, "split_points='net.up' is no list; pass names of submodules"),
-        ({"split_points": []}, "pass one or more different names"),
-        ({"split_points": ["net.up", "net.up"]}, "pass one or more different names"),
-        ({"split_points": ["net.up"], "balance": "time"}, "balance='time' and split_points=.*leave one out"),
-        ({"split_points": ["a"], "activation_checkpointing": ["Block"]}, "pass True for all"),
-    ],
-)
-def test_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PipelineStrategy(**options)
-
-
-def test_points_make_as_many_stages_as_there_are() -> None:
-    with pytest.raises(ValueError, match=r"makes 3 stages, and 2 ranks with 1 each have 2; name 1 submodules"):
-        L.Trainer(accelerator="cpu", devices=2, strategy=PipelineStrategy(split_points=["net.deep", "net.up"]))
 
 
 class Residuals(nn.Sequential):
@@ -425,7 +368,7 @@ def pasted(kinds: list[str], strategies: list[Any], ranks: int = 2) -> list[dict
         module = BetweenTask(kind)
         given = eval(strategy, {"PipelineStrategy": PipelineStrategy}) if "(" in strategy else strategy
         trainer = make_trainer(Case(max_epochs=1), given, ranks, use_distributed_sampler=False)
-        trainer.fit(module, DataLoader(Tokens(16), batch_size=8))
+        trainer.fit(module, DataLoader(tokens(16), batch_size=8))
         found.append({"weights": module.state_dict()})
     return found
 

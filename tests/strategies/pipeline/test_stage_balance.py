@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import time
 import weakref
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -19,8 +19,9 @@ from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.placeholder import Placeholder
-from tests.strategies.pipeline.test_pipeline import CASE, SEED, WIDTH, Block, ByHand, Text, TinyGPT, assert_same
-from tests.strategies.tasks import Case, Classifier, make_trainer, state, train_loader
+from tests.strategies.pipeline.fitted import fitted, outcome
+from tests.strategies.pipeline.test_pipeline import CASE, SEED, WIDTH, Block, ByHand, TinyGPT, assert_same, text
+from tests.strategies.tasks import Case, Classifier, assert_same_weights, make_trainer, state, train_loader
 from tests.world import World
 
 
@@ -77,17 +78,10 @@ def train(module: Any, strategy: Any, ranks: int) -> dict[str, Any]:
     np.random.seed(SEED)
     torch.manual_seed(SEED)
     trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False)
-    loader = DataLoader(Text(30), batch_size=8)
-    trainer.fit(module, loader, DataLoader(Text(6), batch_size=3))
-    return {
-        "weights": {name: value.clone() for name, value in module.state_dict().items() if "accuracy" not in name},
-        "losses": module.losses,
-        "noises": len(module.noises),
-        "train": {name: float(v) for name, v in trainer.callback_metrics.items() if not name.startswith("val")},
-        "val": {name: float(v) for name, v in trainer.callback_metrics.items() if name.startswith("val")},
-        "held": module.held,
-        "states": module.states,
-    }
+    loader = DataLoader(text(30), batch_size=8)
+    trainer.fit(module, loader, DataLoader(text(6), batch_size=3))
+    noises = len(module.noises)
+    return {**outcome(module, trainer), "noises": noises, "held": module.held, "states": module.states}
 
 
 def pipeline(ranks: int, **options: Any) -> dict[str, Any]:
@@ -140,19 +134,19 @@ class Resumable(Classifier):
                 self.layers._modules[name] = layer
         for index in (5, 6):
             self.layers[index].register_forward_pre_hook(pause)
-        self.states_held: set[str] = set()
+        self.noted: set[str] = set()
 
     def on_train_batch_end(self, *args: Any) -> None:
         super().on_train_batch_end(*args)
         state = held_states(self.trainer.optimizers[0])
-        self.states_held = {name for name, p in self.named_parameters() if state.get(p)}
+        self.noted = {name for name, p in self.named_parameters() if state.get(p)}
 
 
 def pause(*_: Any) -> None:
     time.sleep(0.003)
 
 
-def resume(optimizer: str, balance: str) -> tuple[dict[str, Tensor], set[str]]:
+def resume(optimizer: str, balance: str) -> dict[str, Any]:
     module = Resumable(optimizer)
     first = make_trainer(Case(max_epochs=1), PipelineStrategy(schedule="gpipe"), 2)
     first.fit(module, train_loader(Case(), 1))
@@ -162,38 +156,20 @@ def resume(optimizer: str, balance: str) -> tuple[dict[str, Tensor], set[str]]:
     again.fit(resumed, train_loader(Case(), 1), ckpt_path="half.ckpt")
     again.strategy.barrier()
     again.strategy.remove_checkpoint("half.ckpt")
-    return state(resumed), resumed.states_held
+    return {"weights": state(resumed), "noted": resumed.noted}
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_optimizer_states_move_with_their_layers(optimizer: str, world2: World) -> None:
-    reference = Resumable(optimizer)
-    make_trainer(Case(max_epochs=2), "auto", 1).fit(reference, train_loader(Case(), 1))
+    reference = fitted(partial(Resumable, optimizer), 1, case=Case(max_epochs=2))
     results = world2.run(resume, optimizer, "time")
-    for weights, _ in results:
-        for name, value in state(reference).items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-11)
-    last, first = (held for _, held in results)
-    assert first | last == {name for name, _ in reference.named_parameters()}
+    for result in results:
+        assert_same_weights(result, reference)
+    last, first = (result["noted"] for result in results)
+    assert first | last == reference["noted"]
     assert first & last == set()
     assert "layers.6.weight" in last
     assert "layers.5.weight" in first, "by parameters it would be on the last stage"
-
-
-class Notebook(Logger):
-    """Counts what a step writes itself."""
-
-    name = version = "notebook"  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes = 0
-
-    def log_metrics(self, metrics: Any, step: Any = None) -> None:
-        self.notes += "by hand" in metrics
-
-    def log_hyperparams(self, params: Any = None) -> None:
-        pass
 
 
 class Recomputed(nn.Linear):
@@ -204,7 +180,7 @@ class Recomputed(nn.Linear):
 
 
 class Delicate(Classifier):
-    """Whatever a rehearsal could spoil."""
+    """Whatever a measurement could spoil."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,74 +189,38 @@ class Delicate(Classifier):
         for index, layer in layers.items():
             self.layers._modules[index] = layer
         self.first.requires_grad_(False)
-        self.calls: list[int] = []
-        self.batches: list[list[float]] = []
+        self.noted: list[Any] = []
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.before(x))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.calls.append(batch_idx)
+        self.noted.append(batch_idx)
         loss = super().training_step(batch, batch_idx)
-        if len(self.calls) == 4:  # in the second batch; a measurement runs the step that often, too
+        if len(self.noted) == 4:  # in the second batch; a measurement runs the step that often, too
             self.trainer.should_stop = True
-        self.logger.log_metrics({"by hand": 1.0})  # type: ignore[union-attr]
         return loss.relu_()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        super().on_train_batch_end(*args)
-        self.batches.append(args[1][0][:, 0].tolist())
-
-
-def delicate(balance: str) -> dict[str, Any]:
-    module, notebook = Delicate(), Notebook()
-    strategy = PipelineStrategy(num_micro_batches=2, balance=balance)
-    trainer = make_trainer(Case(max_epochs=1), strategy, 2, logger=notebook)
-    order = torch.Generator().manual_seed(9)
-    loader = DataLoader(train_loader(Case(), 1).dataset, batch_size=8, shuffle=True, generator=order)
-    trainer.fit(module, loader)
-    return {
-        "weights": {name: value.tolist() for name, value in module.state_dict().items()},
-        "calls": module.calls,
-        "batches": module.batches,
-        "notes": notebook.notes,
-        "steps": trainer.global_step,
-        "order": order.get_state().tolist(),
-        "loggers": trainer.loggers == [notebook],
-        "losses": module.seen,
-    }
 
 
 def test_measuring_leaves_no_trace(world2: World) -> None:
-    usual, measured = world2.run(delicate, "parameters"), world2.run(delicate, "memory")
+    usual, measured = (
+        world2.run(fitted, Delicate, num_micro_batches=2, balance=balance) for balance in ("parameters", "memory")
+    )
     for before, after in zip(usual, measured, strict=True):
-        assert after["steps"] == 2
-        assert after["weights"]["layers.3.num_batches_tracked"] == 2 * after["steps"]
-        # Where the last layers went to another stage, the calls of a rank are the same, and what it computed is not.
-        for name in ("calls", "batches", "steps", "order", "loggers", "notes", "losses"):
-            assert after[name] == before[name], name
-        assert after["weights"].keys() == before["weights"].keys()
-        for name, value in before["weights"].items():
-            torch.testing.assert_close(torch.tensor(after["weights"][name]), torch.tensor(value), rtol=1e-9, atol=1e-12)
-
-
-def side_by_side() -> tuple[dict[str, Tensor], list[list[str]]]:
-    torch.manual_seed(SEED)
-    module = Resumable("adamw")
-    strategy = PipelineStrategy(schedule="1f1b", balance="time", pipeline_parallel_size=2)
-    trainer = make_trainer(Case(max_epochs=1), strategy, 4)
-    trainer.fit(module, train_loader(Case(), trainer))
-    return state(module), sorted(module.states_held)  # type: ignore[return-value]
+        assert after["steps"] == before["steps"] == 2
+        for norm in ("before", "layers.3"):  # the one on every stage, which runs for each; the other on one
+            assert after["weights"][f"{norm}.num_batches_tracked"] == 2 * after["steps"], "once a micro-batch"
+        assert after["noted"] == before["noted"]
+        assert_same_weights(after, before, atol=1e-12)
 
 
 def test_pipelines_side_by_side_split_alike(world4: World) -> None:
-    reference = Resumable("adamw")
-    make_trainer(Case(max_epochs=1), "auto", 1).fit(reference, train_loader(Case(), 1))
-    results = world4.run(side_by_side)
-    for weights, _ in results:
-        for name, value in state(reference).items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-11)
-    held = [names for _, names in results]
+    module = partial(Resumable, "adamw")
+    reference = fitted(module, 1)
+    results = world4.run(fitted, module, 4, balance="time", pipeline_parallel_size=2)
+    for result in results:
+        assert_same_weights(result, reference)
+    held = [result["noted"] for result in results]
     assert held[0] == held[2]
     assert held[1] == held[3]
     assert "layers.5.weight" in held[1]
@@ -293,14 +233,9 @@ class Clinging(Resumable):
         self.kept = weakref.ref(self.layers[5].weight)
 
 
-def cling() -> None:
-    trainer = make_trainer(Case(max_epochs=1), PipelineStrategy(balance="time"), 2)
-    trainer.fit(Clinging("sgd"), train_loader(Case(), 1))
-
-
 def test_a_parameter_that_cannot_move_is_named(world2: World) -> None:
-    with pytest.raises(PipelineError, match=r"layers\.5\.weight cannot move.*balance='parameters'"):
-        world2.run(cling)
+    words = r"layers\.5\.weight cannot move.*balance='parameters'"
+    world2.run_raising(PipelineError, words, fitted, partial(Clinging, "sgd"), balance="time")
 
 
 def validate(balance: str) -> list[str]:

@@ -15,11 +15,10 @@ from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PlannedMemory
 from lightning_multigpu.planning.pipelines.stage_costs import LinkCost
-from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageMemory, StageRecord
 from lightning_multigpu.report.document import read
 from lightning_multigpu.report.schedule_picture import FILE_NAME
 from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner
-from tests.strategies.tasks import Case, Classifier, dataset, make_trainer
+from tests.strategies.tasks import Case, Classifier, dataset, make_strategy, make_trainer
 from tests.world import World, rank
 
 WIDTH = 32
@@ -47,7 +46,7 @@ def report(
     directory: Path,
     batches: int = 5,
     *,
-    module: L.LightningModule | None = None,
+    module: type[Deep] = Deep,
     ranks: int = 2,
     count_activations: bool = True,
     **options: Any,
@@ -62,7 +61,7 @@ def report(
         default_root_dir=directory,
     )
     data: Any = [torch.ones(64, WIDTH)] * batches
-    trainer.fit(module or Deep(), DataLoader(data, batch_size=None))
+    trainer.fit(module(), DataLoader(data, batch_size=None))
     assert callback.report is not None
     if rank() == 0:
         assert read(directory / "multigpu_report.json") == callback.report
@@ -125,20 +124,6 @@ def activations(directory: Path, world: World, **options: Any) -> list[int]:
     return [entry["activations_bytes"] for entry in found["pipelines"][0]["ranks"]]
 
 
-def test_what_is_kept_for_backward(tmp_path: Path, world2: World) -> None:
-    gpipe = activations(tmp_path, world2, schedule="gpipe")
-    alternating = activations(tmp_path, world2, schedule="1f1b")
-    again = activations(tmp_path, world2, schedule="gpipe", activation_checkpointing=True)
-    # Of a micro-batch of 4 samples the first stage keeps the input, what follows tanh, and the next layer's input; all
-    # micro-batches at once, or as many as there are ranks. The buffer that is kept as well does not count.
-    micro_batch = 4 * WIDTH * 4
-    assert gpipe[0] == 16 * 4 * (1 + 4) * micro_batch
-    assert alternating[0] == 2 * 4 * (1 + 4) * micro_batch
-    assert again[0] == 16 * 4 * micro_batch
-    assert alternating[0] <= 0.3 * gpipe[0]
-    assert again[0] < 0.5 * gpipe[0]
-
-
 class Loading(Deep):
     def train_dataloader(self) -> Any:
         return DataLoader([torch.ones(64, WIDTH)], batch_size=None)  # type: ignore[arg-type]
@@ -153,23 +138,31 @@ def predicted(schedule: Any, again: Any) -> list[PlannedMemory]:
     return list(plan.memory)
 
 
+# Of a micro-batch of 4 samples the first stage's four layers keep the input, and what follows tanh, which is four times
+# as much: those of all 16 micro-batches at once, or of as many as there are ranks. The module's buffer does not count.
+INPUT, INSIDE = 4 * 4 * WIDTH * 4, 4 * 4 * 4 * WIDTH * 4
+
+
 @pytest.mark.parametrize(
-    ("schedule", "again"),
+    ("schedule", "again", "of_first"),
     [
-        ("1f1b", False),
-        ("gpipe", True),
-        ("1f1b", True),
-        ("1f1b", ["layers.4"]),
-        ("interleaved", ["layers.1", "layers.6"]),
+        ("gpipe", False, 16 * (INPUT + INSIDE)),
+        ("1f1b", False, 2 * (INPUT + INSIDE)),
+        ("gpipe", True, 16 * INPUT),
+        ("1f1b", True, 2 * INPUT),
+        ("1f1b", ["layers.4"], 2 * (INPUT + INSIDE)),
+        ("interleaved", ["layers.1", "layers.6"], None),
     ],
 )
-def test_what_a_plan_predicts_is_kept(schedule: str, again: Any, tmp_path: Path, world2: World) -> None:
+def test_what_a_plan_predicts_is_kept(
+    schedule: str, again: Any, of_first: int | None, tmp_path: Path, world2: World
+) -> None:
     memory = predicted(schedule, again)
     measured = activations(tmp_path, world2, schedule=schedule, activation_checkpointing=again)
+    assert of_first in (None, measured[0])
     assert [rank.activations_bytes for rank in memory] == measured
-    inside = 4 * 4 * WIDTH * 4  # what tanh keeps of a micro-batch of 4 samples
     ranks = [True, True] if again is True else [bool(again) and schedule == "interleaved", bool(again)]
-    assert [rank.recomputed_bytes for rank in memory] == [inside * has for has in ranks]
+    assert [rank.recomputed_bytes for rank in memory] == [INSIDE // 4 * has for has in ranks]
 
 
 def test_two_pipelines_side_by_side(tmp_path: Path, world4: World) -> None:
@@ -197,12 +190,9 @@ class Differentiating(Deep):
         return super().training_step(batch, batch_idx) + torch.func.grad(torch.sin)(torch.zeros(()))
 
 
-def differentiate(directory: Path) -> Any:
-    return report(directory, 2, module=Differentiating(), num_micro_batches=4, count_activations=False)
-
-
 def test_activations_need_not_be_counted(tmp_path: Path, world2: World) -> None:
-    (found, drawn), _ = world2.run(differentiate, tmp_path)
+    options: dict[str, Any] = {"module": Differentiating, "num_micro_batches": 4, "count_activations": False}
+    (found, drawn), _ = world2.run(report, tmp_path, 2, **options)
     assert drawn, "the second batch is timed then"
     assert all("activations_bytes" not in entry for entry in found["pipelines"][0]["ranks"])
 
@@ -223,42 +213,21 @@ class Frozen(Deep):
         return self.layers(batch).square().mean()
 
 
-def frozen(directory: Path) -> Any:
-    return report(directory, module=Frozen(), num_micro_batches=4)
-
-
 def test_a_stage_without_gradients_has_no_backward_passes(tmp_path: Path, world2: World) -> None:
-    (found, _), _ = world2.run(frozen, tmp_path)
+    (found, _), _ = world2.run(report, tmp_path, module=Frozen, num_micro_batches=4)
     first, last = found["pipelines"][0]["ranks"]
     assert (first["forward_passes"], first["backward_passes"], last["backward_passes"]) == (4, 0, 4)
     assert first["gradients_bytes"] == first["activations_bytes"] == 0
 
 
-def whole(directory: Path, strategy: str) -> dict[str, Any]:
+def two_fits(directory: Path) -> dict[str, Any]:
     callback = RunReport(print_table=False)
-    trainer = make_trainer(Case(max_epochs=1), strategy, 2, callbacks=[callback], default_root_dir=directory)
-    trainer.fit(Classifier(), DataLoader(dataset(8), batch_size=4))
+    for strategy in (PipelineStrategy(), make_strategy("ring_ddp")):
+        trainer = make_trainer(Case(max_epochs=1), strategy, 2, callbacks=[callback], default_root_dir=directory)
+        trainer.fit(Classifier(), DataLoader(dataset(8), batch_size=4))
     assert callback.report is not None
     return callback.report
 
 
-def test_a_later_fit_has_nothing_of_an_earlier_pipeline(tmp_path: Path) -> None:
-    callback = RunReport(print_table=False)
-    callback._stages = StageRecord(
-        pipeline=0,
-        position=0,
-        num_ranks=1,
-        stages_per_rank=1,
-        schedule="1f1b",
-        steps=(),
-        memory=StageMemory(1, 1, 1, 1, None),
-        predicted=HeldBytes(1, 1, 1),
-    )
-    trainer = make_trainer(Case(max_epochs=1), "auto", 1, callbacks=[callback], default_root_dir=tmp_path)
-    trainer.fit(Classifier(), DataLoader(dataset(8), batch_size=4))
-    assert callback.report is not None
-    assert "pipeline" not in callback.report
-
-
-def test_other_strategies_have_no_such_section(tmp_path: Path, world2: World) -> None:
-    assert "pipeline" not in world2.run(whole, tmp_path, "ring_ddp")[0]
+def test_a_later_fit_without_a_pipeline_has_no_such_section(tmp_path: Path, world2: World) -> None:
+    assert "pipeline" not in world2.run(two_fits, tmp_path)[0]

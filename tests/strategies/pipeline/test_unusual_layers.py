@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -14,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
-from tests.strategies.tasks import Case, assert_same_weights, make_trainer
+from tests.strategies.pipeline.fitted import fitted
+from tests.strategies.tasks import NUM_FEATURES, Case, assert_same_weights
 from tests.world import World
 
-WIDTH = 4
+WIDTH = NUM_FEATURES
 
 
 class Block(nn.Module):
@@ -160,10 +161,6 @@ def hooked(register: str, hook: Callable[..., Any]) -> nn.Sequential:
     return layers
 
 
-def doubled(layer: nn.Module, given: tuple[Tensor | None, ...], out: Any) -> tuple[Tensor | None, ...]:
-    return tuple(None if gradient is None else 2 * gradient for gradient in given)
-
-
 def compiled(backend: str) -> nn.Sequential:
     layers = blocks()
     for layer in layers:
@@ -217,30 +214,18 @@ MODULES: dict[str, Callable[[], Task]] = {
 }
 
 
-def data() -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(1)
-    return DataLoader(
-        TensorDataset(torch.randn(24, WIDTH, generator=generator), torch.randn(24, generator=generator)), batch_size=8
-    )
-
-
-def train(module: Task, strategy: Any, ranks: int) -> dict[str, Any]:
-    trainer = make_trainer(Case(max_epochs=1), strategy, ranks, use_distributed_sampler=False)
+def train(make: Callable[[], Task], ranks: int = 1, **options: Any) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        trainer.fit(module, data())
-    return {
-        "weights": {name: value.detach().clone() for name, value in module.state_dict().items()},
-        "said": [str(warning.message) for warning in said],
-    }
+        result = fitted(make, ranks, case=Case(max_epochs=1, num_samples=24), **options)
+    return {**result, "said": [str(warning.message) for warning in said]}
 
 
-def train_all(names: list[str], **options: Any) -> dict[str, Any]:
+def train_all(**options: Any) -> dict[str, Any]:
     found = {}
-    for name in names:
+    for name, make in MODULES.items():
         try:
-            strategy = PipelineStrategy(num_micro_batches=4, start_method="popen", **options)
-            found[name] = train(MODULES[name](), strategy, 2)
+            found[name] = train(make, 2, num_micro_batches=4, **options)
         except Exception as error:
             error.add_note(f"in: {name}")
             raise
@@ -249,7 +234,7 @@ def train_all(names: list[str], **options: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def one_device() -> dict[str, Any]:
-    return {name: train(make(), "auto", 1) for name, make in MODULES.items()}
+    return {name: train(make) for name, make in MODULES.items()}
 
 
 def assert_all_same(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
@@ -270,7 +255,7 @@ def test_a_stranger_layer_trains_as_on_one_device(schedule: str, one_device: dic
     Under zero_bubble the second batch raised "Trying to backward through the graph a second time" where a parameter is
     used twice. A layer that stands in its container twice raised KeyError, and a compiled one RecursionError.
     """
-    results = world2.run(train_all, list(MODULES), schedule=schedule)
+    results = world2.run(train_all, schedule=schedule)
     assert_all_same(results, one_device)
     for result in results:
         said = {name: " ".join(trained["said"]) for name, trained in result.items()}
@@ -291,15 +276,11 @@ class Net(nn.Module):
         return self.second(self.between(self.first(x)) + x)  # type: ignore[no-any-return]
 
 
-def train_cut() -> dict[str, Any]:
-    strategy = PipelineStrategy(split_points=["layers.between"], num_micro_batches=4, start_method="popen")
-    return train(Task(Net), strategy, 2)
-
-
 def test_recurrent_layers_behind_split_points(world2: World) -> None:
     """They keep weak references to their parameters, which could not move to their stage because of that."""
-    reference = train(Task(Net), "auto", 1)
-    for result in world2.run(train_cut):
+    module = partial(Task, Net)
+    reference = train(module)
+    for result in world2.run(train, module, 2, num_micro_batches=4, split_points=["layers.between"]):
         assert_same_weights(result, reference)
 
 
@@ -309,10 +290,7 @@ def test_one_layer_twelve_times_is_split_in_halves() -> None:
     assert PipelineStrategy().pipeline_options.bounds(chain, 2) == [(0, 6), (6, 12)]
 
 
-def train_on_what_hooks_keep() -> None:
-    train(Listening(uses=True), PipelineStrategy(num_micro_batches=4, start_method="popen"), 2)
-
-
 def test_a_loss_of_what_hooks_keep_is_refused(world2: World) -> None:
     """The last stage had kept its own layers' outputs only, and trained without the others."""
-    world2.run_raising(PipelineError, "what the step returns depends on the output of layer", train_on_what_hooks_keep)
+    words = "what the step returns depends on the output of layer"
+    world2.run_raising(PipelineError, words, train, partial(Listening, uses=True), 2, num_micro_batches=4)

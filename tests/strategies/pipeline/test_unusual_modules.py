@@ -12,24 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
-from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.micro_batches import moved, split_batch
+from tests.strategies.pipeline.fitted import fitted
 from tests.strategies.pipeline.test_kept_state import Plain
-from tests.strategies.tasks import Case, assert_same_weights, dataset, make_trainer, state
+from tests.strategies.tasks import Case, assert_same_weights
 from tests.world import World
 
-
-def train(kind: type[Plain], ranks: int, callback: Any = None, collate: Any = None, **options: Any) -> dict[str, Any]:
-    module = kind()
-    strategy = PipelineStrategy(start_method="popen", **options) if ranks > 1 else "auto"
-    trainer = make_trainer(
-        Case(max_epochs=1), strategy, ranks, use_distributed_sampler=False, callbacks=callback and [callback()]
-    )
-    trainer.fit(module, DataLoader(dataset(20), batch_size=8, collate_fn=collate))
-    return {"weights": state(module)}
+CASE = Case(max_epochs=1, num_samples=20)
 
 
 class Checkpointed(Plain):
@@ -122,12 +113,12 @@ class HandsOnHidden(Plain):
     ],
 )
 def test_what_stages_cannot_do_is_said(kind: type[Plain], options: dict[str, Any], words: str, world2: World) -> None:
-    world2.run_raising(PipelineError, words, train, kind, 2, **options)
+    world2.run_raising(PipelineError, words, fitted, kind, case=CASE, **options)
 
 
 def test_checkpoints_within_layers_train_as_on_one_device(world2: World) -> None:
-    reference = train(CheckpointedWithin, 1)
-    for result in world2.run(train, CheckpointedWithin, 2):
+    reference = fitted(CheckpointedWithin, 1, case=CASE)
+    for result in world2.run(fitted, CheckpointedWithin, case=CASE):
         assert_same_weights(result, reference)
 
 
@@ -147,8 +138,8 @@ class KeepsACopy(L.Callback):
 
 def test_copies_of_weights_are_refused_before_they_are_averaged(world2: World) -> None:
     words = r"{} keeps a copy of parameter layers.\d.weight, .* use ring_ddp"
-    world2.run_raising(ValueError, words.format("CopiesWeights"), train, Plain, 2, CopiesWeights)
-    world2.run_raising(ValueError, words.format("Plain"), train, Plain, 2, KeepsACopy)
+    for name, callback in (("CopiesWeights", CopiesWeights), ("Plain", KeepsACopy)):
+        world2.run_raising(ValueError, words.format(name), fitted, Plain, callbacks=[callback()])
 
 
 class Mean(nn.Module):
@@ -176,10 +167,11 @@ def weight(batch: Any) -> float:
 
 def test_time_first_batches_are_cut_along_their_samples(world2: World) -> None:
     """They were cut along time, which nothing noticed where a batch had as many samples as steps."""
-    reference = train(TimeFirst, 1, None, time_first)
+    options: dict[str, Any] = {"case": CASE, "collate_fn": time_first}
+    reference = fitted(TimeFirst, 1, **options)
     for reduction in ("mean", weight):
-        options: dict[str, Any] = {"num_micro_batches": 3, "batch_dim": 1, "loss_reduction": reduction}
-        for result in world2.run(train, TimeFirst, 2, None, time_first, **options):
+        options |= {"num_micro_batches": 3, "batch_dim": 1, "loss_reduction": reduction}
+        for result in world2.run(fitted, TimeFirst, **options):
             assert_same_weights(result, reference)
 
 
@@ -191,9 +183,6 @@ def test_the_dimension_of_samples_is_moved_and_moved_back() -> None:
         ((5, 2, 3), [2, 3], "it"),
     ]
     assert moved(batch, 0, 0) is batch
-    for wrong in (-1, 1.0, True):
-        with pytest.raises(ValueError, match=f"batch_dim={wrong}: pass the dimension"):
-            PipelineStrategy(batch_dim=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

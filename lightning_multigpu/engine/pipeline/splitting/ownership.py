@@ -62,8 +62,7 @@ class Ownership:
 
     Args:
         module: the whole module.
-        chain: its layers.
-        bounds: the layers ``[start, stop)`` of each stage.
+        chain, bounds: its layers, and those ``[start, stop)`` of each stage.
         position: this rank's position; it has every stage whose index modulo ``num_ranks`` is its position.
         num_ranks: the ranks of the pipeline.
         group: these ranks, to which the rank sends its values; None if it has all layers, or only plans.

@@ -258,7 +258,9 @@ def traced(
         fake_args, fake_kwargs = tree_map_only(Tensor, lambda tensor: _fake(tensor, tensor.device), (args, kwargs))
     before = other_random_states()
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(grad), saved_tensors_hooks(_itself, _itself):
+        # Other hooks on saved tensors are replaced, since the traced tensors have no values.
+        unwatched = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with torch.inference_mode(False), torch.set_grad_enabled(grad), unwatched:
             program = torch.export.export(
                 _Call(module, forward, list(named)), (tensors, fake_args, fake_kwargs), strict=False
             )
@@ -276,7 +278,11 @@ def traced(
             f"the forward pass of {type(module).__name__} draws random numbers of Python's random or of NumPy, which "
             "would stay the same in every batch; draw them with torch"
         )
-    _check_called(points, called)
+    if called != list(points):
+        raise PipelineError(
+            f"a forward pass calls the split points {_listed(called) or 'not at all'}, and stages begin in the order "
+            f"{_listed(points)}: name submodules that are called once, in the order in which they run"
+        )
     cuts = _Cuts(program.module(check_guards=False), list(named))
     if cuts.num_pieces != len(points) + 1:
         raise PipelineError(
@@ -304,23 +310,10 @@ class _Call(Module):
         return torch.func.functional_call(holder, values, (args, kwargs))
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    """Replaces other hooks on saved tensors, since the traced tensors have no values."""
-    return tensor
-
-
 def _fake(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
     )
-
-
-def _check_called(points: Sequence[str], called: Sequence[str]) -> None:
-    if list(called) != list(points):
-        raise PipelineError(
-            f"a forward pass calls the split points {_listed(called) or 'not at all'}, and stages begin in the order "
-            f"{_listed(points)}: name submodules that are called once, in the order in which they run"
-        )
 
 
 def _first_lines(error: Exception) -> str:

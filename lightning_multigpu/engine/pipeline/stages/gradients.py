@@ -286,10 +286,6 @@ def remote_gradients(ownership: Ownership, sums: StageSums) -> Iterator[None]:
     """Within the block parameters of other stages have a :class:`RemoteGradient`, if those stages have a gradient.
 
     Entering is a collective of the pipeline, and of the ranks that split its layers: 4 numbers for each parameter.
-
-    Args:
-        ownership: the stages that hold each parameter.
-        sums: sums over the stages.
     """
     shown: list[Parameter] = []
     holdings = [holding for holding in ownership.holdings if holding.is_parameter]

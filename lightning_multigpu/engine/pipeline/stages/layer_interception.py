@@ -225,15 +225,6 @@ class LayerInterception:
             )
         return False, result
 
-    def _check_checkpoint(self, index: int) -> None:
-        """Refuses a layer that a reentrant ``torch.utils.checkpoint`` runs without gradients."""
-        if runs_in_checkpoint():
-            raise PipelineError(
-                f"layer {self._name(index)} is called within torch.utils.checkpoint, which would call it again in "
-                "backward, outside of the step: leave the checkpoint around the layers out, and pass "
-                "activation_checkpointing=True to the strategy"
-            )
-
     def _call(self, layer: Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A call of a layer, in place of its own ``function``."""
         if self._is_inside:
@@ -245,8 +236,12 @@ class LayerInterception:
                 f"layer {self._name(index)} is called outside of the step, as torch.utils.checkpoint does in backward: "
                 "leave the checkpoint around the layers out, and pass activation_checkpointing=True to the strategy"
             )
-        if self._with_grad and not torch.is_grad_enabled():
-            self._check_checkpoint(index)
+        if self._with_grad and not torch.is_grad_enabled() and runs_in_checkpoint():  # a reentrant one
+            raise PipelineError(
+                f"layer {self._name(index)} is called within torch.utils.checkpoint, which would call it again in "
+                "backward, outside of the step: leave the checkpoint around the layers out, and pass "
+                "activation_checkpointing=True to the strategy"
+            )
         self._check_order(index)
         given = tensors_of((args, kwargs))
         self._check_input(index, given)
@@ -269,11 +264,8 @@ class LayerInterception:
             assert self._arrived is not None
             values = self._placed(self._arrived.tensors if self._values is None else self._values())
             args, kwargs = map_only(Placeholder, lambda placeholder: values[arriving[id(placeholder)]], (args, kwargs))
-        if self._run_layer is None:
-            with self._as_itself(layer):
-                output = function(*args, **kwargs)
-        else:
-            output = self._run_layer(index, partial(self._run_own, layer, function), args, kwargs)
+        own = partial(self._run_own, layer, function)
+        output = own(*args, **kwargs) if self._run_layer is None else self._run_layer(index, own, args, kwargs)
         if not tensors_of(output):
             raise PipelineError(
                 f"layer {self._name(index)} returns {type(output).__name__}, in which a pipeline finds no tensors to "
@@ -287,16 +279,11 @@ class LayerInterception:
         return output
 
     def _run_own(self, layer: Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        with self._as_itself(layer):
-            return function(*args, **kwargs)
-
-    @contextmanager
-    def _as_itself(self, layer: Module) -> Iterator[None]:
-        """Within the block, in which the layer runs, it is not patched: compiled code would look into the patches."""
+        """Runs a layer, which is not patched meanwhile: compiled code would look into the patches."""
         patches = _put(layer, self._before[layer])
         self._is_inside = True
         try:
-            yield
+            return function(*args, **kwargs)
         finally:
             self._is_inside = False
             _put(layer, patches)

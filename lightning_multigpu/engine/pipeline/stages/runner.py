@@ -35,7 +35,6 @@ class PipelineRunner:
         ownership: the stages of this rank; a runner is for their bounds of now.
         schedule: the order of the micro-batches' forward and backward passes. If it needs more micro-batches, or a
             multiple of another number, all run forward first and then backward, with equal results.
-        recorder: records what this rank does.
         recompute: indices of the layers that run again in backward; none under "zero_bubble", whose backward pass has
             two parts.
     """

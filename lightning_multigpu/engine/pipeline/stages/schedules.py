@@ -35,12 +35,6 @@ class PassesInOrder:
     """Runs one pass after the other, for stages that post their messages themselves and wait only for what they use.
 
     The receives of the next pass are posted before a pass begins, so that data arrives during the pass.
-
-    Args:
-        stages: this rank's stages, in order.
-        position: this rank's position in the pipeline.
-        num_ranks: the ranks of the pipeline.
-        schedule: its name.
     """
 
     def __init__(self, stages: Sequence[Stage], position: int, num_ranks: int, schedule: str) -> None:
@@ -70,12 +64,6 @@ class TorchSchedules:
     """torch's own schedules, which post messages in batches and wait for them, as NCCL needs.
 
     Otherwise two ranks that send to each other would both wait.
-
-    Args:
-        stages: this rank's stages, in order.
-        group: the ranks of the pipeline.
-        device: the device of the stages.
-        schedule: its name.
     """
 
     def __init__(self, stages: Sequence[Stage], group: dist.ProcessGroup, device: torch.device, schedule: str) -> None:

@@ -141,10 +141,6 @@ class HostMessages:
     """One stage's messages over a back end that sends from the host's memory, such as Gloo; each has a tag of its own.
 
     The stage posts its messages and waits for them.
-
-    Args:
-        group: the ranks of the pipeline.
-        num_stages: the stages of the pipeline.
     """
 
     posted_by_stage = True
@@ -212,9 +208,6 @@ class ScheduledMessages:
 
     A receive lasts from its posting to the pass that needs it, and is hidden while other passes run. A send lasts until
     the next pass begins: its real end is unknown, since torch keeps the handle.
-
-    Args:
-        group: the ranks of the pipeline.
     """
 
     posted_by_stage = False

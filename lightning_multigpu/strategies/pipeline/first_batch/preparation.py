@@ -35,11 +35,7 @@ if TYPE_CHECKING:
 
 
 class Preparation:
-    """Splits a model by its first batch, and checks its steps. Methods are collectives unless they say otherwise.
-
-    Args:
-        pipeline: whose model is split.
-    """
+    """Splits a pipeline's model by its first batch, and checks its steps; all methods are collectives."""
 
     def __init__(self, pipeline: RunningPipeline) -> None:
         self._pipeline, self._model, self._options = pipeline, pipeline.model, pipeline.options

@@ -95,7 +95,10 @@ class Proof:
             is_open = self._compare_steps()
             found: tuple[Exception | None, str] = (None, "")
             if self._one is not None and len(self._parts) > 1 and not is_open:
-                found = self._compare_sums(self._one)
+                try:
+                    found = None, self._compare_sums(self._one)
+                except (PipelineError, ValueError) as problem:  # for all stages
+                    found = problem, ""
             error, line = group.from_last(found)
             group.finish()
         for parameter, is_trained in trained:  # a step may freeze layers
@@ -240,36 +243,35 @@ class Proof:
 
     # The parts of a batch and the batch, on one device
 
-    def _compare_sums(self, one: WholeCopy) -> tuple[Exception | None, str]:
-        """The error that ends the run, or None, and a line for the user, or none; no collective."""
-        if (kept := self._depends_on_kept(one)) is not None:
-            return kept, ""
-        message, is_random = self._losses(one)
-        if message is not None:
-            return ValueError(message), ""
+    def _compare_sums(self, one: WholeCopy) -> str:
+        """A line for the user about what cannot be told, or nothing; raises as :meth:`run`; no collective."""
+        self._check_kept(one)
+        is_random = self._check_losses(one)
         finding = self._gradients(one)
         if finding is not None and finding.verdict == Verdict.COUPLED:
-            return _coupled(finding), ""
+            raise ValueError(
+                f"training_step couples the samples of a batch: {finding.describe()}. Training in micro-batches would "
+                "follow other gradients than one device's, as with the balancing loss of a mixture of experts, a "
+                "contrastive loss, or mixup within the step. Pass num_micro_batches=1; mix samples in "
+                "on_after_batch_transfer, which gets whole batches; or accept the difference by verify_steps=0"
+            )
         if is_random:
-            return None, (
+            return (
                 "Whether the losses of micro-batches add up to the loss of their batch cannot be told: the step draws "
                 "random numbers in evaluation mode too, or does not return a loss there."
             )
         if finding is None or finding.verdict == Verdict.UNCLEAR:
             why = "its micro-batches do not count." if finding is None else "some of them are not finite."
-            return (
-                None,
-                f"Whether the gradients of micro-batches add up to those of their batch cannot be told: {why}",
-            )
+            return f"Whether the gradients of micro-batches add up to those of their batch cannot be told: {why}"
         if finding.verdict == Verdict.STATEFUL:
-            return None, (
+            return (
                 "The module keeps values that each micro-batch changes and the next one trains with (as spectral norm, "
                 "codebooks and queues do). One device changes them once a batch, and trains a little differently."
             )
-        return None, ""
+        return ""
 
-    def _depends_on_kept(self, one: WholeCopy) -> PipelineError | None:
-        """The error that the loss of a step depends on a value that is no buffer and that the step before has kept."""
+    def _check_kept(self, one: WholeCopy) -> None:
+        """Checks that the loss of a step depends on no value but buffers that the step before has kept."""
         module = one.module
         buffers = [buffer.clone() for buffer in module.buffers()]
 
@@ -282,16 +284,16 @@ class Proof:
                 buffer.copy_(value)
             second = loss()
         if not (_is_loss(first) and _is_loss(second)) or _same(first, second):
-            return None
+            return
         kept = ", ".join(one.changed) or "an object that is no module, such as a generator"
-        return PipelineError(
+        raise PipelineError(
             f"the loss of a step depends on values that the previous step has kept ({kept}), and with "
             f"num_micro_batches={self._pipeline.num_micro_batches} every stage runs the step as often for a batch. "
             f"{_ONCE_A_BATCH}, or pass num_micro_batches=1"
         )
 
-    def _losses(self, one: WholeCopy) -> tuple[str | None, bool]:
-        """The message that losses do not add up, or None, and whether random numbers leave it open.
+    def _check_losses(self, one: WholeCopy) -> bool:
+        """Checks that losses add up; returns whether random numbers leave it open.
 
         They are computed forward only and in evaluation mode: dropout draws other numbers for a whole batch than for
         its parts, and BatchNorm's statistics of a part differ from those of the batch, as documented.
@@ -311,12 +313,10 @@ class Proof:
 
         with torch.no_grad():
             losses = losses_of(0)
-            found = self._disagreement(losses)
-            if found is None:
-                return None, False
-            if all(map(_is_loss, losses)) and _all_equal(losses, losses_of(1)):
-                return found, False
-        return None, True
+            message = self._disagreement(losses)
+            if message is not None and all(map(_is_loss, losses)) and _all_equal(losses, losses_of(1)):
+                raise ValueError(message)
+        return message is not None
 
     def _disagreement(self, losses: list[Any]) -> str | None:
         """The message about losses that do not add up; None if they do."""
@@ -352,15 +352,6 @@ class Proof:
             rtol=gradient_rtol(pipeline.model.module, pipeline.model.device),
         )
         return check.find(self._batch, len(self._parts))
-
-
-def _coupled(finding: GradientFinding) -> ValueError:
-    return ValueError(
-        f"training_step couples the samples of a batch: {finding.describe()}. Training in micro-batches would "
-        "follow other gradients than one device's, as with the balancing loss of a mixture of experts, a "
-        "contrastive loss, or mixup within the step. Pass num_micro_batches=1; mix samples in "
-        "on_after_batch_transfer, which gets whole batches; or accept the difference by verify_steps=0"
-    )
 
 
 def _same(loss: Tensor, other: Tensor) -> bool:
