@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,25 +12,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
+from lightning_multigpu.communication.compression import make_compressor
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.tensors import alike, apply_flat
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
-from lightning_multigpu.engine.data_parallel.gradient_transport import AUTO, GradientTransport, compressor_of, pieces_of
+from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport, pieces_of
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
-from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters
+from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, unused_error
 from lightning_multigpu.strategies import option_checks
 
 if TYPE_CHECKING:
-    from lightning_multigpu.job.run_context import RunContext
     from lightning_multigpu.strategies.base import MultiGPUStrategy
 
-CHECKPOINT_KEY = "lightning_multigpu"
-"""The only key of a checkpoint besides Lightning's; stock Lightning ignores it."""
-
-_NCCL_ALGORITHM = "NCCL_ALGO"
 _OF_LIGHTNING = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 _OF_TORCH = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
-_SWITCHES = (*_OF_TORCH, "broadcast_buffers", "compress_inside_hosts", "shared_memory")
+_SWITCHES = (*_OF_TORCH, "broadcast_buffers", "shared_memory")
 
 
 class AveragedGradients:
@@ -64,8 +59,7 @@ class AveragedGradients:
             _check(options, of_all)
             self.transport = GradientTransport(
                 bucket_cap_mb=options["bucket_cap_mb"],
-                compressor=compressor_of(options["compression"]),
-                compress_inside_hosts=options["compress_inside_hosts"],
+                compressor=None if (asked := options["compression"]) is None else make_compressor(asked),
                 shared_memory=options["shared_memory"],
             )
             self.options.update(self.transport.options)
@@ -107,31 +101,13 @@ class AveragedGradients:
 
     # Before the launch
 
-    def environment_variables(self) -> dict[str, str]:
-        """Those of NCCL, for all-reduces only: other collectives of NCCL may have no tree."""
-        algorithm = self._given.get("nccl_algorithm")
-        return {} if algorithm is None else {_NCCL_ALGORITHM: f"allreduce:{algorithm}"}
-
-    def check_run(self, run: RunContext) -> None:
-        """Raises ValueError for options that fit neither the run nor its precision."""
+    def check_precision(self) -> None:
+        """Raises ValueError for options that do not fit the run's precision."""
         plugin, average_every = self._strategy.precision_plugin, self._given.get("average_every", 1)
         if average_every > 1 and getattr(plugin, "scaler", None) is not None:
             raise ValueError(
                 f"average_every={average_every} with precision={plugin.precision!r}: ranks that "
                 "step alone would each scale their losses differently; use precision='bf16-mixed' or '32-true'"
-            )
-        if (algorithm := self._given.get("nccl_algorithm")) is None:
-            return
-        given, compressor = f"nccl_algorithm={algorithm!r}", self.transport.compressor
-        if run.device_type != "cuda" or (run.backend or "nccl") != "nccl":
-            over = run.backend or ("gloo" if run.device_type == "cpu" else "nccl")
-            raise ValueError(f"{given}: gradients on {run.device_type!r} travel over {over!r} here; leave it out")
-        if compressor not in (None, AUTO):
-            raise ValueError(f"{given} and compression={compressor!r}: compressed gradients do not travel over NCCL")
-        if _NCCL_ALGORITHM in os.environ:
-            raise ValueError(
-                f"{given} and {_NCCL_ALGORITHM}={os.environ[_NCCL_ALGORITHM]} in the environment: leave one of "
-                "the two out"
             )
 
     # Setting up
@@ -148,10 +124,8 @@ class AveragedGradients:
             strategy._module,
             strategy.groups,
             strategy.meter,
-            strategy.common.buffers,
             ranks_per_host=strategy.num_processes,
             hook=None if hook is None else (self._given["ddp_comm_state"], hook),
-            info=rank_zero_info,
             warn=rank_zero_warn,
         )
         self.compressed = self.reducer.all_reduce if self.reducer.compresses else None
@@ -259,13 +233,7 @@ class AveragedGradients:
             return
         assert self._trained is not None
         if not is_complete:
-            missing = self._trained.without_gradient()
-            listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-            raise RuntimeError(
-                f"the loss of this step does not depend on {listed or 'every parameter'}, whose gradients the other "
-                "ranks wait for. If that is intended, use RingDDPStrategy(find_unused_parameters=True); freeze layers "
-                "before the step, in on_train_epoch_start or on_train_batch_start"
-            )
+            raise unused_error(self._trained.without_gradient(), "RingDDPStrategy")
         missed = self._trained.missed(self._strategy.optimizers)
         if missed:
             self._strategy.common.compare_changes(dict.fromkeys(missed, "trained"))
@@ -292,21 +260,6 @@ class AveragedGradients:
         if self.compressed is not None and self.compressed.compressed is not None:
             rank_zero_info(self.compressed.compressed.summary())
 
-    # Checkpoints
-
-    def state(self) -> dict[str, Any]:
-        """The errors of compression, as an entry of a checkpoint."""
-        if self.compressed is None or self._strategy.failure_watch.failed:
-            return {}
-        shapes = {name: tuple(parameter.shape) for name, parameter in self._strategy._module.named_parameters()}
-        return {CHECKPOINT_KEY: {"compression": self.compressed.state_dict(shapes)}}
-
-    def load_state(self, checkpoint: Mapping[str, Any]) -> None:
-        """Takes them from a checkpoint, which may be another strategy's."""
-        state = checkpoint.get(CHECKPOINT_KEY, {}).get("compression")
-        if self.compressed is not None and state is not None:
-            self.compressed.load_state_dict(state)
-
 
 def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:
     option_checks.check_bools(**{name: options[name] for name in _SWITCHES})
@@ -314,8 +267,6 @@ def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:
         option_checks.check_positive("bucket_cap_mb", options["bucket_cap_mb"])
     average_every, period = options["average_every"], options["model_averaging_period"]
     option_checks.check_positive("average_every", average_every, whole=True)
-    if options["nccl_algorithm"] is not None:
-        option_checks.check_choice("nccl_algorithm", options["nccl_algorithm"], ("ring", "tree"))
     given = [f"{name}={options[name]!r}" for name in ("ddp_comm_hook", "compression") if options[name] is not None]
     if average_every > 1 and given:
         raise ValueError(

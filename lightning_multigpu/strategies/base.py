@@ -273,10 +273,6 @@ class MultiGPUStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.run_context.tell_ranks()
 
-    def environment_variables(self) -> dict[str, str]:
-        """Environment variables for back ends during the run; variables that the user has set stay."""
-        return self.averaging.environment_variables()
-
     def new_group(self, axis: str, *, backend: str | None = None, descending: bool = False) -> dist.ProcessGroup:
         """A further group over this rank's line of ``axis``; a collective of the whole world.
 
@@ -340,7 +336,7 @@ class MultiGPUStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         self._launcher = self._run.launcher()
-        self.averaging.check_run(self.run_context)
+        self.averaging.check_precision()
 
     def check_before_launch(self, trainer: pl.Trainer) -> None:
         """Checks the run before any process is started, and calls this method of the callbacks that have it.
@@ -470,13 +466,12 @@ class MultiGPUStrategy(ParallelStrategy):
         self.owned.steps[optimizer].load_state_dict(state)
         return None
 
-    def _further_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    def _further_state(self) -> dict[str, Any]:
         """Further entries of a checkpoint that is being written."""
-        return self.averaging.state() if "optimizer_states" in checkpoint else {}
+        return {}
 
     def _load_further_state(self, checkpoint: Mapping[str, Any]) -> None:
         """Takes those of a checkpoint that a fit resumes from, which may be another strategy's."""
-        self.averaging.load_state(checkpoint)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -509,10 +504,6 @@ class MultiGPUStrategy(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return super().load_checkpoint(self.saves.agree_on(checkpoint_path), *args, **kwargs)
-
-    def _keeping_states(self, optimizers: Collection[Optimizer]) -> AbstractContextManager[bool]:
-        """Keeps whole states of the optimizers on rank 0 over a teardown within the block; yields if any are."""
-        return self.saves.keeping_states(optimizers)
 
     # Training
 
@@ -617,16 +608,8 @@ class MultiGPUStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.share_proof.begin_step(*args, *kwargs.values())
         self.averaging.begin_step()
-        with self._user_step():
+        with self.steps.running():
             return super().training_step(*args, **kwargs)
-
-    def _user_step(self) -> AbstractContextManager[None]:
-        """The block in which the module's ``training_step`` runs on this rank's whole batch."""
-        return self.steps.running()
-
-    def _weighing(self) -> AbstractContextManager[None]:
-        """Within the block means over the ranks are weighted as losses are: those of logged values of a step."""
-        return self.steps.weighing()
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

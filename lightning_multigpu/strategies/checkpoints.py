@@ -34,9 +34,6 @@ class RunCheckpoints:
     The family's functions are ``_whole_weights`` and ``_whole_state`` for a save, ``_own_weights`` and ``_own_state``
     for a load, and those beside them. Rank 0 can fetch values of other ranks, one tensor at a time, while it writes.
 
-    Args:
-        strategy: whose module is trained.
-
     Attributes:
         remote: the values that ranks offer rank 0; None if they offer none.
         stream: whether the save under way fetches them while the file is written.
@@ -99,7 +96,7 @@ class RunCheckpoints:
         if self.are_lost:
             rank_zero_warn(f"{filepath} is not written: ranks have ended, and their state is lost")
             return
-        checkpoint = {**checkpoint, **strategy._further_state(checkpoint)}
+        checkpoint = {**checkpoint, **strategy._further_state()}
         with nullcontext() if remote is None else remote.served():
             Strategy.save_checkpoint(strategy, checkpoint, filepath, storage_options)
 

@@ -29,9 +29,6 @@ class RankRun:
     """The launch of a strategy's ranks, and how this rank joins and leaves them.
 
     It connects the strategy's ``joining``, ``failure_watch``, ``signals``, ``meter`` and ``collectives``.
-
-    Args:
-        strategy: whose ranks they are.
     """
 
     def __init__(self, strategy: MultiGPUStrategy) -> None:
@@ -101,7 +98,6 @@ class RankRun:
                 (strategy.data_parallel_size, strategy.pipeline_parallel_size, strategy.tensor_parallel_size),
                 backend=run.backend,
                 timeout=strategy._timeout,
-                variables=strategy.environment_variables(),
                 store=strategy.joining.meet(run, alike),
             )
             strategy._process_group_backend = groups.backend

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn import Module
@@ -37,15 +37,11 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         average_every: with k > 1, ranks take k optimizer steps with their own gradients, then average weights and
             optimizer state (local SGD); they also average before validation, before a checkpoint and at the end. This
             is another algorithm than that of one device, with 1/k of the traffic. 1 averages gradients in every step.
-        compression: compress the gradients between hosts: "fp16", "bf16", "int8", "topk", "powersgd", or a mapping
-            with such a ``name`` and the options of that compressor. "auto" measures at the start of a fit and chooses
-            no compression, "bf16" or "int8"; the others change training more and are never chosen.
-        compress_inside_hosts: also compress between ranks of one host; they then do not use shared memory.
-        shared_memory: let ranks of one host reduce gradients through shared memory instead of sockets. The buckets lie
-            in ``/dev/shm``; where that is too small for the gradients of a host's ranks, gradients are copied instead,
-            with a warning.
-        nccl_algorithm: NCCL's algorithm for all-reduces on GPUs during the run: "ring" or "tree"; None lets NCCL choose
-            for each size. The bytes that the meter reports are those of a ring.
+        compression: compress the gradients between hosts: "fp16", "bf16", "int8", "powersgd", or a mapping
+            with such a ``name`` and the options of that compressor.
+        shared_memory: let ranks of one host reduce gradients through shared memory. The buckets lie in ``/dev/shm``;
+            where that is too small for the gradients of a host's ranks, gradients are copied instead, with a warning.
+            False takes sockets, between which ``compression`` compresses on one host too.
         ddp_comm_state: the state that is passed to ``ddp_comm_hook``.
         ddp_comm_hook: a communication hook that replaces the ring, on CPUs as well.
         ddp_comm_wrapper: a wrapper for the hook, such as torch's ``fp16_compress_wrapper``.
@@ -68,9 +64,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         broadcast_buffers: bool = True,
         average_every: int = 1,
         compression: str | Mapping[str, Any] | Compressor | None = None,
-        compress_inside_hosts: bool = False,
         shared_memory: bool = True,
-        nccl_algorithm: Literal["ring", "tree"] | None = None,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
-from lightning_multigpu.engine.parameter_server.consistency import Clocks, Consistency
 from lightning_multigpu.engine.parameter_server.pair import Pair
 from lightning_multigpu.engine.parameter_server.rooms import Room, cut, room_bytes, segment_bytes, wire_bytes
+from lightning_multigpu.engine.parameter_server.worker_clocks import Clocks
 from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, common_kind, sparse
 from lightning_multigpu.placement.optimizer_split import Split
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
@@ -144,8 +144,7 @@ class ServedShard:
 
     Args:
         pairs: the connections to the workers, by their numbers.
-        num_servers: of the job.
-        consistency: of the job.
+        num_servers, is_synchronous, max_staleness: of the job.
         changing: held while asynchronous workers change what others may wait for.
 
     Attributes:
@@ -155,11 +154,17 @@ class ServedShard:
     """
 
     def __init__(
-        self, pairs: Mapping[int, Pair], num_servers: int, consistency: Consistency, changing: threading.Condition
+        self,
+        pairs: Mapping[int, Pair],
+        changing: threading.Condition,
+        *,
+        num_servers: int,
+        is_synchronous: bool,
+        max_staleness: int | None,
     ) -> None:
-        self._pairs, self._num_servers, self._consistency = pairs, num_servers, consistency
+        self._pairs, self._num_servers, self._is_synchronous = pairs, num_servers, is_synchronous
         self._changing = changing
-        self._clocks = Clocks(pairs, consistency.max_staleness)
+        self._clocks = Clocks(pairs, max_staleness)
         self.staleness: dict[int, Counter[int]] = defaultdict(Counter)
         self.waited_s = 0.0
         self.plans: list[Plan] = []
@@ -177,7 +182,7 @@ class ServedShard:
         """Takes new parameters, from worker 0."""
         self._offered.append(None)
         flats = contents.weights
-        if self._consistency.is_synchronous and any(pair.shares_memory for pair in self._pairs.values()):
+        if self._is_synchronous and any(pair.shares_memory for pair in self._pairs.values()):
             # Workers of this host read the weights in it.
             self._offered[-1], memories = _offered([flat.nbytes for flat in flats])
             flats = [memory.view(flat.dtype).copy_(flat) for memory, flat in zip(memories, flats, strict=True)]
@@ -240,7 +245,7 @@ class ServedShard:
             offers = [segment.offer, pulled_segment.offer]
         else:
             memories = [torch.empty(size, dtype=torch.uint8) for size in to_push]
-            pulled = weights if self._consistency.is_synchronous else [torch.empty_like(flat) for flat in weights]
+            pulled = weights if self._is_synchronous else [torch.empty_like(flat) for flat in weights]
         for bucket, memory, to_pull in zip(buckets, memories, pulled, strict=True):
             on_wire = wire_bytes(to_pull, plan.compressor)
             bucket.rooms[worker] = Room(pair, bucket.number, memory, to_pull, on_wire, offers is not None)
@@ -355,7 +360,7 @@ class ServedShard:
             group.update(values)
 
     @torch.no_grad()
-    def _update(self, together: Iterable[_Gradients], *, divide_rate_by: int = 1) -> None:
+    def _update(self, together: Iterable[_Gradients]) -> None:
         assert self._part is not None
         optimizer = self._part.optimizer
         found: dict[Parameter, Tensor] = {}
@@ -376,7 +381,7 @@ class ServedShard:
             held[number].append(piece)
         values = [dict(group) for group in optimizer.param_groups]
         try:
-            self._part.update(held, found, divide_rate_by=divide_rate_by)
+            self._part.update(held, found)
         except Exception as error:
             text = "".join(traceback.format_exception(error))
             raise UpdateError(f"the step of {type(optimizer).__name__} has failed on the server:\n{text}") from error
@@ -415,8 +420,7 @@ class ServedShard:
             with self._changing:  # after the updates of other workers
                 self.waited_s += time.perf_counter() - start_s
                 stale = max((bucket.version - bucket.pulled[worker] for bucket in together), default=0)
-                self._compensate(gradients, worker)
-                self._update(gradients, divide_rate_by=max(1, stale if self._consistency.scales_learning_rate else 1))
+                self._update(gradients)
                 for bucket in together:
                     bucket.version += 1
                 self._changing.wait_for(lambda: self._clocks.may_go_on(worker))
@@ -428,12 +432,6 @@ class ServedShard:
             self._changing.notify_all()
         self._await(worker, sent)
         return max((bucket.pulled[worker] for bucket in buckets), default=0), staleness
-
-    def _compensate(self, gradients: Iterable[_Gradients], worker: int) -> None:
-        if self._consistency.compensation:
-            for each in gradients:
-                passed = each.bucket.weights - each.bucket.rooms[worker].pulled
-                each.flat.addcmul_(each.flat.square(), passed, value=self._consistency.compensation)
 
     def _pull(self, worker: int, buckets: Iterable[_Bucket]) -> list[Any]:
         """Sends a copy of the weights of now, since others update them while they are sent."""

@@ -27,7 +27,6 @@ from tests.strategies.tasks import (
     assert_same_weights,
     dataset,
     eval_loader,
-    fit,
     make_trainer,
     state,
 )
@@ -51,16 +50,6 @@ def assert_trains_alike(module: type[L.LightningModule], devices: int = 3, **opt
     train(replicated, devices, strategy=DataParallelStrategy(**options))
     assert_same_weights({"weights": state(replicated)}, {"weights": state(alone)})
     return alone, replicated
-
-
-def test_adamw_with_accumulation_and_clipping() -> None:
-    """Over 21 batches of 8 on 3 devices; the last batch of an epoch has fewer samples than there are devices."""
-    trainer = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2}
-    case = Case(optimizer="adamw", num_samples=50, max_epochs=6, trainer=trainer)
-    result, reference = fit(case, "dp", 3), fit(case, None, 1)
-    assert result["global_step"] == reference["global_step"] >= 20
-    assert_same_weights(result, reference)
-    assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-9)
 
 
 class _Summed(Classifier):
@@ -631,16 +620,11 @@ def test_the_share_of_peak_flops_is_that_of_all_devices() -> None:
     assert float(metrics["throughput/mfu"]) == pytest.approx(float(shares))
 
 
-def test_what_travels_is_measured_and_the_savings_of_ring_ddp_are_told(
-    caplog: pytest.LogCaptureFixture, tmp_path: Any
-) -> None:
+def test_what_travels_is_measured(caplog: pytest.LogCaptureFixture, tmp_path: Any) -> None:
     module = Normalised()
     report = RunReport(print_table=False)
     trainer = train(module, 2, callbacks=[CommunicationMonitor(log=False), report], default_root_dir=str(tmp_path))
-    output = caplog.text
-    assert "Global batch: 7 samples a step = 1 rank x 7 (batch_size of the loader); dp cuts each batch" in output
-    assert "dp on 2 devices: of " in output
-    assert "strategy='ring_ddp' would have saved the first two" in output
+    assert "Global batch: 7 samples a step = 1 rank x 7 (batch_size of the loader); dp cuts each batch" in caplog.text
     meter = trainer.strategy.meter  # type: ignore[attr-defined]
     buffers = 6 * 8 + 6 * 8 + 8  # of BatchNorm: mean, variance, number of batches
     gradients = 8 * sum(parameter.numel() for parameter in module.parameters())

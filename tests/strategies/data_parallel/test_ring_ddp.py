@@ -9,7 +9,6 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
@@ -25,8 +24,8 @@ from tests.strategies.tasks import (
     Classifier,
     eval_loader,
     fit,
+    fit_module,
     make_strategy,
-    make_trainer,
     state,
     train_loader,
 )
@@ -37,8 +36,7 @@ GRADIENT_BYTES = (16 * 6 + 16 + 3 * 16 + 3) * 8  # of the Classifier, in float64
 
 def traffic(trainer_options: dict[str, Any], **options: Any) -> list[StepTraffic]:
     strategy = make_strategy("ring_ddp", **options)
-    trainer = make_trainer(Case(max_epochs=1, trainer=trainer_options), strategy, 2)
-    trainer.fit(Classifier(), train_loader(Case(), 2), eval_loader())
+    fit_module(Classifier(), strategy, 2, Case(max_epochs=1), train_loader(Case(), 2), eval_loader(), **trainer_options)
     strategy.meter.flush()
     return list(strategy.meter.steps)
 
@@ -64,13 +62,12 @@ def test_each_optimizer_step_sends_the_gradients_once(accumulate: int, world2: W
 def bucket_sizes(**options: Any) -> list[int]:
     """Bytes of the buckets of one step, once torch has put them into the order of backward."""
     strategy = make_strategy("ring_ddp", **options)
-    trainer = make_trainer(Case(max_epochs=1), strategy, 2)
     module = Classifier()
     module.wide = nn.ModuleList(nn.Linear(1, 300_000) for _ in range(2))  # type: ignore[assignment]
     module.first.register_forward_hook(
         lambda layer, inputs, output: output + sum(0 * wide(output[:, :1]).sum() for wide in module.wide)
     )
-    trainer.fit(module, train_loader(Case(), 2))
+    fit_module(module, strategy, 2, Case(max_epochs=1))
     strategy.meter.flush()
     (totals,) = strategy.meter.steps[-1].of("all_reduce", "data")
     return [totals.count, totals.size_bytes]
@@ -130,8 +127,8 @@ def test_hooks_of_torch_work_on_cpu(world2: World) -> None:
 
 def means(strategy_name: str, **options: Any) -> list[Tensor]:
     module = Normalised()
-    trainer = make_trainer(Case(max_epochs=2), make_strategy(strategy_name, **options), 2)
-    trainer.fit(module, train_loader(Case(), 2), eval_loader())
+    case = Case(max_epochs=2, strategy=options)
+    fit_module(module, strategy_name, 2, case, train_loader(case, 2), eval_loader())
     return module.means
 
 
@@ -149,7 +146,7 @@ def test_buffers_are_those_of_rank_zero(strategy: str, world2: World) -> None:
 def low_precision() -> tuple[dict[str, Tensor], int]:
     module = Classifier()
     strategy = make_strategy("ring_ddp")
-    make_trainer(Case(max_epochs=1, precision="bf16-true"), strategy, 2).fit(module, train_loader(Case(), 2))
+    fit_module(module, strategy, 2, Case(max_epochs=1, precision="bf16-true"))
     strategy.meter.flush()
     return state(module), strategy.meter.steps[-1].of("all_reduce", "data")[0].size_bytes
 
@@ -164,7 +161,7 @@ def test_bfloat16_parameters_travel_as_such(world2: World) -> None:
 def unused_without_saying_so() -> str:
     module = Classifier(unused=True)
     with pytest.raises((RuntimeError, SystemExit)) as caught:
-        make_trainer(Case(), make_strategy("ring_ddp"), 2).fit(module, train_loader(Case(), 2))
+        fit_module(module, "ring_ddp", 2)
     return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
 
 
@@ -197,7 +194,7 @@ def groups_used() -> bool:
             assert strategy.averaging.reducer is not None
             own.append(strategy.averaging.reducer._group is not dist.group.WORLD)
 
-    make_trainer(Case(max_epochs=1), strategy, 2, callbacks=[Look()]).fit(Classifier(), train_loader(Case(), 2))
+    fit_module(Classifier(), strategy, 2, Case(max_epochs=1), callbacks=[Look()])
     return own[0]
 
 
@@ -218,43 +215,12 @@ def test_gradients_have_a_process_group_of_their_own(world2: World) -> None:
         ({"uneven_inputs": "wait"}, ["uneven_inputs='wait'", "'stop'", "'join'"]),
         ({"loss_reduction": "median"}, ["loss_reduction='median'", "'mean'", "'sum'"]),
         ({"start_method": "thread"}, ["start_method='thread'", "'popen'"]),
-        ({"nccl_algorithm": "Ring"}, ["nccl_algorithm='Ring'", "'ring', 'tree'"]),
     ],
 )
 def test_options_out_of_range_are_named(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError, match=r".+") as caught:
         RingDDPStrategy(**options)
     assert all(word in str(caught.value) for word in words)
-
-
-def on_gpus(**options: Any) -> RingDDPStrategy:
-    gpus = [torch.device("cuda", index) for index in range(2)]
-    return RingDDPStrategy(parallel_devices=gpus, cluster_environment=LightningEnvironment(), **options)
-
-
-def test_nccl_chooses_its_algorithm_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ring was forced on all collectives of the process, broadcasts of a user's own groups among them."""
-    monkeypatch.delenv("NCCL_ALGO", raising=False)
-    assert on_gpus().environment_variables() == {}
-    strategy = on_gpus(nccl_algorithm="ring")
-    strategy.averaging.check_run(strategy.run_context)
-    assert strategy.environment_variables() == {"NCCL_ALGO": "allreduce:ring"}
-
-
-def test_an_algorithm_of_nccl_without_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="nccl_algorithm='ring': gradients on 'cpu' travel over 'gloo' here"):
-        make_trainer(Case(), make_strategy("ring_ddp", nccl_algorithm="ring"), 2)
-    for options, problem in (
-        ({"process_group_backend": "gloo"}, "gradients on 'cuda' travel over 'gloo'"),
-        ({"compression": "int8"}, "compressed gradients do not travel over NCCL"),
-    ):
-        strategy = on_gpus(nccl_algorithm="tree", **options)
-        with pytest.raises(ValueError, match=problem):
-            strategy.averaging.check_run(strategy.run_context)
-    monkeypatch.setenv("NCCL_ALGO", "NVLS")
-    strategy = on_gpus(nccl_algorithm="ring")
-    with pytest.raises(ValueError, match="NCCL_ALGO=NVLS in the environment"):
-        strategy.averaging.check_run(strategy.run_context)
 
 
 def test_an_option_that_is_nearly_right_is_suggested() -> None:

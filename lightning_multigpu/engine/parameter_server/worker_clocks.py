@@ -1,34 +1,11 @@
-"""How far the workers of a parameter server may be apart.
+"""How far the asynchronous workers of a parameter server may be apart.
 
-Sources:
-
-- the bound: Q. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS 2013
-- the learning rate: W. Zhang et al., "Staleness-aware async-SGD for distributed deep learning", IJCAI 2016
-- the compensation: S. Zheng et al., "Asynchronous stochastic gradient descent with delay compensation", ICML 2017
+Source: Q. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS 2013.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Consistency:
-    """The rules by which servers update weights; all workers of a job name the same.
-
-    Args:
-        is_synchronous: an update takes the average of all workers' gradients. Otherwise each worker's gradients are an
-            update of their own.
-        max_staleness: how many steps a worker may be ahead of the slowest one; None for any number.
-        scales_learning_rate: divide the learning rate of an update by the staleness of its gradients.
-        compensation: lambda of delay compensation; 0 for none.
-    """
-
-    is_synchronous: bool = True
-    max_staleness: int | None = None
-    scales_learning_rate: bool = False
-    compensation: float = 0.0
 
 
 class Clocks:
@@ -36,7 +13,7 @@ class Clocks:
 
     Args:
         workers: that are there from the beginning.
-        max_staleness: as in :class:`Consistency`.
+        max_staleness: how many steps a worker may be ahead of the slowest one; None for any number.
     """
 
     def __init__(self, workers: Iterable[int], max_staleness: int | None) -> None:
