@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import wraps
-from typing import Any, Literal, TypeVar
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -28,29 +27,30 @@ from lightning_multigpu.engine.tensor_split.blocks import (
     find_blocks,
     find_pairs,
     kind_of,
-    order_of_calls,
-    planned_block,
+    planned_blocks,
 )
 from lightning_multigpu.engine.tensor_split.layers import is_linear
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state, state_of
-from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
-from lightning_multigpu.engine.tensor_split.parts import forget_place, local, place, user_line
+from lightning_multigpu.engine.tensor_split.parameter_split import split_of
+from lightning_multigpu.engine.tensor_split.parts import functions_get_whole, local, make_whole, place, user_line
 from lightning_multigpu.engine.tensor_split.sequence_region import SequenceRegion
 from lightning_multigpu.engine.tensor_split.split_proof import SplitProof
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from lightning_multigpu.engine.tensor_split.trials import Left, Sent, Trials, split_blocks
+from lightning_multigpu.engine.tensor_split.trials import Left, TracelessStep, Trials, rows_of_plan
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.placement.optimizer_split import split_of as shards_of
 from lightning_multigpu.planning.numbers import size
-from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan, WholeBlocks
+from lightning_multigpu.planning.split_plan import SplitPlan, WholeBlocks
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 
+if TYPE_CHECKING:
+    from lightning_multigpu.communication.metered_group import MeteredGroup
+    from lightning_multigpu.strategies.base import MultiGPUStrategy
+
 M = TypeVar("M", bound=Callable[..., Any])
 
-Plan = Literal["auto"] | Mapping[str, str] | Callable[[str, Module], str | None]
-
-SequenceSplit = bool | Literal["gather_again"]
+Plan = Literal["auto"] | Mapping[str, str]
 
 _STYLES = ("column", "row", "vocab", "head")
 
@@ -60,16 +60,16 @@ _SMALLEST_SHARE = 0.1
 
 def check_plan(plan: Plan) -> None:
     """Checks the option ``plan``."""
-    if not callable(plan) and plan != "auto":
+    if plan != "auto":
         if not isinstance(plan, Mapping) or not plan:
-            raise ValueError(f"plan={plan!r}: pass 'auto', a mapping such as {{'*.up': 'column'}}, or a function")
+            raise ValueError(f"plan={plan!r}: pass 'auto', or a mapping such as {{'*.up': 'column'}}")
         for style in plan.values():
             option_checks.check_choice("plan", style, _STYLES)
 
 
 def check_patterns(plan: Plan, module: Module) -> None:
     """Checks that each pattern of the option ``plan`` decides the split of a layer of the module."""
-    if not isinstance(plan, Mapping):
+    if plan == "auto":
         return
     names = [name for name, _ in module.named_modules()]
     for number, (pattern, style) in enumerate(plan.items()):
@@ -103,26 +103,20 @@ def check_uncompiled(module: LightningModule) -> None:
 
 
 def _nearest_layers(pattern: str, module: Module) -> list[str]:
-    """Names, with * for numbers, of layers that could be split and whose ends are most like the pattern's."""
+    """Names, with * for numbers, of layers that could be split, those first that are most like the pattern."""
     known = [name for name, part in module.named_modules() if is_linear(part) or isinstance(part, Embedding)]
-    end = pattern.lstrip("*.")
-    num_words = 1 + end.count(".")
-    by_end: dict[str, str] = {}
-    for name in known:
-        kind = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-        by_end.setdefault(".".join(kind.split(".")[-num_words:]), kind)
-    return [by_end[each] for each in get_close_matches(end, by_end, n=3, cutoff=0.0)]
+    return get_close_matches(pattern, {kind_of([name]): None for name in known}, n=3, cutoff=0.0)
 
 
-def check_sequence_split(value: SequenceSplit) -> None:
-    """Checks the option ``sequence_split``."""
-    if value not in (False, True, "gather_again"):
-        raise ValueError(f"sequence_split={value!r}: pass True, 'gather_again' or False")
-
-
-def plan_text(plan: Plan) -> Any:
-    """The option ``plan`` as text for reports."""
-    return plan if isinstance(plan, str | Mapping) else getattr(plan, "__qualname__", "function")
+def open_tensor_group(strategy: MultiGPUStrategy, *, shared_memory: bool) -> tuple[TensorGroup, MeteredGroup]:
+    """The ranks that split layers, for communication within layers and for everything else, until the run's end."""
+    ranks, readers = strategy.new_group("tensor"), strategy.new_group("tensor", backend="gloo")
+    group = TensorGroup(ranks, meter=strategy.meter, shared_memory=shared_memory, readers=readers)
+    assert strategy.groups is not None
+    strategy.groups.also_cut.append(group.abort)
+    strategy._undo.callback(group.close)
+    strategy._undo.callback(functions_get_whole())
+    return group, strategy.metered(ranks, "tensor")
 
 
 def _of_parts(method: M) -> M:
@@ -156,7 +150,7 @@ class SplitLayers:
         plan: Plan,
         *,
         keeps_whole: Callable[[str], str | None] = lambda name: None,
-        sequence_split: SequenceSplit = False,
+        sequence_split: bool = False,
     ) -> None:
         self.split: list[tuple[Block, Applied]] | None = None
         self._module = module
@@ -175,24 +169,15 @@ class SplitLayers:
 
     @_of_parts
     def decide(
-        self,
-        step: Callable[[], Any],
-        optimizers: Iterable[Optimizer],
-        *,
-        traceless: Callable[[], AbstractContextManager[None]],
-        gather: Callable[[Any], list[Any]],
-        optimizes_manually: bool = False,
-        rtol: float = 0.0,
-        verify_steps: int = 0,
+        self, step: TracelessStep, optimizers: Iterable[Optimizer], *, rtol: float, verify_steps: int
     ) -> SplitPlan:
         """Splits the module by its first training batch; a collective of all ranks.
 
-        Returns the plan, with the memory of the first ranks that ``gather`` returns.
+        Returns the plan, with the memory of the first ranks that ``step.gather`` returns.
 
         Args:
-            step: runs the training step and returns its loss, but for a step that optimizes manually.
+            step: of the module.
             optimizers: the module's optimizers; their states are split too.
-            traceless, gather, optimizes_manually: as for :class:`.Trials`.
             rtol: as for :class:`.SplitProof`.
             verify_steps: steps whose gradients are compared; 0 for none.
 
@@ -200,85 +185,40 @@ class SplitLayers:
             ValueError: no layer can be split, the plan does not fit, an optimizer needs whole tensors, or split layers
                 have other gradients.
         """
-        optimizers = list(optimizers)
-        held, asked = held_bytes(self._module.parameters(), optimizers), self._sequence_split
-        trials = Trials(
-            self._module,
-            self._group,
-            step,
-            traceless=traceless,
-            gather=gather,
-            sequence_split=None if not asked else "keep" if asked is True else asked,
-            keeps_whole=self._keeps_whole,
-            optimizes_manually=optimizes_manually,
-        )
-        proof = SplitProof(
-            self._module,
-            self._group,
-            trials.loss,
-            traceless=traceless,
-            gather=gather,
-            rtol=rtol,
-            num_steps=verify_steps,
-        )
-        searches: list[Any] = [self._blocks]
-        if self._plan == "auto":
-            searches.append(lambda called: find_pairs(self._module, called))
-        split, left = trials.run(order_of_calls, *searches)
-        own = gather(held_bytes(self._module.parameters(), optimizers))
-        plan = SplitPlan(
-            self._group.size,
-            _rows(self._module, split, trials.traffic, self._group.size),
-            _whole_rows(split, left),
-            trials.notes,
-            held,
-            own[: self._group.size],
-        )
-        self._check(plan)
-        if self._plan == "auto":
-            self._check_share(plan, left)
-        if (difference := proof.difference()) is not None:
-            raise ValueError(
-                f"{difference}. A layer or a function computes something else on a part of a tensor, in code that "
-                "torch's functions do not show. Keep such layers whole, by plan={'*.first': 'column', '*.second': "
-                "'row'} without them, or use strategy='ring_ddp'; verify_steps=0 trains all the same"
-            )
-        if proof.obstacle is not None:
+        optimizers, module, num_ranks = list(optimizers), self._module, self._group.size
+        held = held_bytes(module.parameters(), optimizers)
+        proof = SplitProof(step, rtol=rtol, num_steps=verify_steps)
+        trials = Trials(step, sequence_split=self._sequence_split, keeps_whole=self._keeps_whole)
+        trials.run(self._blocks, *([partial(find_pairs, module)] if self._plan == "auto" else []))
+        ranks = step.gather(held_bytes(module.parameters(), optimizers))[:num_ranks]
+        rows = rows_of_plan(module, trials.split, trials.traffic, num_ranks)
+        plan = SplitPlan(num_ranks, rows, _whole_rows(trials.split, trials.left), trials.notes, held, ranks)
+        self._check(plan, trials.left)
+        if proof.obstacle:
             rank_zero_info(proof.obstacle)
-        self.split = split
-        self._regions = trials.regions
+        proof.check()
+        self.split, self._regions = trials.split, trials.regions
         for optimizer in optimizers:
             self.cut_state(optimizer)
         self.check_optimizers(optimizers)
         if self._sequence_split and not self._regions:
             reasons = "; ".join(trials.notes) or "no list of layers (nn.ModuleList, nn.Sequential) has a block in each"
-            rank_zero_warn(f"sequence_split={self._sequence_split} does nothing: {reasons}")
+            rank_zero_warn(f"sequence_split=True does nothing: {reasons}")
         return plan
 
     def _blocks(self, called: Mapping[str, int]) -> list[Block]:
-        module = self._module
-        found = find_blocks(module, called)
+        found = find_blocks(self._module, called)
         if self._plan == "auto":
             return found
-        check_patterns(self._plan, module)
+        check_patterns(self._plan, self._module)
         roles: dict[str, str] = {}
-        for name, part in module.named_modules():
-            style = self._style(name, part)
+        for name, _ in self._module.named_modules():
+            style = next((style for pattern, style in self._plan.items() if fnmatchcase(name, pattern)), None)
             if style is not None:
                 roles[name] = style
-        block = planned_block(module, roles, found)
-        return [*[known for known in found if known.roles.items() <= roles.items()], *([block] if block else [])]
+        return planned_blocks(self._module, roles, found)
 
-    def _style(self, name: str, part: Module) -> str | None:
-        if callable(self._plan):
-            style = self._plan(name, part)
-            if style is not None:
-                option_checks.check_choice(f"plan({name!r})", style, _STYLES)
-            return style
-        assert isinstance(self._plan, Mapping)
-        return next((style for pattern, style in self._plan.items() if fnmatchcase(name, pattern)), None)
-
-    def _check(self, plan: SplitPlan) -> None:
+    def _check(self, plan: SplitPlan, left: Iterable[Left]) -> None:
         reasons = "; ".join(f"{each.names}: {each.reason}" for each in plan.whole)
         if plan.whole and self._plan != "auto":
             raise ValueError(f"plan={self._plan!r} does not work. {reasons}")
@@ -289,13 +229,15 @@ class SplitLayers:
                 f"what computes on parts. {reasons or 'It has found none of these'}. Name layers yourself: "
                 "TensorSplitStrategy(plan={'*.first': 'column', '*.second': 'row'}), or use strategy='ring_ddp'"
             )
+        if self._plan == "auto":
+            self._check_share(plan, left)
 
     def _check_share(self, plan: SplitPlan, left: Iterable[Left]) -> None:
         """Checks that enough of the module is split to be worth the communication."""
         split, total = sum(each.whole_bytes for each in plan.blocks), plan.one_device.parameters_bytes
         if split >= _SMALLEST_SHARE * total:
             return
-        reasons = {kind_of([name]): each.reason for each in left for block in each.blocks for name in block.roles}
+        reasons = {kind_of([name]): reason for block, reason in left for name in block.roles}
         sizes: dict[str, int] = {}
         for name, parameter in self._module.named_parameters():
             if split_of(parameter) is None:
@@ -335,22 +277,16 @@ class SplitLayers:
         for copy, hook in self._copies:
             hook.remove()
             for name, parameter in copy.named_parameters():
-                value = self._whole(own[name], parameter.data, name)
-                forget_place(parameter)
-                parameter.data = value
+                make_whole(parameter, self._whole(own[name], parameter.data, name))
         self._copies = []
         for optimizer in optimizers:
             states = held_states(plain_optimizer(optimizer))
             for key, state in states.items():
                 states[key] = self._whole_state(key, state)
         for name, parameter in self._module.named_parameters():
-            split = split_of(parameter)
-            if split is not None and not isinstance(parameter, Placeholder):
+            if split_of(parameter) is not None and not isinstance(parameter, Placeholder):
                 parameter.grad = None
-                value = self._whole(parameter, parameter.data, name)
-                forget_place(parameter)
-                parameter.data = value
-                forget_split(parameter)
+                make_whole(parameter, self._whole(parameter, parameter.data, name))
         for region in self._regions:
             region.undo()
         for _, applied in reversed(self.split):
@@ -462,22 +398,13 @@ class SplitLayers:
         return split.gather(part.detach().to(parameter.device), self._group, name).to(part.device, copy=True)
 
 
-def _rows(
-    module: Module, split: Iterable[tuple[Block, Applied]], traffic: list[Sent], num_ranks: int
-) -> list[SplitBlocks]:
-    by_kind: dict[str, list[Block]] = {}
-    for block, _ in split:
-        by_kind.setdefault(block.kind, []).append(block)
-    return [split_blocks(module, blocks, traffic, num_ranks) for blocks in by_kind.values()]
-
-
 def _whole_rows(split: Iterable[tuple[Block, Applied]], left: Iterable[Left]) -> list[WholeBlocks]:
     """Whole blocks by kind and reason; by full names if other blocks of the kind are split."""
     kinds = {block.kind for block, _ in split}
-    by_row: dict[tuple[str, str, str], int] = {}
-    for blocks, reason in left:
-        first = blocks[0]
-        names = ", ".join(block.name for block in blocks) if first.kind in kinds else first.kind
-        row = first.shape, names, reason
-        by_row[row] = by_row.get(row, 0) + len(blocks)
-    return [WholeBlocks(shape, names, count, reason) for (shape, names, reason), count in by_row.items()]
+    by_row: dict[tuple[str, str, str], list[Block]] = {}
+    for block, reason in left:
+        by_row.setdefault((block.shape, block.kind, reason), []).append(block)
+    return [
+        WholeBlocks(shape, ", ".join(b.name for b in blocks) if kind in kinds else kind, len(blocks), reason)
+        for (shape, kind, reason), blocks in by_row.items()
+    ]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
@@ -27,8 +26,9 @@ from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.parts import functions_get_whole, whole
+from lightning_multigpu.engine.tensor_split.parts import whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
@@ -47,13 +47,11 @@ from lightning_multigpu.strategies.steps.same_batches import (
 )
 from lightning_multigpu.strategies.tensor_parallel.split_layers import (
     Plan,
-    SequenceSplit,
     SplitLayers,
     check_patterns,
     check_plan,
-    check_sequence_split,
     check_uncompiled,
-    plan_text,
+    open_tensor_group,
 )
 
 if TYPE_CHECKING:
@@ -75,11 +73,10 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         data_parallel_size: number of tensor groups; may be given instead of ``tensor_parallel_size``.
         plan: the layers to split. "auto" finds pairs of linear layers, attention, and embeddings with their heads. Or a
             mapping from patterns of names ("encoder.*.up") to "column" (outputs are split), "row" (inputs are split),
-            "vocab" (rows of an embedding) and "head" (a column layer whose outputs are logits). Or a function that gets
-            a name and a module and returns one of these, or None. A plan that changes results raises an error.
-        sequence_split: split activations between blocks along the sequence, in lists of layers. True keeps gathered
-            inputs of blocks for backward, with the bytes of False; "gather_again" keeps a rank's part, and each column
-            layer gathers once more in backward. Where a list would then gather more, its activations stay whole.
+            "vocab" (rows of an embedding) and "head" (a column layer whose outputs are logits). A plan that changes
+            results raises an error.
+        sequence_split: split activations between blocks along the sequence, in lists of layers. Where a list would then
+            gather more, its activations stay whole.
         verify_steps: so many steps are computed on the first batch, before it trains, on whole layers and on split
             ones, and their gradients compared; 0 for none.
         options: options of :class:`RingDDPStrategy` and of
@@ -97,7 +94,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         tensor_parallel_size: int | None = None,
         data_parallel_size: int | None = None,
         plan: Plan = "auto",
-        sequence_split: SequenceSplit = False,
+        sequence_split: bool = False,
         verify_steps: int = 1,
         **options: Any,
     ) -> None:
@@ -106,7 +103,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
             if size is not None:
                 option_checks.check_positive(name, size, whole=True)
         check_plan(plan)
-        check_sequence_split(sequence_split)
+        option_checks.check_bools(sequence_split=sequence_split)
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
         averaging = option_checks.own_options(RingDDPStrategy, options)
         self.averaging = AveragedGradients(self, averaging, options)
@@ -114,7 +111,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         super().__init__(**self.averaging.lightnings_options, **options)
         self._asked_sizes = tensor_parallel_size, data_parallel_size
         self._plan: Plan = plan
-        self._sequence_split: SequenceSplit = sequence_split
+        self._sequence_split = sequence_split
         self._verify_steps = verify_steps
         self.on_split: Callable[[SplitPlan], object] | None = None
         """Called on every rank after the layers were split, before anything is trained."""
@@ -130,7 +127,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         tensor, data = self._asked_sizes
         sizes = {"tensor_parallel_size": tensor, "data_parallel_size": data}
         own = {"sequence_split": self._sequence_split, "verify_steps": self._verify_steps}
-        return {**super().options, **sizes, "plan": plan_text(self._plan), **own}
+        return {**super().options, **sizes, "plan": self._plan, **own}
 
     @property
     def tensor_parallel_size(self) -> int:  # type: ignore[override]
@@ -190,17 +187,11 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         super().model_to_device()
         module = self._module
         self.collectives.world.broadcast_tensors([*module.parameters(), *module.buffers()], src=0)
-        group = self.new_group("tensor")
-        self._peers = self.metered(group, "tensor")
-        hosts = {rank // self.num_processes for rank in dist.get_process_group_ranks(group)}
+        first = self.global_rank - self.tensor_parallel_rank
+        hosts = {rank // self.num_processes for rank in (first, first + self.tensor_parallel_size - 1)}
         shared_memory = self.averaging.transport.shared_memory and len(hosts) == 1  # emulated hosts have one /dev/shm
-        readers = self.new_group("tensor", backend="gloo")
-        self._tensor = TensorGroup(group, meter=self.meter, shared_memory=shared_memory, readers=readers)
+        self._tensor, self._peers = open_tensor_group(self, shared_memory=shared_memory)
         self._tensor.shows_parts = False
-        assert self.groups is not None
-        self.groups.also_cut.append(self._tensor.abort)
-        self._undo.callback(self._tensor.close)
-        self._undo.callback(functions_get_whole())
         self._layers = SplitLayers(module, self._tensor, self._plan, sequence_split=self._sequence_split)
         tensor, device = self._tensor, self.root_device
         methods = PluginMethods(  # a rank owns its parts, the first one whole gradients
@@ -256,6 +247,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         """Splits the module, on the first training batch; a collective of the world."""
         module = self._module
         assert self._layers is not None
+        assert self._tensor is not None
         batch, *others = args
 
         def step() -> Any:
@@ -269,11 +261,15 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
 
         with self.meter.unrecorded(), self.steps.recomputing():
             plan = self._layers.decide(
-                step,
+                TracelessStep(
+                    module,
+                    self._tensor,
+                    step,
+                    traceless=traceless,
+                    gather=self.gather_objects,
+                    optimizes_manually=not module.automatic_optimization,
+                ),
                 self.optimizers,
-                traceless=traceless,
-                gather=self.gather_objects,
-                optimizes_manually=not module.automatic_optimization,
                 rtol=gradient_rtol(module, self.root_device),
                 verify_steps=self._verify_steps,
             )

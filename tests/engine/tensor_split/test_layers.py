@@ -1,8 +1,9 @@
-"""Layers that are split over ranks compute what whole ones compute, with the collectives that their tables promise."""
+"""Layers that are split over ranks compute what whole ones compute, and communicate once in each pass."""
 
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,16 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from lightning_multigpu.engine.tensor_split.layers import (
-    ColumnSplitLinear,
-    RowSplitLinear,
-    VocabSplitEmbedding,
-    gather_sequence,
-    sequence_placement,
-    split_sequence,
-)
+from lightning_multigpu.engine.tensor_split.block_input import BlockInput, sequence_placement
+from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear, RowSplitLinear, VocabSplitEmbedding
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from tests.engine.tensor_split.shared import assert_equal, assert_parts, counts, tensor_group
 from tests.world import World
 
@@ -28,34 +24,51 @@ LENGTH, WIDTH, HIDDEN = 7, 6, 10
 
 
 class Block(nn.Module):
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+    """A column layer, or two on the same input, and a row layer."""
+
+    def __init__(self, up: nn.Module, gate: nn.Module | None, down: nn.Module) -> None:
         super().__init__()
-        self.first, self.second = first, second
+        self.up, self.gate, self.down = up, gate, down
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(F.gelu(self.first(x)))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(x))
+        return self.down(hidden if self.gate is None else hidden * self.gate(x))  # type: ignore[no-any-return]
 
 
-def _block(sequence_dim: int | None, keeps_gathered: bool) -> dict[tuple[str, str], int]:
+def _linear(kind: str, inputs: int, outputs: int) -> nn.Module:
+    return Conv1D(outputs, inputs) if kind == "conv1d" else nn.Linear(inputs, outputs, bias=kind != "no bias")
+
+
+def _pair(kind: str, group: TensorGroup, sequence_dim: int | None = None) -> tuple[Block, Block]:
+    """A whole block and the same one, split in place."""
+    torch.manual_seed(0)
+    gate = _linear(kind, WIDTH, HIDDEN) if kind == "gated" else None
+    whole = Block(_linear(kind, WIDTH, HIDDEN), gate, _linear(kind, HIDDEN, WIDTH))
+    split = copy.deepcopy(whole)
+    parameters = list(split.parameters())
+    up = ColumnSplitLinear.of(split.up, group, name="up")
+    if split.gate is not None:
+        last = ColumnSplitLinear.of(split.gate, group, name="gate")
+        up.entry = last.entry = BlockInput(group, "input", last)
+    RowSplitLinear.of(split.down, group, name="down").sequence_dim = sequence_dim
+    assert all(old is new for old, new in zip(parameters, split.parameters(), strict=True))
+    return whole, split
+
+
+def _part(own: Tensor, group: TensorGroup) -> Any:
+    return SplitTensor.of(own, sequence_placement(1, LENGTH, group, "x"))
+
+
+def _compute(kind: str, is_sequence: bool) -> dict[tuple[str, str], int]:
     with tensor_group() as (group, meter):
-        torch.manual_seed(0)
-        whole = Block(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
-        torch.manual_seed(0)
-        split = Block(
-            ColumnSplitLinear(WIDTH, HIDDEN, keeps_gathered=keeps_gathered, name="up", group=group),
-            RowSplitLinear(HIDDEN, WIDTH, name="down", sequence_dim=sequence_dim, group=group),
-        )
-        x = torch.randn(3, LENGTH, WIDTH, requires_grad=True)
-        weights = torch.randn(3, LENGTH, WIDTH)
-        expected = whole(x)
-        (expected * weights).sum().backward()
-
-        start, stop = (0, LENGTH) if sequence_dim is None else group.bounds(LENGTH)[group.rank]
+        whole, split = _pair(kind, group, 1 if is_sequence else None)
+        x, weights = torch.randn(3, LENGTH, WIDTH, requires_grad=True), torch.randn(3, LENGTH, WIDTH)
+        start, stop = group.bounds(LENGTH)[group.rank] if is_sequence else (0, LENGTH)
         own = x.detach()[:, start:stop].clone().requires_grad_()
-        placed = sequence_placement(1, LENGTH, group, "x")
-        actual = split(own if sequence_dim is None else SplitTensor.of(own, placed))
+        expected, actual = whole(x), split(_part(own, group) if is_sequence else own)
         assert actual.shape == x.shape
         actual = local(actual)
+        (expected * weights).sum().backward()
         (actual * weights[:, start:stop]).sum().backward()
         collectives = counts(meter)
         assert_equal(actual, expected[:, start:stop])
@@ -66,79 +79,36 @@ def _block(sequence_dim: int | None, keeps_gathered: bool) -> dict[tuple[str, st
         return collectives
 
 
-def test_a_block_sums_once_forward_and_once_back(world: World) -> None:
-    for collectives in world.run(_block, None, True):
-        assert collectives == {("all_reduce", "tensor up"): 1, ("all_reduce", "tensor down"): 1}
+@pytest.mark.parametrize("is_sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d", "gated"])
+def test_a_block_sums_once_forward_and_once_back(world: World, kind: str, is_sequence: bool) -> None:
+    """Parts of a sequence are uneven."""
+    ways = ("all_gather", "reduce_scatter") if is_sequence else ("all_reduce",)
+    ends = ("tensor input" if kind == "gated" else "tensor up", "tensor down")
+    for collectives in world.run(_compute, kind, is_sequence):
+        assert collectives == {(way, end): 1 for way in ways for end in ends}
 
 
-@pytest.mark.parametrize("keeps_gathered", [True, False], ids=["kept", "gathered again"])
-def test_sequences_of_uneven_parts(world: World, keeps_gathered: bool) -> None:
-    for collectives in world.run(_block, 1, keeps_gathered):
-        assert collectives == {
-            ("all_gather", "tensor up"): 1 if keeps_gathered else 2,
-            ("reduce_scatter", "tensor up"): 1,
-            ("reduce_scatter", "tensor down"): 1,
-            ("all_gather", "tensor down"): 1,
-        }
-
-
-def _converted(first: nn.Module, second: nn.Module, on_first: dict[str, Any], on_second: dict[str, Any]) -> None:
-    with tensor_group() as (group, _):
-        whole = copy.deepcopy(Block(first, second)).double()
-        split = copy.deepcopy(whole)
-        parameters = list(split.parameters())
-        ColumnSplitLinear.of(split.first, group, **on_first)
-        RowSplitLinear.of(split.second, group, **on_second)
-        assert all(old is new for old, new in zip(parameters, split.parameters(), strict=True))
-        x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1))
-        inputs = [x.clone().requires_grad_() for _ in range(2)]
-        outputs = [block(each) for block, each in zip((whole, split), inputs, strict=True)]
-        for output in outputs:
-            (output * torch.arange(output.numel()).view_as(output)).sum().backward()
-        assert_equal(outputs[1], outputs[0])
-        assert inputs[0].grad is not None
-        assert inputs[1].grad is not None
-        assert_equal(inputs[1].grad, inputs[0].grad)
-        assert_parts(split, whole, group)
-
-
-@pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d"])
-def test_layers_are_split_in_place(world: World, kind: str) -> None:
-    first: nn.Module = nn.Linear(WIDTH, HIDDEN, bias=kind != "no bias")
-    second: nn.Module = nn.Linear(HIDDEN, WIDTH, bias=kind != "no bias")
-    if kind == "conv1d":
-        first, second = Conv1D(HIDDEN, WIDTH), Conv1D(WIDTH, HIDDEN)
-    world.run(_converted, first, second, {}, {})
-
-
-def _others_are_refused() -> None:
-    with tensor_group() as (group, _):
-        with pytest.raises(ValueError, match=r"Conv2d is no nn\.Linear and no Conv1D"):
-            ColumnSplitLinear.of(nn.Conv2d(1, 1, 1), group)
-        with pytest.raises(ValueError, match="max_norm cannot be split"):
-            VocabSplitEmbedding.of(nn.Embedding(4, 2, max_norm=1.0), group)
-
-
-def test_other_modules_are_refused(world2: World) -> None:
-    world2.run(_others_are_refused)
-
-
-def _sequence() -> None:
-    with tensor_group() as (group, _):
-        x = torch.randn(2, LENGTH, 3, generator=torch.Generator().manual_seed(1), requires_grad=True)
-        weights = torch.arange(x.numel(), dtype=x.dtype).view_as(x)
-        part = split_sequence(x, group, 1, "split")
+def _change() -> None:
+    with tensor_group() as (group, _), torch.no_grad():
+        whole, split = _pair("gated", group)
         start, stop = group.bounds(LENGTH)[group.rank]
-        assert_equal(local(part), x[:, start:stop])
-        whole = gather_sequence(part * 2)
-        assert_equal(whole, x * 2)
-        (whole * weights).sum().backward()
-        assert x.grad is not None
-        assert_equal(x.grad, weights * 2)
+        x = torch.randn(3, LENGTH, WIDTH)
+        own = _part(x[:, start:stop].clone(), group)
+        split.up(own)
+        own.mul_(2)
+        gate: Any = split.gate
+        assert whole.gate is not None
+        assert_equal(local(gate(own)).movedim(-1, 0), gate.placed.own(whole.gate(2 * x).movedim(-1, 0)))
 
 
-def test_sequences_are_split_and_gathered(world: World) -> None:
-    world.run(_sequence)
+def test_an_input_that_changes_in_place(world2: World) -> None:
+    world2.run(_change)
+
+
+def test_an_embedding_that_looks_at_all_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_norm cannot be split"):
+        VocabSplitEmbedding.of(nn.Embedding(4, 2, max_norm=1.0), SimpleNamespace(rank=0, size=2))  # type: ignore[arg-type]
 
 
 def _embedding(num_rows: int) -> dict[tuple[str, str], int]:
@@ -146,7 +116,7 @@ def _embedding(num_rows: int) -> dict[tuple[str, str], int]:
         torch.manual_seed(1)
         whole = nn.Embedding(num_rows, 4, num_rows - 1)
         torch.manual_seed(1)
-        split = VocabSplitEmbedding(num_rows, 4, num_rows - 1, group=group, name="tokens")
+        split = VocabSplitEmbedding.of(nn.Embedding(num_rows, 4, num_rows - 1), group, name="tokens")
         tokens = torch.randint(num_rows, (3, 5))
         outputs = [whole(tokens), split(tokens)]
         for output in outputs:
@@ -194,7 +164,7 @@ def _raises(token: int) -> bool:
     """Whether this rank does; the collective is left out, in which the others would wait."""
     with tensor_group() as (group, _), group.alone():
         try:
-            VocabSplitEmbedding(11, 4, group=group)(torch.tensor([1, token]))
+            VocabSplitEmbedding.of(nn.Embedding(11, 4), group)(torch.tensor([1, token]))
         except IndexError:
             return True
         return False
@@ -208,11 +178,7 @@ def test_an_unknown_token_raises_as_on_one_device(world2: World, token: int) -> 
 
 def _autocast() -> None:
     with tensor_group() as (group, _):
-        torch.manual_seed(0)
-        whole = Block(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)).float()
-        split = copy.deepcopy(whole)
-        ColumnSplitLinear.of(split.first, group)
-        RowSplitLinear.of(split.second, group)
+        whole, split = (block.float() for block in _pair("linear", group))
         x = torch.randn(2, 3, WIDTH, dtype=torch.float32)
         outputs = []
         for block in (whole, split):
@@ -237,7 +203,7 @@ def test_autocast(world2: World) -> None:
 def _gradient_of_a_gradient() -> None:
     with tensor_group() as (group, _):
         x = torch.randn(2, WIDTH, requires_grad=True)
-        output = ColumnSplitLinear(WIDTH, HIDDEN, group=group)(x)
+        output = ColumnSplitLinear.of(nn.Linear(WIDTH, HIDDEN), group)(x)
         (gradient,) = torch.autograd.grad(output.pow(2).sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             gradient.sum().backward()
