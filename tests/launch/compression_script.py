@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_multigpu import RingDDPStrategy
 
-NUM_FEATURES = 1000
+NUM_FEATURES = 700
 
 
 class Wide(pl.LightningModule):
-    """4 MB of gradients."""
+    """2 MB of gradients."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -76,43 +77,20 @@ def must_survive(kind: str, where: str) -> bool:
     return kind in ("nothing", *CONTROLS) or (kind, where) == ("interrupt", "data")
 
 
-STRATEGIES: dict[str, Callable[[Any], Any]] = {
-    "ring_ddp": lambda method: RingDDPStrategy(
-        start_method=method,
-        failure_timeout_s=FAILURE_TIMEOUT_S,
-        join_timeout_s=JOIN_TIMEOUT_S,
-        hang_report_s=HANG_REPORT_S,
-    ),
-    "pipeline_1f1b": lambda _: PipelineStrategy(
-        failure_timeout_s=FAILURE_TIMEOUT_S,
-        join_timeout_s=JOIN_TIMEOUT_S,
-        hang_report_s=HANG_REPORT_S,
-    ),
-    "sync_ps": lambda method: ParameterServerStrategy(
-        start_method=method,
-        failure_timeout_s=FAILURE_TIMEOUT_S,
-        join_timeout_s=JOIN_TIMEOUT_S,
-        hang_report_s=HANG_REPORT_S,
-    ),
-    "ddp_sharded": lambda method: ShardedStrategy(
-        start_method=method,
-        failure_timeout_s=FAILURE_TIMEOUT_S,
-        join_timeout_s=JOIN_TIMEOUT_S,
-        hang_report_s=HANG_REPORT_S,
-    ),
-    "tensor_split": lambda method: TensorSplitStrategy(
-        start_method=method,
-        failure_timeout_s=FAILURE_TIMEOUT_S,
-        join_timeout_s=JOIN_TIMEOUT_S,
-        hang_report_s=HANG_REPORT_S,
-    ),
-    "hybrid": lambda method: HybridStrategy(
-        start_method=method,
-        failure_timeout_s=FAILURE_TIMEOUT_S,
-        join_timeout_s=JOIN_TIMEOUT_S,
-        hang_report_s=HANG_REPORT_S,
-    ),
-    "ddp": lambda method: DDPStrategy(start_method=method),
+_LIMITS = {
+    "failure_timeout_s": FAILURE_TIMEOUT_S,
+    "join_timeout_s": JOIN_TIMEOUT_S,
+    "hang_report_s": HANG_REPORT_S,
+}
+# They take start_method=.
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "ring_ddp": partial(RingDDPStrategy, **_LIMITS),
+    "pipeline_1f1b": partial(PipelineStrategy, **_LIMITS),
+    "sync_ps": partial(ParameterServerStrategy, **_LIMITS),
+    "ddp_sharded": partial(ShardedStrategy, **_LIMITS),
+    "tensor_split": partial(TensorSplitStrategy, **_LIMITS),
+    "hybrid": partial(HybridStrategy, **_LIMITS),
+    "ddp": DDPStrategy,
 }
 
 
@@ -149,7 +127,7 @@ def main() -> None:
         default_root_dir=os.environ["SAVE_TO"],
         enable_checkpointing=True,
         val_check_interval=6,
-        **Card.of_environment().place(STRATEGIES[strategy[0] if strategy else "ring_ddp"](method), ranks),
+        **Card.of_environment().place(STRATEGIES[strategy[0] if strategy else "ring_ddp"](start_method=method), ranks),
     )
     workers: dict[str, Any] = {"num_workers": int(num_workers)}
     last = "last" if os.environ.get("RESUME") else None

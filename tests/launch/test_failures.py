@@ -178,31 +178,6 @@ def test_two_jobs_at_once_reach_the_weights_of_one_device(tmp_path: Path) -> Non
         assert sums == pytest.approx([expected] * len(sums), abs=1e-8 if strategy == "ring_ddp" else 1e-5)
 
 
-TYPED = """
-import torch, lightning as L, lightning_multigpu
-class Typed(L.LightningModule):
-    def __init__(self):
-        super().__init__(); self.layer = torch.nn.Linear(4, 2)
-    def training_step(self, batch, batch_idx): return self.layer(batch[0]).square().mean()
-    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.1)
-
-data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(32, 4)), 4)
-trainer = L.Trainer(strategy="ring_ddp_spawn", devices=2, accelerator="cpu", max_epochs=1, logger=False,
-    enable_progress_bar=False, enable_checkpointing=False)
-module = Typed(); before = module.layer.weight.clone()
-trainer.fit(module, data)
-print("trained", not torch.equal(before, module.layer.weight), trainer.global_step, trainer.current_epoch)
-"""
-
-
-def test_a_module_that_was_typed_at_a_prompt(tmp_path: Path) -> None:
-    """No new process can import it, so that the ranks are forked."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run([sys.executable, "-i", "-q"], input=TYPED, env=environment, cwd=tmp_path,
-                              capture_output=True, text=True, timeout=90, check=False)  # fmt: skip
-    assert "trained True 4 1" in finished.stdout, finished.stderr[-3000:]
-
-
 def test_sigterm_at_different_times_ends_all_ranks(tmp_path: Path) -> None:
     """A scheduler ends each rank on its own. Lightning's handler broadcasts, and two ranks would wait for ever."""
     port = str(free_port())
