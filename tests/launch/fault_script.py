@@ -77,7 +77,7 @@ def must_survive(kind: str, where: str) -> bool:
     return kind in ("nothing", *CONTROLS) or (kind, where) == ("interrupt", "data")
 
 
-_LIMITS = {
+_LIMITS: dict[str, Any] = {
     "failure_timeout_s": FAILURE_TIMEOUT_S,
     "join_timeout_s": JOIN_TIMEOUT_S,
     "hang_report_s": HANG_REPORT_S,
