@@ -18,7 +18,7 @@ OLDEST_RESULTS := benchmarks/results/oldest.txt
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install gpu demo check docs test oldest release clean
+.PHONY: help install gpu demo check docs test suite oldest release clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,7 +58,10 @@ check: install docs ## style, formatting, types and documentation
 docs: install ## the documentation pages in site/; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file docs/config/mkdocs.yml
 
-test: check ## check, and the whole test suite
+test: install ## check, and the whole test suite beside it
+	$(MAKE) --jobs=2 check suite
+
+suite: install
 	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --no-loadscope-reorder $(PYTEST_ARGS)
 
 # uv, since pip cannot be asked for the oldest versions; a new environment, since uv would keep newer ones.

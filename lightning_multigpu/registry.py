@@ -83,8 +83,8 @@ _PARAMETER_SERVER: dict[str, Any] = {
 }
 
 _PIPELINE: dict[str, Any] = {
-    "gradients": "gradients of activations go from each stage to the stage before; gradients of weights stay",
-    "model": "broadcast once at the start; each stage then keeps only its own layers",
+    "gradients": "those of activations, from each stage to the stage before",
+    "model": "broadcast once at the start; each stage then keeps its layers",
     "bytes_per_step": "A sent forward and A back at each of the P-1 cuts",
     "transport": "messages",
 }
@@ -124,7 +124,7 @@ STRATEGIES: tuple[StrategyRow, ...] = (
         summary="data parallel training in one process, which drives all devices of one machine",
         compute="one process: each device in a thread, on its share of the batch; the first one updates",
         gradients="summed on the first device, after backward",
-        model="from the first device to the others, for each batch; on CPUs in memory that the replicas share",
+        model="from the first device to the others, for each batch; on CPUs not at all",
         bytes_per_step="(N-1) x S from the first of N devices and (N-1) x S back to it",
         transport="one process",
     ),
@@ -164,7 +164,7 @@ STRATEGIES: tuple[StrategyRow, ...] = (
         class_path="lightning_multigpu.PipelineStrategy",
         options={"schedule": "gpipe", "num_micro_batches": 1},
         summary="layers on different devices, which compute one after the other",
-        compute="one stage at a time: each device is idle for (P-1)/P of a step",
+        compute="one stage at a time; each is idle for (P-1)/P of a step",
         **_PIPELINE,
     ),
     StrategyRow(
@@ -180,7 +180,7 @@ STRATEGIES: tuple[StrategyRow, ...] = (
         class_path="lightning_multigpu.PipelineStrategy",
         options={"schedule": "1f1b"},
         summary="gpipe with backward as soon as possible: at most P micro-batches are in memory, not M",
-        compute="all stages at once, one forward and one backward in turn; idle as under gpipe",
+        compute="all stages at once; each is idle for (P-1)/(M+P-1) of a step",
         **_PIPELINE,
     ),
     StrategyRow(
@@ -204,7 +204,7 @@ STRATEGIES: tuple[StrategyRow, ...] = (
         class_path="lightning_multigpu.TensorSplitStrategy",
         summary="each large layer split over all devices, which train on the same batch",
         compute="all ranks, each on its part of each split layer; what is not split on every rank",
-        gradients="those of split layers stay with their ranks; those of whole layers are the same on all",
+        gradients="not at all",
         model="broadcast once at the start; each rank then keeps its part of the split layers",
         bytes_per_step="2(N-1)/N x A twice forward and twice back for each transformer block, inside its layers",
         transport="collectives",

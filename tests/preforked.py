@@ -21,6 +21,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import itertools
 import multiprocessing.util
 import os
 import pickle
@@ -228,6 +229,12 @@ def _serve(channel: socket.socket) -> tuple[_Request, list[int]]:
             os.close(descriptor)
 
 
+def _parts(command: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The flags of the interpreter that a fork can follow, and what it runs."""
+    flags = list(itertools.takewhile(("-B", "-P", "-u").__contains__, command[1:]))
+    return flags, list(command[1 + len(flags) :])
+
+
 def _await_parent(parent: int) -> None:
     deadline = time.monotonic() + 10
     while os.getppid() != parent:
@@ -262,8 +269,10 @@ def _fork_what_is_started(namespace: str | None) -> None:
     place = {"own_terminal": False, "namespace": namespace}
 
     def is_forked(command: Any) -> bool:
-        is_python = not isinstance(command, str) and os.fsdecode(command[0]) == sys.executable and len(command) > 1
-        if not is_python or (command[1].startswith("-") and command[1] not in ("-u", "-m", "-c", "-P")):
+        if isinstance(command, str) or os.fsdecode(command[0]) != sys.executable:
+            return False
+        _, what = _parts(command)
+        if not what or (what[0].startswith("-") and what[0] not in ("-m", "-c")):
             return False
         # Where the kernel is to refuse a fork (launch/without_memory.py), it must be asked.
         own, next_child = (os.readlink(f"/proc/thread-self/ns/{name}") for name in ("pid", "pid_for_children"))
@@ -276,7 +285,7 @@ def _fork_what_is_started(namespace: str | None) -> None:
             executes(process, args, executable, preexec_fn, *given)
 
     def spawn(path: Any, args: Any, descriptors: Any) -> int:
-        if is_forked(args) and "spawn_main" in args[2]:
+        if is_forked(args) and "spawn_main" in _parts(args)[1][1]:
             return _fork(args, (0, 1, 2), descriptors, env=None, cwd=None, new_session=False, **place)
         return spawns(path, args, descriptors)
 
@@ -299,7 +308,7 @@ def _become(request: _Request, descriptors: list[int]) -> None:
     os.chdir(request.directory)
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     _set_environment(request.environment)
-    unbuffered = "PYTHONUNBUFFERED" in request.environment or request.command[1] == "-u"
+    unbuffered = "PYTHONUNBUFFERED" in request.environment or "-u" in _parts(request.command)[0]
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.reconfigure(line_buffering=unbuffered or number == 2 or os.isatty(number))
     own = request.environment.get("PYTHONPATH", "").split(os.pathsep)
@@ -362,8 +371,8 @@ def _enter(namespace: str) -> None:
 
 def run_main(command: Sequence[str]) -> None:
     """Runs the command as this process's ``__main__``."""
-    arguments = command[2:] if command[1] in ("-u", "-P") else command[1:]
-    is_safe = command[1] == "-P"
+    flags, arguments = _parts(command)
+    is_safe = "-P" in flags
     # multiprocessing's name for it too, under which exceptions of spawned processes come back.
     main = sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__

@@ -53,6 +53,7 @@ class Broken(BoringModel):
     def __init__(self) -> None:
         raise ValueError("a bug of the user's")
 """
+MODULE_COMMAND = (sys.executable, "-m", "lightning_multigpu")
 ON_CPU = ("--model=project.Model", "--trainer.accelerator=cpu")
 QUIET = (
     "--trainer.logger=false",
@@ -464,25 +465,18 @@ class TestProcesses:
     """The command line in processes of its own; ranks run the same command line again."""
 
     @staticmethod
-    def run(command: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = with_package()
-        line = [*command, *arguments]
-        if command[0] == sys.executable:
-            return preforked.run(line, env=environment, timeout=300)
-        return subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return preforked.run([*MODULE_COMMAND, *arguments], env=with_package(), timeout=300)
 
-    @pytest.mark.parametrize("program", ["module", "script"])
-    def test_two_ranks(self, program: str, project: Path) -> None:
-        script = Path(sys.executable).with_name("lightning-multigpu")
-        command = [sys.executable, "-m", "lightning_multigpu"] if program == "module" else [str(script)]
+    def test_two_ranks(self, project: Path) -> None:
         options = ("--trainer.strategy=ring_ddp", "--trainer.devices=2", "--trainer.max_steps=2", *QUIET)
-        ended = self.run(command, "fit", *ON_CPU, *options)
+        ended = self.run("fit", *ON_CPU, *options)
         assert ended.returncode == 0, ended.stderr
         assert "Process group of 2 over gloo" in ended.stderr
         assert "Seed set to 0" in ended.stderr
 
     def test_refusal(self, project: Path) -> None:
-        refused = self.run([sys.executable, "-m", "lightning_multigpu"], "fit", *ON_CPU, "--trainer.strategy=ring_dpp")
+        refused = self.run("fit", *ON_CPU, "--trainer.strategy=ring_dpp")
         assert refused.returncode == 2
         assert refused.stderr.startswith(
             "lightning-multigpu fit: error: strategy='ring_dpp': there is no such strategy."
@@ -490,16 +484,22 @@ class TestProcesses:
         assert "Traceback" not in refused.stderr
 
 
-@pytest.mark.parametrize("command", [[sys.executable, "-m", "lightning_multigpu"], COMMAND], ids=["module", "path"])
-def test_files_of_the_working_folder_come_last(command: Sequence[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ((*MODULE_COMMAND, "strategies", "--json"), '"name": "ring_ddp"'),
+        ((*COMMAND, "fit", *ON_CPU, "--print_config"), "class_path: project.Model"),
+    ],
+    ids=["module", "path"],
+)
+def test_files_of_the_working_folder_come_last(command: Sequence[str], expected: str, tmp_path: Path) -> None:
     """A torch.py in a folder that another user may write to ran as the user of the command, and of its ranks."""
     for name in ("torch", "yaml", "json", "lightning"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a stranger ran')")
     (tmp_path / "project.py").write_text(MODULE)
-    arguments = [*command, "fit", *ON_CPU, "--print_config"]
-    ended = subprocess.run(arguments, cwd=tmp_path, env=with_package(), capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(command, cwd=tmp_path, env=with_package(), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    assert "class_path: project.Model" in ended.stdout
+    assert expected in ended.stdout
 
 
 def test_the_parser_goes_to_spawned_ranks_which_save_the_settings() -> None:

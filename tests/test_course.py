@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from lightning_multigpu.emulation import EmulatedHosts
 from tests import documents
 from tests.documents import ROOT
 from tests.hosts import require_hosts
+from tests.launch.job import Job
 
 PROGRAMS = {
     "lightning-multigpu": ["-m", "lightning_multigpu"],
@@ -72,7 +74,19 @@ def test_an_all_reduce_is_timed(checkout: Path) -> None:
 
 
 @pytest.mark.hosts
-def test_compression_on_a_slow_link(checkout: Path) -> None:
+def test_compression_on_a_slow_link(tmp_path: Path) -> None:
+    """What ``emulate`` runs on each host, on such hosts; its own processes would import torch for a minute."""
     require_hosts()
-    output = run(checkout, COMPRESSION, "--steps=1", "--warm-up=0", "--repetitions=1")
-    assert re.search(r" ring_ddp:compression=int8 +\d", output), output
+    program, emulate, *options = COMPRESSION[: COMPRESSION.index("--")]
+    nodes, bandwidth = (options[options.index(name) + 1] for name in ("--nodes", "--bandwidth"))
+    assert (program, emulate, len(options)) == ("lightning-multigpu", "emulate", 4)
+    _, *on_host = COMPRESSION[COMPRESSION.index("--") + 1 :]
+    few = ("--model=tests.bench.models.Tiny", "--steps=1", "--warm-up=0", "--repetitions=1")
+    command = [sys.executable, *PROGRAMS[program], *on_host, *few]
+    with EmulatedHosts(int(nodes), bandwidth=bandwidth) as hosts, Job(tmp_path / "logs") as job:
+        for host in hosts:
+            job.start(host, command, host.environment())
+        job.wait()
+        output = job.output(0)
+    for strategy in on_host[on_host.index("--strategies") + 1 :]:
+        assert re.search(rf" {strategy} +\d", output), output

@@ -225,6 +225,7 @@ class World:
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
+            "TMPDIR": str(self._directory),  # a rank ends without removing what multiprocessing has put there
             "PYTHONPATH": os.pathsep.join([str(_REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
         }
         with theirs, self._output_path(r).open("wb") as output:

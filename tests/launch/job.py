@@ -28,6 +28,10 @@ def marked(mark: str) -> list[psutil.Process]:
     return [process for process in psutil.process_iter() if _carries(process, mark)]
 
 
+def _python_path() -> str:
+    return f"{_REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+
+
 def _carries(process: psutil.Process, mark: str) -> bool:
     try:
         return process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
@@ -36,7 +40,12 @@ def _carries(process: psutil.Process, mark: str) -> bool:
 
 
 def run(
-    mark: str, *arguments: str, timeout_s: float = 400.0, forked: bool = True, **variables: str
+    mark: str,
+    *arguments: str,
+    timeout_s: float = 400.0,
+    forked: bool = True,
+    cwd: Path | None = None,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python ARGUMENTS`` to its end; everything that it starts must end with it.
 
@@ -45,11 +54,14 @@ def run(
         arguments: of the interpreter, ``-m MODULE ...`` for example.
         timeout_s: for the first process.
         forked: from a process that has imported Lightning, and its ranks too.
+        cwd: the directory to run in.
         variables: of the environment, on top of this process's.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", _MARK: mark, **variables}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), _MARK: mark, **variables}
     run: Any = preforked.run if forked else partial(subprocess.run, capture_output=True, text=True)
-    finished: subprocess.CompletedProcess[str] = run([sys.executable, *arguments], env=environment, timeout=timeout_s)
+    finished: subprocess.CompletedProcess[str] = run(
+        [sys.executable, *arguments], env=environment, timeout=timeout_s, cwd=cwd
+    )
     deadline = time.monotonic() + _END_TIMEOUT_S
     while (left := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -69,17 +81,24 @@ class Job:
         self.processes: list[subprocess.Popen[Any]] = []
         directory.mkdir(parents=True, exist_ok=True)
 
-    def start(self, host: Host, command: Sequence[str], env: Mapping[str, str], *, forked: bool = True) -> None:
-        """Starts the next process on ``host``, forked from one that has imported Lightning unless told otherwise."""
+    def start(
+        self,
+        host: Host | None,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        forked: bool = True,
+        cwd: Path | None = None,
+    ) -> None:
+        """Starts the next process on ``host`` (None: this one), forked from one that has imported Lightning, or not."""
         with self._path(len(self.processes)).open("wb") as file:
-            paths = f"{_REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
-            environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths, **env}
-            streams: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT}
-            self.processes.append(
-                preforked.Process(command, env={**os.environ, **environment}, namespace=host.namespace, **streams)
-                if forked
-                else host.popen(command, env=environment, **streams)
-            )
+            environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path(), **env}
+            options: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "cwd": cwd}
+            if forked or host is None:
+                options["namespace"] = None if host is None else host.namespace
+                self.processes.append(preforked.Process(command, env={**os.environ, **environment}, **options))
+            else:
+                self.processes.append(host.popen(command, env=environment, **options))
 
     def output(self, index: int) -> str:
         """Standard output and error of a process so far."""

@@ -46,7 +46,11 @@ def main() -> None:
     start_method, how, again = sys.argv[1:]
     case = Case(num_samples=48, max_epochs=3)
     for _ in range(2 if again == "again" else 1):
-        strategy: Any = ParameterServerStrategy(mode="async", start_method=start_method)  # type: ignore[arg-type]
+        strategy: Any = ParameterServerStrategy(
+            mode="async",
+            start_method=start_method,  # type: ignore[arg-type]
+            failure_timeout_s=6.0,
+        )
         trainer = make_trainer(case, strategy, RANKS, callbacks=[Ends(how)])
         module = Classifier()
         before = [parameter.detach().clone() for parameter in module.parameters()]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests import preforked
+from tests.launch.job import Job
 from tests.world import free_port
 
 pytestmark = pytest.mark.launch
@@ -40,19 +40,10 @@ def noted_call(directory: Path, program: str, command: list[str], variables: dic
 
 def world_of(directory: Path, nodes: list[tuple[list[str], dict[str, str]]]) -> dict[str, Any]:
     """The world in the report of a run; its nodes are given as Python's arguments and variables."""
-    common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": directory}
-    processes = [
-        preforked.Process([sys.executable, *arguments], env={**os.environ, **common, **variables}, **pipes)
-        for arguments, variables in nodes
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    with Job(directory / "logs") as job:
+        for arguments, variables in nodes:
+            job.start(None, [sys.executable, *arguments], variables, cwd=directory)
+        job.wait()
     report = json.loads((directory / "runs/ring_ddp/version_0/multigpu_report.json").read_text())
     world: dict[str, Any] = report["world"]
     return world

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import preforked
-from tests.launch import tuning_script
+from tests.launch import job, tuning_script
 
 pytestmark = pytest.mark.launch
 
 
 def run(strategy: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([os.getcwd(), os.environ["PYTHONPATH"]])
-    return preforked.run(
-        [sys.executable, "-m", tuning_script.__name__, strategy],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        cwd=directory,
-        timeout=120,
-    )
+    return job.run(str(directory), "-m", tuning_script.__name__, strategy, cwd=directory)
 
 
 def test_all_ranks_train_with_what_was_found(tmp_path: Path) -> None:
