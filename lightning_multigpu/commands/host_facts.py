@@ -174,7 +174,7 @@ def _nccl(num_ranks: int) -> Facts:
         return {"nccl": None, "no_nccl_because": "torch sees no GPU"}
     if not dist.is_nccl_available():
         return {"nccl": None, "no_nccl_because": "torch is built without it"}
-    from lightning_multigpu.job.shared_gpus import SHARING_NCCL, nccl_version
+    from lightning_multigpu.job.shared_gpus import SHARING_NCCL, nccl_version  # imports Lightning
 
     found = nccl_version()
     must_share = num_ranks > torch.cuda.device_count() and found < SHARING_NCCL

@@ -5,7 +5,7 @@ Its keys are stable: a change of their meaning raises ``schema_version``; new ke
 ``planning.topology``; no obstacle means that GPUDirect RDMA is possible. ::
 
     {
-      "schema_version": 1,
+      "schema_version": 1, "bytes_per_s": {"host": float, "network": float},          of send_recv, as far as calibrated
       "hosts": {name: {
         "processor": {"cores": int, "threads": int, ... Processor}, "no_gpus_because": str or null,
         "gpus": [Gpu], "gpu_pairs": [GpuPair], "network_devices": [NetworkDevice], "gpudirect_obstacles": [str],
@@ -34,7 +34,8 @@ from lightning_multigpu.commands.doctor import add_meeting_options, meet
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.planning import topology
-from lightning_multigpu.planning.numbers import number
+from lightning_multigpu.planning.numbers import number, size
+from lightning_multigpu.planning.scaling.machine_model import from_json
 from lightning_multigpu.registry import STRATEGIES
 from lightning_multigpu.report.terminal import columns
 
@@ -53,14 +54,16 @@ def run(name: str, arguments: Sequence[str]) -> int:
     """Prints the topology on the first process of a job; returns 1 where processes are missing.
 
     Raises:
-        UsageError: an option or a variable of the launcher is wrong.
+        UsageError: an option, the file of ``--machine`` or a variable of the launcher is wrong.
         SystemExit: for ``--help``.
     """
     parser = OptionParser(f"{PROGRAM} {name}", _DESCRIPTION)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the topology there too")
+    parser.add_argument("--machine", type=Path, metavar="PATH", help="a file of calibrate: show the bandwidth of paths")
     add_meeting_options(parser)
     options = parser.parse(arguments)
     check_directories(options, "json")
+    bytes_per_s = calibrated(options.machine)
     from lightning_multigpu.bench.jobs.placement import placement
     from lightning_multigpu.communication.rendezvous import RendezvousError
 
@@ -81,11 +84,23 @@ def run(name: str, arguments: Sequence[str]) -> int:
                 found.setdefault(topology.paths(row.transport, inside, slowest), []).append(row.name)
             host["paths"] = [{"strategies": found[path], "one_host": path[0], "two_hosts": path[1]} for path in found]
         named = {f"node {node} ({host.pop('host')})": host for node, host in enumerate(hosts)}
-        document = {"schema_version": SCHEMA_VERSION, "hosts": named}
+        document = {"schema_version": SCHEMA_VERSION, "bytes_per_s": bytes_per_s, "hosts": named}
         print("\n".join(lines(document)), flush=True)
         if options.json:
             options.json.write_text(json.dumps(document, indent=2) + "\n")
     return 0
+
+
+def calibrated(machine: Path | None) -> dict[str, float]:
+    """Bytes/s of send_recv inside a host ("host") and between hosts ("network"), from a file of calibrate."""
+    if machine is None:
+        return {}
+    try:
+        found = from_json(machine.read_text(), str(machine))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--machine={machine}: {error}") from error
+    between = {} if found.between is None else {"network": found.between.bytes_per_s}
+    return {"host": found.inside.bytes_per_s, **between}
 
 
 def devices_of_host() -> dict[str, Any]:
@@ -168,15 +183,17 @@ def lines(document: dict[str, Any]) -> list[str]:
     alike: dict[str, list[str]] = {}
     for name, host in document["hosts"].items():
         alike.setdefault(json.dumps(host), []).append(name)
-    text = [[", ".join(names), *_lines_of_host(json.loads(host))] for host, names in alike.items()]
+    speeds = {level: f" ({size(speed)}/s)" for level, speed in document["bytes_per_s"].items()}
+    text = [[", ".join(names), *_lines_of_host(json.loads(host), speeds)] for host, names in alike.items()]
     return [*chain(*text), *(f"{code:<4} = {meaning}" for code, meaning in topology.LEGEND.items())]
 
 
-def _lines_of_host(host: dict[str, Any]) -> list[str]:
-    """Tables of facts, links and paths."""
+def _lines_of_host(host: dict[str, Any], speeds: dict[str, str]) -> list[str]:
+    """Tables of facts, links and paths; ``speeds`` of send_recv stand over the paths."""
     chip, obstacles = host["processor"], "; ".join(host["gpudirect_obstacles"])
+    caches = [f"{count} x {size(of)} {name}" for name, (of, count) in chip["caches"].items()]
     parts = [f"{kind} {chip[kind]}" for kind in ("sockets", "cores", "threads")]
-    facts = [("processor", ", ".join(parts))]
+    facts = [("processor", ", ".join(parts + caches))]
     facts += [(f"NUMA{node}", f"threads {threads}") for node, threads in chip["numa_nodes"].items()]
     for index, gpu in enumerate(host["gpus"]):
         nvlinks = f", {len(gpu['nvlinks'])} NVLinks {gpu['nvlink_generation'] or ''}" if gpu["nvlinks"] else ""
@@ -193,7 +210,7 @@ def _lines_of_host(host: dict[str, Any]) -> list[str]:
         )
     facts.append(("GPUDirect RDMA", f"not possible: {obstacles}" if obstacles else "possible"))
     links = [("", *host["matrix"]), *((name, *row) for name, row in host["matrix"].items())]
-    paths = [("in one host", "between hosts", "bytes of")]
+    paths = [(f"in one host{speeds.get('host', '')}", f"between hosts{speeds.get('network', '')}", "bytes of")]
     paths += [(path["one_host"], path["two_hosts"] or "-", ", ".join(path["strategies"])) for path in host["paths"]]
     tables = (columns(rows, "left") for rows in (facts, links, paths))
     return [line for table in tables for line in (*table, "")]

@@ -28,6 +28,7 @@ NETWORKS = ("GPUDirect RDMA", "RDMA through the host's memory", "TCP through the
 """Paths between GPUs of two hosts, the fastest first."""
 
 _PCI = re.compile(r"pci[\da-f]{4,}:[\da-f]{2}|[\da-f]{4,}:[\da-f]{2}:[\da-f]{2}\.[\da-f]")
+_KINDS = {"Data": "d", "Instruction": "i"}
 _INSIDE = {
     "messages": "TCP inside the host",
     "collectives and messages": "shared memory; between stages TCP inside the host",
@@ -45,10 +46,11 @@ class Location:
 
 @dataclass(frozen=True)
 class Processor:
-    """Sockets and NUMA nodes (number -> list of threads, "0-15,128-143")."""
+    """Sockets, NUMA nodes (number -> list of threads, "0-15,128-143"), and caches ("L2" -> bytes, how many)."""
 
     sockets: int
     numa_nodes: dict[int, str]
+    caches: dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,16 @@ class GpuPair:
 def processor(root: Path) -> Processor:
     """The processor of the /sys tree ``root``; a tree without NUMA nodes has all threads on node 0."""
     cpus, nodes = root / "devices/system/cpu", root / "devices/system/node"
+    caches: dict[str, dict[str, int]] = {}
+    for index in cpus.glob("cpu[0-9]*/cache/index*"):
+        name = f"L{text_of(index / 'level')}{_KINDS.get(text_of(index / 'type'), '')}"
+        size_bytes = int(text_of(index / "size").removesuffix("K") or 0) * 1024
+        caches.setdefault(name, {})[text_of(index / "shared_cpu_list")] = size_bytes
     threads = dict(sorted((int(node.name[4:]), text_of(node / "cpulist")) for node in nodes.glob("node[0-9]*")))
     return Processor(
         sockets=len({text_of(package) for package in cpus.glob("cpu[0-9]*/topology/physical_package_id")}),
         numa_nodes=threads or {0: text_of(cpus / "online")},
+        caches={name: (max(shared.values()), len(shared)) for name, shared in sorted(caches.items())},
     )
 
 

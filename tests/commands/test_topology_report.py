@@ -13,6 +13,8 @@ import pytest
 
 from lightning_multigpu.cli import main
 from lightning_multigpu.commands import topology_report
+from lightning_multigpu.planning.scaling.links import Link
+from lightning_multigpu.planning.scaling.machine_model import Machine
 from lightning_multigpu.registry import STRATEGIES
 from tests import preforked
 from tests.fake_nvml import SWITCH, FakeNvml
@@ -32,7 +34,7 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert main(["topology", f"--json={tmp_path / 'found.json'}"]) == 0
     document = json.loads((tmp_path / "found.json").read_text())
-    assert list(document) == ["schema_version", "hosts"]
+    assert list(document) == ["schema_version", "bytes_per_s", "hosts"]
     [host] = document["hosts"].values()
     assert host["gpus"] == []
     assert host["processor"]["threads"] == psutil.cpu_count()
@@ -77,6 +79,26 @@ def test_workstation_whose_driver_does_not_tell_the_ancestor(
     assert host["matrix"] == {"GPU0": ["X", "PHB"], "GPU1": ["PHB", "X"]}
     assert host["paths"][0]["one_host"] == path
     assert host["paths"][0]["two_hosts"] == "TCP through the host's memory"
+
+
+def test_bandwidth_of_a_calibrated_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    links = {"inside": Link(1e-5, 1 / 2.5e9), "between": Link(1e-5, 1 / 1.1e8)}
+    machine = tmp_path / "machine.json"
+    machine.write_text(json.dumps(Machine(name="m", device_type="cpu", **links).as_json()))
+    assert main(["topology", f"--machine={machine}"]) == 0
+    [header] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("in one host")]
+    assert header.split("  ")[0] == "in one host (2.50 GB/s)"
+    assert "between hosts (110 MB/s)" in header
+
+
+@pytest.mark.parametrize("text", [None, "[]", '{"schema_version": 1}', "no JSON"])
+def test_a_file_that_calibrate_has_not_written(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / "machine.json").write_text(text)
+    assert main(["topology", f"--machine={tmp_path / 'machine.json'}"]) == 2
+    assert "machine.json" in capsys.readouterr().err
 
 
 @pytest.mark.launch

@@ -18,7 +18,7 @@ _DGX = (  # host bridge, NUMA node, devices of mlx5 in pairs; of GPUs in pairs
 def dgx_a100(root: Path) -> None:
     """Two sockets of four NUMA nodes; each two GPUs and two RDMA devices are below one of four trees of switches."""
     for cpu, package in ((0, 0), (64, 1)):
-        _write(root / f"devices/system/cpu/cpu{cpu}/topology/physical_package_id", str(package))
+        _cpu(root, cpu, package, {"index0": ("1", "Data", "32K"), "index3": ("3", "Unified", "16384K")})
     for node in range(8):
         _write(
             root / f"devices/system/node/node{node}/cpulist",
@@ -38,7 +38,7 @@ def dgx_a100(root: Path) -> None:
 
 def workstation(root: Path) -> None:
     """One socket; two GPUs at ports of the CPU, and an interface on the board."""
-    _write(root / "devices/system/cpu/cpu0/topology/physical_package_id", "0")
+    _cpu(root, 0, 0, {})
     _write(root / "devices/system/node/node0/cpulist", "0-15")
     for port, bus in (("01.1", "01"), ("03.1", "02")):
         _device(root, f"pci0000:00/0000:00:{port}/0000:{bus}:00.0", 0)
@@ -56,6 +56,14 @@ def laptop(root: Path) -> None:
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")
+
+
+def _cpu(root: Path, number: int, package: int, caches: dict[str, tuple[str, str, str]]) -> None:
+    folder = root / f"devices/system/cpu/cpu{number}"
+    _write(folder / "topology/physical_package_id", str(package))
+    for index, values in caches.items():
+        for name, value in zip(("level", "type", "size", "shared_cpu_list"), (*values, str(number)), strict=True):
+            _write(folder / "cache" / index / name, value)
 
 
 def _device(root: Path, path: str, numa_node: int) -> Path:

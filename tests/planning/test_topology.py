@@ -45,6 +45,7 @@ def test_dgx_a100(tmp_path: Path) -> None:
     dgx_a100(tmp_path)
     chip = processor(tmp_path)
     assert (chip.sockets, len(chip.numa_nodes), chip.numa_nodes[3]) == (2, 8, "48-63,176-191")
+    assert chip.caches == {"L1d": (32 * 1024, 2), "L3": (16 * 2**20, 2)}
     gpus, devices = located(tmp_path, *DGX_GPUS), network_devices(tmp_path, {}, chip.numa_nodes)
     assert [place.numa_node for place in gpus.values()] == [3, 3, 1, 1, 7, 7, 5, 5]
     assert [device.name for device in devices] == [f"mlx5_{index}" for index in range(12)], "10 comes after 9"
