@@ -1,34 +1,15 @@
 """``lightning-multigpu strategies``: every registered strategy and the bytes that it sends between ranks.
 
-With ``--json`` one object is printed. Its keys are stable: a change of their meaning raises ``schema_version``; new
-keys do not. ::
-
-    {
-      "schema_version": 1,
-      "symbols": {"S": "bytes of the gradients...", ...},
-      "strategies": [
-        {
-          "name": "ring_ddp",                            what Trainer(strategy=...) takes
-          "class": "lightning_multigpu.RingDDPStrategy", what a configuration file's class_path takes
-          "options": {},                                 arguments of the class that the name fixes
-          "summary": "...",
-          "compute": "...",                              where computation happens
-          "gradients": "...",                            how gradients travel
-          "model": "...",                                how the model travels
-          "bytes_per_step": "2(N-1)/N x S ...",          a formula in the symbols
-          "transport": "collectives",                    how bytes travel, see registry.StrategyRow
-          "synchronous": true                            it computes what one device computes
-        }
-      ]
-    }
+With ``--json`` one object is printed: "schema_version"; "symbols", the letters of formulas; and "strategies", each with
+the fields of :class:`lightning_multigpu.StrategyRow`, whose ``class_path`` is "class". Its keys are stable: a change of
+their meaning raises ``schema_version``; new keys do not.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -86,8 +67,7 @@ def as_json(rows: Sequence[StrategyRow]) -> dict[str, Any]:
 
 def as_table(rows: Sequence[StrategyRow]) -> Table:
     """A table with one block of rows a strategy: six columns of sentences would not fit on 80 characters."""
-    used = _letters(f"{row.summary} {row.compute} {row.bytes_per_step}" for row in rows)
-    symbols = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in SYMBOLS.items() if symbol in used)
+    symbols = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in SYMBOLS.items())
     table = Table(title="Trainer(strategy=...)", caption=symbols, show_header=False, title_justify="left")
     table.caption_justify = "left"
     table.add_column(style="bold", no_wrap=True)
@@ -100,12 +80,6 @@ def as_table(rows: Sequence[StrategyRow]) -> Table:
             details.add_row(label, Text(value))
         table.add_row(row.name, details, end_section=True)
     return table
-
-
-def _letters(texts: Iterable[str]) -> set[str]:
-    """The symbols in formulas such as ``"vP-1"``: letters of words that consist of symbols alone."""
-    words = (word for text in texts for word in re.findall(r"[A-Za-z]+", text))
-    return {letter for word in words if set(word) <= SYMBOLS.keys() for letter in word}
 
 
 def _details(row: StrategyRow) -> list[tuple[str, str]]:
