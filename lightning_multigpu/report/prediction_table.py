@@ -48,9 +48,14 @@ def as_json(plans: PipelinePlans, link_gbit: float | None) -> dict[str, Any]:
     }
 
 
-def picture(plans: PipelinePlans) -> str:
-    """The predicted schedules as SVG, one below the other on one scale of time, rank 0 at the bottom."""
-    return schedule_picture.draw(
+def picture(plans: PipelinePlans, suffix: str = ".svg") -> bytes:
+    """The predicted schedules, one below the other on one scale of time, rank 0 at the bottom.
+
+    Args:
+        plans: at least one.
+        suffix: of the file: ".svg", ".png" or ".pdf".
+    """
+    return schedule_picture.picture(
         [
             Panel(
                 f"{_name(plan)}: {number(1e3 * plan.step_s)} ms, bubble {100 * plan.bubble:.1f} %",
@@ -58,7 +63,8 @@ def picture(plans: PipelinePlans) -> str:
                 plan.timelines,
             )
             for plan in plans.plans
-        ]
+        ],
+        suffix,
     )
 
 

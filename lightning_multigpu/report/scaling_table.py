@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from itertools import cycle
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from rich.console import Console
 from lightning_multigpu.planning.numbers import number, size
 from lightning_multigpu.planning.scaling.ranking import Ranking
 from lightning_multigpu.planning.scaling.step_model import Prediction
-from lightning_multigpu.report.figures import LINES, SvgFigure
 from lightning_multigpu.report.terminal import narrow, say
 
 SCHEMA_VERSION = 1
@@ -27,7 +26,7 @@ def show(ranking: Ranking, picture_path: Path | None, json_path: Path | None) ->
     """Prints a ranking to standard output, and writes its picture and its JSON where there is a path."""
     print_ranking(Console(file=sys.stdout), ranking)
     if picture_path is not None:
-        picture_path.write_text(picture(ranking))
+        picture_path.write_bytes(picture(ranking, picture_path.suffix))
         print(f"Picture: {picture_path}")
     if json_path is not None:
         json_path.write_text(json.dumps(as_json(ranking), indent=2) + "\n")
@@ -136,17 +135,27 @@ def _prediction(each: Prediction) -> dict[str, Any]:
     }
 
 
-def picture(ranking: Ranking) -> str:
-    """Samples a second over devices as SVG, a line for each strategy, beside the line of perfect scaling."""
-    of_strategy: dict[str, list[tuple[float, float]]] = {}
-    for each in sorted(ranking.predictions, key=lambda each: each.world.size):
+def picture(ranking: Ranking, suffix: str = ".svg") -> bytes:
+    """Samples a second over devices, a line for each strategy, beside the line of perfect scaling.
+
+    Args:
+        ranking: with predictions.
+        suffix: of the file: ".svg", ".png" or ".pdf".
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    of_strategy: dict[str, list[tuple[int, float]]] = {}
+    for each in ranking.predictions:
         of_strategy.setdefault(str(each.candidate), []).append((each.world.size, each.samples_per_s))
-    most = max(each.world.size for each in ranking.predictions)
-    of_strategy["one device x devices"] = [(n, n * ranking.one.samples_per_s) for n in (1, most)]
-    figure = SvgFigure(most, lambda devices: f"{devices:g} devices")
-    figure.lines(of_strategy, lambda rate: f"{number(rate)} samples/s")
-    figure.axis()
-    for name, colour in zip(of_strategy, cycle(LINES)):
-        figure.row(name)
-        figure.box(0, most / 20, colour, name)
-    return figure.document()
+    for name, points in of_strategy.items():
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
+    sizes = sorted({1, *(each.world.size for each in ranking.predictions)})
+    axes.plot(sizes, [n * ranking.one.samples_per_s for n in sizes], "k--", linewidth=1, label="one device x devices")
+    axes.set_xlabel("devices")
+    axes.set_ylabel("samples/s")
+    axes.legend(fontsize="small")
+    buffer = BytesIO()
+    figure.savefig(buffer, format=suffix.removeprefix("."))
+    return buffer.getvalue()

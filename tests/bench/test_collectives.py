@@ -109,6 +109,33 @@ def test_a_fault_takes_one_row_and_the_others_go_on(
     assert "not supported: rank 0: NotImplementedError: not on this back end" in capsys.readouterr().out
 
 
+def test_support_is_found_by_trying(tmp_path: Path, planted: None, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["reduce", "broadcast", "gather", "scatter", "barrier", "all_to_all"]
+    arguments = ("--support", "--timeout=3", "--backends", "gloo", "faulty", "ring", "mpi", "--operations", *names)
+    document = bench(tmp_path, *arguments)
+    found = {(c["implementation"], c["device"], c["operation"]): c["status"] for c in document["results"]}
+    assert len(found) == 4 * 2 * len(names)
+    faulty = dict.fromkeys(names, "ok")
+    faulty |= {"reduce": "crashed", "broadcast": "timed out", "gather": "failed", "scatter": "not supported"}
+    for name in names:
+        assert found["gloo", "cpu", name] == "ok"
+        assert found["faulty", "cpu", name] == faulty[name]
+        assert found["ring", "cpu", name] == "not supported"
+        if not torch.distributed.is_mpi_available():
+            assert found["mpi", "cpu", name] == "not built"
+        if not torch.cuda.device_count():
+            assert found["gloo", "cuda", name] == "no GPU"
+    assert all(cell["supported"] == (cell["status"] == "ok") for cell in document["results"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["gloo", "cpu", *["ok"] * len(names)] in rows
+
+
+def test_a_back_end_with_a_wrong_result_has_no_support(tmp_path: Path, planted: None) -> None:
+    document = bench(tmp_path, "--support", "--backends=liar", "--operations=all_reduce", status=1)
+    cell = document["results"][0]
+    assert (cell["status"], cell["supported"], cell["reason"]) == ("wrong", False, "1 wrong elements")
+
+
 class TestTable:
     TABLE = CollectivesTable(world_size=4, dtype=torch.bfloat16, link_gbit=400)
     ROW = CollectiveResult(

@@ -32,6 +32,11 @@ not. ::
       ]
     }
 
+With ``--support`` the results are ::
+
+      {"implementation": str, "device": "cpu" or "cuda", "operation": str, "supported": bool,
+       "status": as above, or "wrong", "not built", "no GPU", "reason": str or null}
+
 Functions import what needs torch, so that ``--help`` and a refusal do without.
 """
 
@@ -79,7 +84,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     with started(place, options, [*name.split(), *arguments]) as (hosts, head):
-        return _table(hosts, head, plan, options)
+        return (_support if options.support else _table)(hosts, head, plan, options)
 
 
 def _table(hosts: HostAgents, head: dict[str, Any], plan: CollectivePlan, options: argparse.Namespace) -> int:
@@ -105,6 +110,15 @@ def _table(hosts: HostAgents, head: dict[str, Any], plan: CollectivePlan, option
     return int(any(result.wrong for result in results))
 
 
+def _support(hosts: HostAgents, head: dict[str, Any], plan: CollectivePlan, options: argparse.Namespace) -> int:
+    from lightning_multigpu.bench.collectives import support
+
+    cells = support.try_all(hosts, plan.implementations, plan.operations, plan.timeout_s)
+    print("\n".join(support.lines(cells)), flush=True)
+    write_json(options.json, head, {"timeout_s": plan.timeout_s}, cells)
+    return int(any(cell["status"] == support.WRONG for cell in cells))
+
+
 def _operations(options: argparse.Namespace) -> list[Operation]:
     names = names_of("operations", [value.replace("/", "_") for value in options.operations], BY_NAME)
     return [BY_NAME[name] for name in names or BY_NAME]
@@ -113,6 +127,8 @@ def _operations(options: argparse.Namespace) -> list[Operation]:
 def _implementations(options: argparse.Namespace) -> list[Implementation]:
     rows = {row.name: row for row in table_of_implementations.IMPLEMENTATIONS}
     names = names_of("backends", options.backends, rows)
+    if options.support:
+        return [rows[name] for name in names] or list(rows.values())
     for name in names:
         if not rows[name].is_built:
             built = ", ".join(row.name for row in rows.values() if row.is_built)
@@ -183,6 +199,7 @@ def _parser(name: str) -> OptionParser:
     add("--dtype", choices=DTYPES, default="float32", help="of the tensors (default: float32)")
     add_common_options(parser, timed="calls", timeout_s=60.0)
     add("--link-gbit", type=number(float, 0, above=True), metavar="N", help="theoretical Gbit/s: shows the share of it")
+    add("--support", action="store_true", help="print which back end offers what, found by trying, and no times")
     return parser
 
 

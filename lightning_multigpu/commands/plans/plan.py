@@ -149,7 +149,7 @@ def _parser(name: str) -> OptionParser:
     add("--blocks", action="store_true", default=None, help="the layers that would be split, each rank's memory, and "
         "what each block sends")  # fmt: skip
     add("--link-gbit", type=above_0, metavar="G", help="bandwidth between neighbouring devices, in Gbit/s")
-    add("--picture", type=Path, metavar="PATH", help="draw the plan there, as SVG")
+    add("--picture", type=Path, metavar="PATH", help="draw the plan there: svg, png or pdf")
     add("--write", type=Path, metavar="PATH", help="write the best configuration there")
     add("--json", type=Path, metavar="PATH", help="write the plan there too")
     return parser

@@ -37,7 +37,7 @@ def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
         wanted.json.write_text(json.dumps(document, indent=2) + "\n")
         print(f"Plans as JSON: {wanted.json}")
     if wanted.picture is not None:
-        wanted.picture.write_text(picture(cli.plans))
+        wanted.picture.write_bytes(picture(cli.plans, wanted.picture.suffix))
         print(f"Picture: {wanted.picture}")
     return 0
 
