@@ -5,9 +5,9 @@
 Two models: 4 x Linear(d, 4 d) - GELU - Linear(4 d, d), where a size is d and the rows of a batch; and 4 blocks of GPT-2
 (norm, attention with 8 heads, norm, feed-forward of 4 d), where a size is d, samples and tokens of a sample. A step is
 forward, backward and SGD, with one intra-op thread a rank. "without communication" has layers of the parts' sizes.
-"sequence" splits activations between blocks as sequence_split=True does, and "sequence, gathered again" as
-"gather_again". The ways take turns; the one process computes while the other rank waits. What a rank holds is counted
-with AdamW, in bytes of parameters and states; --turns 0 prints this alone.
+"sequence" splits activations between blocks as sequence_split=True does. The ways take turns; the one process computes
+while the other rank waits. What a rank holds is counted with AdamW, in bytes of parameters and states; --turns 0 prints
+this alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,10 @@ from torch.nn import functional as F
 
 from benchmarks.heading import heading
 from lightning_multigpu.communication.metering.clocks import synchronise
-from lightning_multigpu.engine.tensor_split.blocks import find_blocks, order_of_calls
+from lightning_multigpu.engine.tensor_split.blocks import find_blocks
 from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear, RowSplitLinear
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from lightning_multigpu.engine.tensor_split.trials import Trials
+from lightning_multigpu.engine.tensor_split.trials import TracelessStep, Trials
 
 _RANKS = 2
 _BLOCKS = 4
@@ -84,9 +84,7 @@ class GPT(nn.Module):
         return self.blocks(x)  # type: ignore[no-any-return]
 
 
-def split_gpt(
-    width: int, group: TensorGroup, x: Tensor, sequence_split: Literal["keep", "gather_again"] | None = None
-) -> nn.Module:
+def split_gpt(width: int, group: TensorGroup, x: Tensor, *, sequence_split: bool = False) -> nn.Module:
     """Blocks that are found, tried and split as the strategy does it."""
     model = GPT(width).to(x.device)
 
@@ -100,17 +98,11 @@ def split_gpt(
         yield
         model.train()
 
-    trials = Trials(
-        model,
-        group,
-        lambda: model(x).square().mean(),
-        traceless=traceless,
-        gather=gather,
-        sequence_split=sequence_split,
-    )
-    split, _ = trials.run(order_of_calls, lambda called: find_blocks(model, called))
-    if len(split) != 2 * _BLOCKS or len(trials.regions) != bool(sequence_split):
-        raise RuntimeError(f"{len(split)} of {2 * _BLOCKS} blocks are split; {'; '.join(trials.notes)}")
+    run = TracelessStep(model, group, lambda: model(x).square().mean(), traceless=traceless, gather=gather)
+    trials = Trials(run, sequence_split=sequence_split)
+    trials.run(lambda called: find_blocks(model, called))
+    if len(trials.split) != 2 * _BLOCKS or len(trials.regions) != sequence_split:
+        raise RuntimeError(f"{len(trials.split)} of {2 * _BLOCKS} blocks are split; {'; '.join(trials.notes)}")
     return model
 
 
@@ -120,8 +112,7 @@ def gpt_models(width: int, group: TensorGroup, x: Tensor) -> dict[str, Callable[
     plan = {f"blocks.*.{layer}": ColwiseParallel() if layer in column else RowwiseParallel() for layer in column + row}
     return {
         "split": lambda: split_gpt(width, group, x),
-        "sequence": lambda: split_gpt(width, group, x, "keep"),
-        "sequence, gathered again": lambda: split_gpt(width, group, x, "gather_again"),
+        "sequence": lambda: split_gpt(width, group, x, sequence_split=True),
         "DTensor": lambda: parallelize_module(GPT(width).to(x.device), _mesh(group, x.device), plan),
         "without communication": lambda: GPT(width, _RANKS),
         "one process": lambda: GPT(width),
@@ -139,7 +130,8 @@ def models(width: int, group: TensorGroup, x: Tensor) -> dict[str, Callable[[], 
             for block in range(_BLOCKS) for layer in (0, 2)}  # fmt: skip
     return {
         "split": lambda: chain(
-            lambda: ColumnSplitLinear(width, hidden, group=group), lambda: RowSplitLinear(hidden, width, group=group)
+            lambda: ColumnSplitLinear.of(nn.Linear(width, hidden), group),
+            lambda: RowSplitLinear.of(nn.Linear(hidden, width), group),
         ),
         "DTensor": lambda: parallelize_module(whole().to(x.device), _mesh(group, x.device), plan),
         "FairScale": lambda: _fairscale(width, hidden),

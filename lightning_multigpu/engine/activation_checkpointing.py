@@ -285,7 +285,7 @@ def recomputed(
 
     def run(*kept: Any) -> Any:
         nonlocal ran
-        args, kwargs = tree_unflatten(map(SplitTensor.again, kept, placed), structure)
+        args, kwargs = tree_unflatten(map(SplitTensor.of, kept, placed), structure)
         args, kwargs = safe_inputs(layer, args, kwargs)
         if not ran:
             ran = True

@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from lightning_multigpu.engine.tensor_split.block_input import enter
 from lightning_multigpu.engine.tensor_split.layers import RowSplitLinear, class_of_split, column_linear, summed
-from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut
-from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, local, place
+from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit
+from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, cut, local
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 
@@ -30,28 +30,14 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
     output                (batch, length, E), summed  gradient, the same on all
     ====================  ==========================  ========================================================
 
-    Communication, where the query has b bytes and the averaged weights (batch, length, keys) have w bytes:
-
-    =====================  ============================  =================================
-    attention              in forward                    in backward
-    =====================  ============================  =================================
-    to the query itself    all-reduce, b bytes           all-reduce, b bytes
-    to other tensors       all-reduce, b bytes           all-reduce of each tensor's bytes
-    ``need_weights=True``  one more all-reduce, w bytes  nothing more
-    =====================  ============================  =================================
-
-    Torch's default is ``need_weights=True``: the weights are summed also where nobody uses them.
-
-    After Shoeybi et al., Megatron-LM (2019), section 3.
-
-    Split an ``nn.MultiheadAttention`` with :meth:`of`.
+    Torch's default is ``need_weights=True``: the weights are summed also where nobody uses them. After Shoeybi et al.,
+    Megatron-LM (2019), section 3.
     """
 
-    meter_name: str
-    keeps_gathered = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError("make an nn.MultiheadAttention, and split it with SplitMultiheadAttention.of")
+    placed: PartLayout
+    """Of the features of all heads."""
+    _qkv_same_embed_dim = property(lambda self: False, lambda self, value: None)
+    """torch's fast path, which computes all heads, leaves such a layer alone."""
 
     @classmethod
     def of(cls, attention: nn.MultiheadAttention, group: TensorGroup, *, name: str = "") -> SplitMultiheadAttention:
@@ -63,24 +49,22 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         if attention.bias_k is not None or attention.add_zero_attn:
             raise ValueError("attention with add_bias_kv or add_zero_attn cannot be split")
         attention.__class__ = class_of_split(cls, nn.MultiheadAttention, type(attention))
-        assert isinstance(attention, cls)
-        attention._become(group, name)
-        return attention
-
-    def _become(self, group: TensorGroup, name: str) -> None:
-        self.group, self.meter_name = group, name or type(self).__name__
-        size, unit = self.embed_dim, self.head_dim
-        self.heads = group.bounds(self.num_heads)[group.rank]
+        split: Any = attention
+        size, unit = split.embed_dim, split.head_dim
         fused = ParameterSplit.even(3 * size, group.size, sections=(size, size, size), unit=unit)
-        single = ParameterSplit.even(size, group.size, unit=unit)
-        cuts = [(self.in_proj_weight, fused), (self.in_proj_bias, fused)]
-        cuts += [(weight, single) for weight in (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)]
-        for parameter, split in cuts:
+        split.placed = placed = PartLayout(ParameterSplit.even(size, group.size, unit=unit), group, name)
+        cuts = [(each, placed._replace(split=fused)) for each in (split.in_proj_weight, split.in_proj_bias)]
+        cuts += [(each, placed) for each in (split.q_proj_weight, split.k_proj_weight, split.v_proj_weight)]
+        for parameter, of_parameter in cuts:
             if parameter is not None:
-                cut(parameter, split, group.rank)
-                place(parameter, PartLayout(split, group, self.meter_name))
-        RowSplitLinear.of(self.out_proj, group, unit=unit, name=self.meter_name)
-        self._qkv_same_embed_dim = False  # torch's fast path, which computes all heads, then leaves this one alone
+                cut(parameter, of_parameter)
+        RowSplitLinear.of(split.out_proj, group, unit=unit, name=name)
+        return split  # type: ignore[no-any-return]
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The first and one-past-last head of this rank."""
+        return self.placed.group.bounds(self.num_heads)[self.placed.group.rank]
 
     @override
     def forward(
@@ -107,19 +91,18 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         projected = [part if has_batch else part.unsqueeze(batch_dim) for part in self._project(query, key, value)]
         if not self.batch_first:
             projected = [part.transpose(0, 1) for part in projected]
-        start, stop = self.heads
-        heads = stop - start
+        group, heads = self.placed.group, self.heads[1] - self.heads[0]
         q, k, v = (part.view(*part.shape[:-1], heads, self.head_dim).transpose(1, 2) for part in projected)
         mask = self._mask(attn_mask, key_padding_mask, q, k.shape[2])
         dropout = self.dropout if self.training else 0.0
         weights: Tensor | None = None
-        with self.group.own_random(q.device) if dropout else nullcontext():
+        with group.own_random(q.device) if dropout else nullcontext():
             if need_weights:
                 scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
                 own = (scores if mask is None else scores + mask).softmax(-1)
                 own = F.dropout(own, dropout) if dropout else own
                 mixed = own @ v
-                weights = summed(own.sum(1), self.group, f"{self.meter_name} weights") / self.num_heads
+                weights = summed(own.sum(1), group, f"{self.placed.layer} weights") / self.num_heads
             elif heads:
                 mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
             else:  # some versions of torch divide by the number of heads
@@ -127,9 +110,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         mixed = mixed.transpose(1, 2).flatten(2)
         if not self.batch_first:
             mixed = mixed.transpose(0, 1)
-        out_proj: Any = self.out_proj
-        split = ParameterSplit(mixed.dim() - 1, out_proj.split.ranges)
-        output = out_proj(SplitTensor.of(mixed, PartLayout(split, self.group, self.meter_name)))
+        output = self.out_proj(SplitTensor.of(mixed, self.placed.at(mixed.dim() - 1)))
         if not has_batch:
             return output.squeeze(batch_dim), None if weights is None else weights.squeeze(0)
         return output, weights
@@ -139,7 +120,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         is_self_attention = query is key and key is value
         fused, bias = local(self.in_proj_weight), local(self.in_proj_bias)
         if fused is not None and is_self_attention:
-            return list(column_linear(query, fused, bias, self).chunk(3, -1))
+            return list(column_linear(query, fused, bias, self.placed).chunk(3, -1))
         weights = (
             fused.chunk(3) if fused is not None else [local(getattr(self, f"{name}_proj_weight")) for name in "qkv"]
         )
@@ -147,9 +128,9 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         entered: dict[int, Tensor] = {}
         for tensor in (query, key, value):
             if id(tensor) not in entered:
-                entered[id(tensor)] = enter(tensor, self.group, self.meter_name, keeps_gathered=self.keeps_gathered)
+                entered[id(tensor)] = enter(tensor, self.placed.group, self.placed.layer)
         return [
-            column_linear(entered[id(each)], weight, bias, self, sums=False)
+            F.linear(entered[id(each)], weight, bias)
             for each, weight, bias in zip((query, key, value), weights, biases, strict=True)
         ]
 

@@ -32,8 +32,8 @@ from lightning_multigpu.engine.tensor_split.layers import (
     is_linear,
     linear_sizes,
 )
-from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
-from lightning_multigpu.engine.tensor_split.parts import forget_place
+from lightning_multigpu.engine.tensor_split.parameter_split import split_of
+from lightning_multigpu.engine.tensor_split.parts import make_whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
@@ -41,7 +41,6 @@ _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_h
 _MOST_GUESSES = 4
 """Attributes of an attention that are tried as the number of its heads, or as the size of one, if none has its name."""
 
-_ABSENT = object()
 _LARGE_VOCABULARY = 0.05
 """Of a model's parameters; an embedding without a head is worth an all-reduce of its output from there on."""
 
@@ -353,33 +352,33 @@ class Applied:
         ValueError: the sizes do not allow it.
     """
 
-    def __init__(
-        self,
-        module: Module,
-        block: Block,
-        way: Way,
-        group: TensorGroup,
-    ) -> None:
-        self._kept: list[tuple[Module, type[Module], dict[str, Any]]] = []
-        self._whole: list[tuple[Parameter, Tensor]] = []
+    def __init__(self, module: Module, block: Block, way: Way, group: TensorGroup) -> None:
         if way.problem:
             raise ValueError(way.problem)
-        parts = dict(module.named_modules())
+        self._kinds: list[tuple[Module, type[Module]]] = []
+        self._whole: list[tuple[Parameter, Tensor]] = []
+        parts: dict[str, Any] = dict(module.named_modules())
         try:
             for name, role in block.roles.items():
-                self._split(parts[name], name, role, way.options.get(name, {}), group)
-            self._share_input(parts, block, group)
+                part = parts[name]
+                changed = [part, part.out_proj] if role == "attention" else [part]
+                self._kinds += [(each, type(each)) for each in changed]
+                self._whole += [(p, p.data) for p in part.parameters() if split_of(p) is None]
+                _SPLIT_BY[role].of(part, group, name=name, **way.options.get(name, {}))
         except BaseException:
             self.undo()
             raise
+        columns = [parts[name] for name, role in block.roles.items() if role == "column"]
+        if len(columns) > 1 and block.shape != "plan":
+            entry = BlockInput(group, columns[0].placed.layer, columns[-1])  # which sums up its gradient once for all
+            for column in columns:
+                column.entry = entry
 
     def undo(self) -> None:
         """Makes the layers whole again, with the values that they had."""
         self.restore()
         for parameter, value in self._whole:
-            forget_place(parameter)
-            forget_split(parameter)
-            parameter.data = value
+            make_whole(parameter, value)
         self._whole = []
 
     def keep(self) -> None:
@@ -388,60 +387,17 @@ class Applied:
 
     def restore(self) -> None:
         """Makes the layers what they were; their parameters stay as they are."""
-        for part, kind, attributes in reversed(self._kept):
+        for part, kind in reversed(self._kinds):
             part.__class__ = kind
-            for name, value in attributes.items():
-                if value is _ABSENT:
-                    vars(part).pop(name, None)
-                else:
-                    vars(part)[name] = value
-        self._kept = []
+            for name in ("placed", "entry"):
+                vars(part).pop(name, None)
+        self._kinds = []
 
-    @contextmanager
-    def _changing(self, part: Module) -> Iterator[None]:
-        """Takes down what changes in the modules within the block, but for their parameters."""
-        before = [(inside, type(inside), dict(vars(inside))) for inside in part.modules()]
-        try:
-            yield
-        finally:
-            for inside, kind, known in before:
-                now = vars(inside)
-                changed = {name: known.get(name, _ABSENT) for name in now if now[name] is not known.get(name, _ABSENT)}
-                if changed or type(inside) is not kind:
-                    self._kept.append((inside, kind, changed))
 
-    def _split(
-        self,
-        part: Module,
-        name: str,
-        role: str,
-        options: Mapping[str, Any],
-        group: TensorGroup,
-    ) -> None:
-        self._whole += [(p, p.data) for p in part.parameters() if split_of(p) is None]
-        with self._changing(part):
-            if role == "attention":
-                assert isinstance(part, nn.MultiheadAttention)
-                SplitMultiheadAttention.of(part, group, name=name)
-            elif role == "vocab":
-                assert isinstance(part, nn.Embedding)
-                VocabSplitEmbedding.of(part, group, name=name)
-            elif role == "row":
-                RowSplitLinear.of(part, group, name=name, **options)
-            else:
-                ColumnSplitLinear.of(part, group, name=name, **options)
-
-    def _share_input(self, parts: Mapping[str, Module], block: Block, group: TensorGroup) -> None:
-        """Column layers that run on one input sum up its gradient over the ranks together."""
-        columns = [name for name, role in block.roles.items() if role == "column"]
-        if len(columns) < 2 or block.shape == "plan":
-            return
-        entry = BlockInput(group, columns[0], parts[columns[-1]])
-        for name in columns:
-            self.change(parts[name], entry=entry)
-
-    def change(self, part: Module, **attributes: Any) -> None:
-        """Sets attributes of a module until the block is whole again."""
-        with self._changing(part):
-            for name, value in attributes.items():
-                setattr(part, name, value)
+_SPLIT_BY: dict[str, Any] = {
+    "attention": SplitMultiheadAttention,
+    "vocab": VocabSplitEmbedding,
+    "row": RowSplitLinear,
+    "column": ColumnSplitLinear,
+    "head": ColumnSplitLinear,
+}

@@ -32,9 +32,8 @@ def own_value(parameter: Tensor, value: Any) -> Any:
     value = local(value)
     if not isinstance(parameter, SplitParameter) or not isinstance(value, Tensor):
         return value
-    split, group, _ = parameter.placed
-    is_whole = [*value.shape] == split.whole_shape(local(parameter))
-    return split.part(value, group.rank) if is_whole else value
+    is_whole = [*value.shape] == parameter.placed.split.whole_shape(local(parameter))
+    return parameter.placed.own(value) if is_whole else value
 
 
 class _StateOfParts(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc, metaclass]  # torch loads dicts

@@ -15,12 +15,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from lightning_multigpu.communication.ring import chunk_bounds
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-
-_ATTRIBUTE = "_lightning_multigpu_split"
 
 
 @dataclass(frozen=True)
@@ -113,36 +110,14 @@ class ParameterSplit:
 
 def split_of(parameter: Tensor) -> ParameterSplit | None:
     """The cut of a parameter; None if every rank has all of it."""
-    return getattr(parameter, _ATTRIBUTE, None)
+    placed = getattr(parameter, "placed", None)  # see parts.cut
+    return None if placed is None else placed.split  # type: ignore[no-any-return]
 
 
 def whole_size(parameter: Tensor, dim: int) -> int:
     """Entries of the whole parameter along a dimension."""
     split = split_of(parameter)
     return parameter.shape[dim] if split is None or split.dim != dim else split.whole_size
-
-
-def cut(parameter: Parameter, split: ParameterSplit, rank: int) -> None:
-    """Makes a whole parameter a rank's part of it, in place: optimizers and modules keep the object."""
-    if split_of(parameter) is not None:
-        if split_of(parameter) != split:
-            raise ValueError("a parameter that two layers share cannot be cut in two ways")
-        return
-    parameter.data = split.part(parameter.data, rank)
-    if parameter.grad is not None:
-        parameter.grad = None
-    mark(parameter, split)
-
-
-def mark(part: Tensor, split: ParameterSplit) -> None:
-    """Says how the parameter is cut that this tensor is a rank's part of."""
-    setattr(part, _ATTRIBUTE, split)
-
-
-def forget_split(parameter: Tensor) -> None:
-    """The parameter is whole again."""
-    if split_of(parameter) is not None:
-        delattr(parameter, _ATTRIBUTE)
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

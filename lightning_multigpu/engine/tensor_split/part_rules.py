@@ -77,12 +77,17 @@ def _beside(value: Any, part: SplitTensor, offset: int) -> Any:
     needs_grad = value.requires_grad and torch.is_grad_enabled()
     if value.dim() < -offset or value.shape[offset] == 1:
         return entered(value, group, f"operand beside {layer}") if needs_grad else value
-    along = ParameterSplit(value.dim() + offset, split.ranges)
+    along = part.placed.at(value.dim() + offset)
     if needs_grad:
         if value.numel() > split.whole_size:  # else it is a weight for each entry
             group.on_gather(layer, "the gradient of an operand")
-        return own_of(value, along, group, f"operand beside {layer}")
-    return along.part(value, group.rank)
+        return own_of(value, along, f"operand beside {layer}")
+    return along.own(value)
+
+
+def _own_arguments(args: Any, kwargs: Any, part: SplitTensor, offset: int) -> tuple[list[Any], dict[str, Any]]:
+    """What this rank needs of an operation's arguments; see :func:`_beside`."""
+    return [_beside(each, part, offset) for each in args], {k: _beside(v, part, offset) for k, v in kwargs.items()}
 
 
 def _each(func: Any, args: Any, kwargs: Any) -> Any:
@@ -99,8 +104,7 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
         if args[0] is not part:
             return NotImplemented
         own_values(part, changes=name)
-    own = [_beside(each, part, offset) for each in args]
-    own_kwargs = {key: _beside(each, part, offset) for key, each in kwargs.items()}
+    own, own_kwargs = _own_arguments(args, kwargs, part, offset)
     with group.own_random(part.device) if name in _DRAWING else nullcontext():
         result = func(*own, **own_kwargs)
     if not isinstance(result, Tensor):
@@ -255,11 +259,8 @@ def _rows(func: Any, args: Any, kwargs: Any) -> Any:
     num_last = 1 if func is F.linear else len(others[0]) if others else num_dims
     if part.placed.split.dim >= num_dims - num_last:
         return NotImplemented
-
-    def whole_(value: Any) -> Any:
-        return _beside(value, part, -sys.maxsize)
-
-    return part_like(func(own_values(part), *map(whole_, others), **{k: whole_(v) for k, v in kwargs.items()}), part)
+    own, own_kwargs = _own_arguments(args, kwargs, part, -sys.maxsize)
+    return part_like(func(*own, **own_kwargs), part)
 
 
 def _convolved(
@@ -280,9 +281,7 @@ def _convolved(
     if not of_channels or not all(split.size(rank) for rank in range(input.placed.group.size)):
         return NotImplemented
     along = input.placed.at(0)
-    weights = [
-        None if w is None else own_of(w, along.split, along.group, f"conv beside {along.layer}") for w in (weight, bias)
-    ]
+    weights = [None if w is None else own_of(w, along, f"conv beside {along.layer}") for w in (weight, bias)]
     return part_like(func(own, *weights, stride, padding, dilation, own.shape[split.dim]), input)
 
 
@@ -303,8 +302,7 @@ def _heads(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if any(isinstance(each, Tensor) and each.dim() < 2 for each in given):
         return NotImplemented
-    own = [_beside(each, part, offset) for each in args]
-    own_kwargs = {key: _beside(each, part, offset) for key, each in kwargs.items()}
+    own, own_kwargs = _own_arguments(args, kwargs, part, offset)
     if func is not F.scaled_dot_product_attention:
         result = func(*own, **own_kwargs)
     else:
@@ -442,11 +440,10 @@ def _assigned(func: Any, args: Any, kwargs: Any) -> Any:
     target = owner if isinstance(owner, SplitParameter) else vars(owner).get("source")
     if target is None:
         return _refused(func, args, kwargs)
-    split, group, _ = owner.placed
     if isinstance(value, SplitTensor):
         value = own_values(value)
     elif isinstance(value, Tensor) and not isinstance(value, Placeholder):
-        value = split.part(value, group.rank)
+        value = owner.placed.own(value)
     return func(target, value)
 
 
@@ -460,7 +457,7 @@ def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
     def hook_of_part(gradient: Tensor) -> Any:
         found = hook(SplitTensor.of(gradient, placed))
         is_whole = isinstance(found, Tensor) and not isinstance(found, SplitTensor)
-        return placed.split.part(found, placed.group.rank) if is_whole else local(found)
+        return placed.own(found) if is_whole else local(found)
 
     return func(owner, hook_of_part)
 
@@ -468,9 +465,8 @@ def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
 def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
     """Random numbers in the shape of the whole, as on one device."""
     part = args[0]
-    split, group, _ = part.placed
     drawn = func(torch.empty(_shape(part), dtype=part.dtype, device=part.device), *args[1:], **kwargs)
-    return SplitTensor.of(split.part(drawn, group.rank), part.placed)
+    return SplitTensor.of(part.placed.own(drawn), part.placed)
 
 
 def _lists(func: Any, args: Any, kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit
+from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 Ranges = tuple[tuple[tuple[int, int], ...], ...]
@@ -54,6 +54,10 @@ class PartLayout(NamedTuple):
     def at(self, dim: int, ranges: Ranges | None = None) -> PartLayout:
         """The placement along another dimension."""
         return PartLayout(ParameterSplit(dim, ranges or self.split.ranges), self.group, self.layer)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """A copy of this rank's part of a whole tensor."""
+        return self.split.part(whole, self.group.rank)
 
 
 class _View(NamedTuple):
@@ -85,18 +89,15 @@ class SplitTensor(Tensor):
     """Of a gradient: the parameter's own, whose values an assignment replaces, as Module.to does."""
 
     @classmethod
-    def of(cls, local: Tensor, placed: PartLayout) -> Any:
-        """A part of this rank's values; of a placeholder, one in the shape of the whole."""
+    def of(cls, local: Tensor, placed: PartLayout | None) -> Any:
+        """A part of this rank's values, or the values where there is no placement; of a placeholder, a whole one."""
+        if placed is None:
+            return local
         if isinstance(local, Placeholder):
             return local.resized(placed.split.whole_shape(local))
         part = local.as_subclass(cls)
         part.placed, part.gathered_views = placed, []
         return part
-
-    @classmethod
-    def again(cls, value: Any, placed: PartLayout | None) -> Any:
-        """A part of values that were kept without their placement; without one, the value."""
-        return value if placed is None else cls.of(value, placed)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -131,16 +132,33 @@ class SplitParameter(SplitTensor, Parameter):
 
 
 def place(parameter: Parameter, placed: PartLayout) -> None:
-    """Makes a parameter that is cut a :class:`SplitParameter`, in place."""
+    """Makes a parameter that has this rank's part a :class:`SplitParameter`, in place."""
     parameter.__class__ = SplitParameter
     parameter.placed, parameter.gathered_views = placed, []  # type: ignore[attr-defined]
 
 
-def forget_place(parameter: Parameter) -> None:
-    """The parameter is an ordinary one again."""
+def cut(parameter: Parameter, placed: PartLayout) -> None:
+    """Makes a whole parameter this rank's part of it, in place: optimizers and modules keep the object."""
+    known = split_of(parameter)
+    if known is None:
+        parameter.data, parameter.grad = placed.own(parameter.data), None
+        place(parameter, placed)
+    elif known != placed.split:
+        raise ValueError("a parameter that two layers share cannot be cut in two ways")
+
+
+def forget_split(parameter: Tensor) -> None:
+    """The parameter, or the placeholder of one, is an ordinary one again."""
     if isinstance(parameter, SplitParameter):
         parameter.__class__ = Parameter  # type: ignore[assignment]
-        del parameter.placed, parameter.gathered_views
+    for name in ("placed", "gathered_views"):
+        vars(parameter).pop(name, None)
+
+
+def make_whole(parameter: Parameter, value: Tensor) -> None:
+    """Gives a parameter that may be split its whole value."""
+    forget_split(parameter)
+    parameter.data = value
 
 
 @cache
@@ -169,22 +187,21 @@ def whole(value: Any) -> Any:
     """The gathered tensor of a part, a collective; anything else as it is."""
     if not isinstance(value, SplitTensor):
         return value
-    split, group, layer = value.placed
-    return whole_of(local(value), split, group, f"{layer} gathered").contiguous()
+    return _whole_of(local(value), value.placed)
 
 
-def whole_of(part: Tensor, split: ParameterSplit, group: TensorGroup, name: str) -> Tensor:
+def _whole_of(part: Tensor, placed: PartLayout) -> Tensor:
     """The whole tensor of which each rank has a part; in backward each rank takes its part of the gradient.
 
     One all-gather in forward, nothing in backward: all ranks have to compute the same with the whole tensor.
     """
-    gathered: Tensor = _Gather.apply(part, split, group, name)  # type: ignore[no-untyped-call]
-    return gathered
+    gathered: Tensor = _Gather.apply(part, placed, f"{placed.layer} gathered")  # type: ignore[no-untyped-call]
+    return gathered.contiguous()
 
 
-def own_of(tensor: Tensor, split: ParameterSplit, group: TensorGroup, name: str) -> Tensor:
+def own_of(tensor: Tensor, placed: PartLayout, name: str) -> Tensor:
     """This rank's part of a tensor that all ranks have; in backward the gradient is gathered."""
-    own: Tensor = _Own.apply(tensor, split, group, name)  # type: ignore[no-untyped-call]
+    own: Tensor = _Own.apply(tensor, placed, name)  # type: ignore[no-untyped-call]
     return own
 
 
@@ -196,24 +213,24 @@ def entered(tensor: Tensor, group: TensorGroup, name: str) -> Tensor:
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, split: ParameterSplit, group: TensorGroup, name: str) -> Tensor:
-        ctx.split, ctx.rank = split, group.rank
-        return split.gather(part.detach(), group, name)
+    def forward(ctx: Any, part: Tensor, placed: PartLayout, name: str) -> Tensor:
+        ctx.placed = placed
+        return placed.split.gather(part.detach(), placed.group, name)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return ctx.split.part(gradient, ctx.rank), None, None, None
+        return ctx.placed.own(gradient), None, None
 
 
 class _Own(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, split: ParameterSplit, group: TensorGroup, name: str) -> Tensor:
-        ctx.split, ctx.group, ctx.layer_name = split, group, name
-        return split.part(tensor, group.rank)
+    def forward(ctx: Any, tensor: Tensor, placed: PartLayout, name: str) -> Tensor:
+        ctx.placed, ctx.layer_name = placed, name
+        return placed.own(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return ctx.split.gather(gradient, ctx.group, ctx.layer_name).contiguous(), None, None, None
+        return ctx.placed.split.gather(gradient, ctx.placed.group, ctx.layer_name).contiguous(), None, None
 
 
 class _Enter(Function):
@@ -307,11 +324,11 @@ class _Gathering:
     def whole(self, value: Any) -> Any:
         """An argument with whole tensors in it."""
         if isinstance(value, SplitTensor):
-            split, group, layer = value.placed
+            _, group, layer = value.placed
             group.on_gather(layer, self._operation)
             group.agree_on_read(f"{self._operation} of values of {layer} ({user_line()})")
             with _counting_versions():
-                gathered = whole_of(own_values(value), split, group, f"{layer} gathered").contiguous()
+                gathered = _whole_of(own_values(value), value.placed)
             self._gathered.append((value, gathered, gathered._version))
             return gathered
         if isinstance(value, list | tuple):
@@ -325,8 +342,7 @@ class _Gathering:
         """The operation's result; parts that it has changed in place get the new values."""
         for part, gathered, version in self._gathered:
             if gathered._version != version:
-                split, group, layer = part.placed
-                own = own_of(gathered, split, group, f"{layer} {self._operation}")
+                own = own_of(gathered, part.placed, f"{part.placed.layer} {self._operation}")
                 own_values(part, changes=self._operation).copy_(own)
                 if result is gathered:
                     return part

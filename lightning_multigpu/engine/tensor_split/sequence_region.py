@@ -22,10 +22,9 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.engine.tensor_split.attention import SplitMultiheadAttention
+from lightning_multigpu.engine.tensor_split.block_input import sequence_placement
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block
-from lightning_multigpu.engine.tensor_split.layers import gather_sequence, split_sequence
-from lightning_multigpu.engine.tensor_split.parts import SplitTensor
+from lightning_multigpu.engine.tensor_split.parts import SplitTensor, own_of, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 DIMS = (1, 0)
@@ -67,50 +66,33 @@ class SequenceRegion:
         found: the layers, with their blocks split.
         group: the ranks.
         dim: the dimension that is split.
-        keeps_gathered: column layers keep their gathered input for backward, instead of gathering it again.
 
     Raises:
         ValueError: in a forward, a layer gets no tensor that could be split.
     """
 
-    def __init__(
-        self, module: Module, found: LayerList, group: TensorGroup, *, dim: int, keeps_gathered: bool = True
-    ) -> None:
-        self._name, self._group, self._dim = found.name, group, dim
+    def __init__(self, module: Module, found: LayerList, group: TensorGroup, *, dim: int) -> None:
+        self.name, self._group, self._dim = found.name, group, dim
         self._handles: list[RemovableHandle] = []
-        self._changed: list[tuple[Any, dict[str, Any]]] = []
+        self._rows: list[Any] = []
         for layer in found.layers:
             self._handles.append(layer.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True))
         self._handles.append(found.layers[-1].register_forward_hook(self._end))
         parts: dict[str, Any] = dict(module.named_modules())
         for block in found.blocks:
             for name, role in block.roles.items():
-                part = parts[name]
-                if role == "attention":
-                    assert isinstance(part, SplitMultiheadAttention)
-                    self._set(part.out_proj, sequence_dim=dim)
-                elif role == "row":
-                    self._set(part, sequence_dim=dim)
-                if role != "row" and not keeps_gathered:
-                    self._set(part, keeps_gathered=False)
-                    if getattr(part, "entry", None) is not None:
-                        part.entry.keeps_gathered = False
+                if role in ("row", "attention"):
+                    self._rows.append(parts[name] if role == "row" else parts[name].out_proj)
+        for row in self._rows:
+            row.sequence_dim = dim
 
     def undo(self) -> None:
         """Activations are whole again."""
         for handle in self._handles:
             handle.remove()
-        for part, attributes in reversed(self._changed):
-            for name, value in attributes.items():
-                if value is None:
-                    vars(part).pop(name, None)
-                else:
-                    vars(part)[name] = value
-        self._handles, self._changed = [], []
-
-    def _set(self, part: Module, **attributes: Any) -> None:
-        self._changed.append((part, {name: vars(part).get(name) for name in attributes}))
-        vars(part).update(attributes)
+        for row in self._rows:
+            del row.sequence_dim
+        self._handles, self._rows = [], []
 
     def _begin(
         self, layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -127,13 +109,12 @@ class SequenceRegion:
     def _part_of(self, tensor: Tensor) -> Any:
         if isinstance(tensor, SplitTensor | Placeholder):
             return tensor
-        return split_sequence(tensor, self._group, self._dim, f"{self._name} sequence")
+        name = f"{self.name} sequence"
+        placed = sequence_placement(self._dim, tensor.shape[self._dim], self._group, name)
+        return SplitTensor.of(own_of(tensor, placed, name), placed)
 
     def _end(self, layer: Module, _: tuple[Any, ...], output: Any) -> Any:
-        outputs = output if isinstance(output, tuple | list) else (output,)
-        name = f"{self._name} sequence"
-        whole = [gather_sequence(each, name) if isinstance(each, SplitTensor) else each for each in outputs]
-        return whole[0] if outputs is not output else type(output)(whole)
+        return type(output)(map(whole, output)) if isinstance(output, tuple | list) else whole(output)
 
     def _is_activation(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > self._dim + 1

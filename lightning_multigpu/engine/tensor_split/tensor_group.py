@@ -130,11 +130,11 @@ class TensorGroup:
 
         For trying whether a step runs: a rank in which it raises an error leaves no other one waiting.
         """
-        self._is_alone = True
+        before, self._is_alone = self._is_alone, True
         try:
             yield
         finally:
-            self._is_alone = False
+            self._is_alone = before
 
     @contextlib.contextmanager
     def showing(self, *, parts: bool) -> Iterator[None]:
@@ -304,6 +304,8 @@ class TensorGroup:
             self._thread = None
         if self._shared is not None:
             self._shared.close()
+        # torch keeps the graph of a backward pass that raises an error, and its functions have this object.
+        vars(self).update(group=None, _readers=None, _shared=None, _meter=None, on_gather=None, observer=None)
 
     def _is_silent(self, tensor: Tensor) -> bool:
         """Whether nothing is sent: within :meth:`alone`, and for what has no values on this stage of a pipeline."""

@@ -1,7 +1,8 @@
 """Trials of blocks: whether a step that runs on split layers gathers what lies between them.
 
 A step computes the same on split layers as on whole ones. It is worth it where it computes on parts: a block whose
-outputs are gathered for an operation of the user's code stays whole, with that operation as the reason.
+outputs are gathered for an operation of the user's code stays whole, with that operation as the reason. Each rank tries
+by itself, as if the parts of the others were zeros: values do not matter, and an error may be that of one rank.
 """
 
 from __future__ import annotations
@@ -10,23 +11,20 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from lightning_multigpu.communication.metering.traffic import sent_share
-from lightning_multigpu.engine.gradient_check import trained, without_gradients
-from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, Way
+from lightning_multigpu.engine.gradient_check import trained
+from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, order_of_calls
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import user_line, whole
 from lightning_multigpu.engine.tensor_split.sequence_region import DIMS, SequenceRegion, layer_lists
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.planning.split_plan import BlockTraffic, Direction, SplitBlocks
-
-_TRIES = 3
-"""Steps in which blocks of a kind are tried: a part that one block lets out may be gathered in the next one."""
 
 
 class Sent(NamedTuple):
@@ -38,39 +36,23 @@ class Sent(NamedTuple):
     size_bytes: int
 
 
-class Computed(NamedTuple):
-    """What a step sends, what it gathers of which layer, and the error that it raises."""
-
-    traffic: list[Sent]
-    gathered: dict[str, str]
-    error: str | None
-
-
 class Left(NamedTuple):
-    """Blocks of a kind that stay whole, and why."""
+    """A block that stays whole, and why."""
 
-    blocks: Sequence[Block]
+    block: Block
     reason: str
 
 
-class Trials:
-    """Splits the blocks of a module in which a step computes on parts; a collective of all ranks.
+class TracelessStep:
+    """A module's training step for dry runs on the ranks that split its layers.
 
     Args:
-        module: whole, and the same on all ranks.
-        group: the ranks among which blocks are split.
+        module: the same on all ranks, as whole tensors.
+        group: the ranks.
         step: runs the step and returns its loss.
         traceless: a block at whose end the module and random states are as before it.
         gather: returns the objects of all ranks, also of other groups, on every rank.
-        sequence_split: split activations between blocks along the sequence: "keep" or "gather_again" says what column
-            layers do about their gathered inputs in backward. None for whole activations.
-        keeps_whole: why activations stay whole in a list of layers, by its name; None if they may be split.
         optimizes_manually: the step runs backward itself.
-
-    Attributes:
-        regions: layers between whose blocks activations are split along the sequence.
-        notes: about ``sequence_split``, for the user.
-        traffic: of a step with all blocks that are split.
     """
 
     def __init__(
@@ -81,193 +63,31 @@ class Trials:
         *,
         traceless: Callable[[], AbstractContextManager[None]],
         gather: Callable[[Any], list[Any]],
-        sequence_split: Literal["keep", "gather_again"] | None = None,
-        keeps_whole: Callable[[str], str | None] = lambda name: None,
         optimizes_manually: bool = False,
     ) -> None:
-        self._module = module
-        self._group = group
-        self._step = step
-        self._traceless = traceless
-        self._gather = gather
-        self._sequence_split = sequence_split
-        self._keeps_whole = keeps_whole
-        self._is_manual = optimizes_manually
-        self.regions: list[SequenceRegion] = []
-        self.notes: list[str] = []
-        self.traffic: list[Sent] = []
+        self.module, self.group, self.gather = module, group, gather
+        self._step, self._traceless, self._is_manual = step, traceless, optimizes_manually
 
-    def run(
-        self,
-        order: Callable[[Module], AbstractContextManager[dict[str, int]]],
-        *searches: Callable[[dict[str, int]], list[Block]],
-    ) -> tuple[list[tuple[Block, Applied]], list[Left]]:
-        """The blocks that are split now, and those that stay whole.
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A block in which steps leave no trace but in weights; gradients are away, and parameters read as whole."""
+        before = [(parameter, parameter.grad, parameter.requires_grad) for parameter in self.module.parameters()]
+        for parameter, _, _ in before:
+            parameter.grad = None
+        try:
+            with self._traceless(), self.group.showing(parts=False):
+                yield
+        finally:
+            for parameter, gradient, is_trained in before:
+                parameter.grad = gradient
+                parameter.requires_grad_(is_trained)  # a manual step that fails leaves other optimizers' frozen
 
-        Args:
-            order: notes which layers run.
-            searches: each finds blocks, of the layers that have run; later ones are asked if nothing is split so far.
+    def forward(self) -> Tensor | None:
+        """The loss of a step; None if the step has run backward itself.
 
         Raises:
             ValueError: the step gives no loss.
         """
-        split: list[tuple[Block, Applied]] = []
-        left: list[Left] = []
-        parameters = [p for p in self._module.parameters() if p.is_floating_point()]
-        with order(self._module) as found:
-            self._run([], {}, trains=False)
-        called = self._gather(found)[0]
-        gc.collect()  # a graph of earlier runs that lives in a cycle would keep the whole shapes of parameters
-        with without_gradients(parameters), trained(parameters):  # a callback may unfreeze parameters later
-            for find in searches:
-                by_kind: dict[str, list[Block]] = {}
-                for block in [] if split else find(called):
-                    by_kind.setdefault(block.kind, []).append(block)
-                for blocks in by_kind.values():
-                    self._split(blocks, split, left)
-            if self._sequence_split is not None:
-                self._split_sequences(split)
-            if split:
-                self.traffic = self._compute().traffic
-        return split, left
-
-    def _split(self, blocks: Sequence[Block], split: list[tuple[Block, Applied]], left: list[Left]) -> None:
-        """Splits blocks of a kind, each in the first way in which the step does not gather what it computes."""
-        reasons: dict[int, str] = {}
-        for number in range(min(len(block.ways) for block in blocks)):
-            good, bad = self._try(blocks, number)
-            split += good
-            for block, reason in bad:
-                reasons.setdefault(id(block), reason)
-            blocks = [block for block, _ in bad]
-            if not blocks:
-                return
-        for reason in dict.fromkeys(reasons[id(block)] for block in blocks):
-            left.append(Left([block for block in blocks if reasons[id(block)] == reason], reason))
-
-    def _try(self, blocks: Sequence[Block], number: int) -> tuple[list[tuple[Block, Applied]], list[tuple[Block, str]]]:
-        """Splits blocks in one of their ways; returns those that stay split, and the others with the reasons."""
-        applied, problem = self._apply(blocks, [block.ways[number] for block in blocks])
-        good, bad = [*zip(blocks, applied, strict=False)], [(block, problem or "") for block in blocks if problem]
-        for _ in range(_TRIES):
-            if not good:
-                return good, bad
-            computed = self._compute()
-            reasons = [computed.error or self._reason(block, computed) for block, _ in good]
-            if not any(reasons):
-                for _, each in good:
-                    each.keep()
-                return good, bad
-            for (block, each), reason in reversed([*zip(good, reasons, strict=True)]):
-                if reason:
-                    each.undo()
-                    bad.append((block, reason))
-            good = [each for each, reason in zip(good, reasons, strict=True) if not reason]
-        for block, each in reversed(good):
-            each.undo()
-            bad.append((block, bad[0][1]))
-        return [], bad
-
-    @staticmethod
-    def _reason(block: Block, computed: Computed) -> str | None:
-        if block.shape in ("vocabulary", "plan"):  # logits may be gathered; a plan is the user's wish
-            return None
-        return next((computed.gathered[name] for name in block.roles if name in computed.gathered), None)
-
-    def _split_sequences(self, split: Sequence[tuple[Block, Applied]]) -> None:
-        """Splits activations in lists of layers along dimension 1, or 0, where the step then gathers no more."""
-        done: list[str] = []
-        before = self._compute().gathered
-        for found in layer_lists(self._module, split):
-            if any(found.name.startswith(f"{name}.") for name in done):
-                continue
-            reason = self._keeps_whole(found.name)
-            reasons = [] if reason is None else [reason]
-            for dim in DIMS if reason is None else ():
-                keeps = self._sequence_split == "keep"
-                region = SequenceRegion(self._module, found, self._group, dim=dim, keeps_gathered=keeps)
-                computed = self._compute()
-                new = [text for name, text in computed.gathered.items() if name not in before]
-                problem = computed.error or next(iter(new), None)
-                if problem is None:
-                    self.regions.append(region)
-                    done.append(found.name)
-                    self.notes.append(f"activations between the blocks of {found.name} are split along dimension {dim}")
-                    break
-                region.undo()
-                reasons.append(problem)
-            else:
-                self.notes.append(f"activations between the blocks of {found.name} stay whole ({reasons[0]})")
-
-    def _apply(self, blocks: Sequence[Block], ways: Sequence[Way]) -> tuple[list[Applied], str | None]:
-        applied: list[Applied] = []
-        problem = None
-        try:
-            for block, way in zip(blocks, ways, strict=True):
-                applied.append(Applied(self._module, block, way, self._group))
-        except ValueError as error:
-            problem = str(error)
-        problem = self._first_of_ranks(problem)
-        if problem is not None:
-            for each in reversed(applied):
-                each.undo()
-            applied = []
-        return applied, problem
-
-    def _first_of_ranks(self, problem: str | None) -> str | None:
-        return next(filter(None, self._gather(problem)), None)
-
-    def _compute(self) -> Computed:
-        """Runs the step forward and backward; first without the other ranks, as an error may be that of one rank."""
-        error = None
-        try:
-            with self._group.alone():
-                self._run([], {})
-        except Exception as raised:  # whatever the user's code raises
-            error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]}"[:200]
-        error = self._first_of_ranks(error)
-        traffic: list[Sent] = []
-        gathered: dict[str, str] = {}
-        if error is None:
-            self._run(traffic, gathered)
-        return Computed(traffic, gathered, error)
-
-    def _run(self, traffic: list[Sent], gathered: dict[str, str], *, trains: bool = True) -> None:
-        """Runs the step as in training, and as in evaluation, which may run layers that training leaves out."""
-
-        def note(layer: str, operation: str) -> None:
-            gathered.setdefault(layer, f"{operation} needs the outputs of all ranks: {user_line()}")
-
-        on_gather, self._group.on_gather = self._group.on_gather, note
-        parameters = [(parameter, parameter.requires_grad) for parameter in self._module.parameters()]
-        try:
-            with self._traceless(), self._group.showing(parts=False):
-                with self._observed(traffic):
-                    loss = self.loss()
-                    if loss is not None and loss.requires_grad and trains:
-                        loss.backward()  # type: ignore[no-untyped-call]
-                self._module.eval()
-                self.loss()
-        finally:
-            self._group.on_gather = on_gather
-            for parameter, is_trained in parameters:
-                parameter.grad = None
-                parameter.requires_grad_(is_trained)  # a manual step that fails leaves other optimizers' frozen
-
-    @contextmanager
-    def _observed(self, traffic: list[Sent]) -> Iterator[None]:
-        def note(*sent: Any) -> None:
-            is_backward = torch._C._current_graph_task_id() != -1
-            traffic.append(Sent("backward" if is_backward else "forward", *sent))
-
-        self._group.observer = note
-        try:
-            yield
-        finally:
-            self._group.observer = None
-
-    def loss(self) -> Tensor | None:
-        """The loss of a step; None if the step has run backward itself."""
         loss = whole(self._step())
         if self._is_manual:
             return None
@@ -275,16 +95,202 @@ class Trials:
             raise ValueError(f"training_step returns {type(loss).__name__}, and no loss that could be differentiated")
         return loss.as_subclass(Tensor)
 
+    def forward_and_backward(self) -> None:
+        """Runs the step, and the backward pass of its loss."""
+        loss = self.forward()
+        if loss is not None and loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
 
-def split_blocks(module: Module, blocks: Sequence[Block], traffic: Sequence[Sent], num_ranks: int) -> SplitBlocks:
-    """The row of a plan for blocks of a kind.
+    def first_of_ranks(self, problem: str) -> str:
+        """The problem of the first rank that has one; a collective."""
+        return next(filter(None, self.gather(problem)), "")
+
+
+class Trials:
+    """Splits the blocks of a module in which a step computes on parts; a collective of all ranks.
+
+    Args:
+        step: of a whole module.
+        sequence_split: split activations between blocks along the sequence.
+        keeps_whole: why activations stay whole in a list of layers, by its name; None if they may be split.
+
+    Attributes:
+        split: the blocks that are split.
+        left: those that stay whole.
+        regions: layers between whose blocks activations are split along the sequence.
+        notes: about ``sequence_split``, for the user.
+        traffic: of a step with all blocks that are split.
+    """
+
+    def __init__(
+        self,
+        step: TracelessStep,
+        *,
+        sequence_split: bool = False,
+        keeps_whole: Callable[[str], str | None] = lambda name: None,
+    ) -> None:
+        self._step, self._module, self._group = step, step.module, step.group
+        self._sequence_split, self._keeps_whole = sequence_split, keeps_whole
+        self.split: list[tuple[Block, Applied]] = []
+        self.left: list[Left] = []
+        self.regions: list[SequenceRegion] = []
+        self.notes: list[str] = []
+        self.traffic: list[Sent] = []
+
+    def run(self, *searches: Callable[[dict[str, int]], list[Block]]) -> None:
+        """Splits blocks.
+
+        Args:
+            searches: each finds blocks, by the order in which layers run; later ones are asked if nothing is split.
+
+        Raises:
+            ValueError: the step gives no loss.
+        """
+        with order_of_calls(self._module) as found, self._step.running():
+            self._step.forward()
+            self._module.eval()  # which may run layers that training leaves out
+            self._step.forward()
+        called = self._step.gather(found)[0]
+        gc.collect()  # a graph of earlier runs that lives in a cycle would keep the whole shapes of parameters
+        with trained([p for p in self._module.parameters() if p.is_floating_point()]):  # later, a callback unfreezes
+            for find in searches:
+                by_kind: dict[str, list[Block]] = {}
+                for block in [] if self.split else find(called):
+                    by_kind.setdefault(block.kind, []).append(block)
+                for blocks in by_kind.values():
+                    self._split(blocks)
+            if self._sequence_split:
+                self._split_sequences()
+            if self.split:
+                self._compute(self.traffic)
+
+    def _split(self, blocks: Sequence[Block]) -> None:
+        """Splits blocks of a kind, each in the first way in which the step does not gather what it computes."""
+        reasons: dict[int, str] = {}
+        for number in range(min(len(block.ways) for block in blocks)):
+            bad = self._try(blocks, number) if blocks else []
+            for block, reason in bad:
+                reasons.setdefault(id(block), reason)
+            blocks = [block for block, _ in bad]
+        self.left += [Left(block, reasons[id(block)]) for block in blocks]
+
+    def _try(self, blocks: Sequence[Block], number: int) -> list[tuple[Block, str]]:
+        """Splits blocks in one of their ways; returns those that stay whole, with the reasons."""
+        applied, problem = self._apply(blocks, number)
+        bad = [(block, problem) for block in blocks if problem]
+        while applied:  # a part that one block lets out may be gathered in the next one
+            gathered, error = self._compute()
+            reasons = [error or self._reason(block, gathered) for block, _ in applied]
+            if not any(reasons):
+                break
+            for (block, each), reason in reversed([*zip(applied, reasons, strict=True)]):
+                if reason:
+                    each.undo()
+                    bad.append((block, reason))
+            applied = [each for each, reason in zip(applied, reasons, strict=True) if not reason]
+        for _, each in applied:
+            each.keep()
+        self.split += applied
+        return bad
+
+    @staticmethod
+    def _reason(block: Block, gathered: dict[str, str]) -> str:
+        if block.shape in ("vocabulary", "plan"):  # logits may be gathered; a plan is the user's wish
+            return ""
+        return next((gathered[name] for name in block.roles if name in gathered), "")
+
+    def _apply(self, blocks: Sequence[Block], number: int) -> tuple[list[tuple[Block, Applied]], str]:
+        """Splits blocks, or none if there is a problem."""
+        applied: list[tuple[Block, Applied]] = []
+        problem = ""
+        try:
+            for block in blocks:
+                applied.append((block, Applied(self._module, block, block.ways[number], self._group)))
+        except ValueError as error:
+            problem = str(error)
+        problem = self._step.first_of_ranks(problem)
+        for _, each in reversed(applied if problem else []):
+            each.undo()
+        return [] if problem else applied, problem
+
+    def _split_sequences(self) -> None:
+        """Splits activations in lists of layers along dimension 1, or 0, where the step then gathers no more."""
+        before, _ = self._compute()
+        for found in layer_lists(self._module, self.split):
+            if any(found.name.startswith(f"{region.name}.") for region in self.regions):
+                continue
+            activations = f"activations between the blocks of {found.name}"
+            problems = list(filter(None, [self._keeps_whole(found.name)]))
+            for dim in () if problems else DIMS:
+                region = SequenceRegion(self._module, found, self._group, dim=dim)
+                gathered, error = self._compute()
+                problem = error or next((text for name, text in gathered.items() if name not in before), "")
+                if not problem:
+                    self.regions.append(region)
+                    self.notes.append(f"{activations} are split along dimension {dim}")
+                    break
+                region.undo()
+                problems.append(problem)
+            else:
+                self.notes.append(f"{activations} stay whole ({problems[0]})")
+
+    def _compute(self, traffic: list[Sent] | None = None) -> tuple[dict[str, str], str]:
+        """What a step gathers of which layer, and the error that it raises; it adds what it sends to ``traffic``.
+
+        It is run as in training, and as in evaluation.
+        """
+        gathered: dict[str, str] = {}
+        error = ""
+
+        def note(layer: str, operation: str) -> None:
+            gathered.setdefault(layer, f"{operation} needs the outputs of all ranks: {user_line()}")
+
+        on_gather, self._group.on_gather = self._group.on_gather, note
+        try:
+            with self._group.alone(), self._step.running():
+                with self._observed([] if traffic is None else traffic):
+                    self._step.forward_and_backward()
+                self._module.eval()
+                self._step.forward()
+        except Exception as raised:  # whatever the user's code raises
+            error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]}"[:200]
+        finally:
+            self._group.on_gather = on_gather
+        ranks = self._step.gather((gathered, error))
+        first = next((each for each in ranks if each[1]), None)
+        return first or ({name: text for found, _ in reversed(ranks) for name, text in found.items()}, "")
+
+    @contextmanager
+    def _observed(self, traffic: list[Sent]) -> Iterator[None]:
+        def note(*sent: Any) -> None:
+            is_backward = torch._C._current_graph_task_id() != -1
+            traffic.append(Sent("backward" if is_backward else "forward", *sent))
+
+        observer, self._group.observer = self._group.observer, note
+        try:
+            yield
+        finally:
+            self._group.observer = observer
+
+
+def rows_of_plan(
+    module: Module, split: Sequence[tuple[Block, Applied]], traffic: Sequence[Sent], num_ranks: int
+) -> list[SplitBlocks]:
+    """The rows of a plan: one for blocks of a kind.
 
     Args:
         module: with the blocks split.
-        blocks: of one kind.
+        split: its blocks.
         traffic: of a step.
         num_ranks: among which each layer is split.
     """
+    by_kind: dict[str, list[Block]] = {}
+    for block, _ in split:
+        by_kind.setdefault(block.kind, []).append(block)
+    return [_row(module, blocks, traffic, num_ranks) for blocks in by_kind.values()]
+
+
+def _row(module: Module, blocks: Sequence[Block], traffic: Sequence[Sent], num_ranks: int) -> SplitBlocks:
     parts = dict(module.named_modules())
     parameters = {p for block in blocks for name in block.roles for p in parts[name].parameters()}
     block = blocks[0]

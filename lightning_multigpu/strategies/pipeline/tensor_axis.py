@@ -22,15 +22,15 @@ from torch.nn import Module, Parameter
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.placeholder import Placeholder, exchange
-from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
-from lightning_multigpu.engine.tensor_split.parts import functions_get_whole
+from lightning_multigpu.engine.tensor_split.parameter_split import split_of
+from lightning_multigpu.engine.tensor_split.parts import forget_split, functions_get_whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, without_trace
-from lightning_multigpu.strategies.tensor_parallel.split_layers import Plan, SequenceSplit, SplitLayers
+from lightning_multigpu.strategies.tensor_parallel.split_layers import Plan, SplitLayers
 
 if TYPE_CHECKING:
     from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
@@ -132,9 +132,7 @@ class TensorAxis:
                 forget_split(holding.tensor)
 
 
-def layers_within(
-    chain: Chain, module: Module, group: TensorGroup, plan: Plan, sequence_split: SequenceSplit
-) -> SplitLayers:
+def layers_within(chain: Chain, module: Module, group: TensorGroup, plan: Plan, sequence_split: bool) -> SplitLayers:
     """The splittable layers of a module whose layers a pipeline spreads over stages.
 
     Args:

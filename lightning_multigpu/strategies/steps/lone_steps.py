@@ -32,12 +32,13 @@ from typing_extensions import override
 from lightning_multigpu.communication.metering.clocks import CoreWait, clock_of
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.batch_size import leading_size
-from lightning_multigpu.engine.tensor_split.blocks import Applied, find_blocks, find_pairs, order_of_calls
+from lightning_multigpu.engine.tensor_split.blocks import find_blocks, find_pairs
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.engine.tensor_split.trials import TracelessStep, Trials
 from lightning_multigpu.engine.training_memory import SavedActivations, held_bytes
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.model_profile import Phases
-from lightning_multigpu.strategies.steps.dry_run import QUIET_SETTINGS, without_trace
+from lightning_multigpu.strategies.steps.dry_run import QUIET_SETTINGS, unlogged_loss, without_trace
 
 _FEWEST_STEPS = 6
 _WARM_UP = 2
@@ -151,7 +152,7 @@ class LoneStepsStrategy(SingleDeviceStrategy):
         assert module is not None
         self.samples = leading_size(args[0] if args else next(iter(kwargs.values())))
         if self._group is not None:
-            _split(module, self._group, lambda: super(LoneStepsStrategy, self).training_step(*args, **kwargs))
+            _split(module, self._group, lambda: module.training_step(*args, **kwargs))
             self._group.sent = []
         saved = SavedActivations([*module.parameters(), *module.buffers()])
         counter = FlopCounterMode(display=False)
@@ -168,40 +169,18 @@ def _split(module: pl.LightningModule, group: LoneTensorGroup, step: Any) -> Non
     Raises:
         LoneStepsError: no block can be split.
     """
-    with without_trace(module), order_of_calls(module) as called:
-        step()
-    taken, gathered = set[str](), set[str]()
-    group.on_gather = lambda layer, operation: gathered.add(layer)
-    ways: dict[tuple[str, str], int] = {}
-    for search in (find_blocks, find_pairs):
-        for block in search(module, called):
-            if taken & block.roles.keys():
-                continue
-            kind = block.shape, block.kind
-            for number, way in enumerate(block.ways):
-                if ways.get(kind, number) != number:
-                    continue
-                try:
-                    applied = Applied(module, block, way, group)
-                except ValueError:
-                    continue
-                if kind not in ways:  # blocks of a kind run alike
-                    gathered.clear()
-                    try:
-                        with without_trace(module):
-                            step()
-                    except Exception:  # of the user's code
-                        gathered.update(block.roles)
-                    if gathered & block.roles.keys() and block.shape != "vocabulary":
-                        applied.undo()
-                        continue
-                    ways[kind] = number
-                applied.keep()
-                taken |= block.roles.keys()
-                break
-        if taken:
-            return
-    raise LoneStepsError("no layer can be split")
+    run = TracelessStep(
+        module,
+        group,
+        lambda: unlogged_loss(module.trainer.precision_plugin, module, step),
+        traceless=lambda: without_trace(module),
+        gather=lambda value: [value],
+        optimizes_manually=not module.automatic_optimization,
+    )
+    trials = Trials(run)
+    trials.run(lambda called: find_blocks(module, called), lambda called: find_pairs(module, called))
+    if not trials.split:
+        raise LoneStepsError("no layer can be split")
 
 
 class _Watch(pl.Callback):

@@ -13,7 +13,7 @@ from lightning_multigpu.engine.data_parallel.gradient_transport import GradientT
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
-from lightning_multigpu.strategies.tensor_parallel.split_layers import check_plan, check_sequence_split, plan_text
+from lightning_multigpu.strategies.tensor_parallel.split_layers import check_plan
 
 _SIZES = ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size")
 
@@ -90,7 +90,7 @@ class HybridStrategy(PipelineStrategy):
         self.pipeline_options = PipelineOptions(**{**of_pipeline, **pipeline})
         self.tensor_options = {"plan": "auto", "sequence_split": False, **tensor, "shared_memory": shared_memory}
         check_plan(self.tensor_options["plan"])
-        check_sequence_split(self.tensor_options["sequence_split"])
+        option_checks.check_bools(sequence_split=self.tensor_options["sequence_split"])
         self._transport = GradientTransport(
             compressor=compressor_of(compression),
             compress_inside_hosts=compress_inside_hosts,
@@ -109,12 +109,11 @@ class HybridStrategy(PipelineStrategy):
     @override
     def options(self) -> dict[str, Any]:
         of_pipeline = vars(self.pipeline_options)
-        of_tensor = {n: plan_text(value) if n == "plan" else value for n, value in self._tensor_given.items()}
         return {
             **{name: value for name, value in super().options.items() if name not in of_pipeline},
             **dict(zip(_SIZES, self._asked, strict=True)),
             "pipeline": self._pipeline_given or None,
-            "tensor": of_tensor or None,
+            "tensor": self._tensor_given or None,
             **self._transport.options,
         }
 

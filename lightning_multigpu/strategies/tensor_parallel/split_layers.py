@@ -28,29 +28,26 @@ from lightning_multigpu.engine.tensor_split.blocks import (
     find_blocks,
     find_pairs,
     kind_of,
-    order_of_calls,
     planned_block,
 )
 from lightning_multigpu.engine.tensor_split.layers import is_linear
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state, state_of
-from lightning_multigpu.engine.tensor_split.parameter_split import forget_split, split_of
-from lightning_multigpu.engine.tensor_split.parts import forget_place, local, place, user_line
+from lightning_multigpu.engine.tensor_split.parameter_split import split_of
+from lightning_multigpu.engine.tensor_split.parts import local, make_whole, place, user_line
 from lightning_multigpu.engine.tensor_split.sequence_region import SequenceRegion
 from lightning_multigpu.engine.tensor_split.split_proof import SplitProof
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from lightning_multigpu.engine.tensor_split.trials import Left, Sent, Trials, split_blocks
+from lightning_multigpu.engine.tensor_split.trials import Left, TracelessStep, Trials, rows_of_plan
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.placement.optimizer_split import split_of as shards_of
 from lightning_multigpu.planning.numbers import size
-from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan, WholeBlocks
+from lightning_multigpu.planning.split_plan import SplitPlan, WholeBlocks
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 
 M = TypeVar("M", bound=Callable[..., Any])
 
-Plan = Literal["auto"] | Mapping[str, str] | Callable[[str, Module], str | None]
-
-SequenceSplit = bool | Literal["gather_again"]
+Plan = Literal["auto"] | Mapping[str, str]
 
 _STYLES = ("column", "row", "vocab", "head")
 
@@ -60,16 +57,16 @@ _SMALLEST_SHARE = 0.1
 
 def check_plan(plan: Plan) -> None:
     """Checks the option ``plan``."""
-    if not callable(plan) and plan != "auto":
+    if plan != "auto":
         if not isinstance(plan, Mapping) or not plan:
-            raise ValueError(f"plan={plan!r}: pass 'auto', a mapping such as {{'*.up': 'column'}}, or a function")
+            raise ValueError(f"plan={plan!r}: pass 'auto', or a mapping such as {{'*.up': 'column'}}")
         for style in plan.values():
             option_checks.check_choice("plan", style, _STYLES)
 
 
 def check_patterns(plan: Plan, module: Module) -> None:
     """Checks that each pattern of the option ``plan`` decides the split of a layer of the module."""
-    if not isinstance(plan, Mapping):
+    if plan == "auto":
         return
     names = [name for name, _ in module.named_modules()]
     for number, (pattern, style) in enumerate(plan.items()):
@@ -114,17 +111,6 @@ def _nearest_layers(pattern: str, module: Module) -> list[str]:
     return [by_end[each] for each in get_close_matches(end, by_end, n=3, cutoff=0.0)]
 
 
-def check_sequence_split(value: SequenceSplit) -> None:
-    """Checks the option ``sequence_split``."""
-    if value not in (False, True, "gather_again"):
-        raise ValueError(f"sequence_split={value!r}: pass True, 'gather_again' or False")
-
-
-def plan_text(plan: Plan) -> Any:
-    """The option ``plan`` as text for reports."""
-    return plan if isinstance(plan, str | Mapping) else getattr(plan, "__qualname__", "function")
-
-
 def _of_parts(method: M) -> M:
     """Within the method parameters of split layers read as this rank's part."""
 
@@ -156,7 +142,7 @@ class SplitLayers:
         plan: Plan,
         *,
         keeps_whole: Callable[[str], str | None] = lambda name: None,
-        sequence_split: SequenceSplit = False,
+        sequence_split: bool = False,
     ) -> None:
         self.split: list[tuple[Block, Applied]] | None = None
         self._module = module
@@ -182,8 +168,8 @@ class SplitLayers:
         traceless: Callable[[], AbstractContextManager[None]],
         gather: Callable[[Any], list[Any]],
         optimizes_manually: bool = False,
-        rtol: float = 0.0,
-        verify_steps: int = 0,
+        rtol: float,
+        verify_steps: int,
     ) -> SplitPlan:
         """Splits the module by its first training batch; a collective of all ranks.
 
@@ -192,7 +178,7 @@ class SplitLayers:
         Args:
             step: runs the training step and returns its loss, but for a step that optimizes manually.
             optimizers: the module's optimizers; their states are split too.
-            traceless, gather, optimizes_manually: as for :class:`.Trials`.
+            traceless, gather, optimizes_manually: as for :class:`.TracelessStep`.
             rtol: as for :class:`.SplitProof`.
             verify_steps: steps whose gradients are compared; 0 for none.
 
@@ -200,59 +186,31 @@ class SplitLayers:
             ValueError: no layer can be split, the plan does not fit, an optimizer needs whole tensors, or split layers
                 have other gradients.
         """
-        optimizers = list(optimizers)
-        held, asked = held_bytes(self._module.parameters(), optimizers), self._sequence_split
-        trials = Trials(
-            self._module,
-            self._group,
-            step,
-            traceless=traceless,
-            gather=gather,
-            sequence_split=None if not asked else "keep" if asked is True else asked,
-            keeps_whole=self._keeps_whole,
-            optimizes_manually=optimizes_manually,
+        optimizers, module, group = list(optimizers), self._module, self._group
+        run = TracelessStep(
+            module, group, step, traceless=traceless, gather=gather, optimizes_manually=optimizes_manually
         )
-        proof = SplitProof(
-            self._module,
-            self._group,
-            trials.loss,
-            traceless=traceless,
-            gather=gather,
-            rtol=rtol,
-            num_steps=verify_steps,
-        )
-        searches: list[Any] = [self._blocks]
-        if self._plan == "auto":
-            searches.append(lambda called: find_pairs(self._module, called))
-        split, left = trials.run(order_of_calls, *searches)
-        own = gather(held_bytes(self._module.parameters(), optimizers))
-        plan = SplitPlan(
-            self._group.size,
-            _rows(self._module, split, trials.traffic, self._group.size),
-            _whole_rows(split, left),
-            trials.notes,
-            held,
-            own[: self._group.size],
-        )
+        held = held_bytes(module.parameters(), optimizers)
+        proof = SplitProof(run, rtol=rtol, num_steps=verify_steps)
+        trials = Trials(run, sequence_split=self._sequence_split, keeps_whole=self._keeps_whole)
+        is_auto = self._plan == "auto"
+        trials.run(self._blocks, *[lambda called: find_pairs(module, called)] * is_auto)
+        ranks = gather(held_bytes(module.parameters(), optimizers))[: group.size]
+        rows = rows_of_plan(module, trials.split, trials.traffic, group.size)
+        plan = SplitPlan(group.size, rows, _whole_rows(trials.split, trials.left), trials.notes, held, ranks)
         self._check(plan)
-        if self._plan == "auto":
-            self._check_share(plan, left)
-        if (difference := proof.difference()) is not None:
-            raise ValueError(
-                f"{difference}. A layer or a function computes something else on a part of a tensor, in code that "
-                "torch's functions do not show. Keep such layers whole, by plan={'*.first': 'column', '*.second': "
-                "'row'} without them, or use strategy='ring_ddp'; verify_steps=0 trains all the same"
-            )
-        if proof.obstacle is not None:
+        if is_auto:
+            self._check_share(plan, trials.left)
+        if proof.obstacle:
             rank_zero_info(proof.obstacle)
-        self.split = split
-        self._regions = trials.regions
+        proof.check()
+        self.split, self._regions = trials.split, trials.regions
         for optimizer in optimizers:
             self.cut_state(optimizer)
         self.check_optimizers(optimizers)
         if self._sequence_split and not self._regions:
             reasons = "; ".join(trials.notes) or "no list of layers (nn.ModuleList, nn.Sequential) has a block in each"
-            rank_zero_warn(f"sequence_split={self._sequence_split} does nothing: {reasons}")
+            rank_zero_warn(f"sequence_split=True does nothing: {reasons}")
         return plan
 
     def _blocks(self, called: Mapping[str, int]) -> list[Block]:
@@ -261,22 +219,14 @@ class SplitLayers:
         if self._plan == "auto":
             return found
         check_patterns(self._plan, module)
-        roles: dict[str, str] = {}
-        for name, part in module.named_modules():
-            style = self._style(name, part)
-            if style is not None:
-                roles[name] = style
-        block = planned_block(module, roles, found)
-        return [*[known for known in found if known.roles.items() <= roles.items()], *([block] if block else [])]
-
-    def _style(self, name: str, part: Module) -> str | None:
-        if callable(self._plan):
-            style = self._plan(name, part)
-            if style is not None:
-                option_checks.check_choice(f"plan({name!r})", style, _STYLES)
-            return style
-        assert isinstance(self._plan, Mapping)
-        return next((style for pattern, style in self._plan.items() if fnmatchcase(name, pattern)), None)
+        styles = {
+            name: next((style for pattern, style in self._plan.items() if fnmatchcase(name, pattern)), None)
+            for name, _ in module.named_modules()
+        }
+        roles = {name: style for name, style in styles.items() if style is not None}
+        known = [block for block in found if block.roles.items() <= roles.items()]
+        block = planned_block(module, roles, known)
+        return [*known, *([block] if block else [])]
 
     def _check(self, plan: SplitPlan) -> None:
         reasons = "; ".join(f"{each.names}: {each.reason}" for each in plan.whole)
@@ -295,7 +245,7 @@ class SplitLayers:
         split, total = sum(each.whole_bytes for each in plan.blocks), plan.one_device.parameters_bytes
         if split >= _SMALLEST_SHARE * total:
             return
-        reasons = {kind_of([name]): each.reason for each in left for block in each.blocks for name in block.roles}
+        reasons = {kind_of([name]): reason for block, reason in left for name in block.roles}
         sizes: dict[str, int] = {}
         for name, parameter in self._module.named_parameters():
             if split_of(parameter) is None:
@@ -335,22 +285,16 @@ class SplitLayers:
         for copy, hook in self._copies:
             hook.remove()
             for name, parameter in copy.named_parameters():
-                value = self._whole(own[name], parameter.data, name)
-                forget_place(parameter)
-                parameter.data = value
+                make_whole(parameter, self._whole(own[name], parameter.data, name))
         self._copies = []
         for optimizer in optimizers:
             states = held_states(plain_optimizer(optimizer))
             for key, state in states.items():
                 states[key] = self._whole_state(key, state)
         for name, parameter in self._module.named_parameters():
-            split = split_of(parameter)
-            if split is not None and not isinstance(parameter, Placeholder):
+            if split_of(parameter) is not None and not isinstance(parameter, Placeholder):
                 parameter.grad = None
-                value = self._whole(parameter, parameter.data, name)
-                forget_place(parameter)
-                parameter.data = value
-                forget_split(parameter)
+                make_whole(parameter, self._whole(parameter, parameter.data, name))
         for region in self._regions:
             region.undo()
         for _, applied in reversed(self.split):
@@ -462,22 +406,13 @@ class SplitLayers:
         return split.gather(part.detach().to(parameter.device), self._group, name).to(part.device, copy=True)
 
 
-def _rows(
-    module: Module, split: Iterable[tuple[Block, Applied]], traffic: list[Sent], num_ranks: int
-) -> list[SplitBlocks]:
-    by_kind: dict[str, list[Block]] = {}
-    for block, _ in split:
-        by_kind.setdefault(block.kind, []).append(block)
-    return [split_blocks(module, blocks, traffic, num_ranks) for blocks in by_kind.values()]
-
-
 def _whole_rows(split: Iterable[tuple[Block, Applied]], left: Iterable[Left]) -> list[WholeBlocks]:
     """Whole blocks by kind and reason; by full names if other blocks of the kind are split."""
     kinds = {block.kind for block, _ in split}
-    by_row: dict[tuple[str, str, str], int] = {}
-    for blocks, reason in left:
-        first = blocks[0]
-        names = ", ".join(block.name for block in blocks) if first.kind in kinds else first.kind
-        row = first.shape, names, reason
-        by_row[row] = by_row.get(row, 0) + len(blocks)
-    return [WholeBlocks(shape, names, count, reason) for (shape, names, reason), count in by_row.items()]
+    by_row: dict[tuple[str, str, str], list[Block]] = {}
+    for block, reason in left:
+        by_row.setdefault((block.shape, block.kind, reason), []).append(block)
+    return [
+        WholeBlocks(shape, ", ".join(b.name for b in blocks) if kind in kinds else kind, len(blocks), reason)
+        for (shape, kind, reason), blocks in by_row.items()
+    ]

@@ -47,13 +47,10 @@ from lightning_multigpu.strategies.steps.same_batches import (
 )
 from lightning_multigpu.strategies.tensor_parallel.split_layers import (
     Plan,
-    SequenceSplit,
     SplitLayers,
     check_patterns,
     check_plan,
-    check_sequence_split,
     check_uncompiled,
-    plan_text,
 )
 
 if TYPE_CHECKING:
@@ -75,11 +72,10 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         data_parallel_size: number of tensor groups; may be given instead of ``tensor_parallel_size``.
         plan: the layers to split. "auto" finds pairs of linear layers, attention, and embeddings with their heads. Or a
             mapping from patterns of names ("encoder.*.up") to "column" (outputs are split), "row" (inputs are split),
-            "vocab" (rows of an embedding) and "head" (a column layer whose outputs are logits). Or a function that gets
-            a name and a module and returns one of these, or None. A plan that changes results raises an error.
-        sequence_split: split activations between blocks along the sequence, in lists of layers. True keeps gathered
-            inputs of blocks for backward, with the bytes of False; "gather_again" keeps a rank's part, and each column
-            layer gathers once more in backward. Where a list would then gather more, its activations stay whole.
+            "vocab" (rows of an embedding) and "head" (a column layer whose outputs are logits). A plan that changes
+            results raises an error.
+        sequence_split: split activations between blocks along the sequence, in lists of layers. Where a list would then
+            gather more, its activations stay whole.
         verify_steps: so many steps are computed on the first batch, before it trains, on whole layers and on split
             ones, and their gradients compared; 0 for none.
         options: options of :class:`RingDDPStrategy` and of
@@ -97,7 +93,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         tensor_parallel_size: int | None = None,
         data_parallel_size: int | None = None,
         plan: Plan = "auto",
-        sequence_split: SequenceSplit = False,
+        sequence_split: bool = False,
         verify_steps: int = 1,
         **options: Any,
     ) -> None:
@@ -106,7 +102,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
             if size is not None:
                 option_checks.check_positive(name, size, whole=True)
         check_plan(plan)
-        check_sequence_split(sequence_split)
+        option_checks.check_bools(sequence_split=sequence_split)
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
         averaging = option_checks.own_options(RingDDPStrategy, options)
         self.averaging = AveragedGradients(self, averaging, options)
@@ -114,7 +110,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         super().__init__(**self.averaging.lightnings_options, **options)
         self._asked_sizes = tensor_parallel_size, data_parallel_size
         self._plan: Plan = plan
-        self._sequence_split: SequenceSplit = sequence_split
+        self._sequence_split = sequence_split
         self._verify_steps = verify_steps
         self.on_split: Callable[[SplitPlan], object] | None = None
         """Called on every rank after the layers were split, before anything is trained."""
@@ -130,7 +126,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         tensor, data = self._asked_sizes
         sizes = {"tensor_parallel_size": tensor, "data_parallel_size": data}
         own = {"sequence_split": self._sequence_split, "verify_steps": self._verify_steps}
-        return {**super().options, **sizes, "plan": plan_text(self._plan), **own}
+        return {**super().options, **sizes, "plan": self._plan, **own}
 
     @property
     def tensor_parallel_size(self) -> int:  # type: ignore[override]

@@ -11,7 +11,8 @@ from lightning_multigpu._torch_compat import new_group_in_order
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.pipeline.stages.gradients import StageSums
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
-from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut
+from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit
+from lightning_multigpu.engine.tensor_split.parts import PartLayout, cut
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from tests.world import World, init_group
 
@@ -28,11 +29,11 @@ def sums_and_norms() -> tuple[float, list[list[float]]]:
     group = TensorGroup(tensor[rank // 2], meter=Meter())
     sums = StageSums(PipelineGroup(lines[rank % 2], Meter(), torch.device("cpu")), group)
     whole, split = Parameter(torch.zeros(1)), Parameter(torch.zeros(2))
-    cut(split, ParameterSplit.even(2, 2), rank % 2)
+    cut(split, PartLayout(ParameterSplit.even(2, 2), group, "split"))
     whole.grad, split.grad = torch.tensor([1.0 + rank // 2]), torch.tensor([3.0 + rank])
     total = float(sums.sum(torch.tensor(10.0**rank)))
     short = Parameter(torch.zeros(1))
-    cut(short, ParameterSplit.even(1, 2), rank % 2)
+    cut(short, PartLayout(ParameterSplit.even(1, 2), group, "short"))
     short.grad = torch.full((1 - rank % 2,), -7.0)
     counted = [rank < 2, rank >= 2, rank < 2]
     of_each = sums.norms([whole, split, short], counted).tolist()

@@ -115,8 +115,6 @@ def _refused() -> None:
     with tensor_group() as (group, _):
         with pytest.raises(ValueError, match="add_bias_kv or add_zero_attn"):
             SplitMultiheadAttention.of(nn.MultiheadAttention(SIZE, HEADS, add_zero_attn=True), group)
-        with pytest.raises(TypeError, match=r"SplitMultiheadAttention\.of"):
-            SplitMultiheadAttention(SIZE, HEADS)
         split = SplitMultiheadAttention.of(nn.MultiheadAttention(SIZE, HEADS), group)
         x = torch.randn(QUERIES, SIZE)
         with pytest.raises(ValueError, match="average_attn_weights=False"):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_multigpu.engine.tensor_split.block_input import BlockInput
-from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear, RowSplitLinear, sequence_placement
+from lightning_multigpu.engine.tensor_split.block_input import BlockInput, sequence_placement
+from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear, RowSplitLinear
 from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from tests.engine.tensor_split.shared import assert_equal, assert_parts, counts, tensor_group
@@ -34,12 +34,12 @@ def _pair(group: TensorGroup, kind: str) -> tuple[Gated, Gated, tuple[int, int]]
     torch.manual_seed(0)
     dim = None if kind == "whole" else 1
     split = Gated(
-        ColumnSplitLinear(WIDTH, HIDDEN, group=group, name="gate"),
-        ColumnSplitLinear(WIDTH, HIDDEN, group=group, name="up"),
-        RowSplitLinear(HIDDEN, WIDTH, group=group, sequence_dim=dim, name="down"),
+        ColumnSplitLinear.of(nn.Linear(WIDTH, HIDDEN), group, name="gate"),
+        ColumnSplitLinear.of(nn.Linear(WIDTH, HIDDEN), group, name="up"),
+        RowSplitLinear.of(nn.Linear(HIDDEN, WIDTH), group, name="down"),
     )
-    entry: Any = BlockInput(group, "input", split.up, keeps_gathered=kind != "gathered again")
-    split.gate.entry = split.up.entry = entry
+    split.gate.entry = split.up.entry = BlockInput(group, "input", split.up)  # type: ignore[assignment]
+    split.down.sequence_dim = dim  # type: ignore[assignment]
     return whole, split, (0, LENGTH) if kind == "whole" else group.bounds(LENGTH)[group.rank]
 
 
@@ -70,16 +70,8 @@ def _compute(kind: str) -> dict[tuple[str, str], int]:
     [
         ("whole", {("all_reduce", "input"): 1, ("all_reduce", "down"): 1}),
         (
-            "kept",
+            "part",
             {(way, name): 1 for way in ("all_gather", "reduce_scatter") for name in ("input", "down")},
-        ),
-        (
-            "gathered again",
-            {
-                **{(way, name): 1 for way in ("all_gather", "reduce_scatter") for name in ("input", "down")},
-                ("all_gather", "gate"): 1,
-                ("all_gather", "up"): 1,
-            },
         ),
     ],
 )
@@ -90,13 +82,13 @@ def test_one_collective_for_all_column_layers(world: World, kind: str, expected:
 
 def _change() -> None:
     with tensor_group() as (group, _), torch.no_grad():
-        whole, split, (start, stop) = _pair(group, "kept")
+        whole, split, (start, stop) = _pair(group, "part")
         x = torch.randn(3, LENGTH, WIDTH)
-        own = _part(x[:, start:stop].clone(), group, "kept")
+        own = _part(x[:, start:stop].clone(), group, "part")
         split.gate(own)
         own.mul_(2)
         assert_equal(
-            local(split.up(own)), split.up.split.part(whole.up(2 * x).movedim(-1, 0), group.rank).movedim(0, -1)
+            local(split.up(own)), split.up.placed.split.part(whole.up(2 * x).movedim(-1, 0), group.rank).movedim(0, -1)
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,14 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from lightning_multigpu.engine.tensor_split.layers import (
-    ColumnSplitLinear,
-    RowSplitLinear,
-    VocabSplitEmbedding,
-    gather_sequence,
-    sequence_placement,
-    split_sequence,
-)
+from lightning_multigpu.engine.tensor_split.block_input import sequence_placement
+from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear, RowSplitLinear, VocabSplitEmbedding
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local
 from tests.engine.tensor_split.shared import assert_equal, assert_parts, counts, tensor_group
@@ -36,15 +30,16 @@ class Block(nn.Module):
         return self.second(F.gelu(self.first(x)))  # type: ignore[no-any-return]
 
 
-def _block(sequence_dim: int | None, keeps_gathered: bool) -> dict[tuple[str, str], int]:
+def _block(sequence_dim: int | None) -> dict[tuple[str, str], int]:
     with tensor_group() as (group, meter):
         torch.manual_seed(0)
         whole = Block(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
         torch.manual_seed(0)
         split = Block(
-            ColumnSplitLinear(WIDTH, HIDDEN, keeps_gathered=keeps_gathered, name="up", group=group),
-            RowSplitLinear(HIDDEN, WIDTH, name="down", sequence_dim=sequence_dim, group=group),
+            ColumnSplitLinear.of(nn.Linear(WIDTH, HIDDEN), group, name="up"),
+            RowSplitLinear.of(nn.Linear(HIDDEN, WIDTH), group, name="down"),
         )
+        split.second.sequence_dim = sequence_dim  # type: ignore[assignment]
         x = torch.randn(3, LENGTH, WIDTH, requires_grad=True)
         weights = torch.randn(3, LENGTH, WIDTH)
         expected = whole(x)
@@ -67,28 +62,23 @@ def _block(sequence_dim: int | None, keeps_gathered: bool) -> dict[tuple[str, st
 
 
 def test_a_block_sums_once_forward_and_once_back(world: World) -> None:
-    for collectives in world.run(_block, None, True):
+    for collectives in world.run(_block, None):
         assert collectives == {("all_reduce", "tensor up"): 1, ("all_reduce", "tensor down"): 1}
 
 
-@pytest.mark.parametrize("keeps_gathered", [True, False], ids=["kept", "gathered again"])
-def test_sequences_of_uneven_parts(world: World, keeps_gathered: bool) -> None:
-    for collectives in world.run(_block, 1, keeps_gathered):
-        assert collectives == {
-            ("all_gather", "tensor up"): 1 if keeps_gathered else 2,
-            ("reduce_scatter", "tensor up"): 1,
-            ("reduce_scatter", "tensor down"): 1,
-            ("all_gather", "tensor down"): 1,
-        }
+def test_sequences_of_uneven_parts(world: World) -> None:
+    ways = [(way, f"tensor {name}") for way in ("all_gather", "reduce_scatter") for name in ("up", "down")]
+    for collectives in world.run(_block, 1):
+        assert collectives == dict.fromkeys(ways, 1)
 
 
-def _converted(first: nn.Module, second: nn.Module, on_first: dict[str, Any], on_second: dict[str, Any]) -> None:
+def _converted(first: nn.Module, second: nn.Module) -> None:
     with tensor_group() as (group, _):
         whole = copy.deepcopy(Block(first, second)).double()
         split = copy.deepcopy(whole)
         parameters = list(split.parameters())
-        ColumnSplitLinear.of(split.first, group, **on_first)
-        RowSplitLinear.of(split.second, group, **on_second)
+        ColumnSplitLinear.of(split.first, group)
+        RowSplitLinear.of(split.second, group)
         assert all(old is new for old, new in zip(parameters, split.parameters(), strict=True))
         x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1))
         inputs = [x.clone().requires_grad_() for _ in range(2)]
@@ -108,37 +98,12 @@ def test_layers_are_split_in_place(world: World, kind: str) -> None:
     second: nn.Module = nn.Linear(HIDDEN, WIDTH, bias=kind != "no bias")
     if kind == "conv1d":
         first, second = Conv1D(HIDDEN, WIDTH), Conv1D(WIDTH, HIDDEN)
-    world.run(_converted, first, second, {}, {})
+    world.run(_converted, first, second)
 
 
-def _others_are_refused() -> None:
-    with tensor_group() as (group, _):
-        with pytest.raises(ValueError, match=r"Conv2d is no nn\.Linear and no Conv1D"):
-            ColumnSplitLinear.of(nn.Conv2d(1, 1, 1), group)
-        with pytest.raises(ValueError, match="max_norm cannot be split"):
-            VocabSplitEmbedding.of(nn.Embedding(4, 2, max_norm=1.0), group)
-
-
-def test_other_modules_are_refused(world2: World) -> None:
-    world2.run(_others_are_refused)
-
-
-def _sequence() -> None:
-    with tensor_group() as (group, _):
-        x = torch.randn(2, LENGTH, 3, generator=torch.Generator().manual_seed(1), requires_grad=True)
-        weights = torch.arange(x.numel(), dtype=x.dtype).view_as(x)
-        part = split_sequence(x, group, 1, "split")
-        start, stop = group.bounds(LENGTH)[group.rank]
-        assert_equal(local(part), x[:, start:stop])
-        whole = gather_sequence(part * 2)
-        assert_equal(whole, x * 2)
-        (whole * weights).sum().backward()
-        assert x.grad is not None
-        assert_equal(x.grad, weights * 2)
-
-
-def test_sequences_are_split_and_gathered(world: World) -> None:
-    world.run(_sequence)
+def test_an_embedding_that_looks_at_all_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_norm cannot be split"):
+        VocabSplitEmbedding.of(nn.Embedding(4, 2, max_norm=1.0), SimpleNamespace(rank=0, size=2))  # type: ignore[arg-type]
 
 
 def _embedding(num_rows: int) -> dict[tuple[str, str], int]:
@@ -146,7 +111,7 @@ def _embedding(num_rows: int) -> dict[tuple[str, str], int]:
         torch.manual_seed(1)
         whole = nn.Embedding(num_rows, 4, num_rows - 1)
         torch.manual_seed(1)
-        split = VocabSplitEmbedding(num_rows, 4, num_rows - 1, group=group, name="tokens")
+        split = VocabSplitEmbedding.of(nn.Embedding(num_rows, 4, num_rows - 1), group, name="tokens")
         tokens = torch.randint(num_rows, (3, 5))
         outputs = [whole(tokens), split(tokens)]
         for output in outputs:
@@ -194,7 +159,7 @@ def _raises(token: int) -> bool:
     """Whether this rank does; the collective is left out, in which the others would wait."""
     with tensor_group() as (group, _), group.alone():
         try:
-            VocabSplitEmbedding(11, 4, group=group)(torch.tensor([1, token]))
+            VocabSplitEmbedding.of(nn.Embedding(11, 4), group)(torch.tensor([1, token]))
         except IndexError:
             return True
         return False
@@ -237,7 +202,7 @@ def test_autocast(world2: World) -> None:
 def _gradient_of_a_gradient() -> None:
     with tensor_group() as (group, _):
         x = torch.randn(2, WIDTH, requires_grad=True)
-        output = ColumnSplitLinear(WIDTH, HIDDEN, group=group)(x)
+        output = ColumnSplitLinear.of(nn.Linear(WIDTH, HIDDEN), group)(x)
         (gradient,) = torch.autograd.grad(output.pow(2).sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             gradient.sum().backward()

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_multigpu.engine.tensor_split.parameter_split import (
-    ParameterSplit,
-    cut,
-    forget_split,
-    split_of,
-    whole_size,
-)
+from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, split_of, whole_size
+from lightning_multigpu.engine.tensor_split.parts import PartLayout, cut, local, make_whole
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
@@ -55,15 +51,16 @@ def test_sections_have_to_fit(size: int, options: dict[str, object]) -> None:
 def test_a_cut_parameter_is_the_same_object() -> None:
     parameter = nn.Parameter(torch.arange(12.0).view(4, 3))
     parameter.grad = torch.ones(4, 3)
-    split = ParameterSplit.even(4, 2)
-    cut(parameter, split, 1)
+    split, group = ParameterSplit.even(4, 2), SimpleNamespace(rank=1, shows_parts=True)
+    cut(parameter, PartLayout(split, group, "up"))  # type: ignore[arg-type]
     assert parameter.tolist() == [[6, 7, 8], [9, 10, 11]]
     assert parameter.grad is None
     assert split_of(parameter) is split
     assert (whole_size(parameter, 0), whole_size(parameter, 1)) == (4, 3)
-    cut(parameter, ParameterSplit.even(4, 2), 1)  # by a second layer that has it
-    assert parameter.shape == (2, 3)
+    cut(parameter, PartLayout(ParameterSplit.even(4, 2), group, "head"))  # type: ignore[arg-type]  # a second layer
+    assert local(parameter).shape == (2, 3)
     with pytest.raises(ValueError, match="two layers share cannot be cut in two ways"):
-        cut(parameter, ParameterSplit.even(3, 2, dim=1), 1)
-    forget_split(parameter)
+        cut(parameter, PartLayout(ParameterSplit.even(3, 2, dim=1), group, "up"))  # type: ignore[arg-type]
+    make_whole(parameter, torch.zeros(4, 3))
     assert split_of(parameter) is None
+    assert (type(parameter), parameter.shape) == (nn.Parameter, (4, 3))

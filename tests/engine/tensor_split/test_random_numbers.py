@@ -37,7 +37,10 @@ def _masks(training: bool, reentrant: bool | None) -> dict[str, Any]:
         torch.manual_seed(0)
         inside, after = Noting(), Noting()
         block = nn.Sequential(
-            ColumnSplitLinear(8, 16, group=group), inside, RowSplitLinear(16, 8, group=group), after
+            ColumnSplitLinear.of(nn.Linear(8, 16), group),
+            inside,
+            RowSplitLinear.of(nn.Linear(16, 8), group),
+            after,
         ).train(training)
         x = torch.randn(4, 8, requires_grad=True)
         for _ in range(2):
@@ -99,11 +102,11 @@ def test_dropout_of_attention(world2: World) -> None:
 def _masks_before_a_head() -> list[Tensor]:
     with tensor_group() as (group, _):
         torch.manual_seed(0)
-        head = ColumnSplitLinear(8, 6, group=group)
+        head = ColumnSplitLinear.of(nn.Linear(8, 6), group)
         masks = []
         for _ in range(2):
             masks.append(F.dropout(torch.ones(1, 8)))
-            split_cross_entropy(local(head(masks[-1])), torch.tensor([3]), group, head.split)
+            split_cross_entropy(local(head(masks[-1])), torch.tensor([3]), group, head.placed.split)
         return masks
 
 

@@ -12,14 +12,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn import functional as F
 
 from lightning_multigpu.engine.tensor_split import tensor_group as tensor_group_module
 from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear
-from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, cut, split_of
-from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, place, whole
+from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, split_of
+from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, cut, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from tests.engine.tensor_split.shared import assert_equal, tensor_group
 from tests.world import World
@@ -69,9 +69,8 @@ def _read(read: Callable[[Any], Any], group: TensorGroup | None) -> list[Tensor]
     if group is not None:
         split, gradient = ParameterSplit.even(SHAPE[0], group.size), parameter.grad
         assert gradient is not None
-        cut(parameter, split, group.rank)
+        cut(parameter, PartLayout(split, group, "up"))
         parameter.grad = split.part(gradient, group.rank)
-        place(parameter, PartLayout(split, group, "up"))
     torch.manual_seed(3)
     with nullcontext() if group is None else group.showing(parts=False), torch.no_grad():
         result = read(parameter)
@@ -101,9 +100,7 @@ def test_they_are_as_on_one_device(world2: World) -> None:
 def _needs_no_other_rank() -> list[Any]:
     with tensor_group() as (group, meter):
         parameter = _parameter()
-        split = ParameterSplit.even(SHAPE[0], group.size)
-        cut(parameter, split, group.rank)
-        place(parameter, PartLayout(split, group, "up"))
+        cut(parameter, PartLayout(ParameterSplit.even(SHAPE[0], group.size), group, "up"))
         meter.end_step()
         with group.showing(parts=False):
             read = [parameter.grad, parameter.dtype, parameter.dim(), parameter.requires_grad, parameter.shape]
@@ -124,9 +121,7 @@ def test_what_a_part_tells_needs_no_other_rank(world2: World) -> None:
 def _changes_a_view() -> None:
     with tensor_group() as (group, _):
         parameter = _parameter()
-        split = ParameterSplit.even(SHAPE[0], group.size)
-        cut(parameter, split, group.rank)
-        place(parameter, PartLayout(split, group, "up"))
+        cut(parameter, PartLayout(ParameterSplit.even(SHAPE[0], group.size), group, "up"))
         with group.showing(parts=False), torch.no_grad():
             parameter[3].zero_()
             parameter.sum()
@@ -139,7 +134,7 @@ def test_a_view_that_is_changed_is_refused(world2: World) -> None:
 def _read_by_one_rank() -> str:
     with tensor_group(), mock.patch.object(tensor_group_module, "_READ_TIMEOUT_S", 1):
         group = TensorGroup(dist.group.WORLD, readers=dist.new_group(backend="gloo"))
-        layer = ColumnSplitLinear(SHAPE[1], SHAPE[0], group=group, name="up")
+        layer = ColumnSplitLinear.of(nn.Linear(SHAPE[1], SHAPE[0]), group, name="up")
         group.shows_parts, message = False, ""
         if group.rank == 0:
             with pytest.raises(RuntimeError) as error:

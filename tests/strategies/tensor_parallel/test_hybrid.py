@@ -403,7 +403,7 @@ def test_gradients_between_pipelines_are_compressed(world4: World) -> None:
         ({"data_parallel_size": 3}, "data_parallel_size=3 times"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
         ({"tensor": {"plan": {"*.up": "colum"}}}, "plan='colum'"),
-        ({"tensor": {"sequence_split": "again"}}, "sequence_split='again': pass True, 'gather_again' or False"),
+        ({"tensor": {"sequence_split": "again"}}, "sequence_split='again' is not a bool"),
         ({**sizes(2, 2, 1), "tensor": {"sequence_split": True}}, "no layer is split; leave it out, or pass tensor_par"),
         ({"pipeline": "gpipe"}, r"pipeline='gpipe' is no mapping; pass options by their names: pipeline=\{...\}"),
         ({**sizes(1, 2, 2), "compression": "bf16"}, r"compression=.* with data_parallel_size=1: no gradients travel"),

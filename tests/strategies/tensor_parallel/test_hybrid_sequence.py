@@ -84,8 +84,8 @@ def train(ranks: int, *, nested: bool = False, **options: Any) -> dict[str, Any]
 
 LAYOUTS: dict[str, tuple[bool | str, dict[str, Any]]] = {
     "stages": (True, {"pipeline": {"balance": [2, 2]}}),
-    "data": ("gather_again", sizes(2, 1, 2)),
-    "zero bubble": ("gather_again", {"pipeline": {"schedule": "zero_bubble"}}),
+    "data": (True, sizes(2, 1, 2)),
+    "zero bubble": (True, {"pipeline": {"schedule": "zero_bubble"}}),
     "by time, computed again": (True, {"pipeline": {"balance": "time", "activation_checkpointing": True}}),
 }
 
