@@ -62,7 +62,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         return split  # type: ignore[no-any-return]
 
     @property
-    def heads(self) -> tuple[int, int]:
+    def _own_heads(self) -> tuple[int, int]:
         """The first and one-past-last head of this rank."""
         return self.placed.group.bounds(self.num_heads)[self.placed.group.rank]
 
@@ -91,7 +91,8 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         projected = [part if has_batch else part.unsqueeze(batch_dim) for part in self._project(query, key, value)]
         if not self.batch_first:
             projected = [part.transpose(0, 1) for part in projected]
-        group, heads = self.placed.group, self.heads[1] - self.heads[0]
+        group, (start, stop) = self.placed.group, self._own_heads
+        heads = stop - start
         q, k, v = (part.view(*part.shape[:-1], heads, self.head_dim).transpose(1, 2) for part in projected)
         mask = self._mask(attn_mask, key_padding_mask, q, k.shape[2])
         dropout = self.dropout if self.training else 0.0
@@ -140,7 +141,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         if mask is not None:
             total = _added(mask, q.dtype)
             if total.dim() == 3:
-                start, stop = self.heads
+                start, stop = self._own_heads
                 total = total.view(-1, self.num_heads, *total.shape[1:])[:, start:stop]
         if padding is not None:
             of_keys = _added(padding, q.dtype).view(-1, 1, 1, num_keys)

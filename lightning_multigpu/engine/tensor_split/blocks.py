@@ -153,25 +153,25 @@ def find_blocks(module: Module, called: Mapping[str, int]) -> list[Block]:
     return blocks
 
 
-def planned_block(module: Module, roles: Mapping[str, str], found: Sequence[Block]) -> Block | None:
-    """The layers of a user's plan that are in none of the blocks that were found; None if there are none.
+def planned_blocks(module: Module, roles: Mapping[str, str], found: Sequence[Block]) -> list[Block]:
+    """The blocks of a user's plan: those of ``found`` with all of their roles, and one of its other layers.
 
     Args:
         module: the whole one.
         roles: of the layers, by name.
-        found: the blocks of :func:`find_blocks`, which count where the plan has all of their roles.
+        found: the blocks of :func:`find_blocks`.
 
     Raises:
         ValueError: a layer cannot have its role.
     """
-    known = {name for block in found if block.roles.items() <= roles.items() for name in block.roles}
-    own = {name: role for name, role in roles.items() if name not in known}
+    known = [block for block in found if block.roles.items() <= roles.items()]
+    own = {name: role for name, role in roles.items() if not any(name in block.roles for block in known)}
     parts = dict(module.named_modules())
     for name, role in own.items():
         fits = isinstance(parts[name], nn.Embedding) if role == "vocab" else is_linear(parts[name])
         if not fits:
             raise ValueError(f"plan: {name} is {type(parts[name]).__name__}, which cannot be split by {role!r}")
-    return Block("plan", own) if own else None
+    return [*known, *([Block("plan", own)] if own else [])]
 
 
 def find_pairs(module: Module, called: Mapping[str, int]) -> list[Block]:

@@ -13,58 +13,37 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit
-from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.engine.tensor_split.parts import PartLayout
 
 
 def split_cross_entropy(
     logits: Tensor,
     target: Tensor,
-    group: TensorGroup,
-    split: ParameterSplit,
+    placed: PartLayout,
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-    name: str = "cross_entropy",
 ) -> Tensor:
-    """The value of ``F.cross_entropy`` for whole logits, the same on every rank.
+    """The value of ``F.cross_entropy`` for whole logits, the same on every rank; its gradient is this rank's own.
 
-    ============  =======================  ==============================================================
-    N ranks       shape on each rank       in backward
-    ============  =======================  ==============================================================
-    logits        (rows, classes / N)      gradient (rows, classes / N), this rank's own
-    target        (rows), class numbers    -
-    loss          (), or (rows)            gradient, the same on all
-    ============  =======================  ==============================================================
-
-    Communication: in forward one all-gather of 3 (with label smoothing 4) numbers for each row and rank, so of
-    12 x N x rows bytes in float32; nothing in backward. After Shoeybi et al., Megatron-LM
-    (2019), section 3, with the running maximum of Milakov and Gimelshein (2018).
+    After Shoeybi et al., Megatron-LM (2019), section 3, with the running maximum of Milakov and Gimelshein (2018).
 
     Args:
-        logits: this rank's classes.
-        target: class numbers of the whole vocabulary, or ``ignore_index``.
-        group: the ranks.
-        split: of the classes; consecutive ones on each rank: ``head.split`` of the :class:`.ColumnSplitLinear` that
-            computes the logits.
+        logits: (rows, classes / N), those of this rank.
+        target: (rows), class numbers of the whole vocabulary, or ``ignore_index``.
+        placed: of the classes; consecutive ones on each rank.
         ignore_index: the target of rows that do not count.
         reduction: "mean" over the rows that count, "sum", or "none".
         label_smoothing: as that of ``F.cross_entropy``.
-        name: in the meter.
 
     Raises:
         IndexError: a target is no class.
-        ValueError: the shapes do not fit, or the reduction is unknown.
     """
-    if logits.dim() != 2 or target.shape != logits.shape[:1]:
-        raise ValueError(f"logits {tuple(logits.shape)} and target {tuple(target.shape)}: pass (rows, classes), (rows)")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction={reduction!r} is none of 'mean', 'sum' and 'none'")
-    counts = target != ignore_index
-    if bool((((target < 0) | (target >= split.whole_size)) & counts).any()):
-        raise IndexError(f"Target is out of bounds: there are {split.whole_size} classes")
-    losses: Tensor = _SplitCrossEntropy.apply(logits, target, counts, group, split, label_smoothing, name)  # type: ignore[no-untyped-call]
+    counts, num_classes = target != ignore_index, placed.split.whole_size
+    if bool((((target < 0) | (target >= num_classes)) & counts).any()):
+        raise IndexError(f"Target is out of bounds: there are {num_classes} classes")
+    losses: Tensor = _SplitCrossEntropy.apply(logits, target, counts, placed, label_smoothing)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
@@ -73,15 +52,9 @@ def split_cross_entropy(
 class _SplitCrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        counts: Tensor,
-        group: TensorGroup,
-        split: ParameterSplit,
-        smoothing: float,
-        name: str,
+        ctx: Any, logits: Tensor, target: Tensor, counts: Tensor, placed: PartLayout, smoothing: float
     ) -> Tensor:
+        split, group, layer = placed
         start, stop = split.bounds(group.rank)
         own = counts & (target >= start) & (target < stop)
         column = (target - start).masked_fill(~own, 0).unsqueeze(1)
@@ -96,7 +69,8 @@ class _SplitCrossEntropy(Function):
             told[0, :, 2] = values.gather(1, column).squeeze(1).masked_fill(~own, 0)
             if smoothing:
                 told[0, :, 3] = values.sum(1)
-        everybodys = group.all_gather(told, 0, [(rank, rank + 1) for rank in range(group.size)], name)
+        ranks = [(rank, rank + 1) for rank in range(group.size)]
+        everybodys = group.all_gather(told, 0, ranks, f"{layer} cross_entropy")
         largest = everybodys[:, :, 0].amax(0)
         total = (everybodys[:, :, 1] * (everybodys[:, :, 0] - largest).exp()).sum(0)
         log_total = total.log() + largest
@@ -119,4 +93,4 @@ class _SplitCrossEntropy(Function):
         if result.shape[1]:
             result.scatter_add_(1, column, -(1 - smoothing) * own.to(result.dtype).unsqueeze(1))
         result.mul_((gradient * counts).unsqueeze(1))
-        return result.to(logits.dtype), None, None, None, None, None, None
+        return result.to(logits.dtype), None, None, None, None

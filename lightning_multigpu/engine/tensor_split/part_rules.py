@@ -380,22 +380,20 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """The loss of logits that are split over classes."""
-    usual = weight is None and size_average is None and reduce is None
-    if not isinstance(input, SplitTensor) or isinstance(target, SplitTensor) or not usual:
+    is_usual = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
+    if not isinstance(input, SplitTensor) or isinstance(target, SplitTensor) or not is_usual:
         return NotImplemented
-    part, (split, group, layer) = input.as_subclass(Tensor), input.placed
+    part, split = input.as_subclass(Tensor), input.placed.split
     is_usual_shape = part.dim() == 2 and split.dim == 1 and target.shape == part.shape[:1]
     if not is_usual_shape or target.is_floating_point() or any(len(of_rank) > 1 for of_rank in split.ranges):
         return NotImplemented
     return split_cross_entropy(
         own_values(input),
         target,
-        group,
-        split,
+        input.placed,
         ignore_index=ignore_index,
         reduction=reduction,
         label_smoothing=label_smoothing,
-        name=f"{layer} cross_entropy",
     )
 
 

@@ -7,6 +7,7 @@ import queue
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from lightning_multigpu.communication.ring import chunk_bounds
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.replaced_attributes import replaced
 
 _BESIDE_FROM_BYTES = 1 << 20
 """Smaller tensors are reduced at once: to hand one to the thread costs more than it hides."""
@@ -124,26 +126,16 @@ class TensorGroup:
         self._thread: threading.Thread | None = None
         self._is_alone = False
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Within the block nothing is sent: a sum is this rank's own tensor, and the parts of other ranks are zeros.
+    def alone(self) -> AbstractContextManager[None]:
+        """A block in which nothing is sent: a sum is this rank's own tensor, and the parts of other ranks are zeros.
 
         For trying whether a step runs: a rank in which it raises an error leaves no other one waiting.
         """
-        before, self._is_alone = self._is_alone, True
-        try:
-            yield
-        finally:
-            self._is_alone = before
+        return replaced(self, _is_alone=True)
 
-    @contextlib.contextmanager
-    def showing(self, *, parts: bool) -> Iterator[None]:
-        """Within the block parameters of split layers read as this rank's part, or as the whole ones."""
-        before, self.shows_parts = self.shows_parts, parts
-        try:
-            yield
-        finally:
-            self.shows_parts = before
+    def showing(self, *, parts: bool) -> AbstractContextManager[None]:
+        """A block in which parameters of split layers read as this rank's part, or as the whole ones."""
+        return replaced(self, shows_parts=parts)
 
     def agree_on_read(self, what: str) -> None:
         """Waits until all ranks come to the same read of a whole tensor; does nothing without ``readers``.

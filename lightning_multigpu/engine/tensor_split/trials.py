@@ -19,6 +19,7 @@ from torch.nn import Module
 
 from lightning_multigpu.communication.metering.traffic import sent_share
 from lightning_multigpu.engine.gradient_check import trained
+from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, order_of_calls
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import user_line, whole
@@ -162,7 +163,7 @@ class Trials:
             if self._sequence_split:
                 self._split_sequences()
             if self.split:
-                self._compute(self.traffic)
+                self._compute()
 
     def _split(self, blocks: Sequence[Block]) -> None:
         """Splits blocks of a kind, each in the first way in which the step does not gather what it computes."""
@@ -234,43 +235,31 @@ class Trials:
             else:
                 self.notes.append(f"{activations} stay whole ({problems[0]})")
 
-    def _compute(self, traffic: list[Sent] | None = None) -> tuple[dict[str, str], str]:
-        """What a step gathers of which layer, and the error that it raises; it adds what it sends to ``traffic``.
-
-        It is run as in training, and as in evaluation.
-        """
+    def _compute(self) -> tuple[dict[str, str], str]:
+        """What a step gathers of which layer, as in training and in evaluation, and the error that it raises."""
+        self.traffic = []
         gathered: dict[str, str] = {}
         error = ""
 
         def note(layer: str, operation: str) -> None:
             gathered.setdefault(layer, f"{operation} needs the outputs of all ranks: {user_line()}")
 
-        on_gather, self._group.on_gather = self._group.on_gather, note
-        try:
-            with self._group.alone(), self._step.running():
-                with self._observed([] if traffic is None else traffic):
-                    self._step.forward_and_backward()
-                self._module.eval()
-                self._step.forward()
-        except Exception as raised:  # whatever the user's code raises
-            error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]}"[:200]
-        finally:
-            self._group.on_gather = on_gather
+        def sent(*args: Any) -> None:
+            is_backward = torch._C._current_graph_task_id() != -1
+            self.traffic.append(Sent("backward" if is_backward else "forward", *args))
+
+        with replaced(self._group, on_gather=note), self._group.alone():
+            try:
+                with self._step.running():
+                    with replaced(self._group, observer=sent):
+                        self._step.forward_and_backward()
+                    self._module.eval()
+                    self._step.forward()
+            except Exception as raised:  # whatever the user's code raises
+                error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]}"[:200]
         ranks = self._step.gather((gathered, error))
         first = next((each for each in ranks if each[1]), None)
         return first or ({name: text for found, _ in reversed(ranks) for name, text in found.items()}, "")
-
-    @contextmanager
-    def _observed(self, traffic: list[Sent]) -> Iterator[None]:
-        def note(*sent: Any) -> None:
-            is_backward = torch._C._current_graph_task_id() != -1
-            traffic.append(Sent("backward" if is_backward else "forward", *sent))
-
-        observer, self._group.observer = self._group.observer, note
-        try:
-            yield
-        finally:
-            self._group.observer = observer
 
 
 def rows_of_plan(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,14 +24,15 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.placeholder import Placeholder, exchange
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.parts import forget_split, functions_get_whole
+from lightning_multigpu.engine.tensor_split.parts import forget_split
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, without_trace
-from lightning_multigpu.strategies.tensor_parallel.split_layers import Plan, SplitLayers
+from lightning_multigpu.strategies.tensor_parallel.split_layers import Plan, SplitLayers, open_tensor_group
 
 if TYPE_CHECKING:
     from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
@@ -51,15 +53,8 @@ class TensorAxis:
     """
 
     def __init__(self, model: SplitModel, strategy: PipelineStrategy) -> None:
-        assert strategy.groups is not None
-        options, ranks = strategy.tensor_options, strategy.new_group("tensor")
-        readers = strategy.new_group("tensor", backend="gloo")
-        memory = options["shared_memory"]
-        self.group = group = TensorGroup(ranks, meter=strategy.meter, shared_memory=memory, readers=readers)
-        strategy.groups.also_cut.append(group.abort)
-        strategy._undo.callback(group.close)
-        strategy._undo.callback(functions_get_whole())
-        self.peers = peers = strategy.metered(ranks, "tensor")
+        options = strategy.tensor_options
+        self.group, self.peers = group, peers = open_tensor_group(strategy, shared_memory=options["shared_memory"])
         self._model = model
         model.chain.tensor_group = group
         group.shows_parts = model.group.num_ranks > 1  # stages move parameters outside of steps, too
@@ -91,11 +86,10 @@ class TensorAxis:
                 model.ownership.restore(model.stages)
                 for holding in model.ownership.holdings:
                     holding.tensor.data = holding.tensor.data.to(model.device)
+            traceless = partial(without_trace, module)
             plan = self.layers.decide(
-                step,
+                TracelessStep(module, self.group, step, traceless=traceless, gather=world.gather_objects),
                 module.trainer.optimizers,
-                traceless=lambda: without_trace(module),
-                gather=world.gather_objects,
                 rtol=gradient_rtol(module, model.device),
                 verify_steps=min(1, self._verify_steps),  # on whole layers each one is the same again, at other weights
             )

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from statistics import median, quantiles
@@ -173,12 +174,12 @@ def _split(module: pl.LightningModule, group: LoneTensorGroup, step: Any) -> Non
         module,
         group,
         lambda: unlogged_loss(module.trainer.precision_plugin, module, step),
-        traceless=lambda: without_trace(module),
+        traceless=partial(without_trace, module),
         gather=lambda value: [value],
         optimizes_manually=not module.automatic_optimization,
     )
     trials = Trials(run)
-    trials.run(lambda called: find_blocks(module, called), lambda called: find_pairs(module, called))
+    trials.run(partial(find_blocks, module), partial(find_pairs, module))
     if not trials.split:
         raise LoneStepsError("no layer can be split")
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import wraps
-from typing import Any, Literal, TypeVar
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -28,12 +27,12 @@ from lightning_multigpu.engine.tensor_split.blocks import (
     find_blocks,
     find_pairs,
     kind_of,
-    planned_block,
+    planned_blocks,
 )
 from lightning_multigpu.engine.tensor_split.layers import is_linear
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state, state_of
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.parts import local, make_whole, place, user_line
+from lightning_multigpu.engine.tensor_split.parts import functions_get_whole, local, make_whole, place, user_line
 from lightning_multigpu.engine.tensor_split.sequence_region import SequenceRegion
 from lightning_multigpu.engine.tensor_split.split_proof import SplitProof
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
@@ -44,6 +43,10 @@ from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.planning.split_plan import SplitPlan, WholeBlocks
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
+
+if TYPE_CHECKING:
+    from lightning_multigpu.communication.metered_group import MeteredGroup
+    from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -100,15 +103,20 @@ def check_uncompiled(module: LightningModule) -> None:
 
 
 def _nearest_layers(pattern: str, module: Module) -> list[str]:
-    """Names, with * for numbers, of layers that could be split and whose ends are most like the pattern's."""
+    """Names, with * for numbers, of layers that could be split, those first that are most like the pattern."""
     known = [name for name, part in module.named_modules() if is_linear(part) or isinstance(part, Embedding)]
-    end = pattern.lstrip("*.")
-    num_words = 1 + end.count(".")
-    by_end: dict[str, str] = {}
-    for name in known:
-        kind = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-        by_end.setdefault(".".join(kind.split(".")[-num_words:]), kind)
-    return [by_end[each] for each in get_close_matches(end, by_end, n=3, cutoff=0.0)]
+    return get_close_matches(pattern, {kind_of([name]): None for name in known}, n=3, cutoff=0.0)
+
+
+def open_tensor_group(strategy: MultiGPUStrategy, *, shared_memory: bool) -> tuple[TensorGroup, MeteredGroup]:
+    """The ranks that split layers, for communication within layers and for everything else, until the run's end."""
+    ranks, readers = strategy.new_group("tensor"), strategy.new_group("tensor", backend="gloo")
+    group = TensorGroup(ranks, meter=strategy.meter, shared_memory=shared_memory, readers=readers)
+    assert strategy.groups is not None
+    strategy.groups.also_cut.append(group.abort)
+    strategy._undo.callback(group.close)
+    strategy._undo.callback(functions_get_whole())
+    return group, strategy.metered(ranks, "tensor")
 
 
 def _of_parts(method: M) -> M:
@@ -161,24 +169,15 @@ class SplitLayers:
 
     @_of_parts
     def decide(
-        self,
-        step: Callable[[], Any],
-        optimizers: Iterable[Optimizer],
-        *,
-        traceless: Callable[[], AbstractContextManager[None]],
-        gather: Callable[[Any], list[Any]],
-        optimizes_manually: bool = False,
-        rtol: float,
-        verify_steps: int,
+        self, step: TracelessStep, optimizers: Iterable[Optimizer], *, rtol: float, verify_steps: int
     ) -> SplitPlan:
         """Splits the module by its first training batch; a collective of all ranks.
 
-        Returns the plan, with the memory of the first ranks that ``gather`` returns.
+        Returns the plan, with the memory of the first ranks that ``step.gather`` returns.
 
         Args:
-            step: runs the training step and returns its loss, but for a step that optimizes manually.
+            step: of the module.
             optimizers: the module's optimizers; their states are split too.
-            traceless, gather, optimizes_manually: as for :class:`.TracelessStep`.
             rtol: as for :class:`.SplitProof`.
             verify_steps: steps whose gradients are compared; 0 for none.
 
@@ -186,21 +185,15 @@ class SplitLayers:
             ValueError: no layer can be split, the plan does not fit, an optimizer needs whole tensors, or split layers
                 have other gradients.
         """
-        optimizers, module, group = list(optimizers), self._module, self._group
-        run = TracelessStep(
-            module, group, step, traceless=traceless, gather=gather, optimizes_manually=optimizes_manually
-        )
+        optimizers, module, num_ranks = list(optimizers), self._module, self._group.size
         held = held_bytes(module.parameters(), optimizers)
-        proof = SplitProof(run, rtol=rtol, num_steps=verify_steps)
-        trials = Trials(run, sequence_split=self._sequence_split, keeps_whole=self._keeps_whole)
-        is_auto = self._plan == "auto"
-        trials.run(self._blocks, *[lambda called: find_pairs(module, called)] * is_auto)
-        ranks = gather(held_bytes(module.parameters(), optimizers))[: group.size]
-        rows = rows_of_plan(module, trials.split, trials.traffic, group.size)
-        plan = SplitPlan(group.size, rows, _whole_rows(trials.split, trials.left), trials.notes, held, ranks)
-        self._check(plan)
-        if is_auto:
-            self._check_share(plan, trials.left)
+        proof = SplitProof(step, rtol=rtol, num_steps=verify_steps)
+        trials = Trials(step, sequence_split=self._sequence_split, keeps_whole=self._keeps_whole)
+        trials.run(self._blocks, *([partial(find_pairs, module)] if self._plan == "auto" else []))
+        ranks = step.gather(held_bytes(module.parameters(), optimizers))[:num_ranks]
+        rows = rows_of_plan(module, trials.split, trials.traffic, num_ranks)
+        plan = SplitPlan(num_ranks, rows, _whole_rows(trials.split, trials.left), trials.notes, held, ranks)
+        self._check(plan, trials.left)
         if proof.obstacle:
             rank_zero_info(proof.obstacle)
         proof.check()
@@ -214,21 +207,18 @@ class SplitLayers:
         return plan
 
     def _blocks(self, called: Mapping[str, int]) -> list[Block]:
-        module = self._module
-        found = find_blocks(module, called)
+        found = find_blocks(self._module, called)
         if self._plan == "auto":
             return found
-        check_patterns(self._plan, module)
-        styles = {
-            name: next((style for pattern, style in self._plan.items() if fnmatchcase(name, pattern)), None)
-            for name, _ in module.named_modules()
-        }
-        roles = {name: style for name, style in styles.items() if style is not None}
-        known = [block for block in found if block.roles.items() <= roles.items()]
-        block = planned_block(module, roles, known)
-        return [*known, *([block] if block else [])]
+        check_patterns(self._plan, self._module)
+        roles: dict[str, str] = {}
+        for name, _ in self._module.named_modules():
+            style = next((style for pattern, style in self._plan.items() if fnmatchcase(name, pattern)), None)
+            if style is not None:
+                roles[name] = style
+        return planned_blocks(self._module, roles, found)
 
-    def _check(self, plan: SplitPlan) -> None:
+    def _check(self, plan: SplitPlan, left: Iterable[Left]) -> None:
         reasons = "; ".join(f"{each.names}: {each.reason}" for each in plan.whole)
         if plan.whole and self._plan != "auto":
             raise ValueError(f"plan={self._plan!r} does not work. {reasons}")
@@ -239,6 +229,8 @@ class SplitLayers:
                 f"what computes on parts. {reasons or 'It has found none of these'}. Name layers yourself: "
                 "TensorSplitStrategy(plan={'*.first': 'column', '*.second': 'row'}), or use strategy='ring_ddp'"
             )
+        if self._plan == "auto":
+            self._check_share(plan, left)
 
     def _check_share(self, plan: SplitPlan, left: Iterable[Left]) -> None:
         """Checks that enough of the module is split to be worth the communication."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
@@ -27,8 +26,9 @@ from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.parts import functions_get_whole, whole
+from lightning_multigpu.engine.tensor_split.parts import whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
@@ -51,6 +51,7 @@ from lightning_multigpu.strategies.tensor_parallel.split_layers import (
     check_patterns,
     check_plan,
     check_uncompiled,
+    open_tensor_group,
 )
 
 if TYPE_CHECKING:
@@ -186,17 +187,11 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         super().model_to_device()
         module = self._module
         self.collectives.world.broadcast_tensors([*module.parameters(), *module.buffers()], src=0)
-        group = self.new_group("tensor")
-        self._peers = self.metered(group, "tensor")
-        hosts = {rank // self.num_processes for rank in dist.get_process_group_ranks(group)}
+        first = self.global_rank - self.tensor_parallel_rank
+        hosts = {rank // self.num_processes for rank in (first, first + self.tensor_parallel_size - 1)}
         shared_memory = self.averaging.transport.shared_memory and len(hosts) == 1  # emulated hosts have one /dev/shm
-        readers = self.new_group("tensor", backend="gloo")
-        self._tensor = TensorGroup(group, meter=self.meter, shared_memory=shared_memory, readers=readers)
+        self._tensor, self._peers = open_tensor_group(self, shared_memory=shared_memory)
         self._tensor.shows_parts = False
-        assert self.groups is not None
-        self.groups.also_cut.append(self._tensor.abort)
-        self._undo.callback(self._tensor.close)
-        self._undo.callback(functions_get_whole())
         self._layers = SplitLayers(module, self._tensor, self._plan, sequence_split=self._sequence_split)
         tensor, device = self._tensor, self.root_device
         methods = PluginMethods(  # a rank owns its parts, the first one whole gradients
@@ -252,6 +247,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         """Splits the module, on the first training batch; a collective of the world."""
         module = self._module
         assert self._layers is not None
+        assert self._tensor is not None
         batch, *others = args
 
         def step() -> Any:
@@ -265,11 +261,15 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
 
         with self.meter.unrecorded(), self.steps.recomputing():
             plan = self._layers.decide(
-                step,
+                TracelessStep(
+                    module,
+                    self._tensor,
+                    step,
+                    traceless=traceless,
+                    gather=self.gather_objects,
+                    optimizes_manually=not module.automatic_optimization,
+                ),
                 self.optimizers,
-                traceless=traceless,
-                gather=self.gather_objects,
-                optimizes_manually=not module.automatic_optimization,
                 rtol=gradient_rtol(module, self.root_device),
                 verify_steps=self._verify_steps,
             )

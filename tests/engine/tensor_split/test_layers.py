@@ -1,9 +1,10 @@
-"""Layers that are split over ranks compute what whole ones compute, with the collectives that their tables promise."""
+"""Layers that are split over ranks compute what whole ones compute, and communicate once in each pass."""
 
 from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from lightning_multigpu.engine.tensor_split.block_input import sequence_placement
+from lightning_multigpu.engine.tensor_split.block_input import BlockInput, sequence_placement
 from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear, RowSplitLinear, VocabSplitEmbedding
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from tests.engine.tensor_split.shared import assert_equal, assert_parts, counts, tensor_group
 from tests.world import World
 
@@ -22,35 +24,51 @@ LENGTH, WIDTH, HIDDEN = 7, 6, 10
 
 
 class Block(nn.Module):
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+    """A column layer, or two on the same input, and a row layer."""
+
+    def __init__(self, up: nn.Module, gate: nn.Module | None, down: nn.Module) -> None:
         super().__init__()
-        self.first, self.second = first, second
+        self.up, self.gate, self.down = up, gate, down
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(F.gelu(self.first(x)))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(x))
+        return self.down(hidden if self.gate is None else hidden * self.gate(x))  # type: ignore[no-any-return]
 
 
-def _block(sequence_dim: int | None) -> dict[tuple[str, str], int]:
+def _linear(kind: str, inputs: int, outputs: int) -> nn.Module:
+    return Conv1D(outputs, inputs) if kind == "conv1d" else nn.Linear(inputs, outputs, bias=kind != "no bias")
+
+
+def _pair(kind: str, group: TensorGroup, sequence_dim: int | None = None) -> tuple[Block, Block]:
+    """A whole block and the same one, split in place."""
+    torch.manual_seed(0)
+    gate = _linear(kind, WIDTH, HIDDEN) if kind == "gated" else None
+    whole = Block(_linear(kind, WIDTH, HIDDEN), gate, _linear(kind, HIDDEN, WIDTH))
+    split = copy.deepcopy(whole)
+    parameters = list(split.parameters())
+    up = ColumnSplitLinear.of(split.up, group, name="up")
+    if split.gate is not None:
+        last = ColumnSplitLinear.of(split.gate, group, name="gate")
+        up.entry = last.entry = BlockInput(group, "input", last)
+    RowSplitLinear.of(split.down, group, name="down").sequence_dim = sequence_dim
+    assert all(old is new for old, new in zip(parameters, split.parameters(), strict=True))
+    return whole, split
+
+
+def _part(own: Tensor, group: TensorGroup) -> Any:
+    return SplitTensor.of(own, sequence_placement(1, LENGTH, group, "x"))
+
+
+def _compute(kind: str, is_sequence: bool) -> dict[tuple[str, str], int]:
     with tensor_group() as (group, meter):
-        torch.manual_seed(0)
-        whole = Block(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
-        torch.manual_seed(0)
-        split = Block(
-            ColumnSplitLinear.of(nn.Linear(WIDTH, HIDDEN), group, name="up"),
-            RowSplitLinear.of(nn.Linear(HIDDEN, WIDTH), group, name="down"),
-        )
-        split.second.sequence_dim = sequence_dim  # type: ignore[assignment]
-        x = torch.randn(3, LENGTH, WIDTH, requires_grad=True)
-        weights = torch.randn(3, LENGTH, WIDTH)
-        expected = whole(x)
-        (expected * weights).sum().backward()
-
-        start, stop = (0, LENGTH) if sequence_dim is None else group.bounds(LENGTH)[group.rank]
+        whole, split = _pair(kind, group, 1 if is_sequence else None)
+        x, weights = torch.randn(3, LENGTH, WIDTH, requires_grad=True), torch.randn(3, LENGTH, WIDTH)
+        start, stop = group.bounds(LENGTH)[group.rank] if is_sequence else (0, LENGTH)
         own = x.detach()[:, start:stop].clone().requires_grad_()
-        placed = sequence_placement(1, LENGTH, group, "x")
-        actual = split(own if sequence_dim is None else SplitTensor.of(own, placed))
+        expected, actual = whole(x), split(_part(own, group) if is_sequence else own)
         assert actual.shape == x.shape
         actual = local(actual)
+        (expected * weights).sum().backward()
         (actual * weights[:, start:stop]).sum().backward()
         collectives = counts(meter)
         assert_equal(actual, expected[:, start:stop])
@@ -61,44 +79,31 @@ def _block(sequence_dim: int | None) -> dict[tuple[str, str], int]:
         return collectives
 
 
-def test_a_block_sums_once_forward_and_once_back(world: World) -> None:
-    for collectives in world.run(_block, None):
-        assert collectives == {("all_reduce", "tensor up"): 1, ("all_reduce", "tensor down"): 1}
+@pytest.mark.parametrize("is_sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d", "gated"])
+def test_a_block_sums_once_forward_and_once_back(world: World, kind: str, is_sequence: bool) -> None:
+    """Parts of a sequence are uneven."""
+    ways = ("all_gather", "reduce_scatter") if is_sequence else ("all_reduce",)
+    ends = ("tensor input" if kind == "gated" else "tensor up", "tensor down")
+    for collectives in world.run(_compute, kind, is_sequence):
+        assert collectives == {(way, end): 1 for way in ways for end in ends}
 
 
-def test_sequences_of_uneven_parts(world: World) -> None:
-    ways = [(way, f"tensor {name}") for way in ("all_gather", "reduce_scatter") for name in ("up", "down")]
-    for collectives in world.run(_block, 1):
-        assert collectives == dict.fromkeys(ways, 1)
+def _change() -> None:
+    with tensor_group() as (group, _), torch.no_grad():
+        whole, split = _pair("gated", group)
+        start, stop = group.bounds(LENGTH)[group.rank]
+        x = torch.randn(3, LENGTH, WIDTH)
+        own = _part(x[:, start:stop].clone(), group)
+        split.up(own)
+        own.mul_(2)
+        gate: Any = split.gate
+        assert whole.gate is not None
+        assert_equal(local(gate(own)).movedim(-1, 0), gate.placed.own(whole.gate(2 * x).movedim(-1, 0)))
 
 
-def _converted(first: nn.Module, second: nn.Module) -> None:
-    with tensor_group() as (group, _):
-        whole = copy.deepcopy(Block(first, second)).double()
-        split = copy.deepcopy(whole)
-        parameters = list(split.parameters())
-        ColumnSplitLinear.of(split.first, group)
-        RowSplitLinear.of(split.second, group)
-        assert all(old is new for old, new in zip(parameters, split.parameters(), strict=True))
-        x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1))
-        inputs = [x.clone().requires_grad_() for _ in range(2)]
-        outputs = [block(each) for block, each in zip((whole, split), inputs, strict=True)]
-        for output in outputs:
-            (output * torch.arange(output.numel()).view_as(output)).sum().backward()
-        assert_equal(outputs[1], outputs[0])
-        assert inputs[0].grad is not None
-        assert inputs[1].grad is not None
-        assert_equal(inputs[1].grad, inputs[0].grad)
-        assert_parts(split, whole, group)
-
-
-@pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d"])
-def test_layers_are_split_in_place(world: World, kind: str) -> None:
-    first: nn.Module = nn.Linear(WIDTH, HIDDEN, bias=kind != "no bias")
-    second: nn.Module = nn.Linear(HIDDEN, WIDTH, bias=kind != "no bias")
-    if kind == "conv1d":
-        first, second = Conv1D(HIDDEN, WIDTH), Conv1D(WIDTH, HIDDEN)
-    world.run(_converted, first, second)
+def test_an_input_that_changes_in_place(world2: World) -> None:
+    world2.run(_change)
 
 
 def test_an_embedding_that_looks_at_all_rows_is_refused() -> None:
@@ -173,11 +178,7 @@ def test_an_unknown_token_raises_as_on_one_device(world2: World, token: int) -> 
 
 def _autocast() -> None:
     with tensor_group() as (group, _):
-        torch.manual_seed(0)
-        whole = Block(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)).float()
-        split = copy.deepcopy(whole)
-        ColumnSplitLinear.of(split.first, group)
-        RowSplitLinear.of(split.second, group)
+        whole, split = (block.float() for block in _pair("linear", group))
         x = torch.randn(2, 3, WIDTH, dtype=torch.float32)
         outputs = []
         for block in (whole, split):

@@ -29,20 +29,20 @@ def _cross_entropy(num_classes: int, masked: int, reduction: str, label_smoothin
         logits[:, num_classes - masked :] = -torch.inf
         target = torch.randint(num_classes - masked, (ROWS,))
         target[3] = -100
-        split = ParameterSplit.even(num_classes, group.size)
+        placed = PartLayout(ParameterSplit.even(num_classes, group.size), group, "head")
         whole = logits.clone().requires_grad_()
-        own = ParameterSplit(1, split.ranges).part(logits, group.rank).requires_grad_()
+        own = placed.at(1).own(logits).requires_grad_()
         weights = torch.arange(1.0, ROWS + 1)
         options = {"reduction": reduction, "label_smoothing": label_smoothing}
         expected = F.cross_entropy(whole, target, **options)  # type: ignore[arg-type]
-        actual = split_cross_entropy(own, target, group, split, **options)  # type: ignore[arg-type]
+        actual = split_cross_entropy(own, target, placed, **options)  # type: ignore[arg-type]
         for loss in (expected, actual):
             (loss * weights if reduction == "none" else loss * 3).sum().backward()
         collectives = counts(meter)
         assert_equal(actual, expected)
         assert whole.grad is not None
         assert own.grad is not None
-        assert_equal(own.grad, ParameterSplit(1, split.ranges).part(whole.grad, group.rank))
+        assert_equal(own.grad, placed.at(1).own(whole.grad))
         return collectives
 
 
@@ -50,7 +50,7 @@ def _cross_entropy(num_classes: int, masked: int, reduction: str, label_smoothin
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_cross_entropy(world2: World, reduction: str, label_smoothing: float) -> None:
     for collectives in world2.run(_cross_entropy, CLASSES, 0, reduction, label_smoothing):
-        assert collectives == {("all_gather", "tensor cross_entropy"): 1}
+        assert collectives == {("all_gather", "tensor head cross_entropy"): 1}
 
 
 def test_a_rank_without_classes(world4: World) -> None:
@@ -62,21 +62,15 @@ def test_a_rank_whose_classes_are_masked(world2: World) -> None:
     world2.run(_cross_entropy, CLASSES, 7, "mean", 0.0)
 
 
-def _refused() -> None:
+def _no_class() -> None:
     with tensor_group() as (group, _):
-        split = ParameterSplit.even(CLASSES, group.size)
-        logits = torch.zeros(2, split.size(group.rank))
-        for target, options, error, message in (
-            (torch.tensor([0, CLASSES]), {}, IndexError, f"there are {CLASSES} classes"),
-            (torch.zeros(3, dtype=torch.long), {}, ValueError, r"pass \(rows, classes\), \(rows\)"),
-            (torch.tensor([0, 1]), {"reduction": "max"}, ValueError, "reduction='max'"),
-        ):
-            with pytest.raises(error, match=message):
-                split_cross_entropy(logits, target, group, split, **options)  # type: ignore[arg-type]
+        placed = PartLayout(ParameterSplit.even(CLASSES, group.size), group, "head")
+        with pytest.raises(IndexError, match=f"there are {CLASSES} classes"):
+            split_cross_entropy(placed.own(torch.zeros(CLASSES, 2)).t(), torch.tensor([0, CLASSES]), placed)
 
 
-def test_what_does_not_fit_is_refused(world2: World) -> None:
-    world2.run(_refused)
+def test_a_target_that_is_no_class_is_refused(world2: World) -> None:
+    world2.run(_no_class)
 
 
 TARGET = torch.randint(CLASSES, (2, 5), generator=torch.Generator().manual_seed(1))

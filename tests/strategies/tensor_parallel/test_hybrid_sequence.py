@@ -118,25 +118,3 @@ def test_lists_beside_the_layers_of_the_pipeline(world4: World) -> None:
         assert "model.blocks stay whole (the layers of the pipeline, model.blocks.0, are inside of one of its" in outer
         assert [note.split()[5] for note in inner] == ["model.blocks.0", "model.blocks.1"]
         assert_close(result["weights"], reference["weights"], 1e-9)
-
-
-def dropped(computed_again: bool) -> dict[str, Any]:
-    """Trains with dropout between blocks; the mask of the last block in the last batch."""
-    task, masks = Sequences(), list[Tensor]()
-    for block in task.model.blocks:
-        block.attention = nn.Sequential(block.attention, nn.Dropout(0.5))  # type: ignore[arg-type]
-    last: Any = task.model.blocks[3].attention
-    last[1].register_forward_hook(lambda layer, _, output: masks.append(local(output).detach() != 0))
-    pipeline = {"activation_checkpointing": computed_again}
-    strategy = hybrid(tensor={"sequence_split": True}, pipeline=pipeline)
-    make_trainer(Case(max_epochs=1), strategy, 4, limit_val_batches=0).fit(task)
-    return {"weights": state(task), "mask": masks[-1].clone() if strategy.global_rank < 2 else None}
-
-
-def test_dropout_between_blocks_differs_between_ranks_and_is_drawn_again(world4: World) -> None:
-    results = world4.run(dropped, False)
-    first, second = results[0]["mask"], results[1]["mask"]
-    assert (first.shape[1], second.shape[1]) == (3, 2)
-    assert not torch.equal(first[:, :2], second)
-    for result, again in zip(results, world4.run(dropped, True), strict=True):
-        assert_close(again["weights"], result["weights"], 1e-9)
