@@ -111,7 +111,7 @@ class ParameterSplit:
 def split_of(parameter: Tensor) -> ParameterSplit | None:
     """The cut of a parameter; None if every rank has all of it."""
     placed = getattr(parameter, "placed", None)  # see parts.cut
-    return None if placed is None else placed.split  # type: ignore[no-any-return]
+    return None if placed is None else placed.split
 
 
 def whole_size(parameter: Tensor, dim: int) -> int:
