@@ -26,7 +26,6 @@ from torch import Tensor
 
 from lightning_multigpu.communication.compression import (
     CompressedAllReduce,
-    Compressor,
     GradientPiece,
     Pieces,
     cut,
@@ -95,17 +94,6 @@ class HierarchicalAllReduce:
     def compressed(self) -> CompressedAllReduce | None:
         """The compressed all-reduce between hosts; None without compression."""
         return self.between if isinstance(self.between, CompressedAllReduce) else None
-
-    def compressing(self, compressor: Compressor) -> HierarchicalAllReduce:
-        """A new all-reduce over the same ranks and shared memory, with ``compressor`` between hosts.
-
-        Raises:
-            ValueError: there is one host.
-        """
-        if self.between is None:
-            raise ValueError(f"{compressor!r} compresses between hosts, and there is one only: leave it out")
-        between = CompressedAllReduce(self.between.group, compressor)
-        return HierarchicalAllReduce(self.inside, between, inside_group=self._inside_group)
 
     def sent_bytes(self, tensor: Tensor, pieces: Sequence[GradientPiece] = ()) -> SentBytes:
         """Bytes that this rank sends when ``tensor`` is reduced."""

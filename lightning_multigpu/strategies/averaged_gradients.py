@@ -13,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
+from lightning_multigpu.communication.compression import make_compressor
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.tensors import alike, apply_flat
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
-from lightning_multigpu.engine.data_parallel.gradient_transport import AUTO, GradientTransport, compressor_of, pieces_of
+from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport, pieces_of
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters
 from lightning_multigpu.strategies import option_checks
@@ -64,7 +65,7 @@ class AveragedGradients:
             _check(options, of_all)
             self.transport = GradientTransport(
                 bucket_cap_mb=options["bucket_cap_mb"],
-                compressor=compressor_of(options["compression"]),
+                compressor=None if (asked := options["compression"]) is None else make_compressor(asked),
                 compress_inside_hosts=options["compress_inside_hosts"],
                 shared_memory=options["shared_memory"],
             )
@@ -126,7 +127,7 @@ class AveragedGradients:
         if run.device_type != "cuda" or (run.backend or "nccl") != "nccl":
             over = run.backend or ("gloo" if run.device_type == "cpu" else "nccl")
             raise ValueError(f"{given}: gradients on {run.device_type!r} travel over {over!r} here; leave it out")
-        if compressor not in (None, AUTO):
+        if compressor is not None:
             raise ValueError(f"{given} and compression={compressor!r}: compressed gradients do not travel over NCCL")
         if _NCCL_ALGORITHM in os.environ:
             raise ValueError(
@@ -148,10 +149,8 @@ class AveragedGradients:
             strategy._module,
             strategy.groups,
             strategy.meter,
-            strategy.common.buffers,
             ranks_per_host=strategy.num_processes,
             hook=None if hook is None else (self._given["ddp_comm_state"], hook),
-            info=rank_zero_info,
             warn=rank_zero_warn,
         )
         self.compressed = self.reducer.all_reduce if self.reducer.compresses else None

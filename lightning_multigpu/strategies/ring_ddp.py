@@ -38,8 +38,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             optimizer state (local SGD); they also average before validation, before a checkpoint and at the end. This
             is another algorithm than that of one device, with 1/k of the traffic. 1 averages gradients in every step.
         compression: compress the gradients between hosts: "fp16", "bf16", "int8", "topk", "powersgd", or a mapping
-            with such a ``name`` and the options of that compressor. "auto" measures at the start of a fit and chooses
-            no compression, "bf16" or "int8"; the others change training more and are never chosen.
+            with such a ``name`` and the options of that compressor.
         compress_inside_hosts: also compress between ranks of one host; they then do not use shared memory.
         shared_memory: let ranks of one host reduce gradients through shared memory instead of sockets. The buckets lie
             in ``/dev/shm``; where that is too small for the gradients of a host's ranks, gradients are copied instead,

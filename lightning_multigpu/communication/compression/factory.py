@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -14,34 +14,28 @@ COMPRESSORS: dict[str, type[Compressor]] = {kind.name: kind for kind in (Fp16, B
 """Name -> compressor."""
 
 
-def make_compressor(
-    compression: str | Mapping[str, Any] | Compressor, *, also_known: Sequence[str] = (), **options: Any
-) -> Compressor:
+def make_compressor(compression: str | Mapping[str, Any] | Compressor) -> Compressor:
     """The compressor of a setting: ``"int8"``, ``{"name": "powersgd", "rank": 4}``, or a compressor itself.
 
     Args:
         compression: a name, or a mapping with ``name`` and options; a compressor is returned as it is.
-        also_known: further names that the caller accepts, for messages.
-        options: further options of the named compressor.
 
     Raises:
-        ValueError: the name or an option is unknown, ``name`` is missing, or an option's value is out of range.
-        TypeError: ``compression`` has another type.
+        ValueError: the name or an option is unknown, ``name`` is missing, an option's value is out of range, or
+            ``compression`` has another type.
     """
-    names = (*COMPRESSORS, *also_known)
     if isinstance(compression, Compressor):
-        if options:
-            raise ValueError(f"{', '.join(options)}: options of {compression!r} are set where it is made")
         return compression
+    options: dict[str, Any] = {}
     if isinstance(compression, Mapping):
         if "name" not in compression:
-            raise ValueError(f"compression={dict(compression)!r} lacks 'name': use one of {_listed(names)}")
-        options = {**{str(key): value for key, value in compression.items() if key != "name"}, **options}
+            raise ValueError(f"compression={dict(compression)!r} lacks 'name': use one of {_listed(COMPRESSORS)}")
+        options = {str(key): value for key, value in compression.items() if key != "name"}
         compression = compression["name"]
     if not isinstance(compression, str):
-        raise TypeError(f"compression={compression!r} is a {type(compression).__name__}: use a name or a mapping")
+        raise ValueError(f"compression={compression!r} is a {type(compression).__name__}: use a name or a mapping")
     if compression not in COMPRESSORS:
-        known = f"use one of {_listed(names)}. {did_you_mean(compression, names)}".rstrip()
+        known = f"use one of {_listed(COMPRESSORS)}. {did_you_mean(compression, COMPRESSORS)}".rstrip()
         raise ValueError(f"compression={compression!r} is unknown: {known}")
     kind = COMPRESSORS[compression]
     known_options = [field.name for field in fields(kind)]  # type: ignore[arg-type]

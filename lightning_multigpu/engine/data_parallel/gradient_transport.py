@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_multigpu.communication.compression import CompressedAllReduce, Compressor, GradientPiece, make_compressor
+from lightning_multigpu.communication.compression import CompressedAllReduce, Compressor, GradientPiece
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
-from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
-from lightning_multigpu.engine.data_parallel.compression_choice import reducer_of_choice
 from lightning_multigpu.engine.data_parallel.reducer import CommHook, GradientReducer
 from lightning_multigpu.planning.scaling.step_model import usual_bucket_bytes
 
-AUTO: Literal["auto"] = "auto"
 _AXIS = "data"
 _HOST_MEMORY_BACKEND = "gloo"
 
@@ -30,7 +26,6 @@ _HOST_MEMORY_BACKEND = "gloo"
 class Groups(Protocol):
     """The process groups of a run, over the axes of its mesh."""
 
-    device: torch.device
     also_cut: list[Callable[[], None]]
 
     def new(self, axis: str) -> dist.ProcessGroup: ...
@@ -46,13 +41,13 @@ class GradientTransport:
 
     Attributes:
         bucket_cap_mb: MiB of gradients that travel together; None takes the default of their route.
-        compressor: compresses gradients between hosts; "auto" measures, None does not compress.
+        compressor: compresses gradients between hosts; None does not compress.
         compress_inside_hosts: compress between ranks of one host as well.
         shared_memory: let ranks of one host reduce through memory that they share.
     """
 
     bucket_cap_mb: float | None = None
-    compressor: Compressor | Literal["auto"] | None = None
+    compressor: Compressor | None = None
     compress_inside_hosts: bool = False
     shared_memory: bool = True
 
@@ -60,7 +55,7 @@ class GradientTransport:
     def options(self) -> dict[str, Any]:
         """The options about compression and shared memory, for reports."""
         return {
-            "compression": self.compressor if self.compressor in (None, AUTO) else repr(self.compressor),
+            "compression": None if self.compressor is None else repr(self.compressor),
             "compress_inside_hosts": self.compress_inside_hosts,
             "shared_memory": self.shared_memory,
         }
@@ -70,36 +65,22 @@ class GradientTransport:
         module: Module,
         groups: Groups,
         meter: Meter,
-        ranks: MeteredGroup,
         *,
         ranks_per_host: int,
         hook: tuple[Any, CommHook] | None,
-        info: Callable[[str], object],
         warn: Callable[[str], object],
     ) -> tuple[GradientReducer, float | None]:
         """The reducer of a module's gradients, and the MiB of its buckets, None for DDP's own; a collective of all.
 
-        ``ranks`` are those of the data axis, of which ``ranks_per_host`` neighbours share a host. A user's own
-        communication hook and its state move the gradients instead. ``info`` and ``warn`` print on rank 0.
+        ``ranks_per_host`` neighbours of the data axis share a host. A user's own communication hook and its state move
+        the gradients instead. ``warn`` prints on rank 0.
         """
-
-        def over_hosts(compressor: Compressor | None) -> HierarchicalAllReduce:
-            return self._all_reduce_over_hosts(groups, group, ranks_per_host, compressor, warn)
-
-        chooses = isinstance(self.compressor, str)
-        compressor = None if isinstance(self.compressor, str) else self.compressor
-        pieces = pieces_of(module)
         group = groups.new(_AXIS)
         # On GPUs NCCL moves the gradients, unless they are compressed, which is done in the host's memory.
-        uses_host_memory = hook is None and (dist.get_backend(group) != "nccl" or compressor is not None)
-        all_reduce = over_hosts(compressor) if uses_host_memory else None
-        reducer = GradientReducer(group, meter, hook=hook, all_reduce=all_reduce, pieces=pieces)
-        bucket_cap_mb = self.bucket_cap_mb_of(module, reducer, is_hooked=hook is not None)
-        if chooses and all_reduce is None and (dist.get_world_size() > ranks_per_host or self.compress_inside_hosts):
-            all_reduce = over_hosts(None)  # compressed gradients would take this route instead of NCCL
-        if chooses and all_reduce is not None:
-            reducer = reducer_of_choice(pieces, reducer, all_reduce, ranks=ranks, device=groups.device, info=info)
-        return reducer, bucket_cap_mb
+        uses_host_memory = hook is None and (dist.get_backend(group) != "nccl" or self.compressor is not None)
+        all_reduce = self._all_reduce_over_hosts(groups, group, ranks_per_host, warn) if uses_host_memory else None
+        reducer = GradientReducer(group, meter, hook=hook, all_reduce=all_reduce, pieces=pieces_of(module))
+        return reducer, self.bucket_cap_mb_of(module, reducer, is_hooked=hook is not None)
 
     def bucket_cap_mb_of(self, module: Module, reducer: GradientReducer, *, is_hooked: bool) -> float | None:
         """The MiB of the buckets for the parameters that require gradients now; None for DDP's own."""
@@ -110,12 +91,7 @@ class GradientTransport:
         return usual_bucket_bytes(total_bytes, between_hosts=all_reduce.between is not None) / 2**20
 
     def _all_reduce_over_hosts(
-        self,
-        groups: Groups,
-        group: dist.ProcessGroup,
-        ranks_per_host: int,
-        compressor: Compressor | None,
-        warn: Callable[[str], object],
+        self, groups: Groups, group: dist.ProcessGroup, ranks_per_host: int, warn: Callable[[str], object]
     ) -> HierarchicalAllReduce:
         """The all-reduce of tensors in the hosts' memory; if a rank cannot share memory, all ranks use sockets."""
         lines = groups.lines(_AXIS)
@@ -144,10 +120,10 @@ class GradientTransport:
         between: RingAllReduce | CompressedAllReduce | None = None
         if between_group is not None:
             ring = RingAllReduce(between_group)
-            between = ring if compressor is None else CompressedAllReduce(between_group, compressor)
-        elif compressor is not None:
+            between = ring if self.compressor is None else CompressedAllReduce(between_group, self.compressor)
+        elif self.compressor is not None:
             warn(
-                f"compression={compressor!r} has no effect: all ranks are on one host, where they share memory. "
+                f"compression={self.compressor!r} has no effect: all ranks are on one host, where they share memory. "
                 "compress_inside_hosts=True compresses there too."
             )
         all_reduce = HierarchicalAllReduce(inside, between, inside_group=inside_group)
@@ -181,16 +157,3 @@ def _by_host(line: list[int], ranks_per_host: int) -> list[list[int]]:
 def pieces_of(module: Module) -> dict[Tensor, GradientPiece]:
     """The name and shape of each parameter, which compression needs."""
     return {parameter: GradientPiece(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()}
-
-
-def compressor_of(compression: str | Mapping[str, Any] | Compressor | None) -> Compressor | Literal["auto"] | None:
-    """The compressor of a user's setting.
-
-    Raises:
-        ValueError: the name or an option is unknown or out of range, or "auto" is given options.
-    """
-    if compression is None or compression == AUTO:
-        return None if compression is None else AUTO
-    if isinstance(compression, Mapping) and compression.get("name") == AUTO:
-        raise ValueError(f"compression={dict(compression)!r}: the choice has no options; write compression='auto'")
-    return make_compressor(compression, also_known=(AUTO,))

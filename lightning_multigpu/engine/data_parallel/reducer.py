@@ -86,10 +86,6 @@ class GradientReducer:
         """Whether gradients are compressed; :meth:`average` then needs their parameters."""
         return self._pieces is not None
 
-    def through(self, all_reduce: HierarchicalAllReduce, pieces: Mapping[Tensor, GradientPiece]) -> "GradientReducer":
-        """A reducer that replaces this one and uses ``all_reduce``."""
-        return GradientReducer(self._group, self._meter, axis=self._axis, all_reduce=all_reduce, pieces=pieces)
-
     def attach(self, module: DistributedDataParallel, pieces: Mapping[Tensor, GradientPiece] | None = None) -> None:
         """Makes ``module`` reduce its gradients through this reducer, instead of the module attached before.
 

@@ -419,10 +419,7 @@ def _elementwise(compression: Any) -> ElementwiseCompressor | None:
     """The compressor that ``{"name": "int8", "chunk_size": 1024}`` describes; None for None."""
     if compression is None:
         return None
-    try:
-        found = make_compressor(compression)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
+    found = make_compressor(compression)
     if not isinstance(found, Fp16 | Bf16 | Int8):
         raise ValueError(f"compression={found.name!r} is not for pushes to servers: use 'fp16', 'bf16' or 'int8'")
     return found

@@ -8,8 +8,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_multigpu.communication.compression import Compressor
-from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport, compressor_of
+from lightning_multigpu.communication.compression import Compressor, make_compressor
+from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
@@ -92,7 +92,7 @@ class HybridStrategy(PipelineStrategy):
         check_plan(self.tensor_options["plan"])
         check_sequence_split(self.tensor_options["sequence_split"])
         self._transport = GradientTransport(
-            compressor=compressor_of(compression),
+            compressor=None if compression is None else make_compressor(compression),
             compress_inside_hosts=compress_inside_hosts,
             shared_memory=shared_memory,
         )
