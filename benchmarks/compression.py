@@ -48,8 +48,6 @@ SETTINGS: dict[str, Any] = {
     "fp16": "fp16",
     "bf16": "bf16",
     "int8": "int8",
-    "topk 1 %": {"name": "topk", "ratio": 0.01},
-    "topk 10 %": {"name": "topk", "ratio": 0.1},
     "powersgd 1": {"name": "powersgd", "rank": 1, "start_step": 0},
     "powersgd 4": {"name": "powersgd", "rank": 4, "start_step": 0},
 }

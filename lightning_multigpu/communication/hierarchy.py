@@ -17,8 +17,8 @@ shares at once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -197,41 +197,6 @@ class HierarchicalAllReduce:
             compressed.step_is_finite = bool(self.inside(finite) == self.inside.world_size)
         compressed.end_step(loss_scale)
 
-    def state_dict(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-        """The state for a checkpoint, the same on all ranks; empty without compression. A collective, between steps.
-
-        Args:
-            shapes: name -> shape of all parameters, in the same order on all ranks.
-        """
-        compressed = self.compressed
-        if compressed is None:
-            return {}
-        state = compressed.state_dict()
-        if self.inside is None:
-            return state
-        if "errors" in state:
-            errors = state["errors"]
-            for name, shape in shapes.items():  # each rank of the host has the errors of its own parts
-                error = self.inside(errors.pop(name, torch.zeros(shape)))
-                if error.any():
-                    errors[name] = error
-        if "warm_starts" in state:
-            names = {piece.name for own in self._parts.values() for piece in own}
-            mine = {name: factor for name, factor in state["warm_starts"].items() if name in names}
-            everybodys: list[dict[str, Tensor]] = [{} for _ in range(self.inside.world_size)]
-            dist.all_gather_object(everybodys, mine, group=self._inside_group)
-            for factors in everybodys:
-                state["warm_starts"].update(factors)
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a :meth:`state_dict`, also of other ranks or another compression."""
-        if self.compressed is None:
-            return
-        first = self.inside is None or self.inside.rank == 0  # it shares the errors with the others, see share_errors
-        self.compressed.load_state_dict(state if first else {**state, "errors": {}})
-        self._parts = {}
-
     def close(self) -> None:
         """Releases shared memory; a second call does nothing."""
         if self.inside is not None:
@@ -245,7 +210,7 @@ class HierarchicalAllReduce:
     def _bounds(self, flat: Tensor, pieces: Sequence[GradientPiece]) -> list[tuple[int, int]]:
         """The shards of this host's ranks; for a compressor of matrices they contain whole matrices."""
         assert self.inside is not None
-        if self.compressed is not None and isinstance(self.compressed.compressor, PowerSGD):
+        if pieces and self.compressed is not None and isinstance(self.compressed.compressor, PowerSGD):
             return whole_bounds(pieces, self.inside.world_size)
         return chunk_bounds(flat.numel(), self.inside.world_size)
 

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from lightning_multigpu.job.run_context import RunContext
     from lightning_multigpu.strategies.base import MultiGPUStrategy
 
-CHECKPOINT_KEY = "lightning_multigpu"
-"""The only key of a checkpoint besides Lightning's; stock Lightning ignores it."""
-
 _NCCL_ALGORITHM = "NCCL_ALGO"
 _OF_LIGHTNING = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 _OF_TORCH = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
@@ -290,21 +287,6 @@ class AveragedGradients:
         """Prints what compression has saved, at the end of training."""
         if self.compressed is not None and self.compressed.compressed is not None:
             rank_zero_info(self.compressed.compressed.summary())
-
-    # Checkpoints
-
-    def state(self) -> dict[str, Any]:
-        """The errors of compression, as an entry of a checkpoint."""
-        if self.compressed is None or self._strategy.failure_watch.failed:
-            return {}
-        shapes = {name: tuple(parameter.shape) for name, parameter in self._strategy._module.named_parameters()}
-        return {CHECKPOINT_KEY: {"compression": self.compressed.state_dict(shapes)}}
-
-    def load_state(self, checkpoint: Mapping[str, Any]) -> None:
-        """Takes them from a checkpoint, which may be another strategy's."""
-        state = checkpoint.get(CHECKPOINT_KEY, {}).get("compression")
-        if self.compressed is not None and state is not None:
-            self.compressed.load_state_dict(state)
 
 
 def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:

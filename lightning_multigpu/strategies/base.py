@@ -474,13 +474,12 @@ class MultiGPUStrategy(ParallelStrategy):
         self.owned.steps[optimizer].load_state_dict(state)
         return None
 
-    def _further_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    def _further_state(self) -> dict[str, Any]:
         """Further entries of a checkpoint that is being written."""
-        return self.averaging.state() if "optimizer_states" in checkpoint else {}
+        return {}
 
     def _load_further_state(self, checkpoint: Mapping[str, Any]) -> None:
         """Takes those of a checkpoint that a fit resumes from, which may be another strategy's."""
-        self.averaging.load_state(checkpoint)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class RunCheckpoints:
         if self.are_lost:
             rank_zero_warn(f"{filepath} is not written: ranks have ended, and their state is lost")
             return
-        checkpoint = {**checkpoint, **strategy._further_state(checkpoint)}
+        checkpoint = {**checkpoint, **strategy._further_state()}
         with nullcontext() if remote is None else remote.served():
             Strategy.save_checkpoint(strategy, checkpoint, filepath, storage_options)
 

@@ -37,7 +37,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         average_every: with k > 1, ranks take k optimizer steps with their own gradients, then average weights and
             optimizer state (local SGD); they also average before validation, before a checkpoint and at the end. This
             is another algorithm than that of one device, with 1/k of the traffic. 1 averages gradients in every step.
-        compression: compress the gradients between hosts: "fp16", "bf16", "int8", "topk", "powersgd", or a mapping
+        compression: compress the gradients between hosts: "fp16", "bf16", "int8", "powersgd", or a mapping
             with such a ``name`` and the options of that compressor.
         compress_inside_hosts: also compress between ranks of one host; they then do not use shared memory.
         shared_memory: let ranks of one host reduce gradients through shared memory instead of sockets. The buckets lie

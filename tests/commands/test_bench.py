@@ -67,7 +67,7 @@ def _starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ("strategies --config no.yaml", "--config=no.yaml: No such file"),
         ("strategies --config no.yaml --model mlp", "--config has a model and its data: leave --model and --data out"),
         ("strategies --plot picture.doc", "--plot=picture.doc: a picture's name ends in one of png, svg, pdf"),
-        ("strategies --strategies ring_ddp:compression=int4", "'topk'. Did you mean 'int8'?"),
+        ("strategies --strategies ring_ddp:compression=int4", "'powersgd'. Did you mean 'int8'?"),
         ("strategies --steps 0", "argument --steps: '0': pass a whole number of at least 1"),
         ("strategies --json no/such/file.json", "--json=no/such/file.json: there is no directory no/such"),
     ],

@@ -1,17 +1,20 @@
-"""Shared memory over all ranks of the tests' world."""
+"""Shared memory over all ranks of the tests' world, and the errors of compression."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece
+from lightning_multigpu.communication.compression.error_feedback import ErrorFeedback, _add
 from lightning_multigpu.communication.shared_memory.barrier import ConnectionLostError
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from tests.world import init_group
@@ -48,3 +51,19 @@ def rank_of_a_job_with_a_killed_rank(rank: int, directory: Path) -> None:
     except ConnectionLostError as error:
         (directory / f"rank{rank}").write_text(str(error))
     os._exit(0)  # the connections of gloo are broken
+
+
+def errors_of(feedback: ErrorFeedback, pieces: Sequence[GradientPiece]) -> Tensor:
+    """The errors of a rank before its next step, flat, in the order of the pieces."""
+    found = {name: error.clone() for name, error in feedback._others.items()}
+    for known, errors in feedback._tensors.items():
+        _add(found, known, errors.before)
+    return torch.cat([found.get(piece.name, torch.zeros(piece.parameter_numel)) for piece in pieces])
+
+
+def total_errors(reduce: CompressedAllReduce, pieces: Sequence[GradientPiece]) -> Tensor:
+    """The sum of :func:`errors_of` all ranks of the world; a collective."""
+    assert reduce._errors is not None
+    total = errors_of(reduce._errors, pieces)
+    dist.all_reduce(total)
+    return total

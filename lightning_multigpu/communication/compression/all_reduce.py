@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -145,8 +144,7 @@ class CompressedAllReduce:
     ) -> None:
         """Moves errors to the ranks of a host that use them next, if each rank reduces a part of a tensor.
 
-        A collective of the host, between steps, for each new tensor: at first, after a checkpoint was loaded (one rank
-        of each host loads it, the others load ``{}``), and when the buckets have changed.
+        A collective of the host, between steps, for each new tensor: at first, and when the buckets have changed.
 
         Args:
             pieces: the pieces of the whole tensor.
@@ -161,33 +159,6 @@ class CompressedAllReduce:
         kept = self._errors.take(tuple(own))
         self._errors.take(tuple(pieces))  # the other ranks keep these
         self._errors.give(tuple(own), kept)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint, the same on all ranks; a collective, between steps.
-
-        ``errors`` are averaged over the ranks, since the averaged gradients lack the average error. Every rank of a
-        later run, however many there are, starts with that average. Ranks of one host that each reduce a part of every
-        tensor have the errors of their parts; the host's errors are their sum.
-        """
-        state: dict[str, Any] = {"step": self.step, "loss_scale": self._loss_scale}
-        if self._errors is not None:
-            errors = self._errors.state()
-            for error in errors.values():
-                self.ring(error, average=True)
-            state["errors"] = errors
-        if isinstance(self.compressor, PowerSGD):
-            state["warm_starts"] = self._warm_starts.state()
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from ``state``, also of another world size or compressor; missing errors are zero."""
-        self.step = int(state.get("step", 0))
-        self._loss_scale = state.get("loss_scale")
-        self.step_is_finite = True
-        if self._errors is not None:
-            self._errors.load(state.get("errors", {}))
-        if isinstance(self.compressor, PowerSGD):
-            self._warm_starts.load(state.get("warm_starts", {}))
 
     def _is_warming_up(self) -> bool:
         return isinstance(self.compressor, PowerSGD) and self.step < self.compressor.start_step

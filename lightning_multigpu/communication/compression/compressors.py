@@ -1,4 +1,4 @@
-"""Compressors that write gradients in fewer bytes: half precision, 8-bit integers, or the largest entries only."""
+"""Compressors that write gradients in fewer bytes: half precision, or 8-bit integers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 _LARGEST_INT8 = 127
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # so that its reciprocal is finite
-_TOPK_SAMPLES = 4096
 
 
 class Compressor(ABC):
@@ -158,88 +157,6 @@ class Int8(ElementwiseCompressor):
             yield values[:full].view(rows, -1), scales[:rows], integers[:full].view(rows, -1)
         if full < numel:
             yield values[full:].view(1, -1), scales[-1:], integers[full:].view(1, -1)
-
-
-@dataclass(frozen=True)
-class TopK(ElementwiseCompressor):
-    """The entries of largest magnitude of each segment; the other entries become the error.
-
-    On the wire::
-
-        | index 0 | index 1 | ... (int32, within the segment) | value 0 | value 1 | ... (float32) |
-
-    NaN and infinity count as the largest. The owner of a segment sends as many entries of the sum as each rank has sent
-    to it, again the largest.
-
-    Args:
-        ratio: the share of entries that are sent, at least one of each segment.
-
-    Raises:
-        ValueError: ``ratio`` is no number in (0, 1].
-    """
-
-    ratio: float = 0.01
-
-    name = "topk"
-    has_error_feedback = True
-
-    def __post_init__(self) -> None:
-        is_number = isinstance(self.ratio, (int, float)) and not isinstance(self.ratio, bool)
-        if not (is_number and 0 < self.ratio <= 1):
-            raise ValueError(
-                f"ratio={self.ratio!r}: it is the share of gradient entries to send, so use more than 0 and at most 1, "
-                "0.01 for example"
-            )
-
-    def encoded_bytes(self, numel: int) -> int:
-        return 8 * self._count(numel)
-
-    def encode(self, values: Tensor, wire: Tensor) -> None:
-        chosen = _largest(values.abs(), self._count(values.numel()))
-        indices, sent = _fields(wire)
-        indices.copy_(chosen)
-        torch.index_select(values, 0, chosen, out=sent)
-        values.index_fill_(0, chosen, 0.0)
-
-    def decode(self, wire: Tensor, values: Tensor) -> None:
-        indices, sent = _fields(wire)
-        values.zero_().index_copy_(0, indices.long(), sent)
-
-    def add_decoded(self, wire: Tensor, values: Tensor) -> None:
-        indices, sent = _fields(wire)
-        values.index_add_(0, indices, sent)
-
-    def is_finite(self, wire: Tensor, numel: int) -> bool:
-        return not numel or math.isfinite(float(_fields(wire)[1].abs().amax()))
-
-    def _count(self, numel: int) -> int:
-        return min(numel, max(1, math.ceil(self.ratio * numel)))
-
-
-def _fields(wire: Tensor) -> tuple[Tensor, Tensor]:
-    middle = wire.numel() // 2
-    return wire[:middle].view(torch.int32), wire[middle:].view(torch.float32)
-
-
-def _largest(magnitudes: Tensor, count: int) -> Tensor:
-    """Indices of the ``count`` largest; NaN is larger than infinity.
-
-    A threshold guessed from a sample of the elements leaves few candidates to sort. If it leaves too few, all elements
-    are sorted.
-    """
-    stride = magnitudes.numel() // _TOPK_SAMPLES
-    if stride < 2:
-        return magnitudes.topk(count, sorted=False).indices
-    samples = magnitudes[::stride]
-    guess = count * samples.numel() // magnitudes.numel()
-    position = guess + 3 * math.isqrt(guess) + 2  # three standard deviations further down
-    if position >= samples.numel():
-        return magnitudes.topk(count, sorted=False).indices
-    threshold = samples.topk(position, sorted=True).values[-1]
-    candidates = magnitudes.le(threshold).logical_not_().nonzero().squeeze(1)  # NaN is not below the threshold either
-    if candidates.numel() < count:
-        return magnitudes.topk(count, sorted=False).indices
-    return candidates[magnitudes[candidates].topk(count, sorted=False).indices]
 
 
 def require_int(name: str, value: object, *, at_least: int, why: str) -> None:

@@ -11,7 +11,6 @@ the sum's error too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
@@ -43,9 +42,7 @@ class ErrorFeedback:
 
     def __init__(self) -> None:
         self._tensors: dict[Pieces, _Errors] = {}
-        # Name -> flat errors that belong to no known tensor: from a checkpoint, or from earlier buckets.
-        self._others: dict[str, Tensor] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._others: dict[str, Tensor] = {}  # name -> flat errors that belong to no known tensor: of earlier buckets
 
     def begin(self, pieces: Pieces) -> tuple[Tensor, Tensor]:
         """The errors to add to the flat tensor of these pieces, and the memory for the errors of this step.
@@ -71,24 +68,9 @@ class ErrorFeedback:
         for tensor in [*self._others.values(), *(errors.before for errors in self._tensors.values())]:
             tensor.mul_(factor)
 
-    def state(self) -> dict[str, Tensor]:
-        """Name -> a copy of the errors before the step under way, in the parameter's shape; in order of the names."""
-        found = {name: tensor.clone() for name, tensor in self._others.items()}
-        for pieces, errors in self._tensors.items():
-            _add(found, pieces, errors.before)
-        return {name: found[name].view(self._shapes[name]) for name in sorted(found)}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Replaces all errors by a copy of ``state``."""
-        self._tensors.clear()
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        self._others = {name: tensor.detach().to("cpu", torch.float32, copy=True).reshape(-1)
-                        for name, tensor in state.items()}  # fmt: skip
-
     def give(self, pieces: Pieces, errors: Tensor) -> None:
         """Adds ``errors`` (flat) to the errors of these pieces, between steps."""
         _add(self._others, pieces, errors)
-        self._shapes.update({piece.name: piece.shape for piece in pieces})
 
     def take(self, pieces: Pieces) -> Tensor:
         """The errors of these pieces, flat, between steps; they are removed from their former tensor."""
@@ -96,12 +78,6 @@ class ErrorFeedback:
             _add(self._others, known, self._tensors.pop(known).before)
         collected = torch.zeros(offsets(pieces)[-1])
         for piece, (a, b) in zip(pieces, pairwise(offsets(pieces)), strict=True):
-            known_shape = self._shapes.setdefault(piece.name, piece.shape)
-            if known_shape != piece.shape:
-                raise ValueError(
-                    f"the compression's error feedback of {piece.name!r} has shape {known_shape}, the parameter has "
-                    f"{piece.shape}: it belongs to another model; start without it"
-                )
             other = self._others.get(piece.name)
             if other is not None:
                 collected[a:b] = other[piece.start : piece.stop]

@@ -7,10 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 from lightning_multigpu._suggest import did_you_mean
-from lightning_multigpu.communication.compression.compressors import Bf16, Compressor, Fp16, Int8, TopK
+from lightning_multigpu.communication.compression.compressors import Bf16, Compressor, Fp16, Int8
 from lightning_multigpu.communication.compression.powersgd import PowerSGD
 
-COMPRESSORS: dict[str, type[Compressor]] = {kind.name: kind for kind in (Fp16, Bf16, Int8, PowerSGD, TopK)}
+COMPRESSORS: dict[str, type[Compressor]] = {kind.name: kind for kind in (Fp16, Bf16, Int8, PowerSGD)}
 """Name -> compressor."""
 
 

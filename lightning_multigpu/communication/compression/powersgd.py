@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -152,11 +151,10 @@ class WarmStarts:
         self._of_this_step: dict[str, Tensor] = {}
 
     def get(self, name: str, columns: int) -> Tensor:
-        """The factor, (rank, columns); a new one if the factor of a checkpoint has another rank."""
-        factor = self._factors.get(name)
-        if factor is None or factor.shape != (self._rank, columns):
-            factor = self._factors[name] = first_factor(name, self._rank, columns)
-        return factor
+        """The factor, (rank, columns)."""
+        if name not in self._factors:
+            self._factors[name] = first_factor(name, self._rank, columns)
+        return self._factors[name]
 
     def put(self, name: str, factor: Tensor) -> None:
         """Sets the factor for the next step, if this step is accepted; normalised, since its length would grow."""
@@ -168,15 +166,6 @@ class WarmStarts:
         """Keeps or drops the factors of the step."""
         if accept:
             self._factors.update(self._of_this_step)
-        self._of_this_step = {}
-
-    def state(self) -> dict[str, Tensor]:
-        """Name -> a copy of the factor."""
-        return {name: self._factors[name].clone() for name in sorted(self._factors)}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Replaces all factors by a copy of ``state``."""
-        self._factors = {name: factor.detach().to("cpu", torch.float32, copy=True) for name, factor in state.items()}
         self._of_this_step = {}
 
 

@@ -389,7 +389,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
         return True
 
     @override
-    def _further_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    def _further_state(self) -> dict[str, Any]:
         return {} if self._asynchronous is None else self._asynchronous.further_state()
 
     @override

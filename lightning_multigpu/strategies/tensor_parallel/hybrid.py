@@ -42,7 +42,6 @@ class HybridStrategy(PipelineStrategy):
         pipeline: options of :class:`PipelineStrategy`, such as ``{"schedule": "interleaved", "balance": "time"}``.
         tensor: options of :class:`TensorSplitStrategy` about the split: ``{"plan": ..., "sequence_split": ...}``.
         compression: compress the gradients that pipelines on different hosts exchange, as for :class:`RingDDPStrategy`.
-            A checkpoint does not contain the errors of error feedback.
         compress_inside_hosts: also compress between ranks of one host.
         shared_memory: let ranks of one host reduce gradients, and the sums within split layers, through shared memory.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.

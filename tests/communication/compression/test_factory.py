@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_multigpu.communication.compression import COMPRESSORS, Compressor, make_compressor
-from lightning_multigpu.communication.compression.compressors import Bf16, Fp16, Int8, TopK
+from lightning_multigpu.communication.compression.compressors import Bf16, Fp16, Int8
 from lightning_multigpu.communication.compression.powersgd import PowerSGD
 
 
@@ -19,8 +19,7 @@ from lightning_multigpu.communication.compression.powersgd import PowerSGD
         ("int8", Int8()),
         ({"name": "int8", "chunk_size": 64}, Int8(chunk_size=64)),
         ({"name": "powersgd", "rank": 2, "start_step": 0}, PowerSGD(rank=2, start_step=0)),
-        ({"name": "topk", "ratio": 1}, TopK(ratio=1)),
-        (TopK(0.5), TopK(ratio=0.5)),
+        (Int8(64), Int8(chunk_size=64)),
     ],
 )
 def test_names_and_mappings(setting: Any, expected: Compressor) -> None:
@@ -28,7 +27,7 @@ def test_names_and_mappings(setting: Any, expected: Compressor) -> None:
 
 
 def test_every_compressor_has_its_name_and_says_its_options() -> None:
-    assert set(COMPRESSORS) == {"fp16", "bf16", "int8", "powersgd", "topk"}
+    assert set(COMPRESSORS) == {"fp16", "bf16", "int8", "powersgd"}
     for name in COMPRESSORS:
         assert make_compressor(name).name == name
     assert repr(make_compressor("powersgd")) == "PowerSGD(rank=4, start_step=10)"
@@ -37,7 +36,7 @@ def test_every_compressor_has_its_name_and_says_its_options() -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("int4", r"compression='int4' is unknown: use one of 'fp16', .*'topk'\. Did you mean 'int8'\?"),
+        ("int4", r"compression='int4' is unknown: use one of 'fp16', .*'powersgd'\. Did you mean 'int8'\?"),
         ("", r"compression='' is unknown: use one of"),
         (8, r"compression=8 is a int: use a name or a mapping"),
         ({"rank": 4}, r"lacks 'name'"),
@@ -48,10 +47,6 @@ def test_every_compressor_has_its_name_and_says_its_options() -> None:
         ({"name": "int8", "chunk_size": True}, r"chunk_size=True: "),
         ({"name": "powersgd", "rank": 0}, r"rank=0: .*integer of 1 or more"),
         ({"name": "powersgd", "start_step": -1}, r"start_step=-1: .*integer of 0 or more"),
-        ({"name": "topk", "ratio": 0}, r"ratio=0: .*more than 0 and at most 1"),
-        ({"name": "topk", "ratio": 1.01}, r"ratio=1\.01: "),
-        ({"name": "topk", "ratio": float("nan")}, r"ratio=nan: "),
-        ({"name": "topk", "ratio": "0.1"}, r"ratio='0\.1': "),
     ],
 )
 def test_wrong_settings_are_named(setting: Any, message: str) -> None:

@@ -19,7 +19,6 @@ SETTINGS: dict[str, Any] = {
     "bf16": "bf16",
     "int8": "int8",
     "powersgd": {"name": "powersgd", "rank": 128, "start_step": 0},
-    "topk": {"name": "topk", "ratio": 0.2},
 }
 PIECES = (GradientPiece("weight", (1000, 2000)), GradientPiece("bias", (1001,)))
 

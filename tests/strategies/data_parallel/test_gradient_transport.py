@@ -1,25 +1,22 @@
-"""The transport of gradients: groups of ranks, training with compression, and its state in checkpoints."""
+"""The transport of gradients: groups of ranks, and training with compression."""
 
 from __future__ import annotations
 
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.communication.shared_memory import segment
 from lightning_multigpu.engine.data_parallel.gradient_transport import layout
-from lightning_multigpu.strategies.averaged_gradients import CHECKPOINT_KEY
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -38,7 +35,6 @@ COMPRESSIONS: dict[str, Any] = {
     "fp16": "fp16",
     "bf16": "bf16",
     "int8": {"name": "int8", "chunk_size": 64},
-    "topk": {"name": "topk", "ratio": 0.25},
     "powersgd": {"name": "powersgd", "rank": 2, "start_step": 3},
 }
 
@@ -94,13 +90,12 @@ def test_two_hosts_of_two_train_as_one_device(world4: World) -> None:
 
 
 @as_hosts()
-def train(directory: str, *, max_steps: int = 50, resume: str | None = None, **options: Any) -> dict[str, Any]:
+def train(*, max_steps: int = 50, **options: Any) -> dict[str, Any]:
     strategy = make_strategy("ring_ddp", **options)
     case = Case(precision="32-true", num_samples=400, trainer={"max_steps": max_steps, "max_epochs": -1, **TWO_HOSTS})
     module = Classifier()
-    saver = ModelCheckpoint(directory, save_last=True, every_n_train_steps=10)
-    trainer = make_trainer(case, strategy, 4, callbacks=[saver], enable_checkpointing=True, **TWO_HOSTS)
-    trainer.fit(module, train_loader(case, 4), ckpt_path=resume)
+    trainer = make_trainer(case, strategy, 4, **TWO_HOSTS)
+    trainer.fit(module, train_loader(case, 4))
     strategy.meter.flush()
     last = strategy.meter.steps[-1].of("all_reduce", "data")
     return {
@@ -119,24 +114,22 @@ def loss(weights: dict[str, Tensor]) -> float:
     return float(torch.nn.functional.cross_entropy(module(x), y).detach())
 
 
-def test_each_byte_leaves_its_host_once(world4: World, tmp_path: Path) -> None:
-    results = world4.run(train, str(tmp_path), max_steps=3)
+def test_each_byte_leaves_its_host_once(world4: World) -> None:
+    results = world4.run(train, max_steps=3)
     for host in (results[:2], results[2:]):
         assert sum(result["network_bytes"] for result in host) == GRADIENT_BYTES
         assert sum(result["memory_bytes"] for result in host) == 2 * GRADIENT_BYTES
 
 
 @pytest.fixture(scope="module")
-def plain_loss(ranks4: World, tmp_path_factory: pytest.TempPathFactory) -> float:
+def plain_loss(ranks4: World) -> float:
     """What the same training reaches without compression."""
-    return loss(ranks4.run(train, str(tmp_path_factory.mktemp("plain")))[0]["weights"])
+    return loss(ranks4.run(train)[0]["weights"])
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
-def test_compressed_training_learns_and_keeps_all_ranks_alike(
-    world4: World, name: str, plain_loss: float, tmp_path: Path
-) -> None:
-    results = world4.run(train, str(tmp_path), compression=COMPRESSIONS[name])
+def test_compressed_training_learns_and_keeps_all_ranks_alike(world4: World, name: str, plain_loss: float) -> None:
+    results = world4.run(train, compression=COMPRESSIONS[name])
     for result in results:
         assert result["steps"] == 50
         for parameter, value in results[0]["weights"].items():
@@ -144,57 +137,6 @@ def test_compressed_training_learns_and_keeps_all_ranks_alike(
         assert result["network_bytes"] < 0.7 * GRADIENT_BYTES / 2
     untrained = loss(state(Classifier()))
     assert loss(results[0]["weights"]) < plain_loss + 0.1 * (untrained - plain_loss)
-    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    kept = saved[CHECKPOINT_KEY]["compression"]
-    if name in ("int8", "topk", "powersgd"):
-        shapes = {key: parameter.shape for key, parameter in Classifier().named_parameters() if parameter.dim() == 2}
-        assert {key for key, error in kept["errors"].items() if error.any()} >= set(shapes)
-        assert all(kept["errors"][key].shape == shape for key, shape in shapes.items())
-
-
-class Loaded(Callback):
-    """The compression's state as it is when training begins, saved at once."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        trainer.save_checkpoint(self.path)
-
-
-def resumed_state(source: str, target: str, hosts: dict[str, int]) -> None:
-    with as_hosts() if hosts == TWO_HOSTS else nullcontext():
-        _resume(source, target, hosts)
-
-
-def _resume(source: str, target: str, hosts: dict[str, int]) -> None:
-    case = Case(precision="32-true", num_samples=400, trainer={"max_steps": 60, "max_epochs": -1, **hosts})
-    strategy = make_strategy("ring_ddp", compression=COMPRESSIONS["topk"], compress_inside_hosts=hosts != TWO_HOSTS)
-    trainer = make_trainer(case, strategy, hosts["devices"], callbacks=[Loaded(target)], **hosts)
-    trainer.fit(Classifier(), train_loader(case, hosts["devices"] * hosts["num_nodes"]), ckpt_path=source)
-
-
-def test_errors_are_kept_in_checkpoints_by_name_whatever_the_hosts(
-    world4: World, world2: World, tmp_path: Path
-) -> None:
-    world4.run(train, str(tmp_path), compression=COMPRESSIONS["topk"])
-    source = tmp_path / "last.ckpt"
-    before = torch.load(source, weights_only=True)[CHECKPOINT_KEY]["compression"]["errors"]
-    assert any(error.any() for error in before.values())
-    for world, hosts in ((world4, TWO_HOSTS), (world2, {"devices": 2, "num_nodes": 1})):
-        target = tmp_path / f"{world.num_ranks}.ckpt"
-        world.run(resumed_state, str(source), str(target), hosts)
-        after = torch.load(target, weights_only=True)[CHECKPOINT_KEY]["compression"]["errors"]
-        for name, error in before.items():
-            torch.testing.assert_close(after.get(name, torch.zeros_like(error)), error, rtol=1e-6, atol=1e-8)
-
-
-def test_stock_lightning_resumes_the_file(world4: World, tmp_path: Path) -> None:
-    world4.run(train, str(tmp_path), max_steps=10, compression="int8")
-    case = Case(precision="32-true", trainer={"max_steps": 12, "max_epochs": -1})
-    trainer = make_trainer(case, "auto", 1)
-    trainer.fit(Classifier(), train_loader(case, 1), ckpt_path=str(tmp_path / "last.ckpt"))
-    assert trainer.global_step == 12
 
 
 class Planted(Classifier):
@@ -209,7 +151,7 @@ class Planted(Classifier):
 
 @as_hosts()
 def scaled() -> dict[str, Any]:
-    strategy = make_strategy("ring_ddp", compression=COMPRESSIONS["topk"])
+    strategy = make_strategy("ring_ddp", compression=COMPRESSIONS["int8"])
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3))
     case = Case(precision="32-true", trainer={"max_epochs": 1, **TWO_HOSTS})
     trainer = make_trainer(case, strategy, 4, plugins=plugin, precision=None, **TWO_HOSTS)
@@ -284,7 +226,7 @@ def test_shared_memory_is_given_back_at_the_end_of_the_run(world2: World) -> Non
     ("options", "message"),
     [
         ({"compression": "int4"}, "compression='int4' is unknown"),
-        ({"compression": {"name": "topk", "ratio": 2}}, "ratio"),
+        ({"compression": {"name": "powersgd", "rank": 0}}, "rank=0"),
         ({"compression": "int8", "average_every": 2}, "leave one of the two out"),
         ({"compression": "int8", "ddp_comm_hook": print}, "both choose how gradients travel"),
     ],

@@ -264,7 +264,7 @@ def test_buckets_are_smaller_on_a_network(num_nodes: int, options: dict[str, Any
         {"num_servers": 1.5},
         {"num_servers": "node"},
         {"bucket_cap_mb": 0},
-        {"compression": "topk"},
+        {"compression": "powersgd"},
         {"compression": "int7"},
         {"servers": ["10.0.0.5:7000"]},
     ],
