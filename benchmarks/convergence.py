@@ -32,8 +32,6 @@ from lightning_multigpu import ParameterServerStrategy
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
-    "scale_lr_by_staleness": {"scale_lr_by_staleness": True},
-    "delay_compensation=0.1": {"delay_compensation": 0.1},
     "max_staleness=2": {"max_staleness": 2},
 }
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -146,14 +144,14 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning gives a process more, which spin on cores that are shared
     torch.set_num_threads(1)
     print(heading(), flush=True)
-    runs = [(2, ""), (4, ""), (4, "scale_lr_by_staleness"), (4, "delay_compensation=0.1"), (4, "max_staleness=2")]
+    runs = [(2, ""), (4, ""), (4, "max_staleness=2")]
     if "digits" in given.data:
         show("test accuracy on the digits, %", digits, given.seeds, runs, given.epochs, in_percent=False)
     if "text" in given.data:
         make_optimizer = functools.partial(_OPTIMIZERS[given.optimizer], betas=(given.beta1, 0.999))
         measure = functools.partial(text, learning_rate=given.learning_rate, make_optimizer=make_optimizer)
         what = f"loss, {given.optimizer}, rate {given.learning_rate:g}, beta1 {given.beta1:g}"
-        runs = [run for run in [(2, ""), (4, ""), (4, "scale_lr_by_staleness")] if run[0] in given.text_workers]
+        runs = [run for run in [(2, ""), (4, "")] if run[0] in given.text_workers]
         show(what, measure, given.text_seeds, runs, given.text_epochs, in_percent=True)
 
 

@@ -412,12 +412,6 @@ def local_steps(place: Place) -> str:
     return ""
 
 
-def nccl_algorithm(place: Place, *, algorithm: str) -> str:
-    if place.card.backend_of(2) != "nccl":
-        raise NotPossibleError("ranks that share a GPU use Gloo here, and the option is NCCL's")
-    return equal(place, name="ring_ddp", case=replace(PLAIN, strategy={"nccl_algorithm": algorithm}))
-
-
 def checks() -> list[Check]:
     """Those of every registered name, and those of the options with code for GPUs."""
     found: list[Check] = []
@@ -438,16 +432,6 @@ def checks() -> list[Check]:
         )
     )
     found.append(Check(row="ring_ddp", column="local steps as on CPUs", function=local_steps, ranks=2))
-    for algorithm in ("ring", "tree"):
-        found.append(
-            Check(
-                row="ring_ddp",
-                column=f"nccl_algorithm={algorithm}",
-                function=partial(nccl_algorithm, algorithm=algorithm),
-                ranks=2,
-                needs="NCCL runs on GPUs only",
-            )
-        )
     return found
 
 

@@ -54,7 +54,6 @@ class ProcessGroups:
         shape: ranks along the data, pipeline and tensor axes; neighbouring ranks differ in the last.
         backend: the default back end of all groups; None for the device's default.
         timeout: the longest time that a collective may wait.
-        variables: environment variables during the run; variables that the user has set stay as they are.
         store: the store of the rendezvous; not needed if this process is in the world already.
 
     Attributes:
@@ -73,7 +72,6 @@ class ProcessGroups:
         *,
         backend: str | None,
         timeout: timedelta | None,
-        variables: dict[str, str],
         store: Store | None,
     ) -> None:
         self.device = device
@@ -89,8 +87,8 @@ class ProcessGroups:
         self._control: dist.ProcessGroup | None = None
         # The host's name may resolve to an interface that other hosts cannot reach; the route to rank 0 never does.
         interface = interface_towards(environment.main_address)
-        wanted = {**variables, **({} if interface is None else {"GLOO_SOCKET_IFNAME": interface})}
-        self._set({name: value for name, value in wanted.items() if name not in os.environ})
+        if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+            self._set({"GLOO_SOCKET_IFNAME": interface})
         try:
             self.mesh = self._connect(environment, interface, store, shape)
         except BaseException:

@@ -69,21 +69,18 @@ class OwnedPart:
             if value is not parameter:
                 parameter.copy_(value)
 
-    def update(
-        self, held: Groups, gradients: Mapping[Parameter, Tensor], *, divide_rate_by: int = 1, **options: Any
-    ) -> None:
+    def update(self, held: Groups, gradients: Mapping[Parameter, Tensor], **options: Any) -> None:
         """The optimizer's own step with these pieces, and without hooks of the step.
 
         Args:
             held: the pieces of each group.
             gradients: of pieces, for this update only.
-            divide_rate_by: divides the learning rates of this update.
             options: of the step.
         """
         for value, gradient in gradients.items():
             value.grad = gradient
         try:
-            with self._holding(held), self._with_values(held, divide_rate_by), _without_hooks(self.optimizer):
+            with self._holding(held), self._capturable(held), _without_hooks(self.optimizer):
                 self._step(**options)
         finally:
             for value in gradients:
@@ -108,22 +105,18 @@ class OwnedPart:
                 group["params"] = parameters
 
     @contextmanager
-    def _with_values(self, held: Groups, divide_rate_by: int) -> Iterator[None]:
-        """Within the block rates are divided, and no group on the CPU is ``capturable``, which torch refuses."""
-        kept = []
+    def _capturable(self, held: Groups) -> Iterator[None]:
+        """Within the block no group on the CPU is ``capturable``, which torch refuses."""
+        changed = []
         for group, pieces in zip(self.optimizer.param_groups, held, strict=True):
-            changed: dict[str, Any] = {}
             if group.get("capturable") and not any(piece.is_cuda for piece in pieces):
-                changed["capturable"] = False
-            if divide_rate_by > 1 and "lr" in group:
-                changed["lr"] = group["lr"] / divide_rate_by
-            kept.append((group, {name: group[name] for name in changed}))
-            group.update(changed)
+                group["capturable"] = False
+                changed.append(group)
         try:
             yield
         finally:
-            for group, values in kept:
-                group.update(values)
+            for group in changed:
+                group["capturable"] = True
 
     # States
 

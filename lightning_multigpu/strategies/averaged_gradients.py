@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +22,8 @@ from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedPa
 from lightning_multigpu.strategies import option_checks
 
 if TYPE_CHECKING:
-    from lightning_multigpu.job.run_context import RunContext
     from lightning_multigpu.strategies.base import MultiGPUStrategy
 
-_NCCL_ALGORITHM = "NCCL_ALGO"
 _OF_LIGHTNING = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 _OF_TORCH = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 _SWITCHES = (*_OF_TORCH, "broadcast_buffers", "compress_inside_hosts", "shared_memory")
@@ -105,31 +102,13 @@ class AveragedGradients:
 
     # Before the launch
 
-    def environment_variables(self) -> dict[str, str]:
-        """Those of NCCL, for all-reduces only: other collectives of NCCL may have no tree."""
-        algorithm = self._given.get("nccl_algorithm")
-        return {} if algorithm is None else {_NCCL_ALGORITHM: f"allreduce:{algorithm}"}
-
-    def check_run(self, run: RunContext) -> None:
-        """Raises ValueError for options that fit neither the run nor its precision."""
+    def check_precision(self) -> None:
+        """Raises ValueError for options that do not fit the run's precision."""
         plugin, average_every = self._strategy.precision_plugin, self._given.get("average_every", 1)
         if average_every > 1 and getattr(plugin, "scaler", None) is not None:
             raise ValueError(
                 f"average_every={average_every} with precision={plugin.precision!r}: ranks that "
                 "step alone would each scale their losses differently; use precision='bf16-mixed' or '32-true'"
-            )
-        if (algorithm := self._given.get("nccl_algorithm")) is None:
-            return
-        given, compressor = f"nccl_algorithm={algorithm!r}", self.transport.compressor
-        if run.device_type != "cuda" or (run.backend or "nccl") != "nccl":
-            over = run.backend or ("gloo" if run.device_type == "cpu" else "nccl")
-            raise ValueError(f"{given}: gradients on {run.device_type!r} travel over {over!r} here; leave it out")
-        if compressor is not None:
-            raise ValueError(f"{given} and compression={compressor!r}: compressed gradients do not travel over NCCL")
-        if _NCCL_ALGORITHM in os.environ:
-            raise ValueError(
-                f"{given} and {_NCCL_ALGORITHM}={os.environ[_NCCL_ALGORITHM]} in the environment: leave one of "
-                "the two out"
             )
 
     # Setting up
@@ -295,8 +274,6 @@ def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:
         option_checks.check_positive("bucket_cap_mb", options["bucket_cap_mb"])
     average_every, period = options["average_every"], options["model_averaging_period"]
     option_checks.check_positive("average_every", average_every, whole=True)
-    if options["nccl_algorithm"] is not None:
-        option_checks.check_choice("nccl_algorithm", options["nccl_algorithm"], ("ring", "tree"))
     given = [f"{name}={options[name]!r}" for name in ("ddp_comm_hook", "compression") if options[name] is not None]
     if average_every > 1 and given:
         raise ValueError(

@@ -275,10 +275,6 @@ class MultiGPUStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.run_context.tell_ranks()
 
-    def environment_variables(self) -> dict[str, str]:
-        """Environment variables for back ends during the run; variables that the user has set stay."""
-        return self.averaging.environment_variables()
-
     def new_group(self, axis: str, *, backend: str | None = None, descending: bool = False) -> dist.ProcessGroup:
         """A further group over this rank's line of ``axis``; a collective of the whole world.
 
@@ -342,7 +338,7 @@ class MultiGPUStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         self._launcher = self._run.launcher()
-        self.averaging.check_run(self.run_context)
+        self.averaging.check_precision()
 
     def check_before_launch(self, trainer: pl.Trainer) -> None:
         """Checks the run before any process is started, and calls this method of the callbacks that have it.

@@ -22,7 +22,6 @@ from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import attributes_of_lightning, is_compiled, tell_device
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.communication.metering.traffic import StepTraffic
 from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice, recomputing
 from lightning_multigpu.engine.batch_size import leading_size, tensors_in
 from lightning_multigpu.engine.data_parallel.agreement import (
@@ -46,7 +45,6 @@ from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 from lightning_multigpu.job.batch_feed import batches_to_skip, complete_resumed_epoch
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS, advise_resuming
 from lightning_multigpu.job.library_messages import silence_tips
-from lightning_multigpu.planning.numbers import ms
 from lightning_multigpu.strategies import callback_answers, option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.checkpoints import RunCheckpoints
@@ -396,7 +394,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
         complete_resumed_epoch(trainer)
         text = global_batch_text([full_batch_size(trainer.train_dataloader)], 1, trainer)
         rank_zero_info(f"{text}; dp cuts each batch into parts for {len(self.devices)} devices")
-        self._first_step = self.meter.steps_ended + 1  # the first step of a fit is slower
         self.meter.discard()
 
     @override
@@ -404,36 +401,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
         output = super().optimizer_step(*args, **kwargs)
         self.meter.end_step()
         return output
-
-    @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self.meter.flush()
-        steps = [step for step in self.meter.steps if step.index >= self._first_step]
-        if len(self.devices) > 1 and steps:
-            rank_zero_info(savings_text(steps, len(self.devices)))
-
-
-def savings_text(steps: Sequence[StepTraffic], num_devices: int) -> str:
-    """The time that ``ring_ddp`` would have saved, from the measured steps of a run under ``dp``: means in ms.
-
-    ``ring_ddp`` copies the model once and has no scatter and no gather, so it saves their time. Its all-reduce replaces
-    the sum of gradients, and travels while backward computes.
-    """
-
-    def mean_s(*operations: str) -> float:
-        seconds = sum(totals.total_s for step in steps for name in operations for totals in step.of(name, DEVICES))
-        return seconds / len(steps)
-
-    whole = sum(step.end_s - step.start_s for step in steps) / len(steps)
-    copied, cut, added = mean_s("broadcast"), mean_s("scatter", "gather"), mean_s("reduce")
-    return (
-        f"dp on {num_devices} devices: of {ms(whole)} a step, {ms(copied)} went into replicas of the model, "
-        f"{ms(cut)} into scattering batches and gathering outputs, {ms(added)} into the sum of gradients. "
-        f"strategy='ring_ddp' would have saved the first two, {ms(copied + cut)} a step "
-        f"({100 * (copied + cut) / whole:.1f} %): it copies the model once, and its processes load their own batches. "
-        "Its all-reduce of gradients replaces the sum, and runs while backward computes"
-    )
 
 
 def _call_recorded(replica: nn.Module, hook: str, part: Any, *others: Any, **options: Any) -> tuple[Any, list[Record]]:

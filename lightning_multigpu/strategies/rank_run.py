@@ -101,7 +101,6 @@ class RankRun:
                 (strategy.data_parallel_size, strategy.pipeline_parallel_size, strategy.tensor_parallel_size),
                 backend=run.backend,
                 timeout=strategy._timeout,
-                variables=strategy.environment_variables(),
                 store=strategy.joining.meet(run, alike),
             )
             strategy._process_group_backend = groups.backend

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn import Module
@@ -43,8 +43,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         shared_memory: let ranks of one host reduce gradients through shared memory instead of sockets. The buckets lie
             in ``/dev/shm``; where that is too small for the gradients of a host's ranks, gradients are copied instead,
             with a warning.
-        nccl_algorithm: NCCL's algorithm for all-reduces on GPUs during the run: "ring" or "tree"; None lets NCCL choose
-            for each size. The bytes that the meter reports are those of a ring.
         ddp_comm_state: the state that is passed to ``ddp_comm_hook``.
         ddp_comm_hook: a communication hook that replaces the ring, on CPUs as well.
         ddp_comm_wrapper: a wrapper for the hook, such as torch's ``fp16_compress_wrapper``.
@@ -69,7 +67,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         compression: str | Mapping[str, Any] | Compressor | None = None,
         compress_inside_hosts: bool = False,
         shared_memory: bool = True,
-        nccl_algorithm: Literal["ring", "tree"] | None = None,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,

@@ -1,10 +1,6 @@
 """How far the workers of a parameter server may be apart.
 
-Sources:
-
-- the bound: Q. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS 2013
-- the learning rate: W. Zhang et al., "Staleness-aware async-SGD for distributed deep learning", IJCAI 2016
-- the compensation: S. Zheng et al., "Asynchronous stochastic gradient descent with delay compensation", ICML 2017
+Source: Q. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS 2013.
 """
 
 from __future__ import annotations
@@ -21,14 +17,10 @@ class Consistency:
         is_synchronous: an update takes the average of all workers' gradients. Otherwise each worker's gradients are an
             update of their own.
         max_staleness: how many steps a worker may be ahead of the slowest one; None for any number.
-        scales_learning_rate: divide the learning rate of an update by the staleness of its gradients.
-        compensation: lambda of delay compensation; 0 for none.
     """
 
     is_synchronous: bool = True
     max_staleness: int | None = None
-    scales_learning_rate: bool = False
-    compensation: float = 0.0
 
 
 class Clocks:

@@ -355,7 +355,7 @@ class ServedShard:
             group.update(values)
 
     @torch.no_grad()
-    def _update(self, together: Iterable[_Gradients], *, divide_rate_by: int = 1) -> None:
+    def _update(self, together: Iterable[_Gradients]) -> None:
         assert self._part is not None
         optimizer = self._part.optimizer
         found: dict[Parameter, Tensor] = {}
@@ -376,7 +376,7 @@ class ServedShard:
             held[number].append(piece)
         values = [dict(group) for group in optimizer.param_groups]
         try:
-            self._part.update(held, found, divide_rate_by=divide_rate_by)
+            self._part.update(held, found)
         except Exception as error:
             text = "".join(traceback.format_exception(error))
             raise UpdateError(f"the step of {type(optimizer).__name__} has failed on the server:\n{text}") from error
@@ -415,8 +415,7 @@ class ServedShard:
             with self._changing:  # after the updates of other workers
                 self.waited_s += time.perf_counter() - start_s
                 stale = max((bucket.version - bucket.pulled[worker] for bucket in together), default=0)
-                self._compensate(gradients, worker)
-                self._update(gradients, divide_rate_by=max(1, stale if self._consistency.scales_learning_rate else 1))
+                self._update(gradients)
                 for bucket in together:
                     bucket.version += 1
                 self._changing.wait_for(lambda: self._clocks.may_go_on(worker))
@@ -428,12 +427,6 @@ class ServedShard:
             self._changing.notify_all()
         self._await(worker, sent)
         return max((bucket.pulled[worker] for bucket in buckets), default=0), staleness
-
-    def _compensate(self, gradients: Iterable[_Gradients], worker: int) -> None:
-        if self._consistency.compensation:
-            for each in gradients:
-                passed = each.bucket.weights - each.bucket.rooms[worker].pulled
-                each.flat.addcmul_(each.flat.square(), passed, value=self._consistency.compensation)
 
     def _pull(self, worker: int, buckets: Iterable[_Bucket]) -> list[Any]:
         """Sends a copy of the weights of now, since others update them while they are sent."""

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -60,11 +60,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
         mode: "sync" or "async".
         max_staleness: with "async", the most steps that a worker may be ahead of the slowest one: 0 for the same
             updates as "sync", None for no bound.
-        scale_lr_by_staleness: with "async", divide the learning rate of an update by its staleness: the number of
-            updates by others since the worker got its weights (Zhang et al., IJCAI 2016).
-        delay_compensation: with "async", lambda in ``g + lambda * g * g * (w - w_pulled)``, which approximates
-            gradients at the newest weights w (Zheng et al., ICML 2017); 0 for none. A server then keeps each worker's
-            weights.
         num_servers: the number of servers; those that the strategy starts are spread over the hosts. "nodes" for one
             on each host, but at least 2.
         servers: "auto" to start them, or "external" for servers that join the job by themselves: ``lightning-multigpu
@@ -87,8 +82,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
         *,
         mode: Literal["sync", "async"] = "sync",
         max_staleness: int | None = None,
-        scale_lr_by_staleness: bool = False,
-        delay_compensation: float = 0.0,
         num_servers: int | Literal["nodes"] = 1,
         servers: Literal["auto", "external"] = "auto",
         compression: str | Mapping[str, Any] | None = None,
@@ -97,13 +90,13 @@ class ParameterServerStrategy(MultiGPUStrategy):
         **options: Any,
     ) -> None:
         option_checks.check_choice("mode", mode, ("sync", "async"))
-        option_checks.check_bools(scale_lr_by_staleness=scale_lr_by_staleness)
-        rules = {
-            "max_staleness": max_staleness is not None,
-            "scale_lr_by_staleness": scale_lr_by_staleness,
-            "delay_compensation": delay_compensation != 0,
-        }
-        _check_rules(mode, max_staleness, delay_compensation, [name for name, is_given in rules.items() if is_given])
+        if mode == "sync" and max_staleness is not None:
+            raise ValueError(
+                f"max_staleness={max_staleness}: with mode='sync' no gradients are stale; leave that out, or use "
+                "mode='async'"
+            )
+        if max_staleness is not None and (max_staleness != 0 or isinstance(max_staleness, bool)):
+            option_checks.check_positive("max_staleness", max_staleness, whole=True)
         option_checks.check_choice("servers", servers, ("auto", "external"))
         if isinstance(num_servers, str):
             option_checks.check_choice("num_servers", num_servers, ("nodes",))
@@ -122,7 +115,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
         self._consistency = Consistency()
         if self._is_asynchronous:
             self._check_that_no_rank_waits(options)
-            self._consistency = Consistency(False, max_staleness, scale_lr_by_staleness, float(delay_compensation))
+            self._consistency = Consistency(False, max_staleness)
         self._asynchronous: AsynchronousTraining | None = None
         self._compressor = _elementwise(compression)
         self._num_servers, self._are_external = num_servers, servers == "external"
@@ -147,8 +140,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
             "optimizer_split": self._split,
             "mode": self._mode,
             "max_staleness": self._max_staleness,
-            "scale_lr_by_staleness": self._consistency.scales_learning_rate,
-            "delay_compensation": self._consistency.compensation,
             "num_servers": self._num_servers,
             "servers": "external" if self._are_external else "auto",
             "compression": None if self._compressor is None else repr(self._compressor),
@@ -396,23 +387,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
     def _load_further_state(self, checkpoint: Mapping[str, Any]) -> None:
         if self._asynchronous is not None:
             self._asynchronous.loaded(checkpoint)
-
-
-def _check_rules(mode: str, max_staleness: Any, delay_compensation: Any, given: Sequence[str]) -> None:
-    """Checks the options that rule when and how asynchronous workers update; ``given`` names those that are set."""
-    if mode == "sync" and given:
-        raise ValueError(
-            f"{' and '.join(given)}: with mode='sync' no gradients are stale; leave that out, or use mode='async'"
-        )
-    if max_staleness == 0 and len(given) > 1:
-        raise ValueError(
-            f"max_staleness=0: no gradients are stale then, and {given[1]} would do nothing; leave it out, or use "
-            "max_staleness=None, or 1 or more"
-        )
-    if max_staleness is not None and (max_staleness != 0 or isinstance(max_staleness, bool)):
-        option_checks.check_positive("max_staleness", max_staleness, whole=True)
-    if delay_compensation != 0:
-        option_checks.check_positive("delay_compensation", delay_compensation)
 
 
 def _elementwise(compression: Any) -> ElementwiseCompressor | None:

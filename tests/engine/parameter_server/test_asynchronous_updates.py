@@ -26,7 +26,7 @@ from tests.engine.parameter_server.test_host_transport import (
     groups_of,
     weights,
 )
-from tests.engine.parameter_server.test_servers import ALL, SMALL, WAYS, Job, job, server_step, vanish
+from tests.engine.parameter_server.test_servers import ALL, SMALL, Job, job, server_step, vanish
 
 
 class Worker:
@@ -122,31 +122,6 @@ def test_staleness_is_the_number_of_updates_by_others_since_the_weights_came() -
             worker.step(gradients(step, 0))
         found = first.connections.statistics().staleness
     assert found == {0: Counter({0: 2, 1: 1}), 1: Counter({2: 1, 1: 1})}
-
-
-def test_the_learning_rate_is_divided_by_the_staleness() -> None:
-    first, second, third = (gradients(step, 0) for step in range(3))
-    with workers(scales_learning_rate=True) as (one, other):
-        one.step(first)
-        one.step(second)
-        other.step(third)  # two updates after the weights that it has
-        found = other.now
-    parameters = alone(lambda groups: optim.SGD(groups, lr=0.1), [first, second])
-    rates = [0.1, 0.05, 0.05]
-    assert_equal(found, [p - rate / 2 * g for p, rate, g in zip(parameters, rates, third, strict=True)])
-
-
-@WAYS
-def test_delay_is_compensated_for(in_memory: Collection[int]) -> None:
-    """g + lambda g g (w - w_pulled), as in the paper."""
-    first, second = gradients(0, 0), gradients(1, 0)
-    with workers(compensation=0.5, in_memory=in_memory) as (one, other):
-        one.step(first)
-        other.step(second)
-        found = other.now
-    pulled, now = weights(), alone(lambda groups: optim.SGD(groups, lr=0.1), [first])
-    compensated = [g + 0.5 * g * g * (w - p.detach()) for g, w, p in zip(second, now, pulled, strict=True)]
-    assert_equal(found, [w - rate * g for w, rate, g in zip(now, [0.1, 0.05, 0.05], compensated, strict=True)])
 
 
 def test_each_worker_clips_by_the_norm_over_all_servers() -> None:

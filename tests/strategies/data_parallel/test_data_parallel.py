@@ -631,16 +631,11 @@ def test_the_share_of_peak_flops_is_that_of_all_devices() -> None:
     assert float(metrics["throughput/mfu"]) == pytest.approx(float(shares))
 
 
-def test_what_travels_is_measured_and_the_savings_of_ring_ddp_are_told(
-    caplog: pytest.LogCaptureFixture, tmp_path: Any
-) -> None:
+def test_what_travels_is_measured(caplog: pytest.LogCaptureFixture, tmp_path: Any) -> None:
     module = Normalised()
     report = RunReport(print_table=False)
     trainer = train(module, 2, callbacks=[CommunicationMonitor(log=False), report], default_root_dir=str(tmp_path))
-    output = caplog.text
-    assert "Global batch: 7 samples a step = 1 rank x 7 (batch_size of the loader); dp cuts each batch" in output
-    assert "dp on 2 devices: of " in output
-    assert "strategy='ring_ddp' would have saved the first two" in output
+    assert "Global batch: 7 samples a step = 1 rank x 7 (batch_size of the loader); dp cuts each batch" in caplog.text
     meter = trainer.strategy.meter  # type: ignore[attr-defined]
     buffers = 6 * 8 + 6 * 8 + 8  # of BatchNorm: mean, variance, number of batches
     gradients = 8 * sum(parameter.numel() for parameter in module.parameters())

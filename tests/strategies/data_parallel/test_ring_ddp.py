@@ -9,7 +9,6 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
@@ -218,43 +217,12 @@ def test_gradients_have_a_process_group_of_their_own(world2: World) -> None:
         ({"uneven_inputs": "wait"}, ["uneven_inputs='wait'", "'stop'", "'join'"]),
         ({"loss_reduction": "median"}, ["loss_reduction='median'", "'mean'", "'sum'"]),
         ({"start_method": "thread"}, ["start_method='thread'", "'popen'"]),
-        ({"nccl_algorithm": "Ring"}, ["nccl_algorithm='Ring'", "'ring', 'tree'"]),
     ],
 )
 def test_options_out_of_range_are_named(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError, match=r".+") as caught:
         RingDDPStrategy(**options)
     assert all(word in str(caught.value) for word in words)
-
-
-def on_gpus(**options: Any) -> RingDDPStrategy:
-    gpus = [torch.device("cuda", index) for index in range(2)]
-    return RingDDPStrategy(parallel_devices=gpus, cluster_environment=LightningEnvironment(), **options)
-
-
-def test_nccl_chooses_its_algorithm_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ring was forced on all collectives of the process, broadcasts of a user's own groups among them."""
-    monkeypatch.delenv("NCCL_ALGO", raising=False)
-    assert on_gpus().environment_variables() == {}
-    strategy = on_gpus(nccl_algorithm="ring")
-    strategy.averaging.check_run(strategy.run_context)
-    assert strategy.environment_variables() == {"NCCL_ALGO": "allreduce:ring"}
-
-
-def test_an_algorithm_of_nccl_without_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="nccl_algorithm='ring': gradients on 'cpu' travel over 'gloo' here"):
-        make_trainer(Case(), make_strategy("ring_ddp", nccl_algorithm="ring"), 2)
-    for options, problem in (
-        ({"process_group_backend": "gloo"}, "gradients on 'cuda' travel over 'gloo'"),
-        ({"compression": "int8"}, "compressed gradients do not travel over NCCL"),
-    ):
-        strategy = on_gpus(nccl_algorithm="tree", **options)
-        with pytest.raises(ValueError, match=problem):
-            strategy.averaging.check_run(strategy.run_context)
-    monkeypatch.setenv("NCCL_ALGO", "NVLS")
-    strategy = on_gpus(nccl_algorithm="ring")
-    with pytest.raises(ValueError, match="NCCL_ALGO=NVLS in the environment"):
-        strategy.averaging.check_run(strategy.run_context)
 
 
 def test_an_option_that_is_nearly_right_is_suggested() -> None:
