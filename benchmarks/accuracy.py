@@ -31,7 +31,7 @@ def accuracy(setting: Any, seed: int, max_epochs: int) -> float:
     L.seed_everything(seed, verbose=False)
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
-            strategy=RingDDPStrategy(start_method="spawn", compression=setting, compress_inside_hosts=True),
+            strategy=RingDDPStrategy(start_method="spawn", compression=setting, shared_memory=False),
             accelerator="cpu",
             devices=2,
             max_epochs=max_epochs,

@@ -381,7 +381,7 @@ _FIFTY_STEPS = Case(num_samples=56, max_epochs=7, global_batch_size=8)  # 7 step
 _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "ring_ddp": {
         "a hook of torch": {"ddp_comm_hook": allreduce_hook},
-        "compression int8": {"compression": "int8", "compress_inside_hosts": True},
+        "compression int8": {"compression": "int8", "shared_memory": False},
         "no shared memory": {"shared_memory": False},
     },
     "ddp_sharded": {"each gradient alone": {"bucket_cap_mb": 0.0}},

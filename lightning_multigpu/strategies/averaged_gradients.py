@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _OF_LIGHTNING = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 _OF_TORCH = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
-_SWITCHES = (*_OF_TORCH, "broadcast_buffers", "compress_inside_hosts", "shared_memory")
+_SWITCHES = (*_OF_TORCH, "broadcast_buffers", "shared_memory")
 
 
 class AveragedGradients:
@@ -60,7 +60,6 @@ class AveragedGradients:
             self.transport = GradientTransport(
                 bucket_cap_mb=options["bucket_cap_mb"],
                 compressor=None if (asked := options["compression"]) is None else make_compressor(asked),
-                compress_inside_hosts=options["compress_inside_hosts"],
                 shared_memory=options["shared_memory"],
             )
             self.options.update(self.transport.options)

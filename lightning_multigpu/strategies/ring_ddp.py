@@ -39,10 +39,9 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             is another algorithm than that of one device, with 1/k of the traffic. 1 averages gradients in every step.
         compression: compress the gradients between hosts: "fp16", "bf16", "int8", "powersgd", or a mapping
             with such a ``name`` and the options of that compressor.
-        compress_inside_hosts: also compress between ranks of one host; they then do not use shared memory.
-        shared_memory: let ranks of one host reduce gradients through shared memory instead of sockets. The buckets lie
-            in ``/dev/shm``; where that is too small for the gradients of a host's ranks, gradients are copied instead,
-            with a warning.
+        shared_memory: let ranks of one host reduce gradients through shared memory. The buckets lie in ``/dev/shm``;
+            where that is too small for the gradients of a host's ranks, gradients are copied instead, with a warning.
+            False takes sockets, between which ``compression`` compresses on one host too.
         ddp_comm_state: the state that is passed to ``ddp_comm_hook``.
         ddp_comm_hook: a communication hook that replaces the ring, on CPUs as well.
         ddp_comm_wrapper: a wrapper for the hook, such as torch's ``fp16_compress_wrapper``.
@@ -65,7 +64,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         broadcast_buffers: bool = True,
         average_every: int = 1,
         compression: str | Mapping[str, Any] | Compressor | None = None,
-        compress_inside_hosts: bool = False,
         shared_memory: bool = True,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,

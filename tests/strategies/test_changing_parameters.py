@@ -136,7 +136,7 @@ STORIES = {
     "unused parameters": Story(strategy={"find_unused_parameters": True}),
     "a static graph": Story(strategy={"static_graph": True}),
     "buckets of a given size": Story(strategy={"bucket_cap_mb": 1}),
-    "compressed": Story(strategy={"compression": "int8", "compress_inside_hosts": True}, is_exact=False),
+    "compressed": Story(strategy={"compression": "int8", "shared_memory": False}, is_exact=False),
     "local SGD": Story(strategy={"average_every": 2}, is_exact=False),
 }
 

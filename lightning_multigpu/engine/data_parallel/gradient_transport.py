@@ -42,13 +42,11 @@ class GradientTransport:
     Attributes:
         bucket_cap_mb: MiB of gradients that travel together; None takes the default of their route.
         compressor: compresses gradients between hosts; None does not compress.
-        compress_inside_hosts: compress between ranks of one host as well.
-        shared_memory: let ranks of one host reduce through memory that they share.
+        shared_memory: let ranks of one host reduce through memory that they share; else each rank counts as a host.
     """
 
     bucket_cap_mb: float | None = None
     compressor: Compressor | None = None
-    compress_inside_hosts: bool = False
     shared_memory: bool = True
 
     @property
@@ -56,7 +54,6 @@ class GradientTransport:
         """The options about compression and shared memory, for reports."""
         return {
             "compression": None if self.compressor is None else repr(self.compressor),
-            "compress_inside_hosts": self.compress_inside_hosts,
             "shared_memory": self.shared_memory,
         }
 
@@ -95,7 +92,7 @@ class GradientTransport:
     ) -> HierarchicalAllReduce:
         """The all-reduce of tensors in the hosts' memory; if a rank cannot share memory, all ranks use sockets."""
         lines = groups.lines(_AXIS)
-        hosts, across = layout(lines, ranks_per_host, use_hosts=self.shared_memory and not self.compress_inside_hosts)
+        hosts, across = layout(lines, ranks_per_host, use_hosts=self.shared_memory)
         inside_group = groups.over(hosts, backend=_HOST_MEMORY_BACKEND) if hosts else None
         inside: SharedMemoryAllReduce | None = None
         problem, problems = "", [""] * dist.get_world_size()
@@ -124,7 +121,7 @@ class GradientTransport:
         elif self.compressor is not None:
             warn(
                 f"compression={self.compressor!r} has no effect: all ranks are on one host, where they share memory. "
-                "compress_inside_hosts=True compresses there too."
+                "shared_memory=False compresses there too."
             )
         all_reduce = HierarchicalAllReduce(inside, between, inside_group=inside_group)
         groups.also_cut.append(all_reduce.abort)

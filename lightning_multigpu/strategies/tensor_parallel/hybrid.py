@@ -42,7 +42,6 @@ class HybridStrategy(PipelineStrategy):
         pipeline: options of :class:`PipelineStrategy`, such as ``{"schedule": "interleaved", "balance": "time"}``.
         tensor: options of :class:`TensorSplitStrategy` about the split: ``{"plan": ..., "sequence_split": ...}``.
         compression: compress the gradients that pipelines on different hosts exchange, as for :class:`RingDDPStrategy`.
-        compress_inside_hosts: also compress between ranks of one host.
         shared_memory: let ranks of one host reduce gradients, and the sums within split layers, through shared memory.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
@@ -62,7 +61,6 @@ class HybridStrategy(PipelineStrategy):
         pipeline: Mapping[str, Any] | None = None,
         tensor: Mapping[str, Any] | None = None,
         compression: str | Mapping[str, Any] | Compressor | None = None,
-        compress_inside_hosts: bool = False,
         shared_memory: bool = True,
         **options: Any,
     ) -> None:
@@ -73,7 +71,7 @@ class HybridStrategy(PipelineStrategy):
             if value:
                 raise ValueError(f"{name}={value!r}: it is an option of the pipeline; pass pipeline={{'{name}': ...}}")
         option_checks.check_options(type(self).__name__, options, type(self).option_names())
-        option_checks.check_bools(compress_inside_hosts=compress_inside_hosts, shared_memory=shared_memory)
+        option_checks.check_bools(shared_memory=shared_memory)
         self._asked = (data_parallel_size, pipeline_parallel_size, tensor_parallel_size)
         for name, size in zip(_SIZES, self._asked, strict=True):
             if size is not None:
@@ -92,7 +90,6 @@ class HybridStrategy(PipelineStrategy):
         check_sequence_split(self.tensor_options["sequence_split"])
         self._transport = GradientTransport(
             compressor=None if compression is None else make_compressor(compression),
-            compress_inside_hosts=compress_inside_hosts,
             shared_memory=shared_memory,
         )
         # The command line follows this call to find the options: past PipelineStrategy, whose options are in pipeline=.

@@ -207,7 +207,7 @@ def compression_on_one_host() -> list[str]:
 def test_compression_on_one_host_says_that_it_has_no_effect(world2: World) -> None:
     first, second = world2.run(compression_on_one_host)
     assert len(first) == 1
-    assert "compress_inside_hosts=True" in first[0]
+    assert "shared_memory=False compresses there too" in first[0]
     assert second == []
 
 

@@ -387,7 +387,7 @@ def test_each_prediction_is_written_once(world4: World, shape: tuple[int, int, i
 def test_gradients_between_pipelines_are_compressed(world4: World) -> None:
     case = Case(max_epochs=1)
     reference: Any = fit(case, None, 1)
-    options = {**sizes(2, 1, 2), "compression": "int8", "compress_inside_hosts": True}
+    options = {**sizes(2, 1, 2), "compression": "int8", "shared_memory": False}
     for result in world4.run(fit, under(case, **options), "hybrid", 4):
         flat, expected = (
             torch.cat([value.flatten() for value in each["weights"].values()]) for each in (result, reference)
