@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.server import Job
 from lightning_multigpu.job.server_process import ServerProcess
 
@@ -22,7 +21,7 @@ def test_a_server_joins_and_ends_with_the_process_that_has_started_it(
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a stranger ran')")
     monkeypatch.chdir(tmp_path)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store.set("servers/job", pickle.dumps(Job("servers", "127.0.0.1", 1, 1, Consistency(), 30.0, 30.0)))
+    store.set("servers/job", pickle.dumps(Job("servers", "127.0.0.1", 1, 1, 30.0, 30.0)))
     server = ServerProcess("127.0.0.1", store.port, "servers", 0, num_threads=1)
     try:
         store.wait(["servers/server 0"], timedelta(seconds=60))

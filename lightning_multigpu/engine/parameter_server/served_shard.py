@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
-from lightning_multigpu.engine.parameter_server.consistency import Clocks, Consistency
 from lightning_multigpu.engine.parameter_server.pair import Pair
 from lightning_multigpu.engine.parameter_server.rooms import Room, cut, room_bytes, segment_bytes, wire_bytes
+from lightning_multigpu.engine.parameter_server.worker_clocks import Clocks
 from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, common_kind, sparse
 from lightning_multigpu.placement.optimizer_split import Split
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
@@ -144,8 +144,7 @@ class ServedShard:
 
     Args:
         pairs: the connections to the workers, by their numbers.
-        num_servers: of the job.
-        consistency: of the job.
+        num_servers, is_synchronous, max_staleness: of the job.
         changing: held while asynchronous workers change what others may wait for.
 
     Attributes:
@@ -155,11 +154,17 @@ class ServedShard:
     """
 
     def __init__(
-        self, pairs: Mapping[int, Pair], num_servers: int, consistency: Consistency, changing: threading.Condition
+        self,
+        pairs: Mapping[int, Pair],
+        changing: threading.Condition,
+        *,
+        num_servers: int,
+        is_synchronous: bool,
+        max_staleness: int | None,
     ) -> None:
-        self._pairs, self._num_servers, self._consistency = pairs, num_servers, consistency
+        self._pairs, self._num_servers, self._is_synchronous = pairs, num_servers, is_synchronous
         self._changing = changing
-        self._clocks = Clocks(pairs, consistency.max_staleness)
+        self._clocks = Clocks(pairs, max_staleness)
         self.staleness: dict[int, Counter[int]] = defaultdict(Counter)
         self.waited_s = 0.0
         self.plans: list[Plan] = []
@@ -177,7 +182,7 @@ class ServedShard:
         """Takes new parameters, from worker 0."""
         self._offered.append(None)
         flats = contents.weights
-        if self._consistency.is_synchronous and any(pair.shares_memory for pair in self._pairs.values()):
+        if self._is_synchronous and any(pair.shares_memory for pair in self._pairs.values()):
             # Workers of this host read the weights in it.
             self._offered[-1], memories = _offered([flat.nbytes for flat in flats])
             flats = [memory.view(flat.dtype).copy_(flat) for memory, flat in zip(memories, flats, strict=True)]
@@ -240,7 +245,7 @@ class ServedShard:
             offers = [segment.offer, pulled_segment.offer]
         else:
             memories = [torch.empty(size, dtype=torch.uint8) for size in to_push]
-            pulled = weights if self._consistency.is_synchronous else [torch.empty_like(flat) for flat in weights]
+            pulled = weights if self._is_synchronous else [torch.empty_like(flat) for flat in weights]
         for bucket, memory, to_pull in zip(buckets, memories, pulled, strict=True):
             on_wire = wire_bytes(to_pull, plan.compressor)
             bucket.rooms[worker] = Room(pair, bucket.number, memory, to_pull, on_wire, offers is not None)

@@ -35,7 +35,6 @@ from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.interface import interface_towards, source_address
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
 from lightning_multigpu.engine.parameter_server.batch_queue import BatchQueue
-from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.pair import LastWords, Pair, PairEndedError
 from lightning_multigpu.engine.parameter_server.served_shard import Plan, ServedShard, UpdateError
 
@@ -61,15 +60,19 @@ class Job:
         address: of rank 0.
         join_timeout_s: how long all wait for each other.
         silence_s: how long a machine may be silent before it counts as down.
+        is_synchronous: an update takes the average of all workers' gradients. Otherwise each worker's gradients are an
+            update of their own.
+        max_staleness: how many steps an asynchronous worker may be ahead of the slowest one; None for any number.
     """
 
     name: str
     address: str
     num_workers: int
     num_servers: int
-    consistency: Consistency
     join_timeout_s: float
     silence_s: float
+    is_synchronous: bool = True
+    max_staleness: int | None = None
 
 
 class Server:
@@ -134,7 +137,7 @@ class Server:
         Raises:
             KeyboardInterrupt: the server was interrupted; the workers have been told.
         """
-        serving = [self._serve_together] if self.job.consistency.is_synchronous else [
+        serving = [self._serve_together] if self.job.is_synchronous else [
             (lambda worker=worker: self._serve_alone(worker)) for worker in self._pairs
         ]  # fmt: skip
         for serve in serving:
@@ -166,7 +169,7 @@ class Server:
     def parent_has_ended(self) -> None:
         """Ends :meth:`serve`, unless the job goes on without the worker that started this server."""
         with self._changing:
-            if self.job.consistency.is_synchronous or 0 not in self._pairs:
+            if self.job.is_synchronous or 0 not in self._pairs:
                 self.end("the process that started it has ended")
 
     # Synchronous workers
@@ -214,13 +217,19 @@ class Server:
         """Takes new parameters; worker 0 has their weights."""
         if optimizer not in self._shards:
             job = self.job
-            self._shards[optimizer] = ServedShard(self._pairs, job.num_servers, job.consistency, self._changing)
+            self._shards[optimizer] = ServedShard(
+                self._pairs,
+                self._changing,
+                num_servers=job.num_servers,
+                is_synchronous=job.is_synchronous,
+                max_staleness=job.max_staleness,
+            )
         shard = self._shards[optimizer]
         if worker == 0:
             shard.place(plan, contents)
             with self._changing:
                 self._changing.notify_all()
-        elif not self.job.consistency.is_synchronous:
+        elif not self.job.is_synchronous:
             self._wait_for(lambda: shard.knows_more_than(worker) or self._is_ending)
         return shard.welcome(worker, plan)
 

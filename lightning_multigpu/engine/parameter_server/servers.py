@@ -87,7 +87,7 @@ class Servers:
 
     @property
     def is_synchronous(self) -> bool:
-        return self.job.consistency.is_synchronous
+        return self.job.is_synchronous
 
     def join(self, store: Store, await_server: Callable[[int], None]) -> None:
         """Connects to all servers; :meth:`cut` ends it.

@@ -22,7 +22,6 @@ from typing_extensions import override
 from lightning_multigpu._torch_compat import job_store
 from lightning_multigpu.communication.compression.compressors import Bf16, ElementwiseCompressor, Fp16, Int8
 from lightning_multigpu.communication.compression.factory import make_compressor
-from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.server import EXTERNAL, RUNS, Job
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.engine.parameter_server.server_transport import ServerTransport
@@ -112,10 +111,8 @@ class ParameterServerStrategy(MultiGPUStrategy):
         self.common.averages_buffers = True
         self._mode, self._max_staleness = mode, max_staleness
         self._is_asynchronous = mode == "async" and max_staleness != 0
-        self._consistency = Consistency()
         if self._is_asynchronous:
             self._check_that_no_rank_waits(options)
-            self._consistency = Consistency(False, max_staleness)
         self._asynchronous: AsynchronousTraining | None = None
         self._compressor = _elementwise(compression)
         self._num_servers, self._are_external = num_servers, servers == "external"
@@ -205,7 +202,8 @@ class ParameterServerStrategy(MultiGPUStrategy):
             address=self.run_context.main_address,
             num_workers=self.world_size,
             num_servers=number,
-            consistency=self._consistency,
+            is_synchronous=not self._is_asynchronous,
+            max_staleness=self._max_staleness,
             join_timeout_s=self.join_timeout_s,
             silence_s=max(1.0, self.failure_timeout_s / 2),
         )

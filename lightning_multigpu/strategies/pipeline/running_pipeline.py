@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -145,10 +145,8 @@ class RunningPipeline:
                 module,
                 strategy.groups,
                 strategy.meter,
-                data,
                 ranks_per_host=strategy.num_processes,
                 hook=None,
-                info=rank_zero_info,
                 warn=rank_zero_warn,
             )
         data_axis = DataAxis(reducer, strategy.metered(data.group, "control"), module)

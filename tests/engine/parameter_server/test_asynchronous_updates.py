@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, optim
 
 from lightning_multigpu.engine.parameter_server.batch_queue import BatchQueue
-from lightning_multigpu.engine.parameter_server.consistency import Clocks, Consistency
 from lightning_multigpu.engine.parameter_server.coordination import Coordination
 from lightning_multigpu.engine.parameter_server.servers import ServerError
+from lightning_multigpu.engine.parameter_server.worker_clocks import Clocks
 from tests.engine.parameter_server.test_host_transport import (
     OPTIMIZERS,
     NormedSGD,
@@ -73,8 +73,7 @@ def workers(
     in_memory: Collection[int] = ALL,
     **rules: Any,
 ) -> Iterator[list[Worker]]:
-    consistency = Consistency(is_synchronous=False, **rules)
-    with job(num_servers, number, in_memory=in_memory, consistency=consistency) as found:
+    with job(num_servers, number, in_memory=in_memory, is_synchronous=False, **rules) as found:
         made = found.workers.run(lambda worker: Worker(found, worker, make))  # they join together
         for worker in made:
             worker.begin()
@@ -235,7 +234,7 @@ def test_the_job_ends_with_worker_0() -> None:
 
 
 def test_a_worker_with_another_model_is_sent_away_and_the_others_go_on() -> None:
-    with job(1, 2, consistency=Consistency(is_synchronous=False)) as found:
+    with job(1, 2, is_synchronous=False) as found:
         made = found.workers.run(lambda worker: Worker(found, worker, OPTIMIZERS[["SGD", "AdamW"][worker]]))
         first, other = made
         first.begin()

@@ -16,7 +16,6 @@ from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment, mapped
 from lightning_multigpu.engine.parameter_server import servers as servers_module
-from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.pair import Pair
 from lightning_multigpu.engine.parameter_server.servers import Servers
 from tests.engine.parameter_server.test_asynchronous_updates import wait_until, workers
@@ -60,7 +59,7 @@ def test_no_socket_carries_gradients_and_weights(is_synchronous: bool, monkeypat
 
     monkeypatch.setattr(Pair, "isend", send)
     before = num_mapped()
-    with job(2, 1, consistency=Consistency(is_synchronous)) as found, found.connections(0) as connections:
+    with job(2, 1, is_synchronous=is_synchronous) as found, found.connections(0) as connections:
         parameters = weights()
         train(connections, parameters, optim.AdamW(parameters, lr=0.1), range(3)).close()
         counted = connections.statistics()

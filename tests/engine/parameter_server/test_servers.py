@@ -29,7 +29,6 @@ from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.parameter_server import server as server_module
 from lightning_multigpu.engine.parameter_server import servers as servers_module
-from lightning_multigpu.engine.parameter_server.consistency import Consistency
 from lightning_multigpu.engine.parameter_server.pair import Pair
 from lightning_multigpu.engine.parameter_server.rooms import Room
 from lightning_multigpu.engine.parameter_server.server import Job as ServedJob
@@ -142,10 +141,10 @@ def job(
     num_servers: int = 1,
     num_workers: int = 2,
     in_memory: Collection[int] = ALL,
-    consistency: Consistency | None = None,
+    **rules: Any,
 ) -> Iterator[Job]:
     before = os.environ.get("GLOO_SOCKET_IFNAME")
-    served = ServedJob("servers/1", "127.0.0.1", num_workers, num_servers, consistency or Consistency(), 20.0, 20.0)
+    served = ServedJob("servers/1", "127.0.0.1", num_workers, num_servers, 20.0, 20.0, **rules)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     found = Job(served, store, Workers(num_workers), [""] * num_servers, in_memory)
 
@@ -591,7 +590,7 @@ def test_the_time_that_workers_wait_for_a_busy_server_is_counted() -> None:
             found.workers.gather(worker, None)
             return connections.statistics() if worker == 0 else None
 
-    with job(consistency=Consistency(is_synchronous=False)) as found:
+    with job(is_synchronous=False) as found:
         counted, _ = found.workers.run(work)
     assert counted is not None
     assert counted.num_steps == [4]

@@ -1,4 +1,4 @@
-"""How far the workers of a parameter server may be apart.
+"""How far the asynchronous workers of a parameter server may be apart.
 
 Source: Q. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS 2013.
 """
@@ -6,21 +6,6 @@ Source: Q. Ho et al., "More effective distributed ML via a stale synchronous par
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Consistency:
-    """The rules by which servers update weights; all workers of a job name the same.
-
-    Args:
-        is_synchronous: an update takes the average of all workers' gradients. Otherwise each worker's gradients are an
-            update of their own.
-        max_staleness: how many steps a worker may be ahead of the slowest one; None for any number.
-    """
-
-    is_synchronous: bool = True
-    max_staleness: int | None = None
 
 
 class Clocks:
@@ -28,7 +13,7 @@ class Clocks:
 
     Args:
         workers: that are there from the beginning.
-        max_staleness: as in :class:`Consistency`.
+        max_staleness: how many steps a worker may be ahead of the slowest one; None for any number.
     """
 
     def __init__(self, workers: Iterable[int], max_staleness: int | None) -> None:
