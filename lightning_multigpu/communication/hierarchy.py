@@ -183,11 +183,7 @@ class HierarchicalAllReduce:
             self.inside.forget_moved()
 
     def end_step(self, loss_scale: float = 1.0) -> None:
-        """Ends an optimizer step; compression then keeps the errors of the step. A collective.
-
-        Args:
-            loss_scale: the scale of the next step's gradients.
-        """
+        """Ends an optimizer step; compression then keeps the errors of the step. A collective."""
         compressed = self.compressed
         if compressed is None:
             return

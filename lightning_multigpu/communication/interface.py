@@ -19,9 +19,6 @@ def source_address(destination: str) -> str | None:
     """This host's source address for packets to ``destination``, from its routes; None without a route.
 
     No packet is sent: connecting a datagram socket only looks up the route.
-
-    Args:
-        destination: a host name or an IPv4 or IPv6 address.
     """
     try:
         candidates = socket.getaddrinfo(destination, 9, type=socket.SOCK_DGRAM)

@@ -34,9 +34,6 @@ class RunCheckpoints:
     The family's functions are ``_whole_weights`` and ``_whole_state`` for a save, ``_own_weights`` and ``_own_state``
     for a load, and those beside them. Rank 0 can fetch values of other ranks, one tensor at a time, while it writes.
 
-    Args:
-        strategy: whose module is trained.
-
     Attributes:
         remote: the values that ranks offer rank 0; None if they offer none.
         stream: whether the save under way fetches them while the file is written.

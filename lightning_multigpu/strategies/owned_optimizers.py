@@ -23,9 +23,6 @@ _NOTICED_IMBALANCE = 1.05
 class OwnedOptimizers:
     """The optimizers of a fit with owners; none in families whose ranks all step the same.
 
-    Args:
-        strategy: whose module is trained.
-
     Attributes:
         steps: the step of each optimizer.
         methods: of the precision plugin that are replaced until :meth:`end`; None for none.
@@ -45,11 +42,7 @@ class OwnedOptimizers:
     # Beginning and ending
 
     def begin(self, transport: Callable[[Optimizer], Transport]) -> None:
-        """Replaces the steps of the strategy's optimizers; a collective.
-
-        Args:
-            transport: makes that of an optimizer.
-        """
+        """Replaces the steps of the strategy's optimizers; a collective."""
         given = self._strategy.common.given
         for number, optimizer in enumerate(self._strategy.optimizers):
             step = self.steps[optimizer] = OwnedStep(optimizer, transport(optimizer))

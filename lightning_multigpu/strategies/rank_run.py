@@ -29,9 +29,6 @@ class RankRun:
     """The launch of a strategy's ranks, and how this rank joins and leaves them.
 
     It connects the strategy's ``joining``, ``failure_watch``, ``signals``, ``meter`` and ``collectives``.
-
-    Args:
-        strategy: whose ranks they are.
     """
 
     def __init__(self, strategy: MultiGPUStrategy) -> None:

@@ -45,11 +45,7 @@ SECOND_FROM_OWNER = 4
 
 
 class Messages:
-    """Point-to-point messages over a process group.
-
-    Args:
-        group: a process group whose back end sends CPU tensors point to point (gloo, mpi).
-    """
+    """Point-to-point messages over a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

@@ -139,11 +139,7 @@ class Owners:
 
 
 class WarmStarts:
-    """The factor Q of each matrix, the start of its next power iteration; the same on every rank.
-
-    Args:
-        rank: the factors' rank.
-    """
+    """The factor Q of each matrix, the start of its next power iteration; the same on every rank."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

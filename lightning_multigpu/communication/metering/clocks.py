@@ -31,11 +31,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The host's clock, for devices on which an operation has ended when its call returns.
-
-    Args:
-        now: seconds, monotonic.
-    """
+    """The host's clock, for devices on which an operation has ended when its call returns."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now

@@ -47,9 +47,6 @@ def global_batches(length: int, global_batch_size: int, *, num_replicas: int, dr
 class CountedBatchSampler(Sampler[list[int]]):
     """A batch sampler that counts the samples of its batches, and can begin in the middle of an epoch.
 
-    Args:
-        batches: the batch sampler that makes the batches.
-
     Attributes:
         counts: samples of the batches yielded so far, oldest first, but for counts already taken. A loader with workers
             draws batches ahead of time; the receiver of a batch takes its count from the left.

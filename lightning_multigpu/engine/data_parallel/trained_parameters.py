@@ -13,11 +13,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class TrainedParameters:
-    """The parameters of a module, and which of them required gradients when this object was made.
-
-    Args:
-        module: the module as it is now.
-    """
+    """The parameters of a module, and which of them required gradients when this object was made."""
 
     def __init__(self, module: Module) -> None:
         self._module = module

@@ -19,9 +19,6 @@ class ReplicaThreads:
 
     torch keeps the grad mode, inference mode, autocast, hooks on saved tensors and the current GPU for each thread. A
     call gets the modes of the calling thread, its innermost hooks, and the GPU of its replica.
-
-    Args:
-        devices: the device of each replica.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:

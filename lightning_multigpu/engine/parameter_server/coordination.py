@@ -14,9 +14,6 @@ _Question = tuple[int, int, int, int | None]
 class Coordination:
     """This worker's side of the first server's :class:`~.batch_queue.BatchQueue`.
 
-    Args:
-        servers: the connections of this worker.
-
     Attributes:
         is_exhausted: the run has no more batches for this worker, which may have some that it has yet to train on.
     """

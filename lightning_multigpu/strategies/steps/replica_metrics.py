@@ -18,9 +18,6 @@ class ReplicaMetrics:
     The first replica updates the module's own metrics. A copy holds the samples of one step only. :meth:`merge` adds up
     the states in the order of the replicas, by the reductions that they declare for several ranks. So a metric counts
     each sample once, as on one device.
-
-    Args:
-        devices: the devices of the replicas.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:

@@ -39,11 +39,7 @@ class Record:
 
 
 class StepLogs:
-    """Records calls of ``module.log`` in a part of a step, and replays them.
-
-    Args:
-        module: the user's module, or a replica of it.
-    """
+    """Records calls of ``module.log`` in a part of a step, and replays them."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
