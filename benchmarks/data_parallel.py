@@ -28,7 +28,6 @@ from benchmarks.heading import heading
 from lightning_multigpu import DataParallelStrategy
 from lightning_multigpu.bench.strategies.models import MODELS, repeated
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.strategies.data_parallel import DEVICES
 
 BATCH_SIZES = {"gpt": 16, "mlp": 256}
 _WARM_UP = 2
@@ -68,7 +67,7 @@ def travel_ms(meter: Meter) -> dict[str, float]:
     steps = [*meter.steps][_WARM_UP:]
     names = {totals.operation for step in steps for totals in step.operations}
     return {
-        name: 1e3 * statistics.median(sum(totals.total_s for totals in step.of(name, DEVICES)) for step in steps)
+        name: 1e3 * statistics.median(sum(totals.total_s for totals in step.of(name, "devices")) for step in steps)
         for name in sorted(names)
     }
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.communication.metering.traffic import sent_share
 from lightning_multigpu.communication.tensors import alike, apply_flat
 
@@ -72,9 +73,10 @@ class MeteredGroup:
         self.ranks = dist.get_process_group_ranks(group)
         self.first_rank = self.ranks[0]
         self._ranks = ranks_text(self.ranks)
-        self._meter = meter
+        self.meter = meter
         self._name = name
         self._device = device
+        self._on_stream = device.type == "cuda"
         self._place = place
 
     def all_reduce(
@@ -246,21 +248,19 @@ class MeteredGroup:
             else:
                 self._meet("barrier", None)
 
-    def _metered(self, operation: str, size_bytes: int, *, sends: bool = True, meets: bool = False) -> Any:
+    def _metered(self, operation: str, size_bytes: int, *, sends: bool = True, meets: bool = False) -> Transfer:
         """Meters a collective; ``meets`` if it begins with a meeting, in which small values travel."""
         sent_bytes = None if sends else 0
         if meets:
             sent_bytes = round(sent_share("all_reduce", self.size) * _ROW_BYTES * self.size)
             if size_bytes > _ROOM_BYTES:
                 sent_bytes += round(sent_share(operation, self.size) * size_bytes)
-        return self._meter.blocking(
-            operation,
-            group=self._name,
-            group_size=self.size,
-            size_bytes=size_bytes,
-            sent_bytes=sent_bytes,
-            ranks=self._ranks,
-            on_stream=self._device.type == "cuda",
+        return self.begin(operation, size_bytes, sent_bytes=sent_bytes, blocking=True, on_stream=self._on_stream)
+
+    def begin(self, operation: str, size_bytes: int, **described: Any) -> Transfer:
+        """Starts to meter a transfer; arguments as of :meth:`.Meter.begin`."""
+        return self.meter.begin(
+            operation, group=self._name, group_size=self.size, size_bytes=size_bytes, ranks=self._ranks, **described
         )
 
 

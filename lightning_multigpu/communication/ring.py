@@ -76,14 +76,37 @@ def sent_elements(numel: int, rank: int, world_size: int) -> int:
     return sum(bounds[step.send][1] - bounds[step.send][0] for step in ring_steps(rank, world_size))
 
 
+class Messages:
+    """Point-to-point messages over a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self._ranks = dist.get_process_group_ranks(group)
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks of the group, the next one first, so that not all send to the same rank at once."""
+        return [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        """Starts to send; the tensor must not change until the work is done."""
+        work = dist.isend(tensor, self._ranks[peer], group=self.group, tag=tag)
+        assert work is not None
+        return work
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        """Starts to receive; the message is in the tensor when the work is done."""
+        work = dist.irecv(tensor, self._ranks[peer], group=self.group, tag=tag)
+        assert work is not None
+        return work
+
+
 class RingAllReduce:
     """Sums or averages CPU tensors over the ranks of a group; each rank sends to its neighbour only.
 
     All ranks of the group must call it in the same order, one call at a time; which thread calls does not matter.
-
-    Attributes:
-        next: the global rank that this one sends to.
-        previous: the global rank that it receives from.
 
     Args:
         group: a process group whose backend sends CPU tensors point to point (gloo, mpi); nothing else may use it
@@ -98,12 +121,9 @@ class RingAllReduce:
         if segment_bytes < 1:
             raise ValueError(f"segment_bytes={segment_bytes}: a message must hold at least 1 byte")
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        self.messages = Messages(group)
+        self.rank, self.world_size = self.messages.rank, self.messages.world_size
         self.segment_bytes = segment_bytes
-        ranks = dist.get_process_group_ranks(group)
-        self.next = ranks[(self.rank + 1) % self.world_size]
-        self.previous = ranks[(self.rank - 1) % self.world_size]
         self._tag = 0
         self._scratch: dict[tuple[torch.dtype, int], Tensor] = {}
 
@@ -209,11 +229,9 @@ class PendingRing:
         return posted
 
     def _send(self, segment: Tensor) -> dist.Work:
-        work = dist.isend(segment, self._ring.next, group=self._ring.group, tag=_TAG + self._tag)
-        assert work is not None
-        return work
+        ring = self._ring
+        return ring.messages.send(segment, (ring.rank + 1) % ring.world_size, _TAG + self._tag)
 
     def _receive(self, segment: Tensor) -> dist.Work:
-        work = dist.irecv(segment, self._ring.previous, group=self._ring.group, tag=_TAG + self._tag)
-        assert work is not None
-        return work
+        ring = self._ring
+        return ring.messages.receive(segment, (ring.rank - 1) % ring.world_size, _TAG + self._tag)

@@ -18,7 +18,7 @@ from lightning_multigpu.communication.tensors import alike, apply_flat
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
 from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport, pieces_of
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
-from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters
+from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, unused_error
 from lightning_multigpu.strategies import option_checks
 
 if TYPE_CHECKING:
@@ -233,13 +233,7 @@ class AveragedGradients:
             return
         assert self._trained is not None
         if not is_complete:
-            missing = self._trained.without_gradient()
-            listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-            raise RuntimeError(
-                f"the loss of this step does not depend on {listed or 'every parameter'}, whose gradients the other "
-                "ranks wait for. If that is intended, use RingDDPStrategy(find_unused_parameters=True); freeze layers "
-                "before the step, in on_train_epoch_start or on_train_batch_start"
-            )
+            raise unused_error(self._trained.without_gradient(), "RingDDPStrategy")
         missed = self._trained.missed(self._strategy.optimizers)
         if missed:
             self._strategy.common.compare_changes(dict.fromkeys(missed, "trained"))

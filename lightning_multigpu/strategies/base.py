@@ -509,10 +509,6 @@ class MultiGPUStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return super().load_checkpoint(self.saves.agree_on(checkpoint_path), *args, **kwargs)
 
-    def _keeping_states(self, optimizers: Collection[Optimizer]) -> AbstractContextManager[bool]:
-        """Keeps whole states of the optimizers on rank 0 over a teardown within the block; yields if any are."""
-        return self.saves.keeping_states(optimizers)
-
     # Training
 
     @property
@@ -616,16 +612,8 @@ class MultiGPUStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.share_proof.begin_step(*args, *kwargs.values())
         self.averaging.begin_step()
-        with self._user_step():
+        with self.steps.running():
             return super().training_step(*args, **kwargs)
-
-    def _user_step(self) -> AbstractContextManager[None]:
-        """The block in which the module's ``training_step`` runs on this rank's whole batch."""
-        return self.steps.running()
-
-    def _weighing(self) -> AbstractContextManager[None]:
-        """Within the block means over the ranks are weighted as losses are: those of logged values of a step."""
-        return self.steps.weighing()
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

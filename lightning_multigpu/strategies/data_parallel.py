@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _LOG = "log"  # replaced on each replica while a step runs
-DEVICES = "devices"
-"""The meter's group for traffic between the devices of this process."""
 
 
 class DataParallelStrategy(SingleDeviceStrategy):
@@ -365,7 +363,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         on_gpus = self.root_device.type == "cuda"
         return self.meter.blocking(
             operation,
-            group=DEVICES,
+            group="devices",
             group_size=len(self.devices),
             size_bytes=size_bytes,
             sent_bytes=sent,

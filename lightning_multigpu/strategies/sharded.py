@@ -189,7 +189,7 @@ class ShardedStrategy(MultiGPUStrategy):
 
         assert self._group is not None
         dtype, offload = _DTYPES.get(self._given["broadcast_dtype"] or ""), self._given["offload_optimizer"]
-        return ShardTransport(optimizer, self._group, self.meter, broadcast_dtype=dtype, offload=offload)
+        return ShardTransport(optimizer, self._group, broadcast_dtype=dtype, offload=offload)
 
     def _check_optimizers(self) -> None:
         scales = getattr(self.precision_plugin, "scaler", None) is not None
@@ -230,7 +230,6 @@ class ShardedStrategy(MultiGPUStrategy):
             module,
             self.owned.transports,
             self._group,
-            self.meter,
             bucket_bytes=int(bucket_cap_mb * 2**20),
             reduce_dtype=_DTYPES.get(self._given["reduce_dtype"] or ""),
             shows_all=self.common.given is not None,
@@ -239,7 +238,7 @@ class ShardedStrategy(MultiGPUStrategy):
 
     @override
     def teardown(self) -> None:
-        with self._keeping_states(self._owned if self._given["gather_at_end"] else ()) as has_kept:
+        with self.saves.keeping_states(self._owned if self._given["gather_at_end"] else ()) as has_kept:
             if self._owned and not self.failure_watch.failed:
                 self._in_parts = [] if has_kept or self.world_size == 1 else [*self._owned]
             self._undo.close()
@@ -271,7 +270,7 @@ class ShardedStrategy(MultiGPUStrategy):
         self.share_proof.begin_step(*args, *kwargs.values())
         self.common.buffers_due = not self._gradients.accumulates
         module = self._module
-        with self._user_step(), self.precision_plugin.train_step_context():
+        with self.steps.running(), self.precision_plugin.train_step_context():
             return self._forward_redirection(self._gradients, module, "training_step", *args, **kwargs)
 
     @contextmanager

@@ -14,7 +14,6 @@ from lightning_multigpu.communication.compression.compressors import Compressor,
 from lightning_multigpu.communication.compression.error_feedback import ErrorFeedback
 from lightning_multigpu.communication.compression.owner_summed import (
     DEFAULT_SEGMENT_ELEMENTS,
-    Messages,
     OwnerSummed,
     Segment,
     ShardBuffers,
@@ -64,9 +63,9 @@ class CompressedAllReduce:
         self.total_sent_bytes = 0
         self.step = 0
         self._segment_elements = segment_elements
-        self._messages = Messages(group)
-        self.rank, self.world_size = self._messages.rank, self._messages.world_size
         self.ring = RingAllReduce(group)
+        self._messages = self.ring.messages
+        self.rank, self.world_size = self.ring.rank, self.ring.world_size
         self._errors = ErrorFeedback() if compressor.has_error_feedback else None
         self._loss_scale: float | None = None
         self.step_is_finite = True

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
-from lightning_multigpu.communication.ring import chunk_bounds
+from lightning_multigpu.communication.ring import Messages, chunk_bounds
 
 DEFAULT_SEGMENT_ELEMENTS = 1 << 18
 """One MiB of float32: a segment fits into a core's cache, and the overhead of a message is small."""
@@ -42,33 +42,6 @@ TO_OWNER = 1
 FROM_OWNER = 2
 SECOND_TO_OWNER = 3
 SECOND_FROM_OWNER = 4
-
-
-class Messages:
-    """Point-to-point messages over a process group."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        self._ranks = dist.get_process_group_ranks(group)
-
-    @property
-    def peers(self) -> list[int]:
-        """The other ranks of the group, the next one first, so that not all send to the same rank at once."""
-        return [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
-
-    def send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Starts to send; the tensor must not change until the work is done."""
-        work = dist.isend(tensor, self._ranks[peer], group=self.group, tag=tag)
-        assert work is not None
-        return work
-
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        """Starts to receive; the message is in the tensor when the work is done."""
-        work = dist.irecv(tensor, self._ranks[peer], group=self.group, tag=tag)
-        assert work is not None
-        return work
 
 
 def wait_all(works: Iterable[dist.Work]) -> None:

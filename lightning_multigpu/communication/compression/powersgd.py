@@ -36,10 +36,10 @@ from lightning_multigpu.communication.compression.owner_summed import (
     SECOND_FROM_OWNER,
     SECOND_TO_OWNER,
     TO_OWNER,
-    Messages,
     wait_all,
 )
 from lightning_multigpu.communication.compression.pieces import GradientPiece, Pieces, offsets
+from lightning_multigpu.communication.ring import Messages
 
 _RANKS_BY_OUTER_PRODUCTS = 4  # up to this rank a sum of outer products is faster than a matrix product
 

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Meter:
         self._open_step()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _empty_meter, (self.steps.maxlen,)  # a spawned rank starts with an empty meter
+        return partial(Meter, history=self.steps.maxlen or 0), ()  # a spawned rank starts with an empty meter
 
     @property
     def notes(self) -> CollectiveObserver | None:
@@ -217,10 +218,6 @@ class Meter:
             if self.listener is not None:
                 self.listener(step.transfers, _exposed(step.transfers, _waits(step)))
             self.steps.append(_sum_up(step))
-
-
-def _empty_meter(history: int) -> Meter:
-    return Meter(history=history)
 
 
 def _sum_up(step: PendingStep) -> StepTraffic:

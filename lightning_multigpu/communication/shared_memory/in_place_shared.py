@@ -68,8 +68,7 @@ class InPlaceTensors:
                 problem = str(error)
         problems = self._exchange(problem)
         if any(problems):
-            rank, reason = next((rank, reason) for rank, reason in enumerate(problems) if reason)
-            raise SharedMemoryUnavailableError(f"rank {rank} of {len(problems)} on this host: {reason}")
+            raise SharedMemoryUnavailableError.of(problems)
         self._forget(key)
         self._by_key[key] = self._by_address[flat.data_ptr()] = tuple(rows)
 

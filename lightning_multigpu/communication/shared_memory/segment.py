@@ -29,6 +29,12 @@ Offer = tuple[int, int, bytes]  # process, descriptor, and a token that identifi
 class SharedMemoryUnavailableError(RuntimeError):
     """The ranks cannot share memory; the message says why."""
 
+    @classmethod
+    def of(cls, problems: Sequence[str | None]) -> SharedMemoryUnavailableError:
+        """The error of the first rank of a host that has a problem, from those of all."""
+        rank, reason = next((rank, reason) for rank, reason in enumerate(problems) if reason)
+        return cls(f"rank {rank} of {len(problems)} on this host: {reason}")
+
 
 class SharedSegment:
     """Memory shared by the ranks of a group; the constructor is a collective of the group.
@@ -68,8 +74,7 @@ class SharedSegment:
         dist.all_gather_object(problems, problem, group=group)
         if any(problems):
             self.close()
-            rank, reason = next((rank, reason) for rank, reason in enumerate(problems) if reason)
-            raise SharedMemoryUnavailableError(f"rank {rank} of {len(problems)} on this host: {reason}")
+            raise SharedMemoryUnavailableError.of(problems)
 
     def is_gone(self, rank: int) -> bool:
         """Whether the process of another rank has ended or has closed its segment."""

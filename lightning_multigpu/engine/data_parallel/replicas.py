@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
+from lightning_multigpu.communication.checksums import checksums
 from lightning_multigpu.communication.digest import disagreement
 from lightning_multigpu.communication.metered_group import MeteredGroup
 
@@ -26,15 +26,15 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], group: MeteredGroup
     if group.size == 1:
         return
     own = {name: parameter.detach() for name, parameter in parameters if parameter.layout == torch.strided}
-    checksums = {name: _checksum(value) for name, value in own.items()}
+    numbers = dict(zip(own, checksums([value.contiguous() for value in own.values()]), strict=True))
     found: dict[str, set[int]] = {}
-    for table in group.gather_objects(checksums):
+    for table in group.gather_objects(numbers):
         for name, checksum in table.items():
             found.setdefault(name, set()).add(checksum)
     differing = [name for name, values in found.items() if len(values) > 1]
     if not differing:
         return
-    tables = group.gather_objects({name: _described(own[name], checksums[name]) for name in differing if name in own})
+    tables = group.gather_objects({name: _described(own[name], numbers[name]) for name in differing if name in own})
     by_rank: Mapping[int, Mapping[str, str]] = dict(zip(group.ranks, tables, strict=True))
     raise RuntimeError(
         f"{disagreement(by_rank, 'do not hold the same parameters any more', absent_differs=False)}\n"
@@ -45,10 +45,6 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], group: MeteredGroup
     )
 
 
-def _checksum(value: Tensor) -> int:
-    return zlib.crc32(value.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-
-
 def _described(value: Tensor, checksum: int) -> str:
     norm = torch.linalg.vector_norm(value if value.is_floating_point() or value.is_complex() else value.double())
-    return f"norm {float(norm):.9g}, checksum {checksum:08x},"
+    return f"norm {float(norm):.9g}, checksum {checksum % 2**32:08x},"

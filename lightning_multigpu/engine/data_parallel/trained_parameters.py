@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
@@ -63,6 +63,16 @@ class TrainedParameters:
         found = [parameter for parameter in self._others if parameter.grad is not None]
         optimized = {id(parameter) for parameter in _of(optimizers)} if found else set()
         return {self._names[parameter]: parameter for parameter in found if id(parameter) in optimized}
+
+
+def unused_error(missing: Sequence[str], strategy: str) -> RuntimeError:
+    """The error of a step whose loss does not depend on parameters that the other ranks wait for, by their names."""
+    listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+    return RuntimeError(
+        f"the loss of this step does not depend on {listed or 'every parameter'}, whose gradients the other ranks wait "
+        f"for. If that is intended, use {strategy}(find_unused_parameters=True); freeze layers before the step, in "
+        "on_train_epoch_start or on_train_batch_start"
+    )
 
 
 def check_has_shapes(module: Module) -> None:

@@ -39,8 +39,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.communication.metering.collective_observer import ranks_text
-from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.optimizer_state import PartialState
 from lightning_multigpu.placement.owned_part import OwnedPart
 from lightning_multigpu.placement.owned_step import Update
@@ -67,8 +65,7 @@ class ShardTransport:
 
     Args:
         optimizer: of a module that is the same on all ranks.
-        group: the ranks.
-        meter: records every broadcast.
+        group: the ranks; its meter records every broadcast.
         broadcast_dtype: the dtype in which new values travel; None for the parameters' own.
         offload: keep states in the host's memory, and update a copy of this rank's parameters there.
 
@@ -83,14 +80,13 @@ class ShardTransport:
         self,
         optimizer: Optimizer,
         group: MeteredGroup,
-        meter: Meter,
         *,
         broadcast_dtype: torch.dtype | None = None,
         offload: bool = False,
     ) -> None:
         self.part = OwnedPart(optimizer)
         self.load, self.change = self.part.load_whole, self.part.take_states
-        self.shards = _Shards(optimizer, group, meter)
+        self.shards = _Shards(optimizer, group)
         self._optimizer, self._group = optimizer, group
         self._broadcast_dtype, self._offload = broadcast_dtype, offload
 
@@ -173,11 +169,10 @@ class _Shards(OSS):  # type: ignore[misc]  # without annotations
     _partition_parameters: list[list[dict[str, Any]]]
     buckets: dict[Any, dict[int, Any]]
 
-    def __init__(self, optimizer: Optimizer, group: MeteredGroup, meter: Meter) -> None:
+    def __init__(self, optimizer: Optimizer, group: MeteredGroup) -> None:
         self.owners: dict[Tensor, int] = {}
         self._flat: list[tuple[Any, ...]] = []
         self._metered_group = group
-        self._meter = meter
         with quiet():
             super().__init__(
                 _filled(optimizer), optim=lambda groups: SimpleNamespace(param_groups=groups), group=group.group
@@ -253,15 +248,9 @@ class _Shards(OSS):  # type: ignore[misc]  # without annotations
             for rank, bucket in of_ranks.items():
                 rounds = dtype is not None and bucket.buffer.is_floating_point()
                 values = bucket.buffer.to(dtype) if rounds else bucket.buffer
-                transfer = self._meter.begin(
-                    "broadcast",
-                    group="shards",
-                    group_size=self.world_size,
-                    size_bytes=values.nbytes,
-                    sent_bytes=values.nbytes if rank == self.rank and self.world_size > 1 else 0,
-                    blocking=True,
-                    ranks=ranks_text(self._metered_group.ranks),
-                    on_stream=values.is_cuda,
+                sent_bytes = values.nbytes if rank == self.rank and self.world_size > 1 else 0
+                transfer = self._metered_group.begin(
+                    "broadcast", values.nbytes, sent_bytes=sent_bytes, blocking=True, on_stream=values.is_cuda
                 )
                 work = dist.broadcast(values, self._local_to_global_rank[rank], group=self.group, async_op=True)
                 under_way.append((rank, bucket, values, work, transfer))

@@ -34,8 +34,7 @@ from torch.nn import Module, Parameter
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.clocks import recorded_event
-from lightning_multigpu.communication.metering.collective_observer import ranks_text
-from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.data_parallel.trained_parameters import unused_error
 from lightning_multigpu.engine.sharded.shard_transport import ShardTransport, quiet
 from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, kind_of
 
@@ -48,8 +47,7 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
     Args:
         module: has a trained parameter; the same on all ranks.
         transports: of the optimizers. Gradients of parameters without an optimizer stay as they are.
-        group: the ranks.
-        meter: records every transfer.
+        group: the ranks; its meter records every transfer.
         bucket_bytes: size of the buffer in which small gradients travel to a rank; one for each rank, 0 for none.
         reduce_dtype: float16 or bfloat16 to send gradients in, without buckets only; None keeps the gradients' dtype.
         find_unused: the losses of ranks may depend on different parameters. After each backward pass the ranks agree on
@@ -62,7 +60,6 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
         module: Module,
         transports: Sequence[ShardTransport],
         group: MeteredGroup,
-        meter: Meter,
         *,
         bucket_bytes: int = 0,
         reduce_dtype: torch.dtype | None = None,
@@ -82,12 +79,12 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
                 warn_on_trainable_params_changed=False,
             )
         self._group = group
-        self._meter = meter
+        self._meter = group.meter
         self._find_unused = find_unused
         self._shows_all = shows_all and group.size > 1
         self._bf16 = reduce_dtype == torch.bfloat16
         self._on_stream = self.device_type == "cuda"
-        self._transfers = self._work_handles = _Transfers(group, meter, on_stream=self._on_stream)
+        self._transfers = self._work_handles = _Transfers(group, on_stream=self._on_stream)
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self._reduces: dict[Parameter, Callable[[], None]] = {}
         self._views: dict[Parameter, Tensor] = {}
@@ -143,13 +140,7 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
         if self._find_unused:
             self._send_agreed()
         elif len(self._sent) < len(self._order):
-            missing = [self._names[p] for p in self._order if p not in self._ready]
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise RuntimeError(
-                f"the loss of this step does not depend on {', '.join(missing[:3])}{more}, whose gradients the other "
-                "ranks wait for. If that is intended, use ShardedStrategy(find_unused_parameters=True); freeze layers "
-                "before the step, in on_train_epoch_start or on_train_batch_start"
-            )
+            raise unused_error([self._names[p] for p in self._order if p not in self._ready], "ShardedStrategy")
         event = recorded_event() if self._on_stream else None
         since_s = self._meter.now()
         self._consume_work_handles()
@@ -279,12 +270,11 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
 
 
 class _Transfers(deque[Workhandle]):
-    """FairScale's queue of transfers under way; the meter records each."""
+    """FairScale's queue of transfers under way; the group's meter records each."""
 
-    def __init__(self, group: MeteredGroup, meter: Meter, *, on_stream: bool) -> None:
+    def __init__(self, group: MeteredGroup, *, on_stream: bool) -> None:
         super().__init__()
         self._group = group
-        self._meter = meter
         self._on_stream = on_stream
         self._next = (0, 0)
 
@@ -294,14 +284,7 @@ class _Transfers(deque[Workhandle]):
 
     def append(self, entry: Workhandle) -> None:
         target, size_bytes = self._next
-        transfer = self._meter.begin(
-            "reduce",
-            group="shards",
-            group_size=self._group.size,
-            size_bytes=size_bytes,
-            sent_bytes=0 if target == self._group.rank else size_bytes,
-            ranks=ranks_text(self._group.ranks),
-            on_stream=self._on_stream,
-        )
+        sent_bytes = 0 if target == self._group.rank else size_bytes
+        transfer = self._group.begin("reduce", size_bytes, sent_bytes=sent_bytes, on_stream=self._on_stream)
         entry.handle.get_future().add_done_callback(lambda _: transfer.finish())
         super().append(entry)

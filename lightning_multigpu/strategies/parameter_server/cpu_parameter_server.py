@@ -90,7 +90,7 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
 
     @override
     def teardown(self) -> None:
-        with self._keeping_states(self._owned):
+        with self.saves.keeping_states(self._owned):
             self.owned.end()
             self._free_memory()
             super().teardown()

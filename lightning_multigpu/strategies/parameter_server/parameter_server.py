@@ -318,7 +318,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
         training, self._asynchronous = self._asynchronous, None
         if training is not None and self.lightning_module is not None:
             training.end(self.lightning_module.trainer)
-        with self._keeping_states(self._owned):
+        with self.saves.keeping_states(self._owned):
             self.owned.end()
             self._disconnect()
             super().teardown()

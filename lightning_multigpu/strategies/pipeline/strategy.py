@@ -318,7 +318,7 @@ class PipelineStrategy(MultiGPUStrategy):
         self.pre_backward(multiplier)
         multiplier = self.precision_plugin.pre_backward(multiplier, self._module)
         counting = nullcontext() if self.feed.counts else uncounted_metrics(self._module)
-        with self._weighing(), self._showing_parts(), counting:
+        with self.steps.weighing(), self._showing_parts(), counting:
             outputs = pipeline.train(multiplier=float(multiplier), accumulating=accumulating)
         pipeline.outputs.of_batch = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
         with pipeline.agreement.gradients_for("on_after_backward"):

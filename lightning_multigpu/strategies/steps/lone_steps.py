@@ -213,7 +213,6 @@ class _Watch(pl.Callback):
         self._core_wait = CoreWait()
         self._waited_s = 0.0
         self._ready: list[list[tuple[int, Any]]] = []
-        self._begins: list[Any] = []
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
