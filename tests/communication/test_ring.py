@@ -144,27 +144,3 @@ def test_a_group_within_the_world_keeps_to_itself(world4: World) -> None:
     results = world4.run(_over_a_part_of_the_world)
     assert [value for value, _ in results] == [2.0, 4.0, 2.0, 4.0]
     assert sum(sent for _, sent in results) == 2 * (2 * 5 * 4)
-
-
-def _bad_input() -> list[str]:
-    init_group()
-    ring = RingAllReduce(dist.new_group(backend="gloo"))
-    messages = []
-    for tensor, average in [
-        (torch.ones(4, 4).t()[1:], False),
-        (torch.ones(4, dtype=torch.int32), True),
-        (torch.ones(3).to_sparse(), False),
-    ]:
-        with pytest.raises(ValueError, match=r".+") as caught:
-            ring(tensor, average=average)
-        messages.append(str(caught.value))
-    with pytest.raises(ValueError, match="segment_bytes=0"):
-        RingAllReduce(ring.group, segment_bytes=0)
-    return messages
-
-
-def test_bad_input_is_named(world2: World) -> None:
-    for strides, integers, sparse in world2.run(_bad_input):
-        assert "contiguous" in strides
-        assert "torch.int32" in integers
-        assert "sparse" in sparse

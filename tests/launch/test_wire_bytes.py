@@ -42,31 +42,21 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((root / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def assert_agree(
-    metered_bytes: int, before: dict[str, int], after: dict[str, int], *, rel: float = 0.03, in_full_frames: bool = True
-) -> None:
-    """The meter's bytes are what TCP has brought to the peer, and the interface has sent this payload.
+def assert_agree(metered_bytes: int, before: dict[str, int], after: dict[str, int]) -> None:
+    """The meter's bytes are what TCP has brought to the peer, and the interface has sent this payload in full frames.
 
     What TCP sends again, because a loaded machine has dropped or delayed it, is nobody's payload. Some of it passes the
     interface a second time, and some never passed it before, so that the interface counts the payload at least, and the
     payload with all that was sent again at most.
-
-    Args:
-        metered_bytes: payload by the meter.
-        before, after: counters around it.
-        rel: the relative difference that is allowed.
-        in_full_frames: all of it, within 3 %, in full frames. Where the two directions are loaded unevenly,
-            acknowledgements travel alone, and how many depends on the machine's load.
     """
     counted = {name: after[name] - before[name] for name in after}
     payload_bytes, sent_again_bytes = counted["payload_bytes"], counted["sent_again_bytes"]
-    assert payload_bytes == pytest.approx(metered_bytes, rel=rel)
+    assert payload_bytes == pytest.approx(metered_bytes, rel=0.03)
     behind_headers_bytes = counted["sent_bytes"] - HEADERS_BYTES * counted["sent_packets"]
-    assert (1 - rel) * metered_bytes <= behind_headers_bytes <= (1 + rel) * (metered_bytes + sent_again_bytes)
-    if in_full_frames:
-        frames_per_payload = 1 + HEADERS_BYTES / PAYLOAD_OF_A_FRAME_BYTES
-        assert counted["sent_bytes"] >= 0.97 * frames_per_payload * metered_bytes
-        assert counted["sent_bytes"] <= 1.03 * frames_per_payload * (metered_bytes + sent_again_bytes)
+    assert 0.97 * metered_bytes <= behind_headers_bytes <= 1.03 * (metered_bytes + sent_again_bytes)
+    frames_per_payload = 1 + HEADERS_BYTES / PAYLOAD_OF_A_FRAME_BYTES
+    assert counted["sent_bytes"] >= 0.97 * frames_per_payload * metered_bytes
+    assert counted["sent_bytes"] <= 1.03 * frames_per_payload * (metered_bytes + sent_again_bytes)
 
 
 @pytest.mark.parametrize("index", range(len(wire_script.SIZES)), ids=[f"{n} elements" for n in wire_script.SIZES])

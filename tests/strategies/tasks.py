@@ -10,6 +10,7 @@ import lightning as L
 import torch
 import torchmetrics
 from lightning.pytorch import callbacks
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -232,6 +233,34 @@ def make_trainer(case: Case, strategy: Any, ranks: int, **overrides: Any) -> L.T
         **overrides,
     }
     return L.Trainer(**options)
+
+
+def fit_module(
+    module: L.LightningModule,
+    strategy: Any,
+    ranks: int,
+    case: Case = Case(),
+    data: Any = None,
+    validation: Any = None,
+    **overrides: Any,
+) -> L.Trainer:
+    """Trains a module in this process, as one rank of ``ranks``.
+
+    Args:
+        module: the module.
+        strategy: an object, or a registered name, which gets the options of the case; None for one device.
+        ranks: of the run.
+        case: how to train.
+        data: to train on; by default the case's training loader.
+        validation: data to validate on.
+        overrides: arguments of the Trainer, and ``ckpt_path``.
+    """
+    path = overrides.pop("ckpt_path", None)
+    if not isinstance(strategy, Strategy):
+        strategy = "auto" if strategy is None else make_strategy(strategy, **case.strategy)
+    trainer = make_trainer(case, strategy, ranks, **overrides)
+    trainer.fit(module, train_loader(case, trainer) if data is None else data, validation, ckpt_path=path)
+    return trainer
 
 
 def state(module: L.LightningModule) -> dict[str, Tensor]:

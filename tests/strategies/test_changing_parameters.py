@@ -25,7 +25,7 @@ from tests.strategies.tasks import (
     Case,
     Classifier,
     assert_same_weights,
-    make_strategy,
+    fit_module,
     make_trainer,
     rows_with_a_whole_model,
     state,
@@ -142,13 +142,12 @@ STORIES = {
 
 
 def train(story: Story, ranks: int, strategy: str = "ring_ddp") -> dict[str, Any]:
-    made: Any = make_strategy(strategy, **story.strategy) if ranks > 1 else "auto"
     module = Frozen(story.change, story.hook)
     callbacks: list[Any] = []
     if story.change is None:
         callbacks = [BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=0.1, train_bn=False)]
-    trainer = make_trainer(Case(trainer=story.trainer), made, ranks, callbacks=callbacks)
-    trainer.fit(module, train_loader(Case(), trainer))
+    case = Case(trainer=story.trainer, strategy=story.strategy)
+    fit_module(module, strategy if ranks > 1 else None, ranks, case, callbacks=callbacks)
     return {"weights": state(module)}
 
 
@@ -167,14 +166,18 @@ def problems_of(name: str, expected: dict[str, Any], found: list[dict[str, Any]]
     return problems
 
 
-def test_what_changes_during_training_trains_as_on_one_device(world2: World) -> None:
-    """After 3 epochs all tensors of the replicas differed by about 5e-3."""
-    results = world2.run(attempt, STORIES, "ring_ddp")
+def assert_as_on_one_device(stories: dict[str, Story], strategy: str, world: World) -> None:
+    results = world.run(attempt, stories, strategy)
     problems = []
-    for name, story in STORIES.items():
+    for name, story in stories.items():
         both = [result[name] for result in results]
         problems += problems_of(name, train(story, 1), both, is_exact=story.is_exact)
     assert not problems, "\n".join(problems)
+
+
+def test_what_changes_during_training_trains_as_on_one_device(world2: World) -> None:
+    """After 3 epochs all tensors of the replicas differed by about 5e-3."""
+    assert_as_on_one_device(STORIES, "ring_ddp", world2)
 
 
 IN_TURNS = ("at the start of a batch", "frozen and unfrozen in turns")
@@ -192,13 +195,7 @@ WHILE_ACCUMULATING = ("unfrozen while batches are accumulated", "frozen while ba
 )
 def test_stages_and_servers_follow_the_changes(strategy: str, names: tuple[str, ...], world2: World) -> None:
     """Parameter servers failed at the first parameter that was frozen when training began."""
-    stories = {name: STORIES[name] for name in names}
-    results = world2.run(attempt, stories, strategy)
-    problems = []
-    for name, story in stories.items():
-        both = [result[name] for result in results]
-        problems += problems_of(name, train(story, 1), both, is_exact=True)
-    assert not problems, "\n".join(problems)
+    assert_as_on_one_device({name: STORIES[name] for name in names}, strategy, world2)
 
 
 @pytest.mark.parametrize("strategy", ["ddp_sharded", "cpu_ps", "sync_ps"])
@@ -244,7 +241,7 @@ def moved_tensors() -> list[int]:
 
     count = Count()
     module = Sleeping(lambda each: each.requires_grad_(each.current_epoch != 1), "on_train_epoch_start")
-    make_trainer(Case(), make_strategy("ring_ddp"), 2, callbacks=[count]).fit(module, train_loader(Case(), 2))
+    fit_module(module, "ring_ddp", 2, callbacks=[count])
     return count.moved
 
 
@@ -395,9 +392,8 @@ class ClampsData(Classifier):
 
 
 def clamp(strategy: str | None, ranks: int) -> dict[str, Any]:
-    trainer = make_trainer(Case(), "auto" if strategy is None else make_strategy(strategy), ranks)
     module = ClampsData()
-    trainer.fit(module, train_loader(Case(), trainer))
+    fit_module(module, strategy, ranks)
     return {"weights": state(module)}
 
 

@@ -24,6 +24,7 @@ from tests.strategies.tasks import (
     Case,
     Classifier,
     fit,
+    fit_module,
     make_strategy,
     make_trainer,
     rows_of_each_class,
@@ -45,10 +46,9 @@ def saver(directory: str | Path, step: int, at_epoch_end: bool) -> ModelCheckpoi
 def save(case: Case, strategy_name: str | None, ranks: int, directory: str, step: int, at_epoch_end: bool) -> list[str]:
     """Trains until ``step`` is reached, saving there; returns the files."""
     callback = saver(directory, step, at_epoch_end)
-    strategy = "auto" if strategy_name is None else make_strategy(strategy_name)
     # The run is cut off well after the file was written, as a crash would do it.
-    trainer = make_trainer(case, strategy, ranks, callbacks=[callback], enable_checkpointing=True, max_steps=step + 2)
-    trainer.fit(Classifier(case.optimizer), loader_for(case, trainer))
+    options: dict[str, Any] = {"callbacks": [callback], "enable_checkpointing": True, "max_steps": step + 2}
+    fit_module(Classifier(case.optimizer), strategy_name, ranks, case, **options)
     return sorted(path.name for path in Path(directory).iterdir())
 
 
@@ -99,9 +99,8 @@ def save_everywhere(strategy_name: str | None, ranks: int, directory: Path) -> N
     for place in WHERE:
         (directory / place).mkdir(parents=True, exist_ok=True)
     savers = [saver(directory / place, *WHERE[place]) for place in WHERE]
-    strategy = "auto" if strategy_name is None else make_strategy(strategy_name)
-    trainer = make_trainer(CASE, strategy, ranks, callbacks=savers, enable_checkpointing=True, max_steps=10)
-    trainer.fit(Classifier(CASE.optimizer), loader_for(CASE, trainer))
+    options: dict[str, Any] = {"callbacks": savers, "enable_checkpointing": True, "max_steps": 10}
+    fit_module(Classifier(CASE.optimizer), strategy_name, ranks, CASE, **options)
 
 
 def resume_everywhere(

@@ -16,13 +16,11 @@ from tests.strategies.tasks import Case as TrainingCase
 from tests.strategies.tasks import (
     Classifier,
     fit,
+    fit_module,
     global_losses,
-    make_strategy,
-    make_trainer,
     rows_of_each_class,
     state,
     synchronous_rows,
-    train_loader,
 )
 from tests.world import World
 
@@ -158,11 +156,8 @@ def test_runs_repeat_bit_for_bit(row: StrategyRow, world2: World) -> None:
 def scaled(strategy_name: str | None, ranks: int) -> dict[str, Any]:
     """float16 with a gradient scaler, whose first steps overflow and must be skipped by all ranks alike."""
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**24))
-    strategy = "auto" if strategy_name is None else make_strategy(strategy_name)
     module = Classifier()
-    case = Case()  # all steps of the first epoch overflow
-    trainer = make_trainer(case, strategy, ranks, precision=None, plugins=[plugin])
-    trainer.fit(module, train_loader(case, trainer))
+    fit_module(module, strategy_name, ranks, Case(), precision=None, plugins=[plugin])  # the first epoch overflows
     assert plugin.scaler is not None
     return {"weights": state(module), "scale": plugin.scaler.get_scale()}
 

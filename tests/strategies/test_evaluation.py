@@ -16,6 +16,7 @@ from tests.strategies.tasks import (
     assert_same_weights,
     data_ranks,
     eval_loader,
+    fit_module,
     make_strategy,
     make_trainer,
     rows_of_each_class,
@@ -83,10 +84,9 @@ class _Diverging(Classifier):
 def decisions(strategy_name: str, directory: str) -> dict[str, Any]:
     stop = EarlyStopping("split", patience=1, mode="min")
     best = ModelCheckpoint(directory, filename="{epoch}", monitor="val_loss", save_top_k=2, save_last=True)
-    trainer = make_trainer(
-        Case(max_epochs=4), make_strategy(strategy_name), 2, callbacks=[stop, best], enable_checkpointing=True
-    )
-    trainer.fit(_Diverging(), train_loader(Case(), trainer), eval_loader())
+    case = Case(max_epochs=4, trainer={"enable_checkpointing": True})
+    trainer = make_trainer(case, make_strategy(strategy_name), 2, callbacks=[stop, best])
+    trainer.fit(_Diverging(), train_loader(case, trainer), eval_loader())
     return {
         "stopped_epoch": stop.stopped_epoch,
         "epochs": trainer.current_epoch,
@@ -106,11 +106,8 @@ def test_ranks_decide_together(row: StrategyRow, world2: World, tmp_path: Any) -
 
 
 def averaged(strategy_name: str | None, ranks: int) -> dict[str, Any]:
-    case = Case(max_epochs=3, optimizer="sgd")
-    strategy = "auto" if strategy_name is None else make_strategy(strategy_name)
-    trainer = make_trainer(case, strategy, ranks, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)])
     module = Classifier()
-    trainer.fit(module, train_loader(case, trainer))
+    fit_module(module, strategy_name, ranks, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)])
     return {"weights": state(module)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +15,9 @@ from tests.strategies.tasks import (
     Case,
     Classifier,
     assert_same_weights,
-    make_strategy,
-    make_trainer,
+    fit_module,
     rows_with_a_whole_model,
     state,
-    train_loader,
 )
 from tests.world import World
 
@@ -96,10 +95,8 @@ def train(ways: tuple[str, ...], strategy: str | None, ranks: int) -> dict[str, 
     found = {}
     for way in ways:
         options = {"find_unused_parameters": True} if strategy == "ring_ddp" else {}
-        made = "auto" if strategy is None else make_strategy(strategy, **options)
         module = GivesGradients(way)
-        trainer = make_trainer(CASE, made, ranks)
-        trainer.fit(module, train_loader(CASE, trainer))
+        fit_module(module, strategy, ranks, replace(CASE, strategy=options))
         found[way] = {"weights": state(module)}
     return found
 

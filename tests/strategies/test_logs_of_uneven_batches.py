@@ -12,10 +12,9 @@ from torch import Tensor
 from tests.strategies.tasks import (
     Case,
     Classifier,
+    fit_module,
     make_strategy,
-    make_trainer,
     rows_with_a_whole_model,
-    train_loader,
 )
 from tests.world import World
 
@@ -53,10 +52,8 @@ SPLIT = ("gpipe", "tensor_split")
 def logged(name: str | None, ranks: int) -> list[dict[str, Any]]:
     found = []
     for case in CASES:
-        options = {"data_parallel_size": 2} if name in SPLIT else {}
-        trainer = make_trainer(case, "auto" if name is None else make_strategy(name, **options), ranks)
         module = Logs()
-        trainer.fit(module, train_loader(case, trainer))
+        trainer = fit_module(module, make_strategy(name, data_parallel_size=2) if name in SPLIT else name, ranks, case)
         epoch = {key: float(value) for key, value in trainer.callback_metrics.items() if key != "mean"}
         found.append({**epoch, "steps": module.steps})
     return found

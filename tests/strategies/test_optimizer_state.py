@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.strategies.data_parallel.test_sharded import Offloading
-from tests.strategies.tasks import Case, Classifier, make_strategy, make_trainer, state, train_loader
+from tests.strategies.tasks import Case, Classifier, fit_module, make_strategy, state
 from tests.world import World, rank
 
 CASE = Case(max_epochs=3, num_samples=24)
@@ -140,19 +140,16 @@ PARTS = ("ddp_sharded", "gpipe", "tensor_split")
 
 
 def strategy_of(name: str | None) -> Any:
-    if name is None:
-        return "auto"
     if name == "ddp_sharded, offloaded":
         return Offloading(offload_optimizer=True, start_method="popen")
-    return make_strategy(name, **({"pipeline_parallel_size": 1} if name == "hybrid" else {}))
+    return make_strategy(name, pipeline_parallel_size=1) if name == "hybrid" else name
 
 
 def train(changes: Sequence[Callable[..., object]], strategy: str | None, ranks: int) -> dict[str, dict[str, Tensor]]:
     found = {}
     for change in changes:
         module = Changes(change)
-        trainer = make_trainer(CASE, strategy_of(strategy), ranks)
-        trainer.fit(module, train_loader(CASE, trainer))
+        fit_module(module, strategy_of(strategy), ranks, CASE)
         found[change.__name__] = state(module)
     return found
 
@@ -182,8 +179,7 @@ def read_all(strategy: str | None, ranks: int) -> list[float]:
     found: list[float] = []
     for change in READS:
         module = Changes(change)
-        trainer = make_trainer(CASE, strategy_of(strategy), ranks)
-        trainer.fit(module, train_loader(CASE, trainer))
+        trainer = fit_module(module, strategy_of(strategy), ranks, CASE)
         found += [*module.found, *map(float, trainer.callback_metrics.values())]
     return found
 
@@ -239,8 +235,7 @@ def gather(module: Changes, optimizer: Any) -> None:
 
 def read(strategy: str | None, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
     module = ReadsBeforeSteps(gather)
-    trainer = make_trainer(CASE, strategy_of(strategy), ranks)
-    trainer.fit(module, train_loader(CASE, trainer))
+    fit_module(module, strategy_of(strategy), ranks, CASE)
     return module.found, state(module)
 
 
@@ -276,8 +271,7 @@ class ClearsByHand(Classifier):
 
 def clear_by_hand(strategy: str | None, ranks: int) -> dict[str, dict[str, Tensor]]:
     module = ClearsByHand()
-    trainer = make_trainer(CASE, strategy_of(strategy), ranks)
-    trainer.fit(module, train_loader(CASE, trainer))
+    fit_module(module, strategy_of(strategy), ranks, CASE)
     return {"weights": state(module)}
 
 
@@ -302,8 +296,7 @@ class Fails(Classifier):
 
 
 def fail(strategy: str) -> None:
-    trainer = make_trainer(CASE, make_strategy(strategy), 2, callbacks=[SavesAtExceptions()])
-    trainer.fit(Fails(), train_loader(CASE, trainer))
+    fit_module(Fails(), strategy, 2, CASE, callbacks=[SavesAtExceptions()])
 
 
 @pytest.mark.parametrize("strategy", ["cpu_ps", "sync_ps"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -17,12 +18,11 @@ from tests.strategies.tasks import (
     Case,
     Classifier,
     assert_same_weights,
+    fit_module,
     make_strategy,
-    make_trainer,
     rows_of_each_class,
     rows_with_a_whole_model,
     state,
-    train_loader,
 )
 from tests.world import World
 
@@ -68,9 +68,8 @@ def seeded(is_seeded: bool) -> Iterator[None]:
 def draws(name: str, is_seeded: bool) -> dict[tuple[int, int], list[float]]:
     module = Draws()
     options = {"verify_steps": 0} if "verify_steps" in make_strategy(name).options else {}
-    trainer = make_trainer(CASE, make_strategy(name, **options), 2)
     with seeded(is_seeded):
-        trainer.fit(module, train_loader(CASE, trainer))
+        fit_module(module, make_strategy(name, **options), 2, CASE)
     return {key: values for key, values in module.draws.items() if key > (0, 0)}  # the first one has trials
 
 
@@ -106,9 +105,8 @@ def test_replicas_of_dp_draw_different_numbers() -> None:
         def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
             drawn.append(outputs["drawn"].tolist())
 
-    trainer = make_trainer(CASE, make_strategy("dp"), 2, callbacks=[Notes()])
     with seeded(False):
-        trainer.fit(Gives(), train_loader(CASE, 1))
+        fit_module(Gives(), "dp", 2, CASE, callbacks=[Notes()])
     assert len(drawn) == len({tuple(each) for each in drawn})
     assert all(first != second for first, second in drawn)
 
@@ -116,9 +114,8 @@ def test_replicas_of_dp_draw_different_numbers() -> None:
 def train(name: str | None, ranks: int) -> dict[str, Any]:
     options = {"find_unused_parameters": True} if name in ("ring_ddp", "ddp_sharded") else {}
     module = DropsLayers()
-    trainer = make_trainer(CASE, "auto" if name is None else make_strategy(name, **options), ranks)
     with seeded(True):
-        trainer.fit(module, train_loader(CASE, trainer))
+        fit_module(module, name, ranks, replace(CASE, strategy=options))
     return {"weights": state(module)}
 
 

@@ -25,6 +25,7 @@ from tests.strategies.tasks import (
     Classifier,
     assert_same_weights,
     dataset,
+    fit_module,
     make_strategy,
     make_trainer,
     rows_of_each_class,
@@ -90,8 +91,7 @@ class Blocks(L.LightningModule):
 def train(name: str, choice: Any) -> dict[str, Any]:
     module = Blocks()
     case = Case(max_epochs=2, trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5})
-    trainer = make_trainer(case, make_strategy(name, activation_checkpointing=choice), 2)
-    trainer.fit(module, train_loader(case, trainer))
+    fit_module(module, make_strategy(name, activation_checkpointing=choice), 2, case)
     return {"weights": state(module), "kept": module.kept[-1], "calls": module.num_calls / len(module.kept)}
 
 

@@ -14,10 +14,10 @@ from tests.strategies.tasks import (
     Classifier,
     dataset,
     eval_loader,
+    fit_module,
     make_strategy,
     make_trainer,
     rows_of_each_class,
-    train_loader,
 )
 from tests.world import World
 
@@ -35,8 +35,7 @@ class Lazy(Classifier):
 
 
 def fit_lazy(name: str) -> None:
-    trainer = make_trainer(Case(), make_strategy(name), 2)
-    trainer.fit(Lazy(), train_loader(Case(), trainer))
+    fit_module(Lazy(), name, 2)
 
 
 @rows
@@ -53,7 +52,7 @@ class Further(BatchSampler):
 def fit_with_own_batches(name: str) -> None:
     data = dataset(16)
     loader: DataLoader[Any] = DataLoader(data, batch_sampler=Further(SequentialSampler(data), 4, False, None))
-    make_trainer(Case(), make_strategy(name), 2).fit(Classifier(), loader)
+    fit_module(Classifier(), name, 2, Case(), loader)
 
 
 def predict_few(name: str) -> Any:

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.strategies.tasks import Case, assert_same_weights, make_strategy, make_trainer, state
+from tests.strategies.tasks import Case, assert_same_weights, fit_module, state
 from tests.world import World
+
+CASE = Case(max_epochs=1, trainer={"use_distributed_sampler": False})
 
 
 class Regressor(L.LightningModule):
@@ -40,8 +42,7 @@ def train(strategy: str | None, ranks: int) -> dict[str, Any]:
     order = torch.Generator().manual_seed(int(os.environ.get("LOCAL_RANK", 0)))
     module = Regressor()
     loader = DataLoader(data, batch_size=4, shuffle=True, generator=order)
-    chosen = "auto" if strategy is None else make_strategy(strategy)
-    make_trainer(Case(max_epochs=1), chosen, ranks, use_distributed_sampler=False).fit(module, loader)
+    fit_module(module, strategy, ranks, CASE, loader)
     return {"weights": state(module)}
 
 
@@ -87,9 +88,7 @@ def decide(ranks: int, hook: str, generator: str) -> dict[str, Any]:
     data = TensorDataset(torch.randn(48, 4, generator=numbers), torch.randn(48, 2, generator=numbers))
     module = Deciding(hook, generator)
     torch.manual_seed(7)
-    chosen = "auto" if ranks == 1 else make_strategy("tensor_split")
-    trainer = make_trainer(Case(max_epochs=1), chosen, ranks, use_distributed_sampler=False)
-    trainer.fit(module, DataLoader(data, batch_size=4))
+    fit_module(module, None if ranks == 1 else "tensor_split", ranks, CASE, DataLoader(data, batch_size=4))
     return {"weights": state(module), "decisions": module.decisions}
 
 

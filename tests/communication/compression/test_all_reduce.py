@@ -327,24 +327,3 @@ def _begun_ahead(name: str) -> bool:
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_tensors_may_begin_before_others_have_finished(world4: World, name: str) -> None:
     assert all(world4.run(_begun_ahead, name))
-
-
-def _bad_input() -> list[str]:
-    reduce = engine("int8")
-    messages = []
-    integers = torch.ones(12, dtype=torch.int32)
-    for tensor in [torch.ones(4, 4).t()[1:], integers, torch.ones(3, 4).to_sparse(), torch.ones(5)]:
-        with pytest.raises(ValueError, match=r".+") as caught:
-            reduce(tensor, (GradientPiece("a", (3, 4)),))
-        messages.append(str(caught.value))
-    with pytest.raises(ValueError, match="segment_elements=0"):
-        CompressedAllReduce(reduce.group, make_compressor("int8"), segment_elements=0)
-    return messages
-
-
-def test_bad_input_is_named(world2: World) -> None:
-    for strides, integers, sparse, pieces in world2.run(_bad_input):
-        assert "contiguous" in strides
-        assert "torch.int32" in integers
-        assert "sparse" in sparse
-        assert "the pieces have 12 elements, the tensor has 5" in pieces

@@ -359,92 +359,96 @@ def test_a_loaded_state_goes_on(world2: World, name: str) -> None:
             assert_equal(found, parameter.detach())
 
 
-def unusual() -> dict[str, Any]:
+def unusual_steps(serve: Serve, number: int, calls: list[tuple[Optimizer, str]]) -> dict[str, Any]:
+    """What one of two ranks, or workers, gets from steps with something unusual."""
     found: dict[str, Any] = {}
-    with host_memory() as memory:
+    parameters = weights()
+    optimizer: Optimizer = NormedSGD(groups_of(parameters), lr=0.1)
+    trained(serve, optimizer, parameters, number).close()
+    found["one updates all"] = [p.detach() for p in parameters]
 
-        def serve(optimizer: Optimizer) -> HostStep:
-            return host_step(optimizer, memory)
+    parameters = weights()
+    optimizer = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
+    server = trained(serve, optimizer, parameters[:1], number)  # one of the groups has no gradients
+    assert parameters[1].grad is None
+    found["unused"] = [p.detach() for p in parameters]
+    late = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [late], "lr": 1.0})
 
-        parameters = weights()
-        optimizer: Optimizer = DecayingSGD(groups_of(parameters), lr=0.1, momentum=0.9)
-        trained(serve, optimizer, parameters, rank()).close()
-        found["values"] = [p.detach() for p in parameters]
-
-        parameters = weights()
-        optimizer = NormedSGD(groups_of(parameters), lr=0.1)
-        trained(serve, optimizer, parameters, rank()).close()
-        found["one rank updates all"] = [p.detach() for p in parameters]
-        assert "step" not in vars(optimizer), "the optimizer has its own step again"
-
-        parameters = weights()
-        optimizer = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
-        server = trained(serve, optimizer, parameters[:1], rank())  # one of the groups has no gradients
-        assert parameters[1].grad is None
-        found["unused"] = [p.detach() for p in parameters]
-        late = nn.Parameter(torch.ones(3, dtype=torch.float32))
-        optimizer.add_param_group({"params": [late], "lr": 1.0})
-        for parameter in parameters:
-            parameter.grad = None
-        late.grad = torch.full((3,), float(rank() + 1)) if rank() == 0 else None
+    def step(gradient: float | None) -> list[float]:
+        late.grad = None if gradient is None else torch.full((3,), gradient)
         optimizer.step()
-        found["a group that came later, on one rank"] = late.detach().clone()
-        with torch.no_grad():
-            late.zero_()  # as a hook may, on every rank
-        late.grad = torch.ones(3)
-        optimizer.param_groups[2]["lr"] = 2.0  # as a scheduler does
-        optimizer.step()
-        found["a weight and a rate that changed"] = late.detach().clone()
-        late.grad = torch.ones(3) if rank() == 0 else None
-        optimizer.param_groups[2] |= {"lr": 1.0, "momentum": 0.0}
-        with torch.no_grad():
-            late.zero_()
-        optimizer.step()
-        found["a gradient that one rank no longer has"] = late.detach().clone()
-        for clip in (True, False):
-            if clip:
-                server.clip_norm = 0.1 * 3**0.5
-            late.grad = torch.ones(3)
-            optimizer.step()
-        found["one step of two is clipped"] = late.detach()
-        server.close()
-        with hooks_of_all_optimizers() as calls:
-            found["hooks"] = hooked_steps(lambda step: gradients(step, rank()), calls, serve)
-        optimizer = optim.SGD(parameters := weights(), lr=0.1)
-        if rank() == 0:
-            optimizer.register_step_pre_hook(lambda *_: None)
-        with contextlib.closing(host_step(optimizer, memory)):
-            parameters[0].grad = torch.ones_like(parameters[0])
-            with pytest.raises(ValueError, match="1 of 2 ranks have hooks that read gradients before a step of SGD"):
-                optimizer.step()
-        for name in VALUES:
-            found[name] = scheduled_steps(name, lambda step: gradients(step, rank()), serve)
-        found["sparse"] = sparse_steps_of(rank(), serve)
+        return late.tolist()
+
+    for parameter in parameters:
+        parameter.grad = None
+    found["a group that came later, on one rank"] = step(1.0 if number == 0 else None)
+    late.data.zero_()  # as a hook may, on every rank
+    optimizer.param_groups[2]["lr"] = 2.0  # as a scheduler does
+    found["a weight and a rate that changed"] = step(1.0)
+    optimizer.param_groups[2] |= {"lr": 1.0, "momentum": 0.0}
+    late.data.zero_()
+    found["a gradient that one rank no longer has"] = step(1.0 if number == 0 else None)
+    late.data.zero_()
+    for norm in (0.1, None, 0.2):
+        server.clip_norm = None if norm is None else norm * 3**0.5
+        step(1.0)
+    server.clip_value = 0.25
+    found["clipping"] = step(2.0 * number)
+    server.close()
+    found["hooks"] = hooked_steps(lambda step: gradients(step, number), calls, serve)
+    found |= {name: scheduled_steps(name, lambda step: gradients(step, number), serve) for name in VALUES}
+    found["sparse"] = sparse_steps_of(number, serve)
     return found
 
 
-def test_unusual_steps(world2: World) -> None:
+def assert_unusual(found: dict[str, Any]) -> None:
+    """The results of :func:`unusual_steps` are those of one device."""
     normed, _ = on_one_device(lambda groups: NormedSGD(groups, lr=0.1))
+    assert_equal(found["one updates all"], [p.detach() for p in normed])
     parameters = weights()
     optimizer = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
     for step in range(STEPS):
         parameters[0].grad = averaged(step)[0]
         optimizer.step()
-    decaying, _ = on_one_device(lambda groups: DecayingSGD(groups, lr=0.1, momentum=0.9))
-    for result in world2.run(unusual):
-        assert_equal(result["values"], [p.detach() for p in decaying])
-        assert_equal(result["one rank updates all"], [p.detach() for p in normed])
-        assert_equal(result["unused"], [p.detach() for p in parameters])
-        assert result["a group that came later, on one rank"].tolist() == [0.5] * 3, "the mean of 1 and of no gradient"
-        # The momentum of the step before, 0.5 x 0.9, and the gradient.
-        assert_equal(result["a weight and a rate that changed"], torch.full((3,), -2.0 * 1.45))
-        assert result["a gradient that one rank no longer has"].tolist() == [-0.5] * 3
-        torch.testing.assert_close(result["one step of two is clipped"], torch.full((3,), -0.5 - 0.1 - 1.0))
-        assert_equal(result["sparse"], sparse_on_one_device())
-        for name in VALUES:
-            assert_equal(result[name], scheduled_steps(name, averaged))
+    assert_equal(found["unused"], [p.detach() for p in parameters])
+    assert found["a group that came later, on one rank"] == [0.5] * 3, "the mean of 1 and of no gradient"
+    # The momentum of the step before, 0.5 x 0.9, and the gradient.
+    assert found["a weight and a rate that changed"] == pytest.approx([-2.0 * 1.45] * 3)
+    assert found["a gradient that one rank no longer has"] == [-0.5] * 3
+    assert found["clipping"] == pytest.approx([-0.1 - 1.0 - 0.2 - 0.25] * 3)
+    for name in VALUES:
+        assert_equal(found[name], scheduled_steps(name, averaged))
+    assert_equal(found["sparse"], sparse_on_one_device())
+    with hooks_of_all_optimizers() as calls:
+        assert_equal(found["hooks"], hooked_steps(averaged, calls))
+
+
+def unusual() -> tuple[dict[str, Any], list[Tensor]]:
+    with host_memory() as memory:
+
+        def serve(optimizer: Optimizer) -> HostStep:
+            return host_step(optimizer, memory)
+
         with hooks_of_all_optimizers() as calls:
-            assert_equal(result["hooks"], hooked_steps(averaged, calls))
+            found = unusual_steps(serve, rank(), calls)
+        optimizer: Optimizer = optim.SGD(parameters := weights(), lr=0.1)
+        if rank() == 0:
+            optimizer.register_step_pre_hook(lambda *_: None)
+        with contextlib.closing(serve(optimizer)):
+            parameters[0].grad = torch.ones_like(parameters[0])
+            with pytest.raises(ValueError, match="1 of 2 ranks have hooks that read gradients before a step of SGD"):
+                optimizer.step()
+        optimizer = DecayingSGD(groups_of(parameters := weights()), lr=0.1, momentum=0.9)
+        trained(serve, optimizer, parameters, rank()).close()
+    return found, [p.detach() for p in parameters]
+
+
+def test_unusual_steps(world2: World) -> None:
+    decaying, _ = on_one_device(lambda groups: DecayingSGD(groups, lr=0.1, momentum=0.9))
+    for found, of_decaying in world2.run(unusual):
+        assert_unusual(found)
+        assert_equal(of_decaying, [p.detach() for p in decaying])
 
 
 def test_an_optimizer_that_evaluates_the_loss_is_refused() -> None:

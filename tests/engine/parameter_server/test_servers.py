@@ -41,22 +41,18 @@ from lightning_multigpu.placement.owned_step import OwnedStep
 from tests.engine.parameter_server.test_host_transport import (
     OPTIMIZERS,
     STEPS,
-    VALUES,
     DecayingSGD,
-    NormedSGD,
     Trained,
     assert_as_on_one_device,
     assert_equal,
+    assert_unusual,
     averaged,
     every_optimizer,
     gradients,
     groups_of,
-    hooked_steps,
     hooks_of_all_optimizers,
     on_one_device,
-    scheduled_steps,
-    sparse_on_one_device,
-    sparse_steps_of,
+    unusual_steps,
     weights,
 )
 
@@ -276,64 +272,22 @@ def test_tensors_of_several_dtypes_are_divided_evenly() -> None:
 @WAYS
 def test_unusual_steps(in_memory: Collection[int]) -> None:
     """Gradients that one worker lacks, groups that come later, weights and rates that hooks change, and clipping."""
-    normed, _ = on_one_device(lambda groups: NormedSGD(groups, lr=0.1))
-    reference = weights()
-    stepped = optim.SGD(groups_of(reference), lr=0.1, momentum=0.9)
-    for step in range(STEPS):
-        reference[0].grad = averaged(step)[0]
-        stepped.step()
-    with job(2, in_memory=in_memory) as found:
+    with job(2, in_memory=in_memory) as found, hooks_of_all_optimizers() as calls:
 
-        def work(worker: int) -> None:
+        def work(worker: int) -> dict[str, Any]:
             with found.connections(worker) as connections:
-                parameters = weights()
-                train(connections, parameters, NormedSGD(groups_of(parameters), lr=0.1), range(STEPS)).close()
-                assert_equal([p.detach() for p in parameters], [p.detach() for p in normed])
-                assert not found.servers[1]._shards, "it has no part, and holds nobody back"
-
-                parameters = weights()
-                optimizer = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
-                remote = train(connections, parameters[:1], optimizer, range(STEPS))
-                assert parameters[1].grad is None
-                assert_equal([p.detach() for p in parameters], [p.detach() for p in reference])
-
-                late = nn.Parameter(torch.ones(3))
-                optimizer.add_param_group({"params": [late], "lr": 1.0})
-                for parameter in parameters:
-                    parameter.grad = None
-                late.grad = torch.ones(3) if worker == 0 else None
-                optimizer.step()
-                assert late.tolist() == [0.5] * 3, "the mean of 1 and of no gradient"
-                late.data.zero_()  # as a hook may, on every worker
-                late.grad = torch.ones(3)
-                optimizer.param_groups[2]["lr"] = 2.0  # as a scheduler does
-                optimizer.step()
-                assert_equal(late.detach(), torch.full((3,), -2.0 * 1.45))
-                optimizer.param_groups[2] |= {"lr": 1.0, "momentum": 0.0}
-                late.data.zero_()
-                for norm in (0.1, None, 0.2):
-                    remote.clip_norm = None if norm is None else norm * 3**0.5
-                    late.grad = torch.ones(3)
-                    optimizer.step()
-                torch.testing.assert_close(late.detach(), torch.full((3,), -0.1 - 1.0 - 0.2))
-                remote.clip_value = 0.25
-                late.grad = torch.full((3,), 2.0 * worker)
-                optimizer.step()
-                torch.testing.assert_close(late.detach(), torch.full((3,), -1.55))
-                remote.close()
 
                 def serve(optimizer: Optimizer) -> ServerStep:
-                    return server_step(optimizer, connections)
+                    return server_step(optimizer, connections, bucket_bytes=int(SMALL))
 
-                assert_equal(sparse_steps_of(worker, serve), sparse_on_one_device())
-                assert_equal(hooked_steps(lambda step: gradients(step, worker), calls, serve), hooked)
-                for name in VALUES:
-                    steps = scheduled_steps(name, lambda step: gradients(step, worker), serve)
-                    assert_equal(steps, scheduled_steps(name, averaged))
+                return unusual_steps(serve, worker, calls)
 
-        with hooks_of_all_optimizers() as calls:
-            hooked = hooked_steps(averaged, calls)
-            found.workers.run(work)
+        results = found.workers.run(work)
+    first, second = (found.servers[number]._shards for number in range(2))
+    assert 0 in first, "the first optimizer cannot be divided"
+    assert 0 not in second, "a server without a part holds nobody back"
+    for result in results:
+        assert_unusual(result)
 
 
 def changes_of(remote: ServerStep) -> list[int]:
@@ -598,31 +552,6 @@ def test_the_time_that_workers_wait_for_a_busy_server_is_counted() -> None:
     assert sum(of_worker.total() for of_worker in counted.staleness.values()) == 4
     pushed = 4 * sum(parameter.nbytes for parameter in weights())
     assert counted.bytes_in[0] == pushed < counted.bytes_out[0]
-
-
-@pytest.mark.parametrize("in_memory", [(), ALL], ids=["sockets", "memory"])
-def test_gradients_that_change_after_they_were_pushed_are_pushed_again(in_memory: Collection[int]) -> None:
-    with job(in_memory=in_memory) as found:
-
-        def work(worker: int) -> None:
-            with found.connections(worker) as connections:
-                weight = nn.Parameter(torch.ones(3))
-                optimizer = optim.SGD([weight], lr=1.0)
-                remote = server_step(optimizer, connections)
-                weight.grad = torch.ones(3)
-                optimizer.step()
-                weight.data.fill_(5.0)  # as a hook may
-                optimizer.step()
-                assert weight.tolist() == [4.0] * 3
-                remote.transport.pushes_early, weight.grad = True, None
-                weight.sum().backward()
-                assert weight.grad is not None
-                weight.grad.mul_(2)
-                optimizer.step()
-                assert weight.tolist() == [2.0] * 3
-
-        found.workers.run(work)
-    assert found.problems == [""]
 
 
 def test_frozen_parameters_do_not_travel() -> None:

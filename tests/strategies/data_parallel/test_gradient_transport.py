@@ -23,8 +23,8 @@ from tests.strategies.tasks import (
     assert_same_weights,
     dataset,
     fit,
+    fit_module,
     make_strategy,
-    make_trainer,
     state,
     train_loader,
 )
@@ -94,8 +94,7 @@ def train(*, max_steps: int = 50, **options: Any) -> dict[str, Any]:
     strategy = make_strategy("ring_ddp", **options)
     case = Case(precision="32-true", num_samples=400, trainer={"max_steps": max_steps, "max_epochs": -1, **TWO_HOSTS})
     module = Classifier()
-    trainer = make_trainer(case, strategy, 4, **TWO_HOSTS)
-    trainer.fit(module, train_loader(case, 4))
+    trainer = fit_module(module, strategy, 4, case, train_loader(case, 4))
     strategy.meter.flush()
     last = strategy.meter.steps[-1].of("all_reduce", "data")
     return {
@@ -154,9 +153,8 @@ def scaled() -> dict[str, Any]:
     strategy = make_strategy("ring_ddp", compression=COMPRESSIONS["int8"])
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3))
     case = Case(precision="32-true", trainer={"max_epochs": 1, **TWO_HOSTS})
-    trainer = make_trainer(case, strategy, 4, plugins=plugin, precision=None, **TWO_HOSTS)
     module = Planted()
-    trainer.fit(module, train_loader(case, 4))
+    fit_module(module, strategy, 4, case, train_loader(case, 4), plugins=plugin, precision=None)
     assert plugin.scaler is not None
     return {"weights": state(module), "scale": plugin.scaler.get_scale(), "losses": module.seen}
 

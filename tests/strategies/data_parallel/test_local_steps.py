@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam
 from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
 from tests.fake_gpu import DEVICE, FakeGPU
-from tests.strategies.tasks import Case, Classifier, eval_loader, make_strategy, make_trainer, state, train_loader
+from tests.strategies.tasks import Case, Classifier, eval_loader, fit_module, make_strategy, state, train_loader
 from tests.world import World, init_group, rank
 
 EVERY = 3
@@ -48,8 +48,8 @@ def train(directory: str, *, every: int = EVERY, num_samples: int = 61, **traine
     strategy = make_strategy("ring_ddp", average_every=every)
     recorder, module = Recorder(), Classifier()
     saver = ModelCheckpoint(directory, every_n_train_steps=4, save_top_k=-1, filename="{step}")
-    trainer = make_trainer(case, strategy, 2, callbacks=[recorder, saver], enable_checkpointing=True)
-    trainer.fit(module, train_loader(case, 2), eval_loader())
+    data, callbacks = (train_loader(case, 2), eval_loader()), [recorder, saver]
+    fit_module(module, strategy, 2, case, *data, callbacks=callbacks, enable_checkpointing=True)
     strategy.meter.flush()
     return {
         "batches": recorder.batches,

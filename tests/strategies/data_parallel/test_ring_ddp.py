@@ -24,8 +24,8 @@ from tests.strategies.tasks import (
     Classifier,
     eval_loader,
     fit,
+    fit_module,
     make_strategy,
-    make_trainer,
     state,
     train_loader,
 )
@@ -36,8 +36,7 @@ GRADIENT_BYTES = (16 * 6 + 16 + 3 * 16 + 3) * 8  # of the Classifier, in float64
 
 def traffic(trainer_options: dict[str, Any], **options: Any) -> list[StepTraffic]:
     strategy = make_strategy("ring_ddp", **options)
-    trainer = make_trainer(Case(max_epochs=1, trainer=trainer_options), strategy, 2)
-    trainer.fit(Classifier(), train_loader(Case(), 2), eval_loader())
+    fit_module(Classifier(), strategy, 2, Case(max_epochs=1), train_loader(Case(), 2), eval_loader(), **trainer_options)
     strategy.meter.flush()
     return list(strategy.meter.steps)
 
@@ -63,13 +62,12 @@ def test_each_optimizer_step_sends_the_gradients_once(accumulate: int, world2: W
 def bucket_sizes(**options: Any) -> list[int]:
     """Bytes of the buckets of one step, once torch has put them into the order of backward."""
     strategy = make_strategy("ring_ddp", **options)
-    trainer = make_trainer(Case(max_epochs=1), strategy, 2)
     module = Classifier()
     module.wide = nn.ModuleList(nn.Linear(1, 300_000) for _ in range(2))  # type: ignore[assignment]
     module.first.register_forward_hook(
         lambda layer, inputs, output: output + sum(0 * wide(output[:, :1]).sum() for wide in module.wide)
     )
-    trainer.fit(module, train_loader(Case(), 2))
+    fit_module(module, strategy, 2, Case(max_epochs=1))
     strategy.meter.flush()
     (totals,) = strategy.meter.steps[-1].of("all_reduce", "data")
     return [totals.count, totals.size_bytes]
@@ -129,8 +127,8 @@ def test_hooks_of_torch_work_on_cpu(world2: World) -> None:
 
 def means(strategy_name: str, **options: Any) -> list[Tensor]:
     module = Normalised()
-    trainer = make_trainer(Case(max_epochs=2), make_strategy(strategy_name, **options), 2)
-    trainer.fit(module, train_loader(Case(), 2), eval_loader())
+    case = Case(max_epochs=2, strategy=options)
+    fit_module(module, strategy_name, 2, case, train_loader(case, 2), eval_loader())
     return module.means
 
 
@@ -148,7 +146,7 @@ def test_buffers_are_those_of_rank_zero(strategy: str, world2: World) -> None:
 def low_precision() -> tuple[dict[str, Tensor], int]:
     module = Classifier()
     strategy = make_strategy("ring_ddp")
-    make_trainer(Case(max_epochs=1, precision="bf16-true"), strategy, 2).fit(module, train_loader(Case(), 2))
+    fit_module(module, strategy, 2, Case(max_epochs=1, precision="bf16-true"))
     strategy.meter.flush()
     return state(module), strategy.meter.steps[-1].of("all_reduce", "data")[0].size_bytes
 
@@ -163,7 +161,7 @@ def test_bfloat16_parameters_travel_as_such(world2: World) -> None:
 def unused_without_saying_so() -> str:
     module = Classifier(unused=True)
     with pytest.raises((RuntimeError, SystemExit)) as caught:
-        make_trainer(Case(), make_strategy("ring_ddp"), 2).fit(module, train_loader(Case(), 2))
+        fit_module(module, "ring_ddp", 2)
     return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
 
 
@@ -196,7 +194,7 @@ def groups_used() -> bool:
             assert strategy.averaging.reducer is not None
             own.append(strategy.averaging.reducer._group is not dist.group.WORLD)
 
-    make_trainer(Case(max_epochs=1), strategy, 2, callbacks=[Look()]).fit(Classifier(), train_loader(Case(), 2))
+    fit_module(Classifier(), strategy, 2, Case(max_epochs=1), callbacks=[Look()])
     return own[0]
 
 

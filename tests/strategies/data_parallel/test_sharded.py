@@ -32,7 +32,7 @@ from tests.strategies.tasks import (
     Classifier,
     assert_same_weights,
     eval_loader,
-    make_strategy,
+    fit_module,
     make_trainer,
     moving_average,
     state,
@@ -45,10 +45,7 @@ CASE = Case(optimizer="adamw", max_epochs=2)
 
 def fit(module: L.LightningModule, ranks: int, case: Case = CASE, **options: Any) -> L.Trainer:
     """Trains on the ranks; on one device without a strategy."""
-    strategy = make_strategy("ddp_sharded", **case.strategy) if ranks > 1 else "auto"
-    trainer = make_trainer(case, strategy, ranks, **options)
-    trainer.fit(module, train_loader(case, trainer))
-    return trainer
+    return fit_module(module, "ddp_sharded" if ranks > 1 else None, ranks, case, **options)
 
 
 class OtherOptimizer(Classifier):
@@ -158,7 +155,7 @@ KINDS = {
 }
 
 
-def trained(kind: str, ranks: int, **options: Any) -> dict[str, Any]:
+def trained(kind: str, strategy: str | None, ranks: int) -> dict[str, Any]:
     callbacks: dict[str, Callback] = {
         "weights that a callback changes": ScalesWeights(),
         "a backbone that is unfrozen": BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=0.05),
@@ -166,8 +163,8 @@ def trained(kind: str, ranks: int, **options: Any) -> dict[str, Any]:
         "an average of weights": moving_average(decay=0.7),
     }
     module = KINDS[kind]()
-    case = Case(max_epochs=3, strategy=options)
-    trainer = fit(module, ranks, case, callbacks=[callbacks[kind]] if kind in callbacks else [])
+    case = Case(max_epochs=3, strategy={"find_unused_parameters": True} if strategy == "ring_ddp" else {})
+    trainer = fit_module(module, strategy, ranks, case, callbacks=[callbacks[kind]] if kind in callbacks else [])
     [group, *_] = trainer.optimizers[0].param_groups
     return {
         "weights": state(module),
@@ -177,14 +174,14 @@ def trained(kind: str, ranks: int, **options: Any) -> dict[str, Any]:
     }
 
 
-def all_kinds(ranks: int) -> dict[str, Any]:
-    return {kind: trained(kind, ranks) for kind in KINDS}
+def all_kinds(strategy: str | None, ranks: int) -> dict[str, Any]:
+    return {kind: trained(kind, strategy, ranks) for kind in KINDS}
 
 
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist", "ignore:Swapping")
 def test_unmodified_modules(world2: World) -> None:
-    reference = all_kinds(1)
-    for result in world2.run(all_kinds, 2):
+    reference = all_kinds(None, 1)
+    for result in world2.run(all_kinds, "ddp_sharded", 2):
         for kind, expected in reference.items():
             assert_same_weights(result[kind], expected)
             assert result[kind]["norms"] == pytest.approx(expected["norms"]), kind
@@ -209,12 +206,7 @@ STORIES = {
 
 
 def test_what_changes_during_training_trains_as_on_one_device(world2: World) -> None:
-    results = world2.run(changes.attempt, STORIES, "ddp_sharded")
-    problems = []
-    for name, story in STORIES.items():
-        both = [result[name] for result in results]
-        problems += changes.problems_of(name, changes.train(story, 1), both, is_exact=True)
-    assert not problems, "\n".join(problems)
+    changes.assert_as_on_one_device(STORIES, "ddp_sharded", world2)
 
 
 def skipping(ranks: int, **options: Any) -> dict[str, Any]:
@@ -329,8 +321,7 @@ class Looks(Callback):
 
 def resumed(path: str) -> set[int]:
     looks = Looks()
-    trainer = make_trainer(Case(max_epochs=2), make_strategy("ddp_sharded"), 2, callbacks=[looks])
-    trainer.fit(Layers(), train_loader(Case(), trainer), ckpt_path=path)
+    fit(Layers(), 2, Case(max_epochs=2), callbacks=[looks], ckpt_path=path)
     return looks.held
 
 
@@ -402,10 +393,8 @@ def test_memory_of_states_that_an_optimizer_begins_with(world2: World) -> None:
 
 def report_of(strategy: str, ranks: int, directory: str, **options: Any) -> dict[str, Any]:
     callback = RunReport(print_table=rank() == 0)
-    case = Case(max_epochs=1, precision="32-true")
-    trainer = make_trainer(case, make_strategy(strategy, **options), ranks, callbacks=[callback],
-                           default_root_dir=directory)  # fmt: skip
-    trainer.fit(Layers(), train_loader(case, trainer))
+    case = Case(max_epochs=1, precision="32-true", strategy=options, trainer={"default_root_dir": directory})
+    fit_module(Layers(), strategy, ranks, case, callbacks=[callback])
     assert callback.report is not None
     return callback.report
 
@@ -639,17 +628,15 @@ class Offloading(ShardedStrategy):
 
 
 def offloaded(make: Any, ranks: int, path: str) -> dict[str, Any]:
-    strategy = Offloading(offload_optimizer=True) if ranks > 1 else "auto"
+    strategy = Offloading(offload_optimizer=True) if ranks > 1 else None
     looks, module = Looks(), make()
     case = Case(max_epochs=2)
     saver = ModelCheckpoint(path, filename=f"of_{ranks}", every_n_train_steps=9)
-    trainer = make_trainer(case, strategy, ranks, callbacks=[looks, saver, ScalesWeights()], enable_checkpointing=True)
-    trainer.fit(module, train_loader(case, trainer))
-    weights = state(module)
-    strategy = Offloading(offload_optimizer=True) if ranks > 1 else "auto"
-    again, module = make_trainer(case, strategy, ranks, callbacks=[ScalesWeights()]), make()
-    again.fit(module, train_loader(case, again), ckpt_path=f"{path}/of_1.ckpt")
-    return {"weights": weights, "held": looks.held, "resumed": state(module)}
+    callbacks = [looks, saver, ScalesWeights()]
+    fit_module(module, strategy, ranks, case, callbacks=callbacks, enable_checkpointing=True)
+    strategy, resumed = Offloading(offload_optimizer=True) if ranks > 1 else None, make()
+    fit_module(resumed, strategy, ranks, case, callbacks=[ScalesWeights()], ckpt_path=f"{path}/of_1.ckpt")
+    return {"weights": state(module), "held": looks.held, "resumed": state(resumed)}
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from tests.modules import Stream
-from tests.strategies.tasks import Case, Classifier, assert_same_weights, dataset, make_strategy, make_trainer, state
+from tests.strategies.tasks import Case, Classifier, assert_same_weights, dataset, fit_module, state
 from tests.world import World, rank
+
+OWN_SAMPLES = {"use_distributed_sampler": False}
 
 
 def loader(indices: list[int], kind: str) -> Any:
@@ -22,12 +24,10 @@ def loader(indices: list[int], kind: str) -> Any:
 
 def train(per_rank: list[list[int]], kind: str, options: dict[str, Any], epochs: int = 1) -> dict[str, Any]:
     module = Classifier()
-    trainer = make_trainer(
-        Case(max_epochs=epochs), make_strategy("ring_ddp", **options), 2, use_distributed_sampler=False
-    )
+    case = Case(max_epochs=epochs, strategy=options, trainer=OWN_SAMPLES)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, loader(per_rank[rank()], kind))
+        trainer = fit_module(module, "ring_ddp", 2, case, loader(per_rank[rank()], kind))
     return {
         "weights": state(module),
         "batches": [n for _, n in module.seen],
@@ -114,9 +114,8 @@ class SumLoss(Classifier):
 
 def train_sum() -> dict[str, torch.Tensor]:
     module = SumLoss()
-    strategy = make_strategy("ring_ddp", loss_reduction="sum")
-    trainer = make_trainer(Case(max_epochs=1), strategy, 2, use_distributed_sampler=False)
-    trainer.fit(module, loader([FIRST[:3], SECOND[:4]][rank()], "sized"))
+    case = Case(max_epochs=1, strategy={"loss_reduction": "sum"}, trainer=OWN_SAMPLES)
+    fit_module(module, "ring_ddp", 2, case, loader([FIRST[:3], SECOND[:4]][rank()], "sized"))
     return state(module)
 
 

@@ -11,23 +11,22 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, Callback
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_multigpu import CPUParameterServerStrategy, ParameterServerStrategy
 from lightning_multigpu.callbacks import CommunicationMonitor, RunReport, ThroughputMonitor
-from tests.modules import Normalised, ReadsGradients, ScalesWeights, TwoOptimizers, WithBackbone
+from tests.modules import Normalised, ReadsGradients
 from tests.report.shape import assert_follows_schema
+from tests.strategies.data_parallel.test_sharded import trained
 from tests.strategies.tasks import (
     Case,
     Classifier,
     assert_same_weights,
     dataset,
-    make_strategy,
-    make_trainer,
+    fit_module,
     state,
-    train_loader,
 )
 from tests.world import World, rank
 
@@ -40,31 +39,11 @@ both = pytest.mark.parametrize("name", ["cpu_ps", "sync_ps"])
 
 def fit(module: L.LightningModule, name: str | None, case: Case = CASE, **options: Any) -> L.Trainer:
     """Trains on two ranks; on one device without a name."""
-    ranks = 1 if name is None else 2
-    strategy = "auto" if name is None else make_strategy(name, **case.strategy)
-    trainer = make_trainer(case, strategy, ranks, **options)
-    trainer.fit(module, train_loader(case, trainer))
-    return trainer
+    return fit_module(module, name, 1 if name is None else 2, case, **options)
 
 
-def trained(kind: str, name: str | None) -> dict[str, Any]:
-    callbacks: list[Callback] = []
-    if kind == "weights that a callback changes":
-        module: L.LightningModule = Classifier("adamw")
-        callbacks = [ScalesWeights()]
-    elif kind == "a backbone that is unfrozen":
-        module = WithBackbone()
-        callbacks = [BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=0.05)]
-    else:
-        module = {"hooks that read gradients": ReadsGradients, "manual optimization": TwoOptimizers}[kind]()
-    options = {"find_unused_parameters": True} if name == "ring_ddp" else {}
-    trainer = fit(module, name, Case(max_epochs=3, strategy=options), callbacks=callbacks)
-    norms = getattr(module, "norms", [])
-    return {"weights": state(module), "norms": norms, "steps": trainer.global_step}
-
-
-trained_on_one_device = functools.cache(functools.partial(trained, name=None))
-MODULES = ["hooks that read gradients", "manual optimization", "weights that a callback changes",
+trained_on_one_device = functools.cache(functools.partial(trained, strategy=None, ranks=1))
+MODULES = ["hooks that read gradients", "manual optimization of two optimizers", "weights that a callback changes",
            "a backbone that is unfrozen"]  # fmt: skip
 
 
@@ -74,7 +53,7 @@ MODULES = ["hooks that read gradients", "manual optimization", "weights that a c
 def test_unmodified_modules(world2: World, kind: str, name: str) -> None:
     """test_sharded.py has these and more; ring_ddp is here since it averages gradients in hooks of its own."""
     reference = trained_on_one_device(kind)
-    for result in world2.run(trained, kind, name):
+    for result in world2.run(trained, kind, name, 2):
         assert_same_weights(result, reference)
         assert result["norms"] == pytest.approx(reference["norms"], rel=1e-9)
         assert result["steps"] == reference["steps"]
@@ -231,8 +210,7 @@ def test_one_device_trains_with_its_optimizer_elsewhere(name: str) -> None:
 
 def alone(name: str) -> dict[str, Tensor]:
     module = Classifier("adamw")
-    trainer = make_trainer(CASE, make_strategy(name), 1)
-    trainer.fit(module, train_loader(CASE, 1))
+    fit_module(module, name, 1, CASE)
     assert rank() == 0
     return state(module)
 
@@ -308,11 +286,9 @@ UNEQUAL = [[[0, 1, 2, 3], [4, 5], [6, 7, 8]], [[9, 10], [11, 12, 13, 14, 15], [1
 def unequal(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
     batches = [[*of_first, *of_second] for of_first, of_second in zip(*UNEQUAL, strict=True)]
     batches = batches if name is None else UNEQUAL[rank()]
-    strategy = "auto" if name is None else make_strategy(name)
-    ranks = 1 if name is None else 2
-    trainer = make_trainer(Case(max_epochs=3), strategy, ranks, use_distributed_sampler=False, **options)
-    module = Classifier("adamw")
-    trainer.fit(module, DataLoader(dataset(17), batch_sampler=batches))
+    module, loader = Classifier("adamw"), DataLoader(dataset(17), batch_sampler=batches)
+    case = Case(max_epochs=3, trainer={"use_distributed_sampler": False, **options})
+    fit_module(module, name, 1 if name is None else 2, case, loader)
     return {"weights": state(module)}
 
 
