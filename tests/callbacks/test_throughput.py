@@ -119,7 +119,11 @@ class Sentence:
     length: int
 
 
-@pytest.mark.parametrize("tokens_fn", ["length", lambda batch: int(batch["length"]), "of a dataclass"], ids=["a key", "a function", "an attribute"])
+@pytest.mark.parametrize(
+    "tokens_fn",
+    ["length", lambda batch: int(batch["length"]), "of a dataclass"],
+    ids=["a key", "a function", "an attribute"],
+)
 def test_tokens_by_key_function_and_attribute(tmp_path: Path, clock: HandClock, tokens_fn: Any) -> None:
     made: list[Any] = [{"x": torch.ones(2, FEATURES), "length": 30}, {"x": torch.ones(2, FEATURES), "length": 50}]
     if tokens_fn == "of a dataclass":
