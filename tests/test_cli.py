@@ -238,7 +238,7 @@ class TestAccepted:
             "{class_path: RingDDPStrategy}",
             "RingDDPStrategy",
             "lightning_multigpu.RingDDPStrategy",
-            "{class_path: RingDDPStrategy, init_args: {compression: int8}}",
+            "{class_path: RingDDPStrategy, init_args: {bucket_cap_mb: 5}}",
         ],
     )
     def test_both_forms_of_a_strategy(self, strategy: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
