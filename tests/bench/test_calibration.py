@@ -123,6 +123,59 @@ def test_the_time_of_a_pass_or_of_its_messages_is_found_again(size: int, pass_s:
     assert (found.pass_s, found.scale, found.fixed_s) == pytest.approx((pass_s, scale, 5e-3), abs=1e-6)
 
 
+def test_with_more_ranks_than_cores_the_large_model_tells_the_latency_of_messages() -> None:
+    world = World(4, 1)
+    hosts = replace(machine(world), shares_cores=True)
+    steps = {}
+    for number in (4, 16):
+        label = f"pipeline_1f1b:num_micro_batches={number}"
+        orders = schedule_orders("1f1b", 4, 1, number)
+        tiny_s = step_time(orders, [2e-3] * 4, [2e-3] * 4, [1e-4 + 1e-8 * 16 * 64 * 4 / number] * 3, cores=2)
+        steps["tiny", label] = row(label, ALONE["tiny"] + 5e-3 + tiny_s, 0.0)
+    whole_s = ALONE["large"] * 2 / 4  # with two ranks at once
+    passes_s = [[2e-3 + share * whole_s / 4 / 4] * 4 for share in (0.35, 0.6)]
+    messages_s = [3 * 1e-4 + 1e-8 * 64 * 512 * 4 / 4] * 3
+    large_s = step_time(schedule_orders("1f1b", 4, 1, 4), *passes_s, messages_s, cores=2)
+    label = "pipeline_1f1b:num_micro_batches=4"
+    steps["large", label] = row(label, 5e-3 + large_s + 0.05 * whole_s / 4, 0.0)
+    found = found_again(hosts, world, ReferenceCost(strategy="ring_ddp", world=world), steps)
+    cost = found.reference("pipeline_1f1b", world)
+    assert (cost.pass_s, cost.scale, cost.fixed_s) == pytest.approx((2e-3, 3.0, 5e-3), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("world", "further"),
+    [
+        (ONE_HOST, set()),
+        (World(1, 4), {calibration._PIPELINES[0]}),
+        (HOSTS, {"ring_ddp:compression=int8", "tensor_split"}),
+    ],
+)
+def test_the_large_model_is_measured_where_a_cost_needs_it(
+    world: World, further: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = set()
+
+    def steps(runs: Any) -> list[StrategyResult]:
+        measured.update((run.plan.subject.name, run.contender.label) for run in runs)
+        return [row(run.contender.label, ALONE[run.plan.subject.name] + 1e-2, 50.0) for run in runs]
+
+    monkeypatch.setattr(calibration, "take_turns", steps)
+    hosts = replace(machine(world), codings=[Coding(name="int8", ratio=4.0, s_per_byte=1e-9)])
+    calibration._with_references(None, "cpu", hosts, world)  # type: ignore[arg-type]
+    labels = {label for subject, label in measured if subject == "large"}
+    own = {"ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps", "cpu_ps", "dp", NO_COMMUNICATION}
+    assert labels - own == further
+
+
+def test_split_layers_between_hosts_whose_link_takes_no_time_for_a_byte() -> None:
+    alone = MeasuredCollective(operation=OF_ACTIVATIONS, world=HOSTS, link=Link(9e-3, 0.0))
+    hosts = replace(machine(HOSTS), collectives=[*machine(HOSTS).collectives, alone])
+    steps = {(subject, "tensor_split"): row("tensor_split", ALONE[subject] + 1e-2, 0.0) for subject in ALONE}
+    found = found_again(hosts, HOSTS, ReferenceCost(strategy="ring_ddp", world=HOSTS), steps)
+    assert found.reference("tensor_split", HOSTS).scale == 1.0
+
+
 def test_the_time_of_a_split_layers_collective_is_found_again() -> None:
     """The tiny and the large model have 5 collectives, the deep one 29; alone a collective takes longer."""
     alone = MeasuredCollective(operation=OF_ACTIVATIONS, world=HOSTS, link=Link(9e-3, 1e-7))

@@ -41,12 +41,14 @@ MACHINE = Machine(
     inside=Link(1e-5, 1e-10),
     between=Link(1e-4, 1e-8),
 )
+crowds: set[int] = set()
 NAMES = {row.name for row in STRATEGIES if not row.name.endswith("_spawn")}
 
 
 def steps(module: Model, *arguments: Any, tensor_parallel_size: int = 1, **options: Any) -> LoneRank:
     """The steps that a rank would have; tests/strategies/test_lone_steps.py measures some."""
     events.append("measured")
+    crowds.add(options["crowd"])
     if type(module).__name__ == "Failing":
         raise LoneStepsError("ZeroDivisionError: division by zero")
     size = 5184 // tensor_parallel_size
@@ -78,6 +80,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     threads = torch.get_num_threads()
     Model.made.clear()
     events.clear()
+    crowds.clear()
     yield tmp_path
     torch.set_num_threads(threads)
     Model.made.clear()
@@ -99,6 +102,11 @@ def test_every_strategy_is_predicted_or_has_a_reason(capsys: pytest.CaptureFixtu
     assert "Model: 1,296 parameters, 8 samples a batch and rank, accumulate_grad_batches=2; on one " in printed
     assert "First choice: " in printed
     assert "not cpu_ps: cpu_ps works on one host only" in printed
+
+
+def test_a_pipeline_with_more_ranks_than_cores_is_measured_with_as_many_ranks_as_cores() -> None:
+    planned("--nodes", "1", "--devices", "4", "--strategies", "gpipe")
+    assert crowds == {1, 2, 4}
 
 
 def test_the_numbers_of_a_row() -> None:

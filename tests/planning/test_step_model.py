@@ -177,6 +177,18 @@ class TestDataParallel:
         found = predict(model, late, Candidate("ddp_sharded"), HOSTS)
         assert found.exposed_s == pytest.approx(2.0 + 1.0)  # one transfer to each owner, and one back
 
+    def test_compression_has_a_cost_of_its_own(self) -> None:
+        coding = Coding(name="bf16", ratio=2.0, s_per_byte=0.0)
+        costs = [
+            ReferenceCost(strategy=name, world=HOSTS, scale=scale)
+            for name, scale in (("ring_ddp", 1.0), ("ring_ddp:compression=bf16", 1.5))
+        ]
+        machine = replace(MACHINE, codings=[coding], references=costs)
+        assert step("ring_ddp", machine=machine).exposed_s == pytest.approx(4.0)
+        assert step("ring_ddp", machine=machine, compression="bf16").exposed_s == pytest.approx(1.5 * 2.0)
+        not_measured = replace(machine, references=[replace(costs[0], scale=2.0)])
+        assert step("ring_ddp", machine=not_measured, compression="bf16").exposed_s == pytest.approx(2.0 * 2.0)
+
     def test_ranks_that_share_cores_compress_slower(self) -> None:
         coding = Coding(name="bf16", ratio=2.0, s_per_byte=1 / MIB)
         cores = {"device_type": "cpu", "devices": 2, "shares_cores": True, "slowdown": {2: 1.0, 4: 2.0}}
@@ -255,6 +267,37 @@ class TestSplitModels:
         cost = ReferenceCost(strategy="pipeline_1f1b", world=World(1, 2), pass_s=0.5)
         found = self.found("gpipe", machine=replace(MACHINE, references=[cost]))
         assert found.compute_s == pytest.approx(4 * (1.5 + 2.5))
+
+    def test_the_latency_of_messages_is_as_many_times_as_long_as_calibrated(self) -> None:
+        cost = ReferenceCost(strategy="pipeline_1f1b", world=HOSTS, scale=3.0)
+        machine = replace(MACHINE, between=Link(0.5, 1 / MIB), references=[cost])
+        assert self.found("model_parallel", HOSTS, machine).exposed_s == pytest.approx(2 * (3 * 0.5 + 1))
+
+    def test_micro_batches_after_the_first_add_gradients(self) -> None:
+        phases = replace(PHASES, adding_s=4.0)  # for all parameters, of which a stage has half
+        model = replace(self.model, phases={1: phases})
+        assert predict(model, MACHINE, Candidate("model_parallel"), World(1, 2)).compute_s == pytest.approx(3)
+        assert predict(model, MACHINE, Candidate("gpipe"), World(1, 2)).compute_s == pytest.approx(4 * 3 + 3 * 2)
+
+    @pytest.mark.parametrize(
+        ("world", "shares_cores", "seconds"),
+        [(World(1, 4), False, 27), (World(4, 1), True, 27), (World(4, 1), False, 21), (World(2, 2), False, 21)],
+    )
+    def test_ranks_share_the_cores_of_their_machine(self, world: World, shares_cores: bool, seconds: float) -> None:
+        """4 stages and 4 micro-batches take (4 + 3) x 3 s, and on two cores 9 x 3 s."""
+        plan = replace(pipeline(4, 4), one_device_s=PHASES.forward_s + PHASES.backward_s)
+        model = replace(self.model, pipelines=[plan], phases={1: PHASES, 2: PHASES})
+        instant = Link(0.0, 0.0)
+        machine = replace(
+            MACHINE, device_type="cpu", devices=2, shares_cores=shares_cores, between=instant, collectives=[]
+        )
+        found = predict(model, machine, Candidate("gpipe"), world)
+        assert found.compute_s + found.bubble_s + found.exposed_s == pytest.approx(seconds)
+
+    def test_collectives_of_split_layers_take_as_many_times_as_long_as_calibrated(self) -> None:
+        cost = ReferenceCost(strategy="tensor_split", world=HOSTS, scale=0.5, pass_s=0.25)
+        found = self.found("tensor_split", HOSTS, replace(MACHINE, references=[cost]))
+        assert found.exposed_s == pytest.approx(3 * (0.5 * 2.0 + 0.25))
 
     def test_a_part_of_the_layers_and_its_collectives(self) -> None:
         found = self.found("tensor_split", HOSTS)

@@ -402,7 +402,7 @@ class _Fit:
             for name in ("tiny", "large")
         )
         scale = 1.0
-        if between_hosts:
+        if between_hosts and at_large_s > at_small_s:
             large_s = max(small_s, (extra["large"] - fixed_s) / large)
             scale = (large_s - small_s) / (at_large_s - at_small_s)
         self._costs.append(

@@ -35,7 +35,7 @@ def show(text: str, *, limit_s: float = _LIMIT_S) -> None:
 def append(path: str, text: str, what: str, *, limit_s: float = _LIMIT_S) -> None:
     """Appends ``text`` to a file, whose directory is made; gives up a file system that does not answer.
 
-    A symbolic link is refused. An error is printed, with ``what`` could not be written.
+    It refuses a symbolic link, and prints that ``what`` could not be written, and why.
     """
 
     def write() -> None:
