@@ -168,6 +168,12 @@ def test_the_large_model_is_measured_where_a_cost_needs_it(
     assert labels - own == further
 
 
+@pytest.mark.parametrize(("device_type", "samples"), [("cpu", 256), ("cuda", 1024)])
+def test_the_large_batch_of_a_slow_link_is_bounded(device_type: str, samples: int) -> None:
+    slow = replace(machine(HOSTS), device_type=device_type, flops_per_s={"float32": 1e12})
+    assert calibration._large_batch(slow, HOSTS, 512) == samples
+
+
 def test_split_layers_between_hosts_whose_link_takes_no_time_for_a_byte() -> None:
     alone = MeasuredCollective(operation=OF_ACTIVATIONS, world=HOSTS, link=Link(9e-3, 0.0))
     hosts = replace(machine(HOSTS), collectives=[*machine(HOSTS).collectives, alone])

@@ -78,6 +78,9 @@ def test_passes_that_run_at_the_same_time_share_the_cores() -> None:
     assert step_time(orders, [1.0] * 4, [1.0] * 4, [0.0] * 3) == 14.0
     assert step_time(orders, [1.0] * 4, [1.0] * 4, [0.0] * 3, cores=2) == pytest.approx(18.0)
     assert step_time(orders, [1.0] * 4, [1.0] * 4, [0.0] * 3, cores=1) == pytest.approx(32.0)
+    assert step_time(orders, [0.0] * 4, [0.0] * 4, [1.0, 5.0, 2.0], cores=1) == pytest.approx(
+        step_time(orders, [0.0] * 4, [0.0] * 4, [1.0, 5.0, 2.0])
+    )
     # Sending takes no core: two micro-batches on two ranks, of which one sends while the other computes.
     orders = schedule_orders("gpipe", 2, 1, 1)
     assert step_time(orders, [1.0] * 2, [1.0] * 2, [5.0], cores=1) == pytest.approx(4 + 2 * 5)

@@ -215,7 +215,7 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
 def _large_batch(machine: Machine, world: World, width: int) -> int:
     """Samples whose computation takes about as long as the transfers, so that what hides can be seen.
 
-    On CPUs fewer: on the cores of a large batch's computation transfers take longer than beside a common batch.
+    On CPUs at most 256: a larger batch keeps the cores busy, and transfers beside it take longer than usual.
     """
     parameters = 6 * width**2
     transfers_s = machine.all_reduce_s(world, 4.0 * parameters)
@@ -374,7 +374,7 @@ class _Fit:
             def step_s(factor: float) -> float:
                 return passes_s(_MICRO_BATCHES[0], pass_s, factor, "large", one_s)
 
-            scale = bisected(step_s, scale, 20.0, large_s) if step_s(scale) < large_s else scale
+            scale = bisected(step_s, scale, 20.0, large_s)
         self._costs.append(
             ReferenceCost(strategy="pipeline_1f1b", world=world, fixed_s=fixed_s, pass_s=pass_s, scale=scale)
         )
@@ -417,7 +417,7 @@ class _Fit:
 
 
 def bisected(value_of: Callable[[float], float], low: float, high: float, wanted: float) -> float:
-    """Where the growing function ``value_of`` reaches ``wanted`` between ``low`` and ``high``, or ``high``."""
+    """Where the growing function ``value_of`` reaches ``wanted``, or the nearer one of ``low`` and ``high``."""
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if value_of(middle) < wanted else (low, middle)

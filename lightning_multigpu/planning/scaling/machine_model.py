@@ -43,12 +43,14 @@ class ReferenceCost:
         strategy: registered name, with the compression if there is one: "ring_ddp:compression=int8".
         world: hosts and devices of the measurement.
         fixed_s: seconds that each batch takes in addition, whatever the model.
-        scale: the measured time of its transfers, over that of the formula; for pipelines the latency of messages.
+        scale: the measured time of its transfers over that of the formula; for pipelines, the latency of a message over
+            the link's.
         busy: the share of a transfer in which the rank that computes beside it makes no progress: 0 on an accelerator,
             1 where the same core moves the bytes.
         tensor_s: seconds that each parameter tensor adds.
         bucket_s: seconds that each bucket adds.
-        pass_s: seconds that each pass of a pipeline stage, or each collective of a split layer, takes in addition.
+        pass_s: seconds that each pass of a pipeline stage, or each collective of a split layer, takes in addition; less
+            than 0 for collectives that took longer alone.
     """
 
     strategy: str
@@ -216,7 +218,8 @@ class Machine:
         """The cost of a strategy in ``world``, or in the nearest measured world; zeros if it was not measured.
 
         Args:
-            strategy: registered name, perhaps with a compression; that without it where this one was not measured.
+            strategy: registered name, with its compression if there is one. The plain strategy's cost stands for a
+                compression that was not measured.
             world: its ranks.
         """
         plain, _, compression = strategy.partition(":")
