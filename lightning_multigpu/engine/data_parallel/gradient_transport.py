@@ -106,7 +106,7 @@ class GradientTransport:
                 inside.close()
             warn(
                 f"gradients travel through sockets also between ranks of one host: {next(filter(None, problems))}. "
-                "RingDDPStrategy(shared_memory=False) asks for that without this warning."
+                "shared_memory=False asks for that without this warning."
             )
             inside, inside_group, (_, across) = None, None, layout(lines, ranks_per_host, use_hosts=False)
         between_group: dist.ProcessGroup | None = None
@@ -121,7 +121,7 @@ class GradientTransport:
         elif self.compressor is not None:
             warn(
                 f"compression={self.compressor!r} has no effect: all ranks are on one host, where they share memory. "
-                "shared_memory=False compresses there too."
+                "shared_memory=False compresses there too, and sends all sums through sockets."
             )
         all_reduce = HierarchicalAllReduce(inside, between, inside_group=inside_group)
         groups.also_cut.append(all_reduce.abort)

@@ -34,7 +34,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
     Megatron-LM (2019), section 3.
     """
 
-    placed: PartLayout
+    part_layout: PartLayout
     """Of the features of all heads."""
     _qkv_same_embed_dim = property(lambda self: False, lambda self, value: None)
     """torch's fast path, which computes all heads, leaves such a layer alone."""
@@ -52,7 +52,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         split: Any = attention
         size, unit = split.embed_dim, split.head_dim
         fused = ParameterSplit.even(3 * size, group.size, sections=(size, size, size), unit=unit)
-        split.placed = placed = PartLayout(ParameterSplit.even(size, group.size, unit=unit), group, name)
+        split.part_layout = placed = PartLayout(ParameterSplit.even(size, group.size, unit=unit), group, name)
         cuts = [(each, placed._replace(split=fused)) for each in (split.in_proj_weight, split.in_proj_bias)]
         cuts += [(each, placed) for each in (split.q_proj_weight, split.k_proj_weight, split.v_proj_weight)]
         for parameter, of_parameter in cuts:
@@ -64,7 +64,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
     @property
     def _own_heads(self) -> tuple[int, int]:
         """The first and one-past-last head of this rank."""
-        return self.placed.group.bounds(self.num_heads)[self.placed.group.rank]
+        return self.part_layout.group.bounds(self.num_heads)[self.part_layout.group.rank]
 
     @override
     def forward(
@@ -91,7 +91,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         projected = [part if has_batch else part.unsqueeze(batch_dim) for part in self._project(query, key, value)]
         if not self.batch_first:
             projected = [part.transpose(0, 1) for part in projected]
-        group, (start, stop) = self.placed.group, self._own_heads
+        group, (start, stop) = self.part_layout.group, self._own_heads
         heads = stop - start
         q, k, v = (part.view(*part.shape[:-1], heads, self.head_dim).transpose(1, 2) for part in projected)
         mask = self._mask(attn_mask, key_padding_mask, q, k.shape[2])
@@ -103,7 +103,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
                 own = (scores if mask is None else scores + mask).softmax(-1)
                 own = F.dropout(own, dropout) if dropout else own
                 mixed = own @ v
-                weights = summed(own.sum(1), group, f"{self.placed.layer} weights") / self.num_heads
+                weights = summed(own.sum(1), group, f"{self.part_layout.layer} weights") / self.num_heads
             elif heads:
                 mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
             else:  # some versions of torch divide by the number of heads
@@ -111,7 +111,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         mixed = mixed.transpose(1, 2).flatten(2)
         if not self.batch_first:
             mixed = mixed.transpose(0, 1)
-        output = self.out_proj(SplitTensor.of(mixed, self.placed.at(mixed.dim() - 1)))
+        output = self.out_proj(SplitTensor.of(mixed, self.part_layout.at(mixed.dim() - 1)))
         if not has_batch:
             return output.squeeze(batch_dim), None if weights is None else weights.squeeze(0)
         return output, weights
@@ -121,7 +121,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         is_self_attention = query is key and key is value
         fused, bias = local(self.in_proj_weight), local(self.in_proj_bias)
         if fused is not None and is_self_attention:
-            return list(column_linear(query, fused, bias, self.placed).chunk(3, -1))
+            return list(column_linear(query, fused, bias, self.part_layout).chunk(3, -1))
         weights = (
             fused.chunk(3) if fused is not None else [local(getattr(self, f"{name}_proj_weight")) for name in "qkv"]
         )
@@ -129,7 +129,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         entered: dict[int, Tensor] = {}
         for tensor in (query, key, value):
             if id(tensor) not in entered:
-                entered[id(tensor)] = enter(tensor, self.placed.group, self.placed.layer)
+                entered[id(tensor)] = enter(tensor, self.part_layout.group, self.part_layout.layer)
         return [
             F.linear(entered[id(each)], weight, bias)
             for each, weight, bias in zip((query, key, value), weights, biases, strict=True)

@@ -370,9 +370,10 @@ class Applied:
             raise
         columns = [parts[name] for name, role in block.roles.items() if role == "column"]
         if len(columns) > 1 and block.shape != "plan":
-            entry = BlockInput(group, columns[0].placed.layer, columns[-1])  # which sums up its gradient once for all
+            layer = columns[0].part_layout.layer
+            block_input = BlockInput(group, layer, columns[-1])  # which sums up its gradient once for all
             for column in columns:
-                column.entry = entry
+                column.block_input = block_input
 
     def undo(self) -> None:
         """Makes the layers whole again, with the values that they had."""
@@ -389,7 +390,7 @@ class Applied:
         """Makes the layers what they were; their parameters stay as they are."""
         for part, kind in reversed(self._kinds):
             part.__class__ = kind
-            for name in ("placed", "entry"):
+            for name in ("part_layout", "block_input"):
                 vars(part).pop(name, None)
         self._kinds = []
 

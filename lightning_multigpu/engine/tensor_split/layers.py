@@ -11,8 +11,8 @@ communicates once in forward and once in backward (Shoeybi et al., Megatron-LM, 
     dx <--- sum of what both ranks compute                                     <--- d out    backward
 
 What lies between is a :class:`.SplitTensor`. Activations outside of the block may be split along the sequence
-(Korthikanti et al., 2022): an all-gather then stands at the beginning, and with ``sequence_dim`` a reduce-scatter at
-the end.
+(Korthikanti et al., 2022): an all-gather then stands at the beginning, and a reduce-scatter at the end, with
+``sequence_part_dim``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _SplitLayer(nn.Module):
 
     weight: Any
     bias: Any
-    placed: PartLayout
+    part_layout: PartLayout
     """Of the outputs of a column layer, the inputs of a row layer, or the rows of an embedding."""
     is_transposed = False
     """The weight is (in, out), as in the Conv1D of transformers."""
@@ -107,7 +107,7 @@ class ColumnSplitLinear(_SplitLayer, nn.Linear):
     ``unit``. After Shoeybi et al., Megatron-LM (2019), section 3.
     """
 
-    entry: Callable[[Tensor, ColumnSplitLinear], Tensor] | None = None
+    block_input: Callable[[Tensor, ColumnSplitLinear], Tensor] | None = None
     """Gives the layer its input, and sums up the gradient of it, for all column layers of a block."""
 
     @classmethod
@@ -136,20 +136,20 @@ class ColumnSplitLinear(_SplitLayer, nn.Linear):
         layer: ColumnSplitLinear = _convert(linear, cls)
         dim = int(layer.is_transposed)
         split = ParameterSplit.even(whole_size(layer.weight, dim), group.size, sections=sections, unit=unit)
-        layer.placed = PartLayout(split, group, name)
-        cut(layer.weight, layer.placed.at(dim))
+        layer.part_layout = PartLayout(split, group, name)
+        cut(layer.weight, layer.part_layout.at(dim))
         if layer.bias is not None:
-            cut(layer.bias, layer.placed)
+            cut(layer.bias, layer.part_layout)
         return layer
 
     @override
     def forward(self, input: Tensor) -> Any:
         weight, bias = self._out_in(), local(self.bias)
-        if self.entry is not None:
-            output = F.linear(self.entry(input, self), weight, bias)
+        if self.block_input is not None:
+            output = F.linear(self.block_input(input, self), weight, bias)
         else:
-            output = column_linear(input, weight, bias, self.placed)
-        return SplitTensor.of(output, self.placed.at(output.dim() - 1))
+            output = column_linear(input, weight, bias, self.part_layout)
+        return SplitTensor.of(output, self.part_layout.at(output.dim() - 1))
 
 
 class RowSplitLinear(_SplitLayer, nn.Linear):
@@ -168,11 +168,12 @@ class RowSplitLinear(_SplitLayer, nn.Linear):
     al., Megatron-LM (2019), section 3.
 
     Attributes:
-        sequence_dim: the dimension along which the output is split over the ranks: a rank then holds (..., sequence /
-            N, ..., out), and gets the gradient of all. None for a whole output. After Korthikanti et al. (2022).
+        sequence_part_dim: the dimension along which the output is split over the ranks: a rank then holds (...,
+            sequence / N, ..., out), and gets the gradient of all. None for a whole output. After Korthikanti et al.
+            (2022).
     """
 
-    sequence_dim: int | None = None
+    sequence_part_dim: int | None = None
 
     @classmethod
     def of(cls, linear: nn.Module, group: TensorGroup, *, unit: int = 1, name: str = "") -> RowSplitLinear:
@@ -190,21 +191,21 @@ class RowSplitLinear(_SplitLayer, nn.Linear):
         layer: RowSplitLinear = _convert(linear, cls)
         dim = int(not layer.is_transposed)
         split = ParameterSplit.even(whole_size(layer.weight, dim), group.size, dim=dim, unit=unit)
-        layer.placed = PartLayout(split, group, name)
-        cut(layer.weight, layer.placed)
+        layer.part_layout = PartLayout(split, group, name)
+        cut(layer.weight, layer.part_layout)
         return layer
 
     @override
     def forward(self, input: Tensor) -> Any:
         rows = F.linear(self._own_input(input), self._out_in())
-        dim, (_, group, name) = self.sequence_dim, self.placed
+        dim, (_, group, name) = self.sequence_part_dim, self.part_layout
         output = summed(rows, group, name, bias=local(self.bias), sequence_dim=dim)
         if dim is None:
             return output
         return SplitTensor.of(output, sequence_placement(dim, rows.shape[dim], group, name))
 
     def _own_input(self, input: Tensor) -> Tensor:
-        split, group, name = placed = self.placed.at(input.dim() - 1)
+        split, group, name = placed = self.part_layout.at(input.dim() - 1)
         if isinstance(input, SplitTensor):
             if input.placed.split == split:
                 return local(input)  # type: ignore[no-any-return]
@@ -240,14 +241,14 @@ class VocabSplitEmbedding(_SplitLayer, nn.Embedding):
                 raise ValueError(f"an embedding with {option} cannot be split over its rows")
         embedding.__class__ = class_of_split(cls, nn.Embedding, type(embedding))
         assert isinstance(embedding, cls)
-        embedding.placed = PartLayout(ParameterSplit.even(embedding.num_embeddings, group.size), group, name)
-        cut(embedding.weight, embedding.placed)
+        embedding.part_layout = PartLayout(ParameterSplit.even(embedding.num_embeddings, group.size), group, name)
+        cut(embedding.weight, embedding.part_layout)
         return embedding
 
     @override
     def forward(self, input: Tensor) -> Any:
         input = whole(input)
-        split, group, name = self.placed
+        split, group, name = self.part_layout
         start, stop = split.bounds(group.rank)
         # What is no row at all stays with the first or the last rank, where looking it up raises.
         elsewhere = (input < start) & (start > 0) | (input >= stop) & (stop < self.num_embeddings)

@@ -110,8 +110,8 @@ class ParameterSplit:
 
 def split_of(parameter: Tensor) -> ParameterSplit | None:
     """The cut of a parameter; None if every rank has all of it."""
-    placed = getattr(parameter, "placed", None)  # see parts.cut
-    return None if placed is None else placed.split
+    split = getattr(getattr(parameter, "placed", None), "split", None)  # see parts.cut
+    return split if isinstance(split, ParameterSplit) else None
 
 
 def whole_size(parameter: Tensor, dim: int) -> int:

@@ -90,7 +90,10 @@ class SplitTensor(Tensor):
 
     @classmethod
     def of(cls, local: Tensor, placed: PartLayout | None) -> Any:
-        """A part of this rank's values, or the values where there is no placement; of a placeholder, a whole one."""
+        """A part of this rank's values, or the values where there is no placement.
+
+        A placeholder becomes one in the shape of the whole.
+        """
         if placed is None:
             return local
         if isinstance(local, Placeholder):

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.block_input import sequence_placement
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block
-from lightning_multigpu.engine.tensor_split.parts import SplitTensor, own_of, whole
+from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local, own_of, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 DIMS = (1, 0)
@@ -84,14 +84,14 @@ class SequenceRegion:
                 if role in ("row", "attention"):
                     self._rows.append(parts[name] if role == "row" else parts[name].out_proj)
         for row in self._rows:
-            row.sequence_dim = dim
+            row.sequence_part_dim = dim
 
     def undo(self) -> None:
         """Activations are whole again."""
         for handle in self._handles:
             handle.remove()
         for row in self._rows:
-            del row.sequence_dim
+            del row.sequence_part_dim
         self._handles, self._rows = [], []
 
     def _begin(
@@ -114,7 +114,13 @@ class SequenceRegion:
         return SplitTensor.of(own_of(tensor, placed, name), placed)
 
     def _end(self, layer: Module, _: tuple[Any, ...], output: Any) -> Any:
-        return type(output)(map(whole, output)) if isinstance(output, tuple | list) else whole(output)
+        return type(output)(map(self._whole, output)) if isinstance(output, tuple | list) else self._whole(output)
+
+    def _whole(self, value: Any) -> Any:
+        """The whole tensor of a part, gathered in the name of the list of layers."""
+        if isinstance(value, SplitTensor):
+            value = SplitTensor.of(local(value), value.placed._replace(layer=f"{self.name} sequence"))
+        return whole(value)
 
     def _is_activation(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > self._dim + 1

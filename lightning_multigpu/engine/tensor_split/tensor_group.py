@@ -285,8 +285,9 @@ class TensorGroup:
 
     def abort(self) -> None:
         """Makes ranks raise that wait for each other in shared memory; any thread may call it."""
-        if self._shared is not None:
-            self._shared.abort()
+        shared = self._shared  # which close() may take away meanwhile
+        if shared is not None:
+            shared.abort()
 
     def close(self) -> None:
         """Ends the thread and releases shared memory; a second call does nothing."""
@@ -297,7 +298,7 @@ class TensorGroup:
         if self._shared is not None:
             self._shared.close()
         # torch keeps the graph of a backward pass that raises an error, and its functions have this object.
-        vars(self).update(group=None, _readers=None, _shared=None, _meter=None, on_gather=None, observer=None)
+        vars(self).update(group=None, _readers=None, _shared=None, _meter=None, on_gather=_refuse, observer=None)
 
     def _is_silent(self, tensor: Tensor) -> bool:
         """Whether nothing is sent: within :meth:`alone`, and for what has no values on this stage of a pipeline."""
@@ -350,3 +351,10 @@ class TensorGroup:
             ranks=self._ranks,
             on_stream=self._is_nccl,
         )
+
+
+def _refuse(layer: str, operation: str) -> None:
+    raise RuntimeError(
+        f"{operation} needs the values of {layer} that the other ranks have, and the run has ended: read them before "
+        "the end of the fit, or load a checkpoint"
+    )

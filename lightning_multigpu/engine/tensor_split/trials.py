@@ -71,7 +71,7 @@ class TracelessStep:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A block in which steps leave no trace but in weights; gradients are away, and parameters read as whole."""
+        """Within the block steps run on whole parameters without gradients; at its end all but weights is restored."""
         before = [(parameter, parameter.grad, parameter.requires_grad) for parameter in self.module.parameters()]
         for parameter, _, _ in before:
             parameter.grad = None

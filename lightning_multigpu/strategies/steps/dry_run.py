@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,6 +77,13 @@ def without_updates(module: pl.LightningModule) -> Iterator[None]:
     finally:
         for parameter, value in zip(parameters, values, strict=True):
             parameter.data.copy_(value)
+
+
+@contextmanager
+def traceless(module: pl.LightningModule) -> Iterator[None]:
+    """Both: a block for steps of any module, at whose end the module and random states are as before it."""
+    with without_trace(module), nullcontext() if module.automatic_optimization else without_updates(module):
+        yield
 
 
 def unlogged_loss(plugin: Precision, module: pl.LightningModule, call: Callable[[], Any]) -> Any:

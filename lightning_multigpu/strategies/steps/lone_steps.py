@@ -39,7 +39,7 @@ from lightning_multigpu.engine.tensor_split.trials import TracelessStep, Trials
 from lightning_multigpu.engine.training_memory import SavedActivations, held_bytes
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.model_profile import Phases
-from lightning_multigpu.strategies.steps.dry_run import QUIET_SETTINGS, unlogged_loss, without_trace
+from lightning_multigpu.strategies.steps.dry_run import QUIET_SETTINGS, traceless, unlogged_loss
 
 _FEWEST_STEPS = 6
 _WARM_UP = 2
@@ -174,7 +174,7 @@ def _split(module: pl.LightningModule, group: LoneTensorGroup, step: Any) -> Non
         module,
         group,
         lambda: unlogged_loss(module.trainer.precision_plugin, module, step),
-        traceless=partial(without_trace, module),
+        traceless=partial(traceless, module),
         gather=lambda value: [value],
         optimizes_manually=not module.automatic_optimization,
     )

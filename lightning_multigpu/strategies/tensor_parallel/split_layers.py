@@ -103,9 +103,12 @@ def check_uncompiled(module: LightningModule) -> None:
 
 
 def _nearest_layers(pattern: str, module: Module) -> list[str]:
-    """Names, with * for numbers, of layers that could be split, those first that are most like the pattern."""
+    """Names, with * for numbers, of layers that could be split, those first whose ends are most like the pattern's."""
     known = [name for name, part in module.named_modules() if is_linear(part) or isinstance(part, Embedding)]
-    return get_close_matches(pattern, {kind_of([name]): None for name in known}, n=3, cutoff=0.0)
+    end = pattern.lstrip("*.")
+    num_words = 1 + end.count(".")
+    by_end = {".".join(kind.split(".")[-num_words:]): kind for kind in (kind_of([name]) for name in reversed(known))}
+    return [by_end[each] for each in get_close_matches(end, by_end, n=3, cutoff=0.0)]
 
 
 def open_tensor_group(strategy: MultiGPUStrategy, *, shared_memory: bool) -> tuple[TensorGroup, MeteredGroup]:

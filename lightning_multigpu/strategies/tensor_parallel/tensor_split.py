@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -35,7 +36,7 @@ from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
-from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, unlogged_loss, without_trace, without_updates
+from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, traceless, unlogged_loss
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 from lightning_multigpu.strategies.steps.same_batches import (
     are_equal,
@@ -253,19 +254,13 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         def step() -> Any:
             return unlogged_loss(self.precision_plugin, module, lambda: module.training_step(cloned(batch), *others))
 
-        @contextmanager
-        def traceless() -> Iterator[None]:
-            updates = nullcontext() if module.automatic_optimization else without_updates(module)
-            with without_trace(module), updates:
-                yield
-
         with self.meter.unrecorded(), self.steps.recomputing():
             plan = self._layers.decide(
                 TracelessStep(
                     module,
                     self._tensor,
                     step,
-                    traceless=traceless,
+                    traceless=partial(traceless, module),
                     gather=self.gather_objects,
                     optimizes_manually=not module.automatic_optimization,
                 ),

@@ -49,8 +49,8 @@ def _pair(kind: str, group: TensorGroup, sequence_dim: int | None = None) -> tup
     up = ColumnSplitLinear.of(split.up, group, name="up")
     if split.gate is not None:
         last = ColumnSplitLinear.of(split.gate, group, name="gate")
-        up.entry = last.entry = BlockInput(group, "input", last)
-    RowSplitLinear.of(split.down, group, name="down").sequence_dim = sequence_dim
+        up.block_input = last.block_input = BlockInput(group, "input", last)
+    RowSplitLinear.of(split.down, group, name="down").sequence_part_dim = sequence_dim
     assert all(old is new for old, new in zip(parameters, split.parameters(), strict=True))
     return whole, split
 
