@@ -105,6 +105,7 @@ CASES: list[tuple[type[L.LightningModule], dict[str, Any]]] = [
     (Module, {"crowd": 2}),
     (Manual, {}),
     (Module, {"tensor_parallel_size": 2}),
+    (Manual, {"tensor_parallel_size": 2}),
     (WithoutPairs, {"tensor_parallel_size": 2}),
     (Failing, {"crowd": 2}),
 ]
@@ -162,6 +163,13 @@ def test_a_rank_of_split_layers_has_its_part_and_its_collectives() -> None:
     assert found.held.parameters_bytes == 4 * part
     # Each block sums its output forward, and the second one the gradient of its input.
     assert found.collectives == [("all_reduce", 4 * 4 * WIDTH)] * 3
+
+
+def test_split_layers_of_a_module_that_optimizes_manually() -> None:
+    """Its step runs in the trials too, and changes neither weights nor the states of the optimizer there."""
+    found = measured(Manual, tensor_parallel_size=2)
+    assert found.collectives == measured(Module, tensor_parallel_size=2).collectives
+    assert found.held == measured(Module, tensor_parallel_size=2).held
 
 
 def test_a_module_whose_layers_cannot_be_split() -> None:

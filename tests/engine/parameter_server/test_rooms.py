@@ -5,18 +5,23 @@ from __future__ import annotations
 import errno
 import gc
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed import TCPStore
 
 from lightning_multigpu.communication.compression.factory import make_compressor
+from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment, mapped
 from lightning_multigpu.engine.parameter_server import servers as servers_module
-from lightning_multigpu.engine.parameter_server.pair import Pair
+from lightning_multigpu.engine.parameter_server.pair import LastWords, Pair, PairEndedError
 from lightning_multigpu.engine.parameter_server.servers import Servers
 from tests.engine.parameter_server.test_asynchronous_updates import wait_until, workers
 from tests.engine.parameter_server.test_host_transport import assert_equal, gradients, groups_of, on_one_device, weights
@@ -29,6 +34,42 @@ def num_mapped() -> int:
     """Segments in this process's memory."""
     gc.collect()
     return Path("/proc/self/maps").read_text().count("/memfd:lightning_multigpu")
+
+
+def pairs(*, between: Callable[[Pair, Pair], None]) -> None:
+    """Both ends of the connections between a worker and a server, in this process."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connections = Connections()
+
+    def end(is_server: bool) -> Pair:
+        own = TCPStore("127.0.0.1", store.port, is_master=False)
+        options: dict[str, Any] = {"connections": connections, "timeout_s": 20.0}
+        return Pair(own, "pair", label="the server" if not is_server else "the worker", is_server=is_server, **options)
+
+    with ThreadPoolExecutor(2) as threads:
+        worker, server = threads.map(end, (False, True))
+    between(worker, server)
+
+
+def test_last_words_arrive_although_no_further_message_can_be_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that fails sends its last words and closes the connection, perhaps before the worker expects more."""
+
+    def between(worker: Pair, server: Pair) -> None:
+        expected = worker.expect()  # which also expects the last words
+        server.send("an answer")
+        server.send(LastWords("the disk is full"))
+        assert expected.get() == "an answer"
+
+        def closed(*_: Any) -> Any:
+            raise RuntimeError("Connection closed by peer")
+
+        monkeypatch.setattr(worker, "requests", SimpleNamespace(recv=closed))
+        with pytest.raises(PairEndedError, match="the server has failed: the disk is full"):
+            worker.receive()
+        with pytest.raises(PairEndedError, match="the server has ended, or the connection to it"):
+            worker.receive()
+
+    pairs(between=between)
 
 
 def trained(found: Job) -> list[tuple[Servers, int]]:

@@ -75,7 +75,9 @@ def test_pieces_compute_what_the_module_computes() -> None:
     outer = Outer()
     reference = copy.deepcopy(outer)
     chain = chain_of(outer)
-    for samples, number in ((5, 1.5), (3, 1.5), (5, 0.5), (5, 1.5)):
+    for samples, number, mode in ((5, 1.5, True), (3, 1.5, True), (5, 1.5, False), (5, 0.5, True), (5, 1.5, True)):
+        outer.train(mode)
+        reference.train(mode)
         with chain.entered():
             found = run(outer.net, samples=samples, number=number)
         for mine, theirs in zip(found, run(reference.net, samples=samples, number=number), strict=True):

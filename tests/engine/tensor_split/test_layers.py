@@ -99,7 +99,7 @@ def _change() -> None:
         own.mul_(2)
         gate: Any = split.gate
         assert whole.gate is not None
-        assert_equal(local(gate(own)).movedim(-1, 0), gate.placed.own(whole.gate(2 * x).movedim(-1, 0)))
+        assert_equal(local(gate(own)).movedim(-1, 0), gate.part_layout.own(whole.gate(2 * x).movedim(-1, 0)))
 
 
 def test_an_input_that_changes_in_place(world2: World) -> None:

@@ -91,6 +91,31 @@ def _all_reads() -> dict[str, str]:
     return problems
 
 
+def _closed() -> list[str]:
+    parameter, told = _parameter(), []
+    with tensor_group() as (group, _):
+        cut(parameter, PartLayout(ParameterSplit.even(SHAPE[0], group.size), group, "up"))
+    group.abort()  # as another thread may
+    with group.showing(parts=False):
+        for read in (parameter.tolist, parameter.std, parameter.sort):
+            with pytest.raises(RuntimeError) as raised:
+                read()
+            told.append(str(raised.value))
+    return told
+
+
+def test_after_the_run_a_read_of_what_other_ranks_have_is_refused(world2: World) -> None:
+    for told in world2.run(_closed):
+        for message in told:
+            assert re.search("needs the values of up .* the run has ended: read them before the end", message)
+
+
+def test_a_users_attribute_is_no_mark_of_a_cut() -> None:
+    parameter = _parameter()
+    parameter.placed = True  # type: ignore[attr-defined]
+    assert split_of(parameter) is None
+
+
 def test_they_are_as_on_one_device(world2: World) -> None:
     """What has the shape of a part was taken for an operation on each element: sums, orders and noise were wrong."""
     for problems in world2.run(_all_reads):

@@ -725,9 +725,10 @@ def test_bad_options_are_named(options: dict[str, Any], words: str) -> None:
             {"*.attention.quv": "column", "*.attention.proj": "row"},
             r"'\*\.attention\.quv': 'column'} matches no module .* 'model\.blocks\.\*\.attention\.qkv'",
         ),
+        ({"*.qv": "column"}, r"'\*\.qv': 'column'} matches no module .* 'model\.blocks\.\*\.attention\.qkv'"),
         ({"*.qkv": "column", "*.attention.qkv": "row"}, "'row'} changes nothing, as earlier patterns match all of"),
     ],
-    ids=["no module", "no module but those of others"],
+    ids=["no module", "the end of a name", "no module but those of others"],
 )
 def test_a_pattern_that_decides_nothing_is_refused(name: str, plan: dict[str, str], words: str) -> None:
     """The layers that it was meant for stayed whole in silence."""
