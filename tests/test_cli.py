@@ -142,7 +142,9 @@ class TestFrame:
             (["strategis"], "Did you mean 'strategies'?"),
         ],
     )
-    def test_no_command(self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_command_is_missing_or_unknown(
+        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert message in error_of(capsys, *arguments)
 
     def test_only_one_rank_of_a_host_reports(
@@ -425,7 +427,7 @@ class TestRefused:
             (["validate", *ON_CPU, "--ckpt_path=last.ckpt"], "ckpt_path='last.ckpt': there is no such file."),
         ],
     )  # fmt: skip
-    def test_wrong_value(
+    def test_refused_arguments(
         self, arguments: list[str], message: str, project: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert message in error_of(capsys, *arguments)

@@ -78,7 +78,7 @@ class Joining:
     def begin(self, run: RunContext, *, guardian: Guardian | None = None, address: str | None = None) -> None:
         """Connects this rank to its host's guardian, or begins a further run under the one of its world.
 
-        ``guardian`` is the one that this process has started; ``address`` that of one which is not in the environment.
+        ``guardian``: started by this process. ``address``: its address, for a rank that has not inherited it.
         """
         if self._deadline_s is not None:
             return

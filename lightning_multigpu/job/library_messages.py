@@ -6,7 +6,7 @@ import warnings
 
 _LIBRARIES = r"(lightning|torch|torchmetrics)(\.|$)"
 _LEAF_SPEC = r"`isinstance\(treespec, LeafSpec\)` is deprecated"  # Lightning 2.6 uses it, torch 2.13 deprecates it
-_REPEATS = "Using `DistributedSampler` with the dataloaders"  # in evaluation; this pack's samplers repeat no sample
+_REPEATS = "Using `DistributedSampler` with the dataloaders"  # this pack's samplers repeat no sample
 _ONE_CYCLE = "Warning: Profiler clears events at the end of each cycle"  # of torch 2.11, also where there is one cycle
 
 
@@ -17,8 +17,17 @@ def silence_deprecations(rank: int) -> None:
     """
     warnings.filterwarnings("ignore", _LEAF_SPEC, FutureWarning)
     warnings.filterwarnings("ignore", _ONE_CYCLE, UserWarning)
-    warnings.filterwarnings("ignore", _REPEATS, UserWarning)
     if rank != 0:
         for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
             warnings.filterwarnings("ignore", category=category, module=_LIBRARIES)
         warnings.filterwarnings("ignore", "The dirpath has changed from", UserWarning)  # of a resumed ModelCheckpoint
+
+
+def silence_repeats() -> None:
+    """Ignores Lightning's warning that evaluation repeats samples, until :func:`show_repeats`."""
+    warnings.filterwarnings("ignore", _REPEATS, UserWarning)
+
+
+def show_repeats() -> None:
+    """Shows the warning again, for other strategies of this process."""
+    warnings.filters[:] = [each for each in warnings.filters if getattr(each[1], "pattern", "") != _REPEATS]  # type: ignore[index]

@@ -15,6 +15,7 @@ from lightning_multigpu.job.common_stop import share_stops
 from lightning_multigpu.job.joining import check_model, table_of
 from lightning_multigpu.job.launchers.script_launcher import ScriptLauncher, is_notebook_fork_needed
 from lightning_multigpu.job.launchers.spawn_launcher import SpawnLauncher
+from lightning_multigpu.job.library_messages import show_repeats, silence_repeats
 from lightning_multigpu.job.process_groups import ProcessGroups
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.strategies import option_checks
@@ -89,6 +90,7 @@ class RankRun:
         """Connects this rank to the others, whose settings have to be alike; signals are deferred from then on."""
         strategy, run, watch = self._strategy, self._strategy.run_context, self._strategy.failure_watch
         reset_seed()
+        silence_repeats()
         precision = strategy.precision_plugin.precision
         alike = table_of(run, strategy=type(strategy).__qualname__, options=strategy.options, precision=precision)
         with strategy.joining.limited(run):
@@ -153,6 +155,7 @@ class RankRun:
         """Ends the watch, and gives signals back, before the strategy leaves its groups."""
         strategy, module = self._strategy, self._strategy.lightning_module
         strategy.failure_watch.leave()
+        show_repeats()
         strategy.meter.notes = None
         strategy.signals.end(None if module is None else module._trainer)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from lightning_multigpu.job.library_messages import silence_deprecations
+from lightning_multigpu.job.library_messages import show_repeats, silence_deprecations, silence_repeats
 
 LEAF_SPEC = "`isinstance(treespec, LeafSpec)` is deprecated, use `isinstance(treespec, TreeSpec) and ...` instead."
 ONE_CYCLE = "Warning: Profiler clears events at the end of each cycle.Only events from the current cycle ..."
@@ -12,11 +12,14 @@ REPEATS = "Using `DistributedSampler` with the dataloaders. During `trainer.test
 DIRPATH = "The dirpath has changed from 'runs/version_0' to 'runs/version_1', therefore ... won't be reloaded."
 
 
-def shown(rank: int) -> list[str]:
-    """The warnings that reach the terminal of ``rank``, out of one of each kind."""
+def shown(rank: int, *, after_run: bool = False) -> list[str]:
+    """The warnings that reach the terminal of ``rank`` in a run or after it, out of one of each kind."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.resetwarnings()
         silence_deprecations(rank)
+        silence_repeats()
+        if after_run:
+            show_repeats()
         for text, category, module in (
             (LEAF_SPEC, FutureWarning, "lightning.pytorch.utilities._pytree"),
             (ONE_CYCLE, UserWarning, "torch.profiler.profiler"),
@@ -34,3 +37,7 @@ def test_ranks_do_not_repeat_what_libraries_deprecate() -> None:
     """Only a pipeline's last rank computes the loss: what torch says of it must not be lost."""
     assert shown(rank=0) == ["a library's", "of a loss", DIRPATH, "the user's"]
     assert shown(rank=1) == ["of a loss", "the user's"]
+
+
+def test_samples_that_other_strategies_of_the_process_repeat_are_warned_of() -> None:
+    assert shown(rank=1, after_run=True) == [REPEATS, "of a loss", "the user's"]

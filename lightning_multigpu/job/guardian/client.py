@@ -46,8 +46,8 @@ class GuardianClient:
 
     Attributes:
         failure: the failure that ``on_failure`` was called with, or None.
-        find_failure: called several times a second in a run, in another thread; a failure that it finds, with its age,
-            is reported.
+        find_failure: called at least every 0.5 s in a run, in another thread; a failure that it finds, with its age, is
+            reported.
         flight_recorder: the record of this rank's steps and collectives, for the guardian to read.
         rests: the process is between two runs: neither its end nor the guardian's is a failure, until a rank begins the
             next run.

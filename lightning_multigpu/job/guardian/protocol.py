@@ -49,7 +49,7 @@ class ProtocolError(ValueError):
 def encode(kind: str, **fields: Any) -> bytes:
     """One message as a line; ProtocolError if it is longer than :data:`MAX_LINE_BYTES`."""
     text = json.dumps({"kind": kind, **fields}, separators=(",", ":"), ensure_ascii=False)
-    line = text.encode(errors="replace") + b"\n"
+    line = text.encode(errors="surrogatepass") + b"\n"  # of file names that are not UTF-8; json.loads takes it
     if len(line) > MAX_LINE_BYTES:
         raise ProtocolError(f"a message {kind!r} has {len(line)} bytes, the limit is {MAX_LINE_BYTES}; shorten it")
     return line

@@ -19,7 +19,7 @@ class Found(NamedTuple):
 
 
 class Raised(NamedTuple):
-    """An exception of a rank that others may raise too: its class and step, the rank's failure if not, and the time."""
+    """An exception of a rank: its class and step, the failure to report if not all ranks raise it, and the time."""
 
     key: str
     failure: Failure
@@ -31,6 +31,7 @@ class WatchedRank:
 
     Attributes:
         slot: the index of the rank's page in the shared memory.
+        introduced: the process itself has sent its rank; before, it is the one that the rank's parent has started.
         finished: True while the rank needs no other rank: it rests or has left.
         at_end: True once the rank has reached the end of its run, and waits for the others.
         joining_until_s: the time by which the rank has to join the others; None before and afterwards.
@@ -41,10 +42,11 @@ class WatchedRank:
         advice: the last line of the failure that it has asked to show; None before.
     """
 
-    def __init__(self, rank: int, process: WatchedProcess, slot: int) -> None:
+    def __init__(self, rank: int, process: WatchedProcess, slot: int, *, introduced: bool) -> None:
         self.rank = rank
         self.process = process
         self.slot = slot
+        self.introduced = introduced
         self.finished = False
         self.at_end = False
         self.raised: Raised | None = None
@@ -83,29 +85,36 @@ class Ranks:
     def __len__(self) -> int:
         return len(self._ranks)
 
-    def add(self, rank: int, pid: int) -> WatchedRank:
+    def add(self, rank: int, pid: int, *, introduced: bool = True) -> WatchedRank:
         """Watches the process ``pid`` as ``rank``; a process may connect again.
+
+        Before it has ``introduced`` itself, its parent names the process that it has started. That may be a wrapper,
+        whose child is the rank.
 
         Raises:
             ValueError: the rank belongs to another process, or is one too many.
             ProcessLookupError: there is no such process.
         """
         known = self._ranks.get(rank)
-        if known is not None:
+        if known is not None and not introduced:
+            return known
+        if known is not None and (known.introduced or known.process.pid == pid):
             if known.process.pid != pid:
                 raise ValueError(
                     f"rank {rank} is the process {known.process.pid} already, and {pid} says that it is rank {rank}; "
                     "give each process a rank of its own"
                 )
+            known.introduced = True
             known.finished = known.at_end = known.can_be_lost = known.has_left = False
             known.lost_since_s = known.raised = None
             return known
-        if len(self._ranks) >= self.num_ranks:
+        if known is None and len(self._ranks) >= self.num_ranks:
             raise ValueError(
                 f"rank {rank} (pid {pid}) is one too many: the guardian was started for {self.num_ranks} ranks and has "
                 f"{', '.join(map(str, sorted(self._ranks)))}; start it with num_ranks={self.num_ranks + 1}"
             )
-        self._ranks[rank] = WatchedRank(rank, WatchedProcess(pid), slot=len(self._ranks))
+        slot = len(self._ranks) if known is None else known.slot
+        self._ranks[rank] = WatchedRank(rank, WatchedProcess(pid), slot, introduced=introduced)
         return self._ranks[rank]
 
     def begin(self, run: int) -> bool:
@@ -183,7 +192,9 @@ class Ranks:
                 exit_code = rank.reported_exit_code if exit_code is None else exit_code
                 if exit_code or self._waited_for_parent(rank, now_s):
                     by_signal = exit_code is not None and exit_code < 0
-                    what = ended_text(exit_code) + (" in the middle of the run" if exit_code == 0 else "")
+                    has_joined = rank.introduced and rank.joining_until_s is None
+                    when = " in the middle of the run" if has_joined else " before it joined the run"
+                    what = ended_text(exit_code) + (when if exit_code == 0 else "")
                     found.append((not by_signal, Found(rank.failure(what, None), now_s)))
             elif state == STOPPED:
                 stopped.append(rank)

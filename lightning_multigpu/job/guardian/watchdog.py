@@ -21,7 +21,7 @@ from lightning_multigpu.job.guardian.hang.waits import HangWatch, in_message, la
 from lightning_multigpu.job.guardian.host_links import Hosts
 from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, Interrupts, signal_of
 from lightning_multigpu.job.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
-from lightning_multigpu.job.guardian.protocol import Connection, Message, accepted, foreign, peer_of
+from lightning_multigpu.job.guardian.protocol import Connection, Message, ProtocolError, accepted, foreign, peer_of
 from lightning_multigpu.job.guardian.ranks import Raised, Ranks, WatchedRank
 from lightning_multigpu.job.guardian.shutdown import OWN_TIME, Shutdown
 from lightning_multigpu.job.guardian.workers import Workers, remove_temporary
@@ -376,7 +376,7 @@ class Watchdog:
     def _welcome(self, connection: Connection, message: Message) -> None:
         number = int(message["rank"])
         try:
-            rank = self._add(number, peer_of(connection.socket)[0])
+            rank = self._add(number, peer_of(connection.socket)[0], introduced=True)
         except ProcessLookupError:
             connection.closed = True
             return
@@ -396,10 +396,17 @@ class Watchdog:
         if self._shutdown is not None:
             connection.send("failure", failure=self._shutdown.failure.to_message())
 
-    def _add(self, number: int, pid: int) -> WatchedRank:
-        is_known = self._ranks.get(number) is not None
-        rank = self._ranks.add(number, pid)
-        if not is_known and rank.process.pidfd is not None:
+    def _add(self, number: int, pid: int, *, introduced: bool) -> WatchedRank:
+        known = self._ranks.get(number)
+        before = None if known is None else known.process
+        rank = self._ranks.add(number, pid, introduced=introduced)
+        if rank.process is before:
+            return rank
+        if before is not None:  # the rank's wrapper
+            if before.pidfd is not None:
+                self._forget(before.pidfd)
+            before.close()
+        if rank.process.pidfd is not None:
             descriptor = rank.process.pidfd
             self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._see_end(descriptor))
         return rank
@@ -449,8 +456,9 @@ class Watchdog:
         elif kind == "show":
             rank.advice, rank.finished = self._ask(connection, message["advice"]), True
         elif kind == "stacks":
-            descriptor = connection.take_descriptor()
-            self._hang_watch.registered(rank.rank, StackSignal(message["number"], descriptor, message["main_thread"]))
+            with contextlib.suppress(ProtocolError):  # no descriptor was left for it: the rank shows no stacks
+                descriptor, main_thread = connection.take_descriptor(), message["main_thread"]
+                self._hang_watch.registered(rank.rank, StackSignal(message["number"], descriptor, main_thread))
         elif kind in ("listen", "join"):
             self._meet_hosts(connection, message)
 
@@ -473,12 +481,14 @@ class Watchdog:
             kind = message["kind"]
             if kind == "started":
                 try:
-                    self._add(message["rank"], message["pid"])
+                    self._add(message["rank"], message["pid"], introduced=False)
                 except ProcessLookupError:
                     what = "ended before it could be watched"
                     self._fail(Failure(what, message["rank"], host_name(), message["pid"]), self._now_s)
                 except OSError:  # no descriptor or memory is left: it is watched once it connects
                     continue
+                except ValueError as error:  # another process has sent a wrong number
+                    self._fail(Failure(str(error), host=host_name()), self._now_s)
             elif kind == "ended" and (rank := self._ranks.get(message["rank"])) is not None:
                 rank.reported_exit_code = message["exit_code"]
             elif kind == "shows":

@@ -258,8 +258,27 @@ def test_what_has_been_started_is_watched_before_it_introduces_itself(status: in
     guardian.ended(1, child.wait())
     printed = rank.communicate("go\n", timeout=60)[0]
     assert "rank 1" in printed
-    assert f"ended with exit status {status}" in printed
+    when = "before it joined the run" if status == 0 else ""
+    assert f"ended with exit status {status} {when}".rstrip() in printed
     assert eventually(lambda: not is_alive(guardian.pid))
+    guardian.stop()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_child_of_what_has_been_started_is_the_rank(is_first: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """A wrapper in place of the interpreter starts it, and its parent may say so after the rank has come."""
+    guardian = Guardian.start(num_ranks=1)
+    rank = start_rank(0, "sys.stdin.readline(); os._exit(3)", guardian.address)
+    wrapper = subprocess.Popen([sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    if is_first:
+        guardian.started(0, wrapper.pid)
+    assert line_of(rank) == "ready\n"
+    if not is_first:
+        guardian.started(0, wrapper.pid)
+    wrapper.communicate(b"\n", timeout=60)
+    rank.communicate("\n\n", timeout=60)
+    assert eventually(lambda: not is_alive(guardian.pid))
+    assert "ended with exit status 3" in message(capfd)
     guardian.stop()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import signal
 import time
 from pathlib import Path
@@ -115,28 +116,82 @@ class Watched:
         seen([View(0, "host", 1, 2)])
 
 
-def test_when_a_report_is_made_again(capfd: pytest.CaptureFixture[str]) -> None:
-    """When what was waited for has ended; other waits that join it change nothing."""
+A, B, C, D = {"a": 0.0}, {"b": 2.0}, {"c": 105.0}, {"d": 107.0}
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "seen", "expected"),
+    [
+        (
+            10,
+            [(9, {}), (10, A), (11, A), (12, A | B), (109, A | B), (110, A | B), (111, A | B), (112, A), (113, {}),
+             (114, {}), (115, C), (116, C), (117, D), (118, D), (119, D)],
+            [
+                (11, "No progress for 11 s (hang_report_s=10)"),
+                (113, "The wait that was reported has ended after 113 s, and the run goes on"),
+                (116, "No progress for 11 s (hang_report_s=10)"),
+                (117, "The wait that was reported has ended after 12 s, and the run goes on"),
+                (119, "No progress for 12 s (hang_report_s=10)"),
+            ],
+        ),
+        (
+            60,
+            [(59, {}), (60, A), (61, A), (62, A | B), (63, A | B), (80, B), (81, B), (82, B), (83, B)],
+            [
+                (61, "No progress for 61 s (hang_report_s=60)"),
+                (80, "The wait that was reported has ended after 80 s, and the run goes on"),
+                (82, "No progress for 80 s (hang_report_s=60)"),
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_when_a_report_is_made_again(
+    limit_s: float,
+    seen: list[tuple[int, dict[str, float]]],
+    expected: list[tuple[int, str]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """When what was waited for has ended; other waits that join it change nothing, and are reported if they go on."""
     watch: Any = Watched()
-    reports = HangReports(10.0, watch, Alone(), lambda: None)  # type: ignore[arg-type]
-    ab = {"a": 0.0, "b": 2.0}
+    reports = HangReports(limit_s, watch, Alone(), lambda: None)  # type: ignore[arg-type]
     told = []
-    for now_s, waits in (
-        (9, {}), (10, {"a": 0.0}), (11, {"a": 0.0}), (12, ab), (109, ab), (110, ab), (111, ab), (112, {"a": 0.0}),
-        (113, {}), (114, {}), (115, {"c": 105.0}), (116, {"c": 105.0}), (117, {"d": 107.0}), (118, {"d": 107.0}),
-        (119, {"d": 107.0}),
-    ):  # fmt: skip
+    for now_s, waits in seen:
         watch.waits = waits
         reports.observe(float(now_s))
         lines = capfd.readouterr().err.splitlines()
         told += [(now_s, line.split(".")[0]) for line in lines if line.startswith(("No progress", "The wait"))]
-    assert told == [
-        (11, "No progress for 11 s (hang_report_s=10)"),
-        (113, "The wait that was reported has ended after 113 s, and the run goes on"),
-        (116, "No progress for 11 s (hang_report_s=10)"),
-        (117, "The wait that was reported has ended after 12 s, and the run goes on"),
-        (119, "No progress for 12 s (hang_report_s=10)"),
-    ]
+    assert told == expected
+
+
+class InCollective(Watched):
+    """A rank whose stack ends in torch's function, and which has used ``ticks`` between two looks."""
+
+    def __init__(self, ticks: int) -> None:
+        self.waits = {"0": 0.0}  # type: ignore[misc]
+        self.looks_s: list[float] = []
+        self.now_s = 0.0
+        self._ticks = ticks
+
+    def observe(self, now_s: float) -> dict[str, float]:
+        self.now_s = now_s
+        return super().observe(now_s)
+
+    def look(self, seen: Any) -> None:
+        self.looks_s.append(self.now_s)
+        main = (Frame("/x/torch/distributed/distributed_c10d.py", 1, "all_reduce"), Frame("train.py", 7, "step"))
+        seen([View(0, "host", 1, 2, stacks=Stacks("", main), cpu_ticks=self._ticks * len(self.looks_s))])
+
+
+@pytest.mark.parametrize("ticks", [0, 100])
+def test_two_looks_at_a_collective_that_nobody_has_noted(ticks: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """The second one is soon, so that the report is; and no third one, however the second one is."""
+    watch: Any = InCollective(ticks)
+    reports = HangReports(60.0, watch, Alone(), lambda: None)  # type: ignore[arg-type]
+    for half_seconds in range(120, 240):
+        reports.observe(half_seconds / 2)
+    assert watch.looks_s == [60.0, 62.5]
+    told = capfd.readouterr().err
+    assert told.startswith("No progress for 63 s (hang_report_s=60).") if ticks == 0 else told == ""
 
 
 def test_a_rank_under_way_or_at_work_is_no_hang(capfd: pytest.CaptureFixture[str]) -> None:
@@ -214,7 +269,7 @@ def test_a_wait_that_was_too_long_before_a_pause_has_not_ended(noted: bool, monk
     """After Ctrl-Z and fg a hung run was said to go on, and reported once more."""
     entry = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
     monkeypatch.setattr(waits_module, "read_entries", lambda memory, slot: [entry] if noted else [])
-    process = SimpleNamespace(state=lambda: RUNNING)
+    process = SimpleNamespace(state=lambda: RUNNING, cpu_ticks=lambda: 7)
     ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=process)])
     watch = HangWatch(10.0, ranks, bytes(PAGE_BYTES))
     for now_s in (5.0, 16.0):
@@ -222,6 +277,21 @@ def test_a_wait_that_was_too_long_before_a_pause_has_not_ended(noted: bool, monk
     assert list(before.values()) == [5.0]
     watch.restart_timers(40.0)
     assert watch.observe(41.0) == before
+
+
+@pytest.mark.parametrize("tick_s", [0.05, 0.5])
+def test_a_rank_that_computes_is_not_asked(tick_s: float) -> None:
+    """All ranks wrote their stacks several times in each step that was longer than ``hang_report_s``."""
+    now_s = 0.0
+    # It computes until second 30. Then it looks now and then whether others have come.
+    process = SimpleNamespace(state=lambda: RUNNING, cpu_ticks=lambda: int(100 * min(now_s, 30.0) + 2 * now_s))
+    ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=process)])
+    watch, first_s = HangWatch(10.0, ranks, bytes(PAGE_BYTES)), None
+    for tick in range(int(60 / tick_s)):
+        now_s = tick * tick_s
+        if watch.observe(now_s) and first_s is None:
+            first_s = now_s
+    assert first_s == pytest.approx(40.0, abs=2 * tick_s)
 
 
 def test_a_failure_file_that_cannot_be_written_does_not_keep_the_guardian(
@@ -236,13 +306,16 @@ def test_a_failure_file_that_cannot_be_written_does_not_keep_the_guardian(
     assert "The job failed: rank 1" in capfd.readouterr().err
 
 
-def test_a_terminal_that_nobody_reads_does_not_stop_the_guardian(tmp_path: Path) -> None:
-    """Its standard error is a pipe that is full."""
-    read, write = os.pipe()
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_terminal_that_nobody_reads_does_not_stop_the_guardian(is_terminal: bool, tmp_path: Path) -> None:
+    """Its standard error is a pipe that is full, or a terminal that has room for a few bytes only: select is ready."""
+    read, write = os.openpty() if is_terminal else os.pipe()
     os.set_blocking(write, False)
     with contextlib.suppress(BlockingIOError):
-        while os.write(write, b"x" * 4096):
+        while os.write(write, b"x" * 64):
             pass
+    while is_terminal and not select.select([], [write], [], 0.05)[1]:
+        os.read(read, 64)
     os.set_blocking(write, True)
     go, saved = tmp_path / "go", os.dup(2)
     os.dup2(write, 2)

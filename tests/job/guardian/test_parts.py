@@ -69,6 +69,13 @@ def test_messages_arrive_whole_and_in_order(pair: tuple[Connection, Connection])
     assert not pair[1].closed
 
 
+@pytest.mark.parametrize("path", ["/tmp/caf\udce9/run", "/tmp/\ud83d\udc0d"])
+def test_a_path_that_is_not_utf8_arrives_as_it_is(path: str, pair: tuple[Connection, Connection]) -> None:
+    """The failure file was written to another directory."""
+    pair[0].send("directory", directory=path)
+    assert pair[1].receive() == [{"kind": "directory", "directory": path}]
+
+
 def test_what_was_sent_before_the_end_still_arrives(pair: tuple[Connection, Connection]) -> None:
     pair[0].send("leave")
     pair[0].close()
@@ -312,6 +319,21 @@ def test_the_word_of_the_parent_counts_where_the_kernel_keeps_no_status(ranks: R
     assert "unknown exit status" in found.failure.what
 
 
+def test_when_a_rank_ends_without_an_error(ranks: Ranks) -> None:
+    rank = ranks.get(0)
+    assert rank is not None
+    _set(ranks, 0, ENDED, 0)
+    for joining_until_s, introduced, when in (
+        (None, True, "in the middle of the run"),
+        (60.0, True, "before it joined the run"),
+        (None, False, "before it joined the run"),
+    ):
+        rank.joining_until_s, rank.introduced, rank.ended_since_s = joining_until_s, introduced, 0.0
+        found = ranks.observe(2.0)
+        assert found is not None
+        assert found.failure.what == f"ended with exit status 0 {when}"
+
+
 def test_who_has_finished_is_not_looked_at(ranks: Ranks) -> None:
     rank = ranks.get(1)
     assert rank is not None
@@ -324,3 +346,19 @@ def test_who_has_finished_is_not_looked_at(ranks: Ranks) -> None:
 def test_two_processes_are_not_one_rank(ranks: Ranks) -> None:
     with pytest.raises(ValueError, match="rank 0 is the process 100 already"):
         ranks.add(0, os.getpid())
+
+
+def test_who_starts_a_rank_may_have_started_only_its_parent(ranks: Ranks) -> None:
+    """A wrapper such as numactl starts the rank; what it says first counts, whatever its parent says later."""
+    more = Ranks(2, stopped_limit_s=5.0)
+    more.add(0, 500, introduced=False)
+    rank = more.add(0, 501)
+    assert (rank.process.pid, rank.slot, len(more)) == (501, 0, 1)
+    rank.finished = True
+    assert more.add(0, 500, introduced=False) is rank
+    assert rank.finished
+    with pytest.raises(ValueError, match="rank 0 is the process 501 already"):
+        more.add(0, os.getpid())
+    assert more.add(1, 502, introduced=False) is more.add(1, 502)
+    with pytest.raises(ValueError, match="rank 1 is the process 502 already"):
+        more.add(1, os.getpid())

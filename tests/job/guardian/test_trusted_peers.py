@@ -14,7 +14,7 @@ from typing import NoReturn
 import pytest
 
 from lightning_multigpu.job.guardian import proc
-from lightning_multigpu.job.guardian.blocking import append, done_within
+from lightning_multigpu.job.guardian.blocking import append, done_within, show
 from lightning_multigpu.job.guardian.failure import Failure
 from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, PAGE_BYTES, Entry, parse_ranks
 from lightning_multigpu.job.guardian.hang.waiting_graph import View, verdict
@@ -22,6 +22,7 @@ from lightning_multigpu.job.guardian.hang.waits import in_message
 from lightning_multigpu.job.guardian.protocol import Connection, encode
 from lightning_multigpu.job.guardian.watchdog import Watchdog
 from lightning_multigpu.job.guardian.workers import Workers, remove_temporary
+from tests.job.guardian.job import eventually
 
 pytestmark = pytest.mark.launch
 
@@ -54,7 +55,8 @@ class Guarded:
         watchdog = self.watchdog
         for rank in watchdog._ranks:
             rank.process.close()
-        for closable in (watchdog._owner_link, watchdog._owner, watchdog._listener, watchdog._selector, self.owner):
+        for closable in (*watchdog._connections, watchdog._owner_link, watchdog._owner, watchdog._listener,
+                         watchdog._selector, self.owner):  # fmt: skip
             closable.close()
         watchdog._pages.close()
         os.close(self._pages)
@@ -117,7 +119,41 @@ def test_a_process_that_cannot_be_looked_at_ends_no_guardian(guarded: Guarded, m
     assert len(guarded.watchdog._ranks) == 1
 
 
-def test_a_thread_that_cannot_be_started_ends_no_guardian(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_stacks_signal_lost_its_descriptor_stays(guarded: Guarded) -> None:
+    """At EMFILE the kernel drops a descriptor: the guardian refused the rank, which ended."""
+    client = _introduced(guarded, 0)
+    client.send("stacks", number=10, main_thread=1)
+    client.send("at end")
+    guarded.turn()
+    (rank,) = guarded.watchdog._connections.values()
+    assert rank.at_end
+    assert not guarded.watchdog._hang_watch.signals
+    client.close()
+
+
+def test_a_rank_that_is_started_when_another_has_its_place_ends_the_job_and_not_the_guardian(guarded: Guarded) -> None:
+    client = _introduced(guarded, 7)
+    Connection(guarded.owner).send("started", rank=0, pid=os.getpid())
+    guarded.turn()
+    assert guarded.watchdog._shutdown is not None
+    assert "rank 0" in (what := guarded.watchdog._shutdown.failure.what)
+    assert "one too many" in what
+    client.close()
+
+
+def _introduced(guarded: Guarded, rank: int) -> Connection:
+    """The connection of this process, as ``rank``."""
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect("\0" + guarded.address)
+    connection = Connection(sock)
+    connection.send("hello", rank=rank)
+    assert eventually(lambda: guarded.turn() or guarded.watchdog._connections)
+    return connection
+
+
+def test_a_thread_that_cannot_be_started_ends_no_guardian(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """At pids.max of a container: the guardian ended, and all ranks with it."""
 
     def refuse(thread: threading.Thread) -> NoReturn:
@@ -133,6 +169,8 @@ def test_a_thread_that_cannot_be_started_ends_no_guardian(monkeypatch: pytest.Mo
             context.setattr(threading.Thread, "start", refuse)
             assert not done_within(1.0, lambda: None)
             workers.note(os.getpid(), ())
+            show("shown")
+        assert capfd.readouterr().err == "shown"
         workers.note(os.getpid(), ())
         assert child in workers._noted[os.getpid()], "read again as soon as a thread can be started"
     finally:
@@ -172,5 +210,10 @@ def test_a_link_in_place_of_a_report_is_not_written_through(tmp_path: Path, capf
     assert "It could not be written to" in (printed := capfd.readouterr().err)
     assert "Too many levels of symbolic links" in printed
     assert (tmp_path / "mine").read_text() == "precious"
-    append(str(tmp_path / "new" / "hang.txt"), "report", "It")
-    assert (tmp_path / "new" / "hang.txt").read_text() == "report"
+
+
+def test_reports_of_one_file_are_parted_by_a_blank_line(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "hang.txt"
+    for number in (1, 2):
+        append(str(path), f"report {number}\n", "It")
+    assert path.read_text() == "report 1\n\nreport 2\n"

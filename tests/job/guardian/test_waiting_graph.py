@@ -132,9 +132,8 @@ BEHIND = entry("data all_reduce 117", state=ENDED)
         pytest.param(
             [view(0, main=own_call("barrier", 10)), view(1, main=own_call("barrier", 12))],
             [
-                "Rank 0 is in barrier, called at me/train.py:10 in training_step; "
-                "rank 1 is in barrier, called at me/train.py:12 in training_step; "
-                "all ranks of the group have come: their messages are slow or lost"
+                "All ranks are in barrier, called at me/train.py:10 in training_step (rank 0) and "
+                "at me/train.py:12 in training_step (rank 1)"
             ],
             id="a user's own, all ranks have come",
         ),

@@ -9,7 +9,7 @@ A report ends the run only if it proves that ranks wait for each other.
                                <----   look
       view     (of one rank)   ---->
                                <----   next                 one view at a time, so that no socket is full
-      seen                     ---->   the report: verdict, table, stacks
+      seen                     ---->   the report: verdict, stacks
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class HangReports:
                 self._report(current)
         elif self._reported and not self._reported.keys() & current.keys():
             waited_s = now_s - min(self._reported.values())
-            self._reported = {}
+            self._reported, self._seen = {}, set()
             self._write(f"The wait that was reported has ended after {waited_s:.0f} s, and the run goes on.\n", "")
         elif current.keys() - self._seen or (current and now_s >= self._again_s):
             self._collect()
@@ -158,7 +158,7 @@ class HangReports:
     def _write(self, text: str, details: str) -> None:
         path = self._path()
         if path is not None:
-            entry = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}{details}\n"
+            entry = f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}{details}"
             append(path, entry, "The report about a hang")
         show(text)
 

@@ -16,7 +16,7 @@ _MAX_STACKS = 8_000  # characters
 _MAX_FILE = 200
 _MAX_FUNCTION = 100
 _MAX_OTHERS = 16
-_IDLE_TICKS = 10  # a thread that uses less processor time between two looks waits
+IDLE_TICKS = 10  # a thread that uses less processor time between two looks waits
 
 # Operations that all ranks of a group call in the same order; and groups whose ranks count messages to one rank, too.
 _COLLECTIVES = ("all_gather", "all_reduce", "barrier", "broadcast", "reduce", "reduce_scatter")
@@ -124,21 +124,23 @@ def _finding(by_rank: dict[int, View], members: list[int], found: list[Call]) ->
     first, there = found[0], {call.rank for call in found}
     for_s = f" for {max(call.for_s for call in found):.0f} s" if first.number else ""
     absent = [rank for rank in members if rank not in there]
-    if len({call.operation for call in found}) > 1:
-        named = "; ".join(f"{_ranks(ranks)} in {name}" for name, ranks in by_name.items())
-        head = f"Mismatch: different collectives at the same time: {named}{',' * bool(for_s)}{for_s}"
-    else:
-        views = [by_rank.get(rank) for rank in absent]
-        only = bool(views) and all(v is not None and _is_in_another(v, first) for v in views)
-        is_in = ("is", "are") if only or not first.number else ("waits", "wait")
-        at = f" ({first.place})" if first.number and first.place else ""
-        named = "; ".join(f"{_ranks(ranks)} {is_in[len(ranks) > 1]} in {name}{at}" for name, ranks in by_name.items())
-        head = f"Only {named}{for_s}" if only else named[0].upper() + named[1:] + for_s
     others = [_other(by_rank.get(rank), rank, first) for rank in absent[:_MAX_OTHERS]]
     if absent[_MAX_OTHERS:]:
         others.append(f"{len(absent) - _MAX_OTHERS} more ranks are not there")
-    if not others and not head.startswith("Mismatch"):
-        others = ["all ranks of the group have come: their messages are slow or lost"]
+    if len({call.operation for call in found}) > 1:
+        named = "; ".join(f"{_ranks(ranks)} in {name}" for name, ranks in by_name.items())
+        head = f"Mismatch: different collectives at the same time: {named}{',' * bool(for_s)}{for_s}"
+    elif not (absent or first.number):
+        at = " and ".join(f"{name.partition(', called ')[2]} ({_ranks(ranks)})" for name, ranks in by_name.items())
+        head = f"All ranks are in {first.operation}, called {at}"
+    else:
+        views = [by_rank.get(rank) for rank in absent]
+        only = bool(views) and all(v is not None and _is_in_another(v, first) for v in views)
+        is_in = ("is", "are") if only else ("waits", "wait")
+        at = f" ({first.place})" if first.number and first.place else ""
+        named = "; ".join(f"{_ranks(ranks)} {is_in[len(ranks) > 1]} in {name}{at}" for name, ranks in by_name.items())
+        head = f"Only {named}{for_s}" if only else named[0].upper() + named[1:] + for_s
+        others = others or ["all ranks of the group have come: their messages are slow or lost"]
     return "; ".join([head, *others])
 
 
@@ -181,14 +183,14 @@ def _doing(view: View) -> str:
 
 
 def lasting(before: Iterable[View], views: Iterable[View]) -> set[int]:
-    """The ranks that two looks have found, without work in between, in the same call that their page does not show."""
+    """Ranks whose main thread was idle in the same unnoted collective at both looks."""
     earlier = {view.rank: view for view in before}
     found = set()
     for view in views:
         first = earlier.get(view.rank)
         if first is None or first.cpu_ticks < 0 or (first.step, _numbers(first)) != (view.step, _numbers(view)):
             continue
-        is_idle = view.cpu_ticks - first.cpu_ticks <= _IDLE_TICKS
+        is_idle = view.cpu_ticks - first.cpu_ticks <= IDLE_TICKS
         if is_idle and any(not call.number and call in calls(first) for call in calls(view)):
             found.add(view.rank)
     return found

@@ -1,7 +1,7 @@
 """The collectives in which ranks of this host wait: found when they take too long, and at a failure.
 
 A wait that a rank has noted in its page is found there. A collective that the user's code or a library has called
-outside of the strategy shows only in a stack: so a rank whose page does not change is looked at too.
+outside of the strategy shows only in a stack: so an idle rank whose page does not change is looked at too.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 from lightning_multigpu.job.guardian.failure import host_name
 from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, BROKEN, Entry, read_entries, read_steps
 from lightning_multigpu.job.guardian.hang.stacks import Question, Stacks, StackSignal
-from lightning_multigpu.job.guardian.hang.waiting_graph import View, waits_for
+from lightning_multigpu.job.guardian.hang.waiting_graph import IDLE_TICKS, View, waits_for
 from lightning_multigpu.job.guardian.proc import ENDED, STOPPED
 from lightning_multigpu.job.guardian.ranks import Ranks, WatchedRank
 
 _ANSWER_S = 3.0
+_IDLE_S = 2.0
 
 # The name of each wait, and its beginning; that of a rank whose page does not change is just its number.
 Waits = dict[str, float]
@@ -35,7 +36,8 @@ class HangWatch:
         self._ranks = ranks
         self._memory = memory
         self.signals: dict[int, StackSignal] = {}
-        self._unchanged: dict[int, tuple[object, float]] = {}  # by rank: the page's numbers, and since when
+        self._unchanged: dict[int, tuple[object, float]] = {}  # by rank: the page's numbers, and since when it is idle
+        self._ticks: dict[int, tuple[int, float]] = {}  # by rank: its processor time, and when
         self._waits: Waits = {}
         self._seen: Callable[[list[View]], None] | None = None  # while a look is under way
         self._asked: list[tuple[WatchedRank, Question | None]] = []
@@ -73,13 +75,22 @@ class HangWatch:
                     waits[name] = since_s
             numbers = read_steps(self._memory, rank.slot), [(e.group, e.ranks, e.begun, e.state) for e in entries]
             before, since_s = self._unchanged.get(rank.rank, (None, now_s))
-            if numbers != before:
+            if self._works(rank) or numbers != before:
                 since_s = now_s
             self._unchanged[rank.rank] = numbers, since_s
             if not awaited and now_s - since_s >= self.limit_s:
                 waits[str(rank.rank)] = since_s
         self._waits = waits
         return waits
+
+    def _works(self, rank: WatchedRank) -> bool:
+        """Whether the rank's main thread has computed since the last call, or within two seconds."""
+        ticks = rank.process.cpu_ticks()
+        before, since_s = self._ticks.get(rank.rank, (ticks, self._now_s))
+        works = ticks - before > IDLE_TICKS
+        is_over = works or self._now_s - since_s >= _IDLE_S
+        self._ticks[rank.rank] = (ticks, self._now_s) if is_over else (before, since_s)
+        return works
 
     def waits_for(self, others: list[WatchedRank], *, at_least_s: float) -> bool:
         """Whether another rank of this host waits for one of ``others``, which begin no collective any more."""
