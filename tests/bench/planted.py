@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import threading
@@ -80,6 +81,16 @@ def obey(settings: Any, seat: Seat, turns: Turns) -> None:
             raise ValueError("as told")
         elif word == "exit":
             os._exit(3)
+        elif word == "answer late":  # while the stacks are being written
+            is_late = threading.Event()
+
+            def write_slowly(**options: Any) -> None:
+                is_late.set()
+                threading.Event().wait(1.0)
+
+            faulthandler.dump_traceback = write_slowly  # type: ignore[assignment]
+            is_late.wait()
+            turns.answer(None)
         elif word == "return":
             return
         elif word == "hang":
