@@ -161,6 +161,18 @@ class TestTwoHosts:
                 hosts.check_settings({})
         assert not target.exists()
 
+    def test_ranks_of_another_host_end_in_their_own_time(self, tmp_path: Path) -> None:
+        """The first host that had ended killed those of the other host, whose guardian reported a failure."""
+        has_ended = tmp_path / "rank 3 has ended"
+
+        def check(hosts: HostAgents) -> None:
+            job, answers = started(hosts, ("end late", 3), settings=str(has_ended))
+            answers()
+            job.end()
+
+        on_both_hosts(check)
+        assert has_ended.exists()
+
     def test_a_death_explains_what_the_ranks_of_other_hosts_raise(self) -> None:
         def check(hosts: HostAgents) -> None:
             _, answers = started(hosts, ("answer", None), ("die and raise", 3))

@@ -236,18 +236,17 @@ class RankJob:
         return kind, len(found) == self._seat.num_processes, what if kind == "timed out" else f"rank {rank}: {what}"
 
     def end(self) -> None:
-        """Waits until the ranks, whose turns are over, have ended; kills those that do not."""
-        self._join()
-        self.kill()
-
-    def kill(self) -> None:
-        """Ends the ranks at once."""
-        self._store.set(rank_process.end_key(self.name), "")
+        """Waits until the ranks of this host, whose turns are over, have ended; kills those that do not."""
         self._join()
         for process in self._processes.values():
             process.kill()
             process.join()
         self._agents._jobs.discard(self)
+
+    def kill(self) -> None:
+        """Ends the ranks of all hosts at once."""
+        self._store.set(rank_process.end_key(self.name), "")
+        self.end()
 
     def _join(self) -> None:
         deadline = time.monotonic() + _END_S
