@@ -1,13 +1,15 @@
-"""Probes of devices: torch's readings of NVIDIA GPUs, the operating system for everything else."""
+"""Probes of devices: NVML for NVIDIA GPUs, the operating system for everything else."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -47,26 +49,34 @@ class HostProbe:
 
 
 class GpuProbe:
-    """One NVIDIA GPU: the figures that ``nvidia-smi`` shows, as torch reads them.
+    """One NVIDIA GPU, through NVML: the figures that ``nvidia-smi`` shows.
 
     A figure that the GPU does not report (power on some virtual machines, utilization of a MIG slice) is absent.
+
+    Args:
+        uuid: the GPU's identity, ``GPU-...``: CUDA may count GPUs in another order than NVML, the fastest one first.
+
+    Raises:
+        ImportError: nvidia-ml-py is not installed.
+        NVMLError: there is no driver, or it does not know the GPU.
     """
 
-    _READINGS: ClassVar = {
-        "device/utilization_percent": ("utilization", 1.0),
-        "device/memory_used_bytes": ("device_memory_used", 1.0),
-        "device/power_watts": ("power_draw", 1e-3),
-        "device/temperature_celsius": ("temperature", 1.0),
-    }
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, uuid: str) -> None:
+        self._nvml = nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        self._readings: dict[str, Callable[[], float]] = {
+            "device/utilization_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+            "device/memory_used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
+            "device/power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+            "device/temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+        }
 
     def read(self) -> dict[str, float]:
         figures = {}
-        for key, (reading, unit) in self._READINGS.items():
-            with contextlib.suppress(Exception):  # NVMLError, of a package that need not be there
-                figures[key] = unit * getattr(torch.cuda, reading)(self._device)
+        for key, reading in self._readings.items():
+            with contextlib.suppress(self._nvml.NVMLError):
+                figures[key] = float(reading())
         return figures
 
 
@@ -133,8 +143,7 @@ def probes_of(device: torch.device) -> list[HostProbe | GpuProbe]:
     probes: list[HostProbe | GpuProbe] = [HostProbe(is_device=device.type == "cpu")]
     if device.type == "cuda":
         try:
-            torch.cuda.device_memory_used(device)
-            probes.append(GpuProbe(device))
+            probes.append(GpuProbe(f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
         except ImportError:
             rank_zero_warn(
                 "utilization, memory and power of the GPUs are not measured: nvidia-ml-py is not installed; "

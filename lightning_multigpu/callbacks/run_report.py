@@ -159,13 +159,13 @@ class RunReport(SilentMonitors):
         if self._print_table:
             run_table.show(report)
         if self._write_file and not is_fast_dev_run(trainer):
-            files, picture = {document.FILE_NAME: document.encoded(self.report)}, pipeline.picture()
-            if picture is not None:
-                files[schedule_picture.FILE_NAME] = picture.encode()
+            picture = pipeline.picture()
+            files = {
+                document.FILE_NAME: document.encoded(self.report),
+                schedule_picture.FILE_NAME: None if picture is None else picture.encode(),
+            }
             written = self.write_files("report", directory, files, prints=self._print_table)
             self.path, self.picture_path = [*written, None, None][:2]
-            if self.path is not None and picture is None:
-                self.path.with_name(schedule_picture.FILE_NAME).unlink(missing_ok=True)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

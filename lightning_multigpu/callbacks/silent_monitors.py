@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
@@ -33,7 +34,9 @@ class SilentMonitors(Callback):
                 return callback
         made = kind(log=False)
         self._own.append(made)
-        callbacks.append(made)
+        further = range(callbacks.index(self) + 1, len(callbacks))
+        # Lightning puts checkpoints last, so that a step ends before its checkpoint is written.
+        callbacks.insert(next((i for i in further if isinstance(callbacks[i], Checkpoint)), len(callbacks)), made)
         return made
 
     @override
@@ -50,22 +53,26 @@ class SilentMonitors(Callback):
             trainer.callbacks.remove(monitor)  # type: ignore[attr-defined]
         self._own = []
 
-    def write_files(self, what: str, directory: str, files: Mapping[str, bytes], *, prints: bool) -> list[Path]:
-        """Writes files; where that fails, warns and returns no path.
+    def write_files(self, what: str, directory: str, files: Mapping[str, bytes | None], *, prints: bool) -> list[Path]:
+        """Writes files, and removes those of None; returns the paths of what it has written, after a failure none.
 
-        Training has succeeded by now; a full disk must not make it look as if it had not.
+        A failure is a warning: training has succeeded by now; a full disk must not make it look as if it had not.
         """
-        paths = [Path(directory) / name for name in files]
+        folder = Path(directory)
         try:
             if "://" in directory:
                 raise OSError(
                     "the folder is not on this machine; set a local default_root_dir or logger of the Trainer"
                 )
-            for path, contents in zip(paths, files.values(), strict=True):
-                document.write_bytes(contents, path)
+            for name, contents in files.items():
+                if contents is None:
+                    (folder / name).unlink(missing_ok=True)
+                else:
+                    document.write_bytes(contents, folder / name)
         except OSError as error:
             rank_zero_warn(f"the {what} was not written to {directory}: {error}")
             return []
+        paths = [folder / name for name, contents in files.items() if contents is not None]
         if prints:
             print("written to " + "\nand ".join(map(str, paths)))
         return paths

@@ -165,13 +165,15 @@ def _try_all_reduce(agents: HostAgents, backend: str, timeout_s: float) -> dict[
         repetitions=1,
         warm_up=0,
         timeout_s=timeout_s,
+        join_s=0.0,
     )
     try:
         [row] = measure(agents, plan)
     except (RuntimeError, OSError) as error:  # of the store
         return {"status": "failed", "reason": str(error).partition("\n")[0]}
     if row.wrong:
-        return {"status": "failed", "reason": f"{row.wrong} elements of the sums are wrong"}
+        numel = row.numel * agents.placement.world_size
+        return {"status": "failed", "reason": f"{row.wrong} of {numel} elements of the sums are wrong"}
     return {"status": row.status if row.status in ("ok", "timed out") else "failed", "reason": row.reason}
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from lightning_multigpu.commands.topology_report import gpus_and_pairs, read_nvml
 from lightning_multigpu.communication.interface import interface_towards
 from lightning_multigpu.communication.rendezvous import own_host
+from lightning_multigpu.job.shared_gpus import SHARING_NCCL, nccl_version
 from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.planning.topology import grouped
 
@@ -174,8 +175,6 @@ def _nccl(num_ranks: int) -> Facts:
         return {"nccl": None, "no_nccl_because": "torch sees no GPU"}
     if not dist.is_nccl_available():
         return {"nccl": None, "no_nccl_because": "torch is built without it"}
-    from lightning_multigpu.job.shared_gpus import SHARING_NCCL, nccl_version  # imports Lightning
-
     found = nccl_version()
     must_share = num_ranks > torch.cuda.device_count() and found < SHARING_NCCL
     reason = "there are fewer GPUs than ranks, which can share one from NCCL 2.31 on" if must_share else None

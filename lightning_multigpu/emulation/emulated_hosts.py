@@ -77,11 +77,11 @@ class Host:
     def name(self) -> str:
         return f"host{self.node_rank}"
 
-    def environment(self, *, master_port: int = 29500) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """The environment variables that a rank on this host needs to join a job of all hosts."""
         return {
             "MASTER_ADDR": self.master_address,
-            "MASTER_PORT": str(master_port),
+            "MASTER_PORT": "29500",
             "NODE_RANK": str(self.node_rank),
         }
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from itertools import cycle
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 ORANGE, SKY, GREEN, YELLOW = "#e69f00", "#56b4e9", "#009e73", "#f0e442"
 BLUE, VERMILION, PURPLE = "#0072b2", "#d55e00", "#cc79a7"
 GREY, LIGHT = "#8a8a8a", "#d9d9d9"
-LINES = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, GREY, "#000")
-"""Colours of lines, in turn."""
 
 _LEFT, _WIDTH, _RIGHT = 165.0, 825.0, 10.0
 _ROW, _GAP, _AXIS, _TITLE, _LEGEND = 22.0, 6.0, 26.0, 30.0, 34.0
-_PLOT = 110.0
 _THINNEST = 0.3
 _LABEL = 20  # characters that fit there
 _SHORT_LABEL = 9  # that fit there on a small screen, whose letters are larger
@@ -24,7 +20,7 @@ _DIGIT = 6.5  # the width of one, and of the space around a number
 
 
 class SvgFigure:
-    """A figure of rows with boxes, or of lines, over one scale from 0 to ``end``.
+    """A figure of rows with boxes over one scale from 0 to ``end``.
 
     Args:
         end: of the scale, above 0.
@@ -80,21 +76,6 @@ class SvgFigure:
         )
         if text and width >= _DIGIT * (1 + len(text)):
             self._shapes.append(_text(x + width / 2, y + 16, text, anchor="middle"))
-
-    def lines(self, lines: Mapping[str, Sequence[tuple[float, float]]], show: Callable[[float], str]) -> None:
-        """Draws lines through points of the scale and of a height, which begins at 0 and ``show`` has as text."""
-        largest = max(value for points in lines.values() for _, value in points) or 1.0
-        for share in (0.0, 0.5, 1.0):
-            y = _PLOT * (1 - share) + 10
-            self._shapes.append(_text(4, y + 8, show(largest * share)))
-            self._shapes.append(f'<path d="M{self._left:g} {y:g}H{self._left + self._width:g}" stroke="{LIGHT}"/>')
-        for (name, points), colour in zip(lines.items(), cycle(LINES)):
-            at = " ".join(f"{self._x(x):.1f},{10 + _PLOT * (1 - value / largest):.1f}" for x, value in points)
-            self._shapes.append(
-                f'<polyline points="{at}" fill="none" stroke="{colour}" stroke-width="1.5" stroke-opacity=".8" '
-                f'vector-effect="non-scaling-stroke"><title>{escape(name)}</title></polyline>'
-            )
-        self._height += _PLOT + 12
 
     def axis(self, most: int = 5) -> None:
         """Puts the scale below, in steps of 1, 2 or 5 times a power of ten, at most as many."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import pickle
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
+from lightning_multigpu.bench.jobs import rank_process
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
 from lightning_multigpu.bench.jobs.placement import Placement, placement
 from tests.bench.conftest import ranks
@@ -53,8 +56,9 @@ class TestOneHost:
         [
             ("raise", "failed", "rank 1: ValueError: as told"),
             ("exit", "crashed", "rank 1: its process ended with exit status 3"),
-            ("return", "timed out", "no answer within 2 s"),
+            ("return", "crashed", "rank 1: its process ended with exit status 0"),
             ("hang", "timed out", "no answer within 2 s"),
+            ("answer late", "timed out", "no answer within 2 s"),
         ],
     )
     def test_a_failure_ends_the_job_and_is_told(self, hosts: HostAgents, word: str, status: str, reason: str) -> None:
@@ -67,6 +71,35 @@ class TestOneHost:
         assert not ranks()
         _, again = started(hosts, ("answer", None))
         assert len(again()) == 2
+
+    def test_a_rank_that_ends_after_its_last_turn_has_not_failed(self, hosts: HostAgents) -> None:
+        job, answers = started(hosts, ("answer", None))
+        while ranks():
+            time.sleep(0.02)
+        asked_before = iter([False])
+        with patch.object(job, "_store", wraps=job._store) as store:
+            store.check.side_effect = lambda keys: next(asked_before, hosts._store.check(keys))
+            assert len(answers()) == 2
+        assert not rank_process.failures(hosts._store, job.name)
+
+    @pytest.mark.parametrize("error", [EOFError("unexpected"), OSError("no process"), pickle.PicklingError("local")])
+    def test_a_rank_that_cannot_be_started_ends_the_others(
+        self, hosts: HostAgents, error: Exception, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where the system refuses the server a fork, the bench ended with EOFError, and rank 0 went on."""
+        start, errors = ForkServerProcess.start, iter([None, error])
+
+        def started_or_not(process: ForkServerProcess) -> None:
+            if (raised := next(errors)) is not None:
+                raise raised
+            start(process)
+
+        monkeypatch.setattr(ForkServerProcess, "start", started_or_not)
+        _, answers = started(hosts, ("answer", None))
+        with pytest.raises(JobError, match=f"rank 1: {type(error).__name__}: {error}") as raised:
+            answers()
+        assert raised.value.status == "crashed"
+        assert not ranks()
 
     def test_what_is_not_ended_is_killed(self) -> None:
         with HostAgents(placement(2, environment={}), threads=1) as hosts:
@@ -127,6 +160,18 @@ class TestTwoHosts:
             with silent, pytest.raises(ValueError, match="Expecting value"):
                 hosts.check_settings({})
         assert not target.exists()
+
+    def test_ranks_of_another_host_end_in_their_own_time(self, tmp_path: Path) -> None:
+        """The first host that had ended killed those of the other host, whose guardian reported a failure."""
+        has_ended = tmp_path / "rank 3 has ended"
+
+        def check(hosts: HostAgents) -> None:
+            job, answers = started(hosts, ("end late", 3), settings=str(has_ended))
+            answers()
+            job.end()
+
+        on_both_hosts(check)
+        assert has_ended.exists()
 
     def test_a_death_explains_what_the_ranks_of_other_hosts_raise(self) -> None:
         def check(hosts: HostAgents) -> None:

@@ -1,10 +1,13 @@
-"""Where figures about devices come from, with a made-up GPU and made-up processor times."""
+"""Where figures about devices come from, with a made-up NVML and made-up processor times."""
 
 from __future__ import annotations
 
+import sys
+import types
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -17,28 +20,51 @@ CpuTimes = namedtuple("CpuTimes", "user nice system idle iowait irq softirq stea
 GPU = torch.device("cuda", 0)
 
 
-class FakeGpu:
-    """torch's readings of a GPU in their units; one that raises is not there at present, or never."""
+class NVMLError(Exception): ...
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.readings = {"utilization": 87, "device_memory_used": 12_345, "power_draw": 250_000, "temperature": 61}
+
+class FakeNvml(types.ModuleType):
+    """NVML of a machine whose second GPU is CUDA's first one; what raises is not there."""
+
+    NVMLError = NVMLError
+    NVML_TEMPERATURE_GPU = 0
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.readings: dict[str, Any] = {
+            "UtilizationRates": SimpleNamespace(gpu=87, memory=40),
+            "MemoryInfo": SimpleNamespace(used=12_345, total=99_999),
+            "PowerUsage": 250_000,
+            "Temperature": 61,
+        }
         self.error: Exception | None = None
+        self.nvmlInit = lambda: self._answer(None)
+        self.nvmlDeviceGetHandleByUUID = lambda uuid: self._answer(uuid if uuid == "GPU-2222" else None)
         for name in self.readings:
-            monkeypatch.setattr(torch.cuda, name, lambda device, name=name: self._read(device, name), raising=True)
+            setattr(self, f"nvmlDeviceGet{name}", lambda gpu, *_, name=name: self._read(gpu, name))
 
-    def _read(self, device: torch.device, name: str) -> int:
-        assert device == GPU
+    def _read(self, gpu: str, name: str) -> Any:
+        assert gpu == "GPU-2222"
+        if name not in self.readings:
+            raise NVMLError("Not Supported")
+        return self._answer(self.readings[name])
+
+    def _answer(self, value: Any) -> Any:
         if self.error is not None:
             raise self.error
-        return self.readings[name]
+        return value
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    return FakeGpu(monkeypatch)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    found = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", found)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="2222"))
+    return found
 
 
-def test_figures_of_a_gpu_have_our_units_and_what_it_does_not_report_is_absent(gpu: FakeGpu) -> None:
+def test_figures_of_a_gpu_have_our_units_and_what_it_does_not_report_is_absent(gpu: FakeNvml) -> None:
+    """They are those of the GPU that trains, in whichever order CUDA counts."""
     host, probe = probes_of(GPU)
     found = {
         "device/utilization_percent": 87.0,
@@ -48,22 +74,26 @@ def test_figures_of_a_gpu_have_our_units_and_what_it_does_not_report_is_absent(g
     }
     assert probe.read() == found
     assert "device/utilization_percent" not in host.read()
-    gpu.error = RuntimeError("fell off the bus")
+    gpu.error = NVMLError("fell off the bus")
     assert probe.read() == {}
     gpu.error = None
-    del gpu.readings["power_draw"]  # a KeyError as that of a GPU that does not support it
+    del gpu.readings["PowerUsage"]
     assert probe.read() == {key: value for key, value in found.items() if key != "device/power_watts"}
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (ModuleNotFoundError("pynvml"), r"nvidia-ml-py is not installed; pip install 'lightning-multigpu\[gpu\]'"),
-        (RuntimeError("driver not loaded"), "are not measured: driver not loaded"),
+        (None, r"nvidia-ml-py is not installed; pip install 'lightning-multigpu\[gpu\]'"),
+        (NVMLError("Driver Not Loaded"), "are not measured: Driver Not Loaded"),
     ],
 )
-def test_a_gpu_that_cannot_be_read_says_why(gpu: FakeGpu, error: Exception, message: str) -> None:
+def test_a_gpu_that_cannot_be_read_says_why(
+    gpu: FakeNvml, error: Exception | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpu.error = error
+    if error is None:
+        monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.warns(UserWarning, match=message):
         found = probes_of(GPU)
     assert [type(probe) for probe in found] == [HostProbe]

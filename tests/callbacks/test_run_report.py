@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -25,6 +26,7 @@ from lightning_multigpu.callbacks import (
 )
 from lightning_multigpu.callbacks.keys import keys_of
 from lightning_multigpu.callbacks.monitor import Monitor
+from lightning_multigpu.report import schedule_picture
 from lightning_multigpu.report.document import FILE_NAME, read
 from tests.callbacks.training import (
     BATCH_S,
@@ -103,6 +105,31 @@ def test_with_monitors_nothing_is_measured_twice(tmp_path: Path, clock: HandCloc
     metrics = report.report["aggregate"]["metrics"]
     assert metrics["throughput/tokens_per_sec"]["mean"] == 100 / BATCH_S
     assert metrics["device/process_rss_bytes"]["median"] == metrics["device/process_rss_bytes"]["last"]
+
+
+class SlowCheckpoint(ModelCheckpoint):
+    """A checkpoint after every second step, whose writing takes as long as ten batches."""
+
+    def __init__(self, directory: Path, clock: HandClock) -> None:
+        super().__init__(directory, every_n_train_steps=2, save_top_k=-1)
+        self._clock = clock
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        self._clock.now_s += 10 * BATCH_S
+
+
+def test_with_monitors_and_without_a_step_ends_before_its_checkpoint(tmp_path: Path, clock: HandClock) -> None:
+    """Silent monitors came after checkpoints, and counted the writing for the step before."""
+    found = []
+    for own in ([], [ThroughputMonitor()]):
+        report, checkpoint = RunReport(print_table=False), SlowCheckpoint(tmp_path, clock)
+        fit = trainer(tmp_path, callbacks=[checkpoint, report, *own], enable_checkpointing=True)
+        fit.fit(Regression(clock), batches(16))
+        assert report.report is not None
+        found.append(report.report["aggregate"]["metrics"]["throughput/step_ms"])
+        assert fit.callbacks[-1] == checkpoint  # type: ignore[attr-defined]
+    assert found[0] == found[1]
+    assert found[0]["last"] == 1e3 * BATCH_S
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["report first", "report last"])
@@ -195,6 +222,12 @@ def test_a_full_disk_does_not_fail_a_training_that_succeeded(tmp_path: Path, mon
         trainer(tmp_path, callbacks=[report]).fit(Regression(), batches(8))
     assert report.path is None
     assert report.report is not None
+
+
+def test_an_earlier_picture_that_cannot_be_removed_does_not_fail_the_training(tmp_path: Path) -> None:
+    (tmp_path / schedule_picture.FILE_NAME).mkdir()
+    with pytest.warns(UserWarning, match=f"was not written to .*{schedule_picture.FILE_NAME}"):
+        trainer(tmp_path, callbacks=[RunReport(print_table=False)]).fit(Regression(), batches(8))
 
 
 def test_a_log_directory_elsewhere_is_refused_in_words(tmp_path: Path) -> None:

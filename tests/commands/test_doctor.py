@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import psutil
 import pytest
 import torch
 
-from lightning_multigpu.bench.collectives import collective_run
+from lightning_multigpu.bench.collectives import collective_run, implementations
 from lightning_multigpu.cli import main
-from lightning_multigpu.commands import doctor
+from lightning_multigpu.commands import doctor, host_facts
 from lightning_multigpu.commands.host_facts import (
     differences,
     facts_of_host,
@@ -25,9 +26,8 @@ from lightning_multigpu.commands.host_facts import (
     shown_variables,
 )
 from lightning_multigpu.communication.job_secret import JOB_SECRET
-from lightning_multigpu.job import shared_gpus
 from tests import preforked
-from tests.bench.planted import broken, silent
+from tests.bench.planted import LIAR, broken, silent
 from tests.fake_nvml import FakeNvml
 from tests.world import free_port
 
@@ -72,13 +72,18 @@ def test_a_rank_that_raises_and_one_that_hangs_are_problems_with_a_fix(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collective_run, "serve", broken)
-    monkeypatch.setattr(collective_run, "_JOIN_S", 0.0)
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "over gloo failed: rank 0: RuntimeError: no device of that name\n  fix: check routes" in printed
     monkeypatch.setattr(collective_run, "serve", silent)
     assert main(["doctor", "--timeout=0.2"]) == 1
     assert "over gloo timed out: no answer within 0.2 s\n  fix: check routes" in capsys.readouterr().out
+
+
+def test_wrong_sums_are_a_problem(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(implementations, "IMPLEMENTATIONS", [replace(LIAR, name="gloo")])
+    assert main(["doctor"]) == 1
+    assert "over gloo failed: 1 of 2048 elements of the sums are wrong\n  fix: check" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -200,7 +205,7 @@ def test_two_ranks_share_a_gpu_where_nccl_lets_them(
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(shared_gpus, "nccl_version", lambda: version)
+    monkeypatch.setattr(host_facts, "nccl_version", lambda: version)
     found = facts_of_host("127.0.0.1", 2)
     assert found["nccl"] == ".".join(map(str, version))
     assert (found["no_nccl_because"] is None) == may

@@ -149,8 +149,8 @@ print(socket.getnameinfo(("::ffff:10.77.0.1", 0), socket.NI_NAMEREQD)[0])
 
 def test_commands_see_their_environment_and_a_failing_one_raises_and_its_text_is_kept() -> None:
     with EmulatedHosts(2) as hosts:
-        environment = hosts[1].environment(master_port=1234)
-        assert environment == {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "1234", "NODE_RANK": "1"}
+        environment = hosts[1].environment()
+        assert environment == {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500", "NODE_RANK": "1"}
         script = "import os; print(os.environ['NODE_RANK'], os.environ['PATH'])"
         done = hosts[1].run([sys.executable, "-c", script], env=environment)
         assert done.stdout.strip() == f"1 {os.environ['PATH']}"

@@ -34,7 +34,6 @@ from lightning_multigpu.job.shared_gpus import ask_nccl_to_share, rank_devices, 
 
 OK = "ok"
 
-_JOIN_S = 60.0
 _TURN_S = 0.05
 _MAX_CALLS = 50
 _ESTIMATING_CALLS = 2
@@ -68,6 +67,7 @@ class CollectivePlan:
         repetitions: turns of each implementation.
         warm_up: calls at the start of each turn that are not timed.
         timeout_s: for each turn.
+        join_s: how much longer ranks may take from their start to the first turn.
     """
 
     operations: Sequence[Operation]
@@ -78,6 +78,7 @@ class CollectivePlan:
     repetitions: int
     warm_up: int
     timeout_s: float
+    join_s: float = 60.0
 
     def turns(self) -> Iterator[CollectiveTurn]:
         """The turns of all implementations, in order."""
@@ -200,7 +201,7 @@ class ImplementationRun:
             (self.implementation, replace(self.plan, operations=(), implementations=())),  # turns have their names
             left,
             timeout_s=timeout_s,
-            start_timeout_s=timeout_s + _JOIN_S,
+            start_timeout_s=timeout_s + self.plan.join_s,
         )
 
 

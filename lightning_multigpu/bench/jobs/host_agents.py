@@ -157,9 +157,7 @@ class HostAgents:
             start_timeout_s=start_timeout_s,
             timeout_s=timeout_s,
         )
-        job = RankJob(self, seat, entry, settings, turns, store)
-        self._jobs.add(job)
-        return job
+        return RankJob(self, seat, entry, settings, turns, store)
 
     def _share(self, value: Any) -> list[Any]:
         """The values of all agents, in their order, as JSON brings them."""
@@ -186,6 +184,7 @@ class RankJob:
         self._seat = seat
         self._kept = kept  # the ranks' own store, at MASTER_PORT
         self._processes: dict[int, BaseProcess] = {}
+        agents._jobs.add(self)
         own = seat
         try:
             context = _fork_server([rank_process.__name__, entry.__module__])
@@ -193,7 +192,7 @@ class RankJob:
                 process = context.Process(target=rank_process.run_rank, args=(own, entry, settings, turns))
                 process.start()  # forked from a server that has imported all it needs: that takes some 10 ms
                 self._processes[own.rank] = process
-        except OSError as error:  # the system starts no process
+        except Exception as error:  # EOFError where the server may not fork; settings that cannot be sent
             rank_process.note_failure(self._store, self.name, own.rank, "crashed", f"{type(error).__name__}: {error}")
 
     def answers(self, turn: int) -> list[Any]:
@@ -204,7 +203,7 @@ class RankJob:
         """
         first_s = None
         while not self._store.check([rank_process.turn_key(turn)]):
-            self._note_deaths()
+            self._note_deaths(turn)
             if self._agents.prints and (failures := rank_process.failures(self._store, self.name)):
                 first_s = first_s or time.monotonic()  # other ranks may be about to fail in the same way
                 is_all = len(failures) == self._seat.num_processes or any(kind == "crashed" for kind, *_ in failures)
@@ -217,9 +216,11 @@ class RankJob:
             raise JobError(*failure)
         return rank_process.answers(self._store, turn, self._seat.num_processes)
 
-    def _note_deaths(self) -> None:
+    def _note_deaths(self, turn: int) -> None:
         for rank, process in list(self._processes.items()):
-            if status := process.exitcode:
+            status = process.exitcode
+            # Asked in this order: a rank may end once its last turn is over.
+            if status is not None and not self._store.check([rank_process.turn_key(turn)]):
                 how = (
                     f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
                 )
@@ -235,18 +236,17 @@ class RankJob:
         return kind, len(found) == self._seat.num_processes, what if kind == "timed out" else f"rank {rank}: {what}"
 
     def end(self) -> None:
-        """Waits until the ranks, whose turns are over, have ended; kills those that do not."""
-        self._join()
-        self.kill()
-
-    def kill(self) -> None:
-        """Ends the ranks at once."""
-        self._store.set(rank_process.end_key(self.name), "")
+        """Waits until the ranks of this host, whose turns are over, have ended; kills those that do not."""
         self._join()
         for process in self._processes.values():
             process.kill()
             process.join()
         self._agents._jobs.discard(self)
+
+    def kill(self) -> None:
+        """Ends the ranks of all hosts at once."""
+        self._store.set(rank_process.end_key(self.name), "")
+        self.end()
 
     def _join(self) -> None:
         deadline = time.monotonic() + _END_S

@@ -93,6 +93,7 @@ class Turns:
         self._seat = seat
         self._left = list(turns)
         self._number = -1
+        self._is_late = False
         self._store = seat.store()
         self._limit(seat.start_timeout_s)
 
@@ -113,7 +114,7 @@ class Turns:
 
     def answer(self, value: Any) -> list[Any]:
         """Ends the turn; returns the answers of all ranks, as JSON brings them."""
-        if self._timer.finished.is_set():  # the time was up
+        if self._is_late:
             _end_when_asked(self._seat)
         self._store.set(f"answer {self._number} {self._seat.process}", json.dumps(value))
         found = answers(self._store, self._number, self._seat.num_processes)
@@ -126,6 +127,7 @@ class Turns:
         self._timer.start()
 
     def _give_up(self, seconds: float) -> None:
+        self._is_late = True
         faulthandler.dump_traceback(all_threads=True)
         store = self._seat.store()  # the other connection is busy while the rank waits for answers
         note_failure(store, self._seat.job, self._seat.rank, "timed out", f"no answer within {seconds:g} s")
