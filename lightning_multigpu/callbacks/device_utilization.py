@@ -17,7 +17,7 @@ from lightning_multigpu.callbacks.sampler import BackgroundSampler
 class DeviceUtilizationMonitor(Monitor):
     """Utilization, memory, power and temperature of every rank's device, and the load of its host.
 
-    torch reads NVIDIA GPUs through NVML (``pip install 'lightning-multigpu[gpu]'``), psutil hosts and CPU ranks.
+    NVML reads NVIDIA GPUs (``pip install 'lightning-multigpu[gpu]'``), psutil hosts and CPU ranks.
     A background thread takes a sample every ``interval_s``, from the start of training to its end, validation
     included; statistics are over samples, not over steps. The first interval has at least one sample, taken at its
     end; a later one without a sample logs nothing. The thread ends with training, also when it fails.
