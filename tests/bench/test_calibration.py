@@ -149,6 +149,7 @@ def test_with_more_ranks_than_cores_the_large_model_tells_the_latency_of_message
         (ONE_HOST, set()),
         (World(1, 4), {calibration._PIPELINES[0]}),
         (HOSTS, {"ring_ddp:compression=int8", "tensor_split"}),
+        (World(4, 1), {"ring_ddp:compression=int8", calibration._PIPELINES[0]}),
     ],
 )
 def test_the_large_model_is_measured_where_a_cost_needs_it(
@@ -161,7 +162,8 @@ def test_the_large_model_is_measured_where_a_cost_needs_it(
         return [row(run.contender.label, ALONE[run.plan.subject.name] + 1e-2, 50.0) for run in runs]
 
     monkeypatch.setattr(calibration, "take_turns", steps)
-    hosts = replace(machine(world), codings=[Coding(name="int8", ratio=4.0, s_per_byte=1e-9)])
+    coding = Coding(name="int8", ratio=4.0, s_per_byte=1e-9)
+    hosts = replace(machine(world), codings=[coding], shares_cores=world.nodes > 1)
     calibration._with_references(None, "cpu", hosts, world)  # type: ignore[arg-type]
     labels = {label for subject, label in measured if subject == "large"}
     own = {"ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps", "cpu_ps", "dp", NO_COMMUNICATION}
@@ -183,7 +185,10 @@ def test_split_layers_between_hosts_whose_link_takes_no_time_for_a_byte() -> Non
 
 
 def test_the_time_of_a_split_layers_collective_is_found_again() -> None:
-    """The tiny and the large model have 5 collectives, the deep one 29; alone a collective takes longer."""
+    """The tiny and the large model have 5 collectives, the deep one 29; alone a collective takes longer.
+
+    Without the large model, its bytes take as long as alone.
+    """
     alone = MeasuredCollective(operation=OF_ACTIVATIONS, world=HOSTS, link=Link(9e-3, 1e-7))
     hosts = replace(machine(HOSTS), collectives=[*machine(HOSTS).collectives, alone])
     tiny_bytes, large_bytes = 4 * 16 * 64, 4 * 64 * 512
@@ -197,6 +202,12 @@ def test_the_time_of_a_split_layers_collective_is_found_again() -> None:
     found = found_again(hosts, HOSTS, ReferenceCost(strategy="ring_ddp", world=HOSTS), steps)
     cost = found.reference("tensor_split", HOSTS)
     assert (cost.pass_s, cost.scale, cost.fixed_s) == pytest.approx((-1e-3, 0.5, 3e-3))
+    del steps["large", "tensor_split"]
+    cost = found_again(hosts, HOSTS, ReferenceCost(strategy="ring_ddp", world=HOSTS), steps).reference(
+        "tensor_split", HOSTS
+    )
+    small_s = 0.5 * alone.link.seconds(tiny_bytes) - 1e-3
+    assert (cost.pass_s + alone.link.seconds(tiny_bytes), cost.scale) == pytest.approx((small_s, 1.0))
 
 
 def test_a_strategy_that_failed_has_no_cost() -> None:

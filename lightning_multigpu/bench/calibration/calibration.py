@@ -190,9 +190,11 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
     every = [Contender(NO_COMMUNICATION), *map(contender, names)]
     pipelines = [*map(contender, _PIPELINES)]
     split = contender("tensor_split")
-    also = pipelines[:1] if world.size > machine.cores(world) else []
+    shares_cores = world.size > machine.cores(world)
+    also = pipelines[:1] if shares_cores else []
     if world.nodes > 1:
-        also += [*(contender(compressed_name("ring_ddp", each.name)) for each in machine.codings), split]
+        also += [contender(compressed_name("ring_ddp", each.name)) for each in machine.codings]
+        also += [] if shares_cores else [split]
     groups = [
         [(large, each) for each in (*every, *also)],
         [(tiny, each) for each in every],
@@ -384,12 +386,13 @@ class _Fit:
 
         The difference of the deep and the tiny model gives the seconds of a small collective. Between hosts the large
         model gives those of a large one: a rank computes its part of that model, and what the tiny one takes anyway. On
-        one host large collectives are so short that the part's computation is not known well enough.
+        one host large collectives are so short that the part's computation is not known well enough, and where ranks
+        share cores it takes most of the step: there a large collective takes longer by its bytes alone.
         """
-        between_hosts = self._world.nodes > 1
+        has_large = self._world.nodes > 1 and self._step("large", "tensor_split") is not None
         extra: dict[str, float] = {}
         tiny_s = self._step("tiny", NO_COMMUNICATION) or 0.0
-        for name in ("tiny", "deep", "large") if between_hosts else ("tiny", "deep"):
+        for name in ("tiny", "deep", "large") if has_large else ("tiny", "deep"):
             step_s, alone_s = self._step(name, "tensor_split"), self._step(name, NO_COMMUNICATION)
             if step_s is None or alone_s is None:
                 return
@@ -402,7 +405,7 @@ class _Fit:
             for name in ("tiny", "large")
         )
         scale = 1.0
-        if between_hosts and at_large_s > at_small_s:
+        if has_large and at_large_s > at_small_s:
             large_s = max(small_s, (extra["large"] - fixed_s) / large)
             scale = (large_s - small_s) / (at_large_s - at_small_s)
         self._costs.append(
