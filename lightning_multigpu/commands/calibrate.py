@@ -123,7 +123,7 @@ def identity(machine: Machine) -> dict[str, str]:
 
 
 def _measured(machine: Machine, devices: int | None, options: argparse.Namespace) -> Machine:
-    from lightning_multigpu.bench.calibration.calibration import calibrated
+    from lightning_multigpu.bench.calibration.calibration import RANK_MODULES, calibrated
     from lightning_multigpu.bench.jobs.host_agents import HostAgents
 
     try:
@@ -131,7 +131,7 @@ def _measured(machine: Machine, devices: int | None, options: argparse.Namespace
     except ValueError as error:
         raise UsageError(str(error)) from error
     progress = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
-    with HostAgents(place, threads=1, verbose=options.verbose) as hosts, progress:
+    with HostAgents(place, threads=1, verbose=options.verbose, modules=RANK_MODULES) as hosts, progress:
         task = progress.add_task("starting", total=None)
         return calibrated(hosts, options.device, machine, lambda what: progress.update(task, description=what))
 

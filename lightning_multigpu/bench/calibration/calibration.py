@@ -25,6 +25,7 @@ from lightning_multigpu.bench.collectives.collective_run import CollectivePlan
 from lightning_multigpu.bench.collectives.implementations import IMPLEMENTATIONS
 from lightning_multigpu.bench.collectives.operations import BY_NAME
 from lightning_multigpu.bench.jobs.host_agents import HostAgents
+from lightning_multigpu.bench.strategies import strategy_rank
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, Contender, contender
 from lightning_multigpu.bench.strategies.models import BenchMLP, Subject
 from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan, StrategyResult, StrategyRun, take_turns
@@ -50,6 +51,7 @@ from lightning_multigpu.planning.scaling.step_model import (
     predict,
 )
 
+RANK_MODULES = (collective_run.__name__, strategy_rank.__name__)
 _SIZES = (4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20, 32 << 20)
 _SLOW_BYTES_PER_S = 4e8
 _LONGEST_CALL_S = 0.5

@@ -64,10 +64,14 @@ class HostAgents:
         placement: of this agent.
         threads: intra-op threads of each rank.
         verbose: what ranks print goes to standard error, and nowhere otherwise.
+        modules: that ranks of later jobs than the first one need; they are imported once, before all ranks are forked.
     """
 
-    def __init__(self, placement: Placement, *, threads: int, verbose: bool = False) -> None:
+    def __init__(
+        self, placement: Placement, *, threads: int, verbose: bool = False, modules: Sequence[str] = ()
+    ) -> None:
         self.placement = placement
+        self.modules = modules
         self._threads = threads
         self._verbose = verbose
         self._jobs: set[RankJob] = set()
@@ -187,7 +191,7 @@ class RankJob:
         agents._jobs.add(self)
         own = seat
         try:
-            context = _fork_server([rank_process.__name__, entry.__module__])
+            context = _fork_server([rank_process.__name__, entry.__module__, *agents.modules])
             for own in seat.of_agent():
                 process = context.Process(target=rank_process.run_rank, args=(own, entry, settings, turns))
                 process.start()  # forked from a server that has imported all it needs: that takes some 10 ms
