@@ -84,18 +84,18 @@ def _within(timeline: Timeline, start_s: float, end_s: float) -> Iterator[tuple[
             yield interval, begin_s, stop_s
 
 
-def check_picture(path: Path, option: str) -> None:
-    """Checks that :func:`picture` can draw into a file of that name.
+def check_picture(path: Path, option: str, *, own_svg: bool) -> None:
+    """Checks that a picture can be drawn into a file of that name; ``own_svg``: as SVG by :func:`draw`.
 
     Raises:
         ValueError: the name's ending is none of :data:`FORMATS`, or it needs matplotlib, which is not installed.
     """
     if path.suffix.removeprefix(".") not in FORMATS:
         raise ValueError(f"{option}={path}: a picture's name ends in one of {', '.join(FORMATS)}")
-    if path.suffix != ".svg" and find_spec("matplotlib") is None:
+    if not (own_svg and path.suffix == ".svg") and find_spec("matplotlib") is None:
+        other = ", or let the name end in .svg" if own_svg else ""
         raise ValueError(
-            f"{option}={path} needs matplotlib, which is not installed; pip install 'lightning-multigpu[plot]', or let "
-            "the name end in .svg"
+            f"{option}={path} needs matplotlib, which is not installed; pip install 'lightning-multigpu[plot]'{other}"
         )
 
 

@@ -14,9 +14,11 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_multigpu.bench.jobs import rank_process
+from lightning_multigpu.bench.calibration import calibration
+from lightning_multigpu.bench.jobs import host_agents, rank_process
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
 from lightning_multigpu.bench.jobs.placement import Placement, placement
+from lightning_multigpu.bench.strategies import strategy_rank
 from tests.bench.conftest import ranks
 from tests.bench.planted import obey
 from tests.world import free_port
@@ -100,6 +102,16 @@ class TestOneHost:
             answers()
         assert raised.value.status == "crashed"
         assert not ranks()
+
+    def test_modules_of_later_jobs_are_imported_before_ranks_are_forked(self) -> None:
+        """Each rank of a calibration imported Lightning by itself, which took six minutes."""
+        with HostAgents(placement(2, environment={}), threads=1, modules=["tests.bench.models"]) as hosts:
+            with patch.object(host_agents, "_fork_server", wraps=host_agents._fork_server) as server:
+                job, answers = started(hosts, ("answer", None))
+            answers()
+            job.end()
+        assert "tests.bench.models" in server.call_args.args[0]
+        assert strategy_rank.__name__ in calibration.RANK_MODULES
 
     def test_what_is_not_ended_is_killed(self) -> None:
         with HostAgents(placement(2, environment={}), threads=1) as hosts:

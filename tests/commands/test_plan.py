@@ -20,6 +20,7 @@ from lightning_multigpu.planning.scaling.links import Link
 from lightning_multigpu.planning.scaling.machine_model import Machine
 from lightning_multigpu.planning.scaling.model_profile import Phases
 from lightning_multigpu.registry import STRATEGIES
+from lightning_multigpu.report import schedule_picture
 from lightning_multigpu.strategies.steps.lone_steps import LoneRank, LoneStepsError
 from tests.commands.planned import Model, events
 
@@ -160,6 +161,21 @@ def test_what_is_wrong_is_refused_in_one_message(
     Path("gpus.json").write_text(json.dumps(replace(MACHINE, device_type="cuda").as_json()))
     assert main(["plan", "--config=run.yaml", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--picture=plan.svg"], "'lightning-multigpu[plot]'\n"),
+        (["--micro-batches", "2", "--picture=plan.png"], "'lightning-multigpu[plot]', or let the name end in .svg\n"),
+    ],
+)
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule_picture, "find_spec", lambda name: None)
+    assert main(["plan", "--config=run.yaml", *arguments]) == 2
+    assert f"needs matplotlib, which is not installed; pip install {message}" in capsys.readouterr().err
 
 
 def test_another_torch_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,7 +110,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     check_directories(options, "json", "picture", "write")
     try:
         if options.picture is not None:
-            check_picture(options.picture, "--picture")
+            check_picture(options.picture, "--picture", own_svg=view == "micro_batches")
         options.strategies = options.strategies and strategies_of(options.strategies)
         for strategy in options.strategies or ():
             check_strategy(strategy.partition(":")[0])
