@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_multigpu.bench.calibration import calibration
+from lightning_multigpu.bench.calibration import calibration, kernels
 from lightning_multigpu.bench.jobs.host_agents import HostAgents
 from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.bench.spread import Spread
@@ -132,12 +132,13 @@ def test_with_more_ranks_than_cores_the_large_model_tells_the_latency_of_message
         orders = schedule_orders("1f1b", 4, 1, number)
         tiny_s = step_time(orders, [2e-3] * 4, [2e-3] * 4, [1e-4 + 1e-8 * 16 * 64 * 4 / number] * 3, cores=2)
         steps["tiny", label] = row(label, ALONE["tiny"] + 5e-3 + tiny_s, 0.0)
-    whole_s = ALONE["large"] * 2 / 4  # with two ranks at once
-    passes_s = [[2e-3 + share * whole_s / 4 / 4] * 4 for share in (0.35, 0.6)]
+    part_s = ALONE["large"] / 3  # four of them take longer than the large batch
+    steps["parts", NO_COMMUNICATION] = row(NO_COMMUNICATION, ALONE["tiny"] + part_s, 0.0)
+    passes_s = [[2e-3 + share / 0.95 * part_s * 2 / 4 / 4] * 4 for share in (0.35, 0.6)]  # two ranks at once
     messages_s = [3 * 1e-4 + 1e-8 * 64 * 512 * 4 / 4] * 3
     large_s = step_time(schedule_orders("1f1b", 4, 1, 4), *passes_s, messages_s, cores=2)
     label = "pipeline_1f1b:num_micro_batches=4"
-    steps["large", label] = row(label, 5e-3 + large_s + 0.05 * whole_s / 4, 0.0)
+    steps["large", label] = row(label, 5e-3 + large_s + 0.05 * ALONE["large"] * 2 / 4 / 4, 0.0)
     found = found_again(hosts, world, ReferenceCost(strategy="ring_ddp", world=world), steps)
     cost = found.reference("pipeline_1f1b", world)
     assert (cost.pass_s, cost.scale, cost.fixed_s) == pytest.approx((2e-3, 3.0, 5e-3), rel=1e-3)
@@ -159,7 +160,7 @@ def test_the_large_model_is_measured_where_a_cost_needs_it(
 
     def steps(runs: Any) -> list[StrategyResult]:
         measured.update((run.plan.subject.name, run.contender.label) for run in runs)
-        return [row(run.contender.label, ALONE[run.plan.subject.name] + 1e-2, 50.0) for run in runs]
+        return [row(run.contender.label, 5e-2, 50.0) for run in runs]
 
     monkeypatch.setattr(calibration, "take_turns", steps)
     coding = Coding(name="int8", ratio=4.0, s_per_byte=1e-9)
@@ -168,6 +169,31 @@ def test_the_large_model_is_measured_where_a_cost_needs_it(
     labels = {label for subject, label in measured if subject == "large"}
     own = {"ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps", "cpu_ps", "dp", NO_COMMUNICATION}
     assert labels - own == further
+    assert (("parts", NO_COMMUNICATION) in measured) == (world.size > 2)
+
+
+def test_compression_is_measured_with_as_many_ranks_as_cores() -> None:
+    """With four ranks on two cores a byte took twice as long, and plans counted that twice."""
+    names = (f"matmul float32 {kernels.MATMUL_SIZES[-1]}", "stream", "optimizer SGD", "optimizer AdamW")
+    names += tuple(f"{figure} {coding}" for figure in ("ratio", "coding") for coding in kernels.CODINGS)
+
+    class Hosts:
+        placement = SimpleNamespace(devices=4, num_nodes=1)
+
+        def turns(self, crowds: list[int]) -> list[tuple[int, int]]:
+            return [(crowd, crowd) for crowd in crowds]
+
+        def start(self, *_: Any, **__: Any) -> Hosts:
+            return self
+
+        def answers(self, crowd: int) -> list[dict[str, Any]]:
+            return [{"boot": "", "seconds": dict.fromkeys(names, float(crowd))}] * crowd
+
+        def end(self) -> None: ...
+
+    found = calibration._with_kernels(Hosts(), "cpu", machine(World(1, 4)))  # type: ignore[arg-type]
+    assert {coding.s_per_byte for coding in found.codings} == {2 / kernels.OPTIMIZER_BYTES}
+    assert found.slowdown == {1: 1.0, 2: 2.0, 4: 4.0}
 
 
 @pytest.mark.parametrize(("device_type", "samples"), [("cpu", 256), ("cuda", 1024)])

@@ -32,6 +32,13 @@ def test_a_bend_is_found_where_bytes_become_dearer() -> None:
     assert bent.seconds(2_000) == pytest.approx(1e-3 + 1e-3 + 3e-3)
 
 
+def test_the_bend_may_be_the_second_size() -> None:
+    bent = Link(1e-3, 1e-6, 100, 3e-6)
+    found = fitted([(size, bent.seconds(size)) for size in (10, 100, 1_000, 10_000)])
+    assert found.bend_bytes == 100
+    assert found.residual == pytest.approx(0, abs=1e-9)
+
+
 def test_neither_latency_nor_slope_is_negative() -> None:
     assert fitted([(10, 1e-6), (1_000, 2e-3)]).latency_s == 0
     assert fitted([(10, 2e-3), (1_000, 1e-3)]).s_per_byte == 0

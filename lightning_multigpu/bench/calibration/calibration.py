@@ -69,6 +69,7 @@ _MICRO_BATCHES = (4, 16)
 _PIPELINES = [f"pipeline_1f1b:num_micro_batches={number}" for number in _MICRO_BATCHES]
 _FORWARD_SHARE, _BACKWARD_SHARE, _OPTIMIZER_SHARE = 0.35, 0.6, 0.05
 """Of a step of the reference model."""
+_FORWARD = _FORWARD_SHARE / (_FORWARD_SHARE + _BACKWARD_SHARE)
 _TIMEOUT_S = 120.0
 
 
@@ -118,7 +119,7 @@ def _with_kernels(hosts: HostAgents, device_type: str, base: Machine) -> Machine
             best[dtype] = max(best.get(dtype, 0.0), kernels.flops(int(size)) / took)
     mixed = [f"matmul float32 {kernels.MATMUL_SIZES[-1]}", "stream"]
     slowdown = {c: sum(s[name] / alone[name] for name in mixed) / len(mixed) for c, s in seconds.items()}
-    coded = seconds[crowds[-1]]  # all ranks compress at once
+    coded = seconds[max(crowd for crowd in crowds if crowd <= max(1, base.devices))]  # as many ranks as cores compress
     codings = [
         Coding(name=name, ratio=coded[f"ratio {name}"], s_per_byte=coded[f"coding {name}"] / kernels.OPTIMIZER_BYTES)
         for name in kernels.CODINGS
@@ -194,6 +195,8 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
     split = contender("tensor_split")
     shares_cores = world.size > machine.cores(world)
     also = pipelines[:1] if shares_cores else []
+    few = _MICRO_BATCHES[0]
+    parts = replace(large, name="parts", batch_size=max(1, batch_size // few), accumulate=few)
     if world.nodes > 1:
         also += [contender(compressed_name("ring_ddp", each.name)) for each in machine.codings]
         also += [] if shares_cores else [split]
@@ -202,6 +205,7 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
         [(tiny, each) for each in every],
         [(deep, each) for each in (*every, contender(_SMALL_BUCKETS))],
         [*((tiny, each) for each in (*pipelines, split)), (deep, split)],
+        *([[(parts, every[0])]] if shares_cores else []),
     ]
     rows: dict[tuple[str, str], StrategyResult] = {}
     for wanted in groups:  # ranks that wait for their turn take time of the cores, too
@@ -209,7 +213,7 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
         for subject, each in wanted:
             plan = StrategyPlan(
                 contenders=[], subject=subject, device_type=device_type, repetitions=_REPETITIONS,
-                steps=4 if subject is large else 15, warm_up=1, timeout_s=_TIMEOUT_S,
+                steps=4 if subject in (large, parts) else 15, warm_up=subject.accumulate, timeout_s=_TIMEOUT_S,
             )  # fmt: skip
             runs.append(StrategyRun(hosts, each, plan))
         rows |= {(s.name, c.label): row for (s, c), row in zip(wanted, take_turns(runs), strict=True)}
@@ -343,7 +347,8 @@ class _Fit:
     def _pipeline(self) -> None:
         """From the time that more micro-batches of the tiny model take, whose passes compute nearly nothing.
 
-        With more ranks than cores, a rank that has got a message waits for a core; the large model tells how long.
+        With more ranks than cores, a rank that has got a message waits for a core; the large model tells how long. What
+        its micro-batches compute is measured apart: small batches use a core worse.
         """
         machine, world = self._machine, self._world
         few_s, many_s = (self._step("tiny", label) for label in _PIPELINES)
@@ -356,7 +361,7 @@ class _Fit:
             orders = schedule_orders("1f1b", world.size, 1, number)
             cuts_s = [link.latency_times(scale).seconds(self._activation_bytes[subject] / number)] * (world.size - 1)
             stage_s = whole_s / world.size / number
-            forward_s, backward_s = (pass_s + share * stage_s for share in (_FORWARD_SHARE, _BACKWARD_SHARE))
+            forward_s, backward_s = pass_s + _FORWARD * stage_s, pass_s + (1 - _FORWARD) * stage_s
             return step_time(orders, [forward_s] * world.size, [backward_s] * world.size, cuts_s, cores)
 
         def more_s(pass_s: float, scale: float) -> float:
@@ -370,13 +375,15 @@ class _Fit:
             pass_s = bisected(lambda each_s: more_s(each_s, 1.0), 0.0, 1.0, wanted_s)
         alone_s = self._step("tiny", NO_COMMUNICATION) or 0.0
         fixed_s = max(0.0, few_s - alone_s - passes_s(_MICRO_BATCHES[0], pass_s, scale))
-        large_s = self._step("large", _PIPELINES[0])
-        if large_s is not None:
-            one_s = (self._step("large", NO_COMMUNICATION) or 0.0) * cores / world.size  # with as many ranks as cores
-            large_s -= fixed_s + _OPTIMIZER_SHARE * one_s / world.size
+        large_s, part_s = self._step("large", _PIPELINES[0]), self._step("parts", NO_COMMUNICATION)
+        if large_s is not None and part_s is not None:
+            together = cores / world.size  # as many ranks as cores compute at once
+            passes_of_all_s = _MICRO_BATCHES[0] * max(0.0, part_s - alone_s) * together
+            optimizer_s = _OPTIMIZER_SHARE * (self._step("large", NO_COMMUNICATION) or 0.0) * together
+            large_s -= fixed_s + optimizer_s / world.size
 
             def step_s(factor: float) -> float:
-                return passes_s(_MICRO_BATCHES[0], pass_s, factor, "large", one_s)
+                return passes_s(_MICRO_BATCHES[0], pass_s, factor, "large", passes_of_all_s)
 
             scale = bisected(step_s, scale, 20.0, large_s)
         self._costs.append(

@@ -76,7 +76,7 @@ def fitted(points: Sequence[Point]) -> Link:
     if len(points) < 2:
         raise ValueError(f"{len(points)} measured sizes: a latency and a bandwidth need 2 or more")
     found = [_line(points)]
-    for index in range(2, len(points) - 1):
+    for index in range(1, len(points) - 1):
         near = _line(points[: index + 1])
         bend, _ = points[index]
         at_bend = near.seconds(bend)
