@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from lightning_multigpu.bench.collectives.collective_run import OK
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
 from lightning_multigpu.bench.spread import Spread
-from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, Contender
+from lightning_multigpu.bench.strategies.contenders import Contender
 from lightning_multigpu.bench.strategies.models import Subject
 from lightning_multigpu.bench.strategies.strategy_rank import StrategySettings, Taken, Turn, serve
 from lightning_multigpu.report.statistics import quantile
@@ -33,7 +33,6 @@ class StrategyPlan:
     """The plan of a bench.
 
     Args:
-        contenders: the strategies; "no communication" is added.
         subject: the model, its data and its precision.
         device_type: "cpu" or "cuda".
         repetitions: turns of each strategy.
@@ -43,7 +42,6 @@ class StrategyPlan:
         start_timeout_s: from the start to the first turn.
     """
 
-    contenders: Sequence[Contender]
     subject: Subject
     device_type: str
     repetitions: int
@@ -51,11 +49,6 @@ class StrategyPlan:
     warm_up: int
     timeout_s: float
     start_timeout_s: float = START_TIMEOUT_S
-
-    @property
-    def num_turns(self) -> int:
-        """Of all jobs, their starts included."""
-        return (self.repetitions + 1) * (len(self.contenders) + 1)
 
     @property
     def num_steps(self) -> int:
@@ -86,25 +79,15 @@ class StrategyResult:
     memory: dict[str, int] = field(default_factory=dict)
 
 
-def measure(
-    hosts: HostAgents, plan: StrategyPlan, after_turn: Callable[[str], object] = lambda label: None
-) -> list[StrategyResult]:
-    """The rows: "no communication", then the strategies in their order.
-
-    Args:
-        hosts: that run the jobs.
-        plan: of the bench.
-        after_turn: gets the label of the strategy of each of :attr:`Plan.num_turns`, after the turn.
-    """
-    return take_turns(
-        [StrategyRun(hosts, each, plan) for each in (Contender(NO_COMMUNICATION), *plan.contenders)], after_turn
-    )
-
-
 def take_turns(
     runners: Sequence[StrategyRun], after_turn: Callable[[str], object] = lambda label: None
 ) -> list[StrategyResult]:
-    """The rows of runs with equal plans and hosts, also of different numbers of ranks; they start at the same time."""
+    """The rows of runs with equal plans and hosts, also of different numbers of ranks; they start at the same time.
+
+    Args:
+        runners: of the rows, in their order.
+        after_turn: gets the label of the strategy after each turn; each has one more than the plan's repetitions.
+    """
     order = [*runners]  # first a turn each that does not count
     for repetition in range(runners[0].plan.repetitions):
         first = repetition % len(runners)
