@@ -292,18 +292,10 @@ class ProfiledWindow:
             self._memory = {kind: held[kind] for kind in ("parameters_bytes", "gradients_bytes")}
         else:
             self._memory = asdict(memory)
-        if _gathered_together(trainer, 0) is None:
-            self._clock = ClockOffset(0.0, 0.0)
+        if isinstance(strategy, MultiGPUStrategy) and strategy.newest_of_ranks("profile", 0) is not None:
+            self._clock = ClockOffset(0.0, 0.0)  # each rank trains at its own pace
         else:
             self._clock = clock_offsets(lambda moment: gather(trainer, moment), self.now)[trainer.global_rank]
-
-
-def _gathered_together(trainer: Trainer, value: Any) -> list[Any] | None:
-    """One value of every rank; None where each rank trains at its own pace."""
-    strategy = trainer.strategy
-    if isinstance(strategy, MultiGPUStrategy) and strategy.newest_of_ranks("profile", 0) is not None:
-        return None
-    return gather(trainer, value)
 
 
 def _profiler(trainer: Trainer) -> Profiler:
