@@ -40,12 +40,7 @@ def cached_path() -> Path:
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Measures, writes the file and prints what was found.
-
-    Raises:
-        UsageError: an option is wrong, or a file there is none of a machine.
-        SystemExit: for ``--help``.
-    """
+    """Measures, writes the file and prints what was found."""
     parser = OptionParser(f"{PROGRAM} {name}", _DESCRIPTION)
     add = parser.add_argument
     add(

@@ -61,15 +61,7 @@ Exit status: 0 without problems, 1 with problems, 2 for a wrong command line.
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Prints the report on the first process of a job.
-
-    Returns:
-        0; 1 where something is broken.
-
-    Raises:
-        UsageError: an option, or a variable of the launcher, is wrong.
-        SystemExit: for ``--help``.
-    """
+    """Prints the report on the first process of a job; returns 1 where something is broken."""
     options = _parser(name).parse(arguments)
     from lightning_multigpu.bench.jobs.placement import Placement, placement
     from lightning_multigpu.commands.host_facts import facts_of_host

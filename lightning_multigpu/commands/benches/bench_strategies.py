@@ -62,15 +62,7 @@ MODEL_NAMES = ("mlp", "gpt")
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Prints the table after all turns, and writes the files that the options name.
-
-    Returns:
-        0; 1 where a strategy failed.
-
-    Raises:
-        UsageError: an option is wrong; no process has been started.
-        SystemExit: for ``--help``.
-    """
+    """Prints the table after all turns, and writes what was asked for; returns 1 where a strategy failed."""
     options = _parser(name).parse(arguments)
     options.strategies = strategies_of(options.strategies)
     try:
