@@ -237,7 +237,9 @@ class RankJob:
 
     def end(self) -> None:
         """Waits until the ranks of this host, whose turns are over, have ended; kills those that do not."""
-        self._join()
+        deadline = time.monotonic() + _END_S
+        for process in self._processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
         for process in self._processes.values():
             process.kill()
             process.join()
@@ -247,11 +249,6 @@ class RankJob:
         """Ends the ranks of all hosts at once."""
         self._store.set(rank_process.end_key(self.name), "")
         self.end()
-
-    def _join(self) -> None:
-        deadline = time.monotonic() + _END_S
-        for process in self._processes.values():
-            process.join(max(0.0, deadline - time.monotonic()))
 
 
 def _kept_store(address: str, port: int) -> TCPStore:
