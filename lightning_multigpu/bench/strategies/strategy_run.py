@@ -14,46 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from statistics import median
 
 from lightning_multigpu.bench.collectives.collective_run import OK
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
 from lightning_multigpu.bench.spread import Spread
 from lightning_multigpu.bench.strategies.contenders import Contender
-from lightning_multigpu.bench.strategies.models import Subject
-from lightning_multigpu.bench.strategies.strategy_rank import StrategySettings, Taken, Turn, serve
-from lightning_multigpu.report.statistics import quantile
+from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan, Taken, Turn, serve
 
-START_TIMEOUT_S = 180.0
 START_EACH_S = 10.0
 """More for each strategy that starts at the same time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StrategyPlan:
-    """The plan of a bench.
-
-    Args:
-        subject: the model, its data and its precision.
-        device_type: "cpu" or "cuda".
-        repetitions: turns of each strategy.
-        steps: timed steps of a turn.
-        warm_up: steps before them, in each turn.
-        timeout_s: for a turn.
-        start_timeout_s: from the start to the first turn.
-    """
-
-    subject: Subject
-    device_type: str
-    repetitions: int
-    steps: int
-    warm_up: int
-    timeout_s: float
-    start_timeout_s: float = START_TIMEOUT_S
-
-    @property
-    def num_steps(self) -> int:
-        """Of each job; the first turn is for memory, buckets and caches, and is not counted."""
-        return (self.repetitions + 1) * (self.warm_up + self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +94,7 @@ class StrategyRun:
         self._job = self.hosts.start(
             "strategy",
             serve,
-            StrategySettings(self.contender, plan.subject, plan.device_type, plan.num_steps),
+            (self.contender, plan),
             [(number, Turn(plan.warm_up, plan.steps)) for number in numbers],
             timeout_s=plan.timeout_s,
             start_timeout_s=plan.start_timeout_s + more_s,
@@ -179,5 +149,5 @@ class StrategyRun:
         for turns in zip(*self._metered, strict=True):
             metered = [figures for figures in turns if figures is not None]
             if metered:
-                by_rank.append({key: quantile(sorted(turn[key] for turn in metered), 0.5) for key in metered[0]})
+                by_rank.append({key: median(turn[key] for turn in metered) for key in metered[0]})
         return max(by_rank, key=lambda figures: figures["total_ms"]) if by_rank else None
