@@ -235,7 +235,7 @@ class ProfiledWindow:
     def _recorded(self, trainer: Trainer) -> Iterator[None]:
         """Records actions, transfers and loggers. The listener stays: what has begun in the window may end later."""
         self._recorder = recorder = ActionRecorder(_profiler(trainer), self.now)
-        _put_profiler(trainer, recorder)
+        trainer.profiler = recorder  # type: ignore[attr-defined]
         if self._meter is not None:
             self._meter.listener = self._heard
         try:
@@ -244,7 +244,7 @@ class ProfiledWindow:
         finally:
             self._end_s = self.now()
             if _profiler(trainer) is recorder:
-                _put_profiler(trainer, recorder.inner)
+                trainer.profiler = recorder.inner  # type: ignore[attr-defined]
 
     def _heard(self, transfers: list[Transfer], exposed: list[tuple[float, float]]) -> None:
         self._transfers += [transfer for transfer in transfers if transfer.interval()[0] < self._end_s]
@@ -302,10 +302,6 @@ def _profiler(trainer: Trainer) -> Profiler:
     # Lightning attaches it when the Trainer is made, without an annotation.
     profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
     return profiler
-
-
-def _put_profiler(trainer: Trainer, profiler: Profiler) -> None:
-    trainer.profiler = profiler  # type: ignore[attr-defined]
 
 
 def _callbacks_s(spans: Sequence[Span], start_s: float, end_s: float) -> dict[str, float]:
