@@ -222,7 +222,7 @@ class ProfiledWindow:
         )
 
     def _parts(self, spans: Sequence[Span], start_s: float, end_s: float) -> list[Span]:
-        phases = [Span(s.start_s, s.end_s, phase) for s in spans if (phase := phase_of(s.name)) is not None]
+        phases = [Span(s.start_s, s.end_s, phase_of(s.name)) for s in spans]
         exposed = [Span(a, b, "communication") for a, b in self._exposed if a < end_s and b > start_s]
         passes: list[Span] = []
         for step in () if self._stages is None else self._stages.steps:
