@@ -52,7 +52,7 @@ def strategy_of(given: Contender, local_rank: int = 1, ranks: int = 2) -> Parall
     plan = StrategyPlan(
         subject=Subject("mlp", BenchMLP, 1), device_type="cuda", repetitions=1, steps=1, warm_up=0, timeout_s=1.0
     )
-    return _trainer(given, plan, seat(local_rank, ranks), []).strategy  # type: ignore[return-value]
+    return _trainer(given, plan, ranks, seat(local_rank, ranks), []).strategy  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("name", ["ddp", "ring_ddp", "pipeline_1f1b"])

@@ -154,10 +154,10 @@ class TakesTurns(Callback):
         return {name: median(values) for name, values in figures.items()}
 
 
-def serve(settings: tuple[Contender, StrategyPlan], seat: Seat, turns: Turns) -> None:
-    """Trains turn by turn until there is none left."""
+def serve(settings: tuple[Contender, StrategyPlan, int], seat: Seat, turns: Turns) -> None:
+    """Trains turn by turn until there is none left, on as many devices of a host as the settings say."""
     seed_everything(0, verbose=False)
-    contender, plan = settings
+    contender, plan, num_devices = settings
     subject = plan.subject
     model = subject.model()
     loader: DataLoader[Any] | None = None
@@ -166,15 +166,18 @@ def serve(settings: tuple[Contender, StrategyPlan], seat: Seat, turns: Turns) ->
         # One more: the last turn ends with the start of a batch that belongs to none.
         num_batches = plan.num_steps + 1
         one_process = contender.is_one_process
-        batch_size = subject.batch_size * (seat.placement.devices if one_process else 1)
+        batch_size = subject.batch_size * (num_devices if one_process else 1)
         batch = model.example_batch(batch_size)  # type: ignore[operator]
         ranks = 1 if contender.strategy is None or one_process else seat.placement.world_size
         loader = repeated(batch, batch_size, num_batches, ranks)
-    _trainer(contender, plan, seat, [TakesTurns(turns)]).fit(model, train_dataloaders=loader, datamodule=data)
+    trainer = _trainer(contender, plan, num_devices, seat, [TakesTurns(turns)])
+    trainer.fit(model, train_dataloaders=loader, datamodule=data)
 
 
-def _trainer(contender: Contender, plan: StrategyPlan, seat: Seat, callbacks: list[Callback]) -> Trainer:
-    devices = rank_devices(plan.device_type, seat.placement.devices, torch.cuda.device_count())
+def _trainer(
+    contender: Contender, plan: StrategyPlan, num_devices: int, seat: Seat, callbacks: list[Callback]
+) -> Trainer:
+    devices = rank_devices(plan.device_type, num_devices, torch.cuda.device_count())
     strategy: Strategy
     if contender.strategy is None:
         strategy, num_nodes = SingleDeviceStrategy(devices[seat.local_rank]), 1

@@ -90,16 +90,15 @@ class StrategyRun:
 
     def start(self, numbers: Sequence[int], more_s: float) -> None:
         """Starts the ranks, for the turns of these numbers; with others, they may take ``more_s`` longer for it."""
-        plan = self.plan
+        plan, devices = self.plan, self.devices or self.hosts.placement.devices
         self._job = self.hosts.start(
             "strategy",
             serve,
-            (self.contender, plan),
+            (self.contender, plan, devices),
             [(number, Turn(plan.warm_up, plan.steps)) for number in numbers],
             timeout_s=plan.timeout_s,
             start_timeout_s=plan.start_timeout_s + more_s,
-            devices=self.devices,
-            one_process=self.contender.is_one_process,
+            devices=1 if self.contender.is_one_process else devices,
         )
 
     def take(self, number: int, *, counts: bool) -> None:
