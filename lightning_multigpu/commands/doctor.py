@@ -142,8 +142,6 @@ def _try_back_ends(place: Placement, hosts: Sequence[Facts], timeout_s: float) -
 
 def _try_all_reduce(agents: HostAgents, backend: str, timeout_s: float) -> dict[str, str | None]:
     """The status of an all-reduce of all ranks, in processes of their own, which may crash or hang, and the reason."""
-    import torch
-
     from lightning_multigpu.bench.collectives.collective_run import CollectivePlan, measure
     from lightning_multigpu.bench.collectives.implementations import IMPLEMENTATIONS
     from lightning_multigpu.bench.collectives.operations import BY_NAME
@@ -153,9 +151,6 @@ def _try_all_reduce(agents: HostAgents, backend: str, timeout_s: float) -> dict[
         implementations=[row for row in IMPLEMENTATIONS if row.name == backend],
         sizes=[_SIZE],
         device_type="cuda" if backend == "nccl" else "cpu",
-        dtype=torch.float32,
-        repetitions=1,
-        warm_up=0,
         timeout_s=timeout_s,
         join_s=0.0,
     )
