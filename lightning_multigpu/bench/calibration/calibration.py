@@ -208,7 +208,7 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
         runs = []
         for subject, each in wanted:
             plan = StrategyPlan(
-                contenders=[], subject=subject, device_type=device_type, repetitions=_REPETITIONS,
+                subject=subject, device_type=device_type, repetitions=_REPETITIONS,
                 steps=4 if subject is large else 15, warm_up=1, timeout_s=_TIMEOUT_S,
             )  # fmt: skip
             runs.append(StrategyRun(hosts, each, plan))

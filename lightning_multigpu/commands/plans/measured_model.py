@@ -16,9 +16,9 @@ from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePl
 from lightning_multigpu.planning.scaling.machine_model import Machine, World
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases, SplitPart
 from lightning_multigpu.planning.scaling.step_model import PIPELINES
-from lightning_multigpu.registry import STRATEGIES
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner, PlanError
+from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from lightning_multigpu.strategies.steps.lone_steps import LoneRank, LoneStepsError, lone_steps
 
 _FAILURES = (PlanError, PipelineError, RuntimeError)
@@ -161,7 +161,7 @@ def _pipelines(
     the finer one for four not.
     """
     schedules = {name: PIPELINES[name] for name in names if name in PIPELINES} or {"pipeline_1f1b": "1f1b"}
-    options = subject.pipeline_options or _usual_options()
+    options = subject.pipeline_options or PipelineStrategy(schedule="1f1b").pipeline_options
     numbers = sorted({1, *(4 * size for size in sizes), *num_micro_batches})
 
     def plans(schedules: Iterable[str], sizes: Sequence[int]) -> list[PipelinePlan]:
@@ -187,10 +187,3 @@ def _pipelines(
             except _FAILURES as error:
                 reasons[f"{name} on {size} ranks"] = str(error)
     return found, reasons
-
-
-def _usual_options() -> PipelineOptions:
-    row = next(each for each in STRATEGIES if each.name == "pipeline_1f1b")
-    strategy: Any = row.strategy(**row.options)
-    found: PipelineOptions = strategy.pipeline_options
-    return found
