@@ -248,7 +248,7 @@ class ServedShard:
             pulled = weights if self._is_synchronous else [torch.empty_like(flat) for flat in weights]
         for bucket, memory, to_pull in zip(buckets, memories, pulled, strict=True):
             on_wire = wire_bytes(to_pull, plan.compressor)
-            bucket.rooms[worker] = Room(pair, bucket.number, memory, to_pull, on_wire, offers is not None)
+            bucket.rooms[worker] = Room(pair, bucket.number, memory, to_pull, on_wire)
             bucket.rooms[worker].expect_push()
         self._num_known[worker] = number + 1
         return offers
@@ -292,7 +292,7 @@ class ServedShard:
             gradients = self._gradients(bucket, givers)
             found[number] = [(kind, gradients.rows.get(index)) for index, kind in enumerate(gradients.kinds)]
             for room in bucket.rooms.values():
-                if room.is_shared and room.pushed.data_ptr() != gradients.flat.data_ptr():
+                if room.pair.shares_memory and room.pushed.data_ptr() != gradients.flat.data_ptr():
                     room.pushed.copy_(gradients.flat)
                 sent.append(room.pull(gradients.flat))
         self._await(0, sent)

@@ -94,9 +94,9 @@ def test_no_socket_carries_gradients_and_weights(is_synchronous: bool, monkeypat
     carried: set[bool] = set()
     isend = Pair.isend
 
-    def send(pair: Pair, tensor: Tensor, tag: int, *, is_shared: bool) -> Any:
-        carried.add(not is_shared)
-        return isend(pair, tensor, tag, is_shared=is_shared)
+    def send(pair: Pair, tensor: Tensor, tag: int) -> Any:
+        carried.add(not pair.shares_memory)
+        return isend(pair, tensor, tag)
 
     monkeypatch.setattr(Pair, "isend", send)
     before = num_mapped()
