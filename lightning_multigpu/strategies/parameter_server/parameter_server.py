@@ -219,12 +219,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
         for name, why in servers.unshared.items():
             rank_zero_info(f"{name} is on this host, but gradients and weights go over sockets: {why}")
         if self._is_asynchronous:
-            self._asynchronous = AsynchronousTraining(
-                servers,
-                self.signals,
-                leave_groups=self._leave_world,
-                can_be_lost=self.failure_watch.can_be_lost,
-            )
+            self._asynchronous = AsynchronousTraining(servers, self.signals, can_be_lost=self.failure_watch.can_be_lost)
 
     def _start_servers(self, store: Any, job: Job) -> None:
         """Starts this host's servers on its first rank."""
@@ -306,7 +301,10 @@ class ParameterServerStrategy(MultiGPUStrategy):
             self._leave_world()
 
     def _leave_world(self) -> None:
-        """Leaves the process groups of the run; from then on collectives return this rank's own values."""
+        """Leaves the process groups of the run; from then on collectives return this rank's own values.
+
+        With a process group, Lightning and torchmetrics would have workers wait for each other in every batch.
+        """
         if self.groups is not None:
             assert self._connections is not None
             self.collectives.leave()
