@@ -177,7 +177,7 @@ class HostTransport:
         kinds = torch.tensor([kind_of(parameter.grad) for flat in self._flats for parameter in flat.parameters])
         own = torch.tensor([averages, num_changed])
         counts = torch.cat([kinds == DENSE, kinds == SPARSE, own]).to(torch.int32)
-        *counted, num_averaging, all_changed = self._summed(counts).tolist()
+        *counted, num_averaging, all_changed = self._memory.ranks(counts).tolist()
         name = type(self._optimizer).__name__
         if num_averaging not in (0, self._memory.num_ranks):
             raise ValueError(
@@ -199,11 +199,8 @@ class HostTransport:
                 rows = torch.zeros(len(parameter), dtype=torch.int32)
                 if parameter.grad is not None:
                     rows += rows_of(parameter.grad)
-                flat.rows[number] = self._summed(rows) > 0
+                flat.rows[number] = self._memory.ranks(rows) > 0
         return [flat for flat in self._flats if any(flat.present)]
-
-    def _summed(self, numbers: Tensor) -> Tensor:
-        return self._memory.ranks(numbers) if self._memory.num_ranks > 1 else numbers
 
     # Push
 
@@ -272,8 +269,7 @@ class HostTransport:
         if own is not None:
             first, last = bounds[self._memory.rank]
             whole[first:last] = own.reshape(-1)
-        if self._memory.num_ranks > 1:
-            self._memory.ranks.all_gather(whole, bounds=bounds)
+        self._memory.ranks.all_gather(whole, bounds=bounds)
         return whole.view(present[0].shape if len(present) == 1 else parameter.shape)
 
 
