@@ -189,9 +189,9 @@ class TestSegment:
         segment = OfferedSegment(100)
         pid, descriptor, token = segment.offer
         with (tmp_path / "other").open("w+b") as other, pytest.raises(OSError, match="different containers"):
-            mapped([pid, other.fileno(), token])
+            mapped((pid, other.fileno(), token))
         with pytest.raises(OSError, match="different containers"):
-            mapped([pid, descriptor, bytes(16).hex()])
+            mapped((pid, descriptor, bytes(16)))
 
 
 def test_what_is_longer_than_the_memory_travels() -> None:
