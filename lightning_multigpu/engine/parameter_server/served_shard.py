@@ -8,7 +8,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from lightning_multigpu.placement.optimizer_split import Split
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
 from lightning_multigpu.placement.owned_step import Update
 from lightning_multigpu.placement.table import Piece, from_0, placed
+
+if TYPE_CHECKING:
+    from lightning_multigpu.engine.parameter_server.server import Job
 
 
 class UpdateError(RuntimeError):
@@ -144,7 +147,7 @@ class ServedShard:
 
     Args:
         pairs: the connections to the workers, by their numbers.
-        num_servers, is_synchronous, max_staleness: of the job.
+        job: the job.
         changing: held while asynchronous workers change what others may wait for.
 
     Attributes:
@@ -153,18 +156,9 @@ class ServedShard:
         waited_s: how long updates of asynchronous workers waited for each other.
     """
 
-    def __init__(
-        self,
-        pairs: Mapping[int, Pair],
-        changing: threading.Condition,
-        *,
-        num_servers: int,
-        is_synchronous: bool,
-        max_staleness: int | None,
-    ) -> None:
-        self._pairs, self._num_servers, self._is_synchronous = pairs, num_servers, is_synchronous
-        self._changing = changing
-        self._clocks = Clocks(pairs, max_staleness)
+    def __init__(self, pairs: Mapping[int, Pair], job: Job, changing: threading.Condition) -> None:
+        self._pairs, self._job, self._changing = pairs, job, changing
+        self._clocks = Clocks(pairs, job.max_staleness)
         self.staleness: dict[int, Counter[int]] = defaultdict(Counter)
         self.waited_s = 0.0
         self.plans: list[Plan] = []
@@ -182,7 +176,7 @@ class ServedShard:
         """Takes new parameters, from worker 0."""
         self._offered.append(None)
         flats = contents.weights
-        if self._is_synchronous and any(pair.shares_memory for pair in self._pairs.values()):
+        if self._job.is_synchronous and any(pair.shares_memory for pair in self._pairs.values()):
             # Workers of this host read the weights in it.
             self._offered[-1], memories = _offered([flat.nbytes for flat in flats])
             flats = [memory.view(flat.dtype).copy_(flat) for memory, flat in zip(memories, flats, strict=True)]
@@ -245,7 +239,7 @@ class ServedShard:
             offers = [segment.offer, pulled_segment.offer]
         else:
             memories = [torch.empty(size, dtype=torch.uint8) for size in to_push]
-            pulled = weights if self._is_synchronous else [torch.empty_like(flat) for flat in weights]
+            pulled = weights if self._job.is_synchronous else [torch.empty_like(flat) for flat in weights]
         for bucket, memory, to_pull in zip(buckets, memories, pulled, strict=True):
             on_wire = wire_bytes(to_pull, plan.compressor)
             bucket.rooms[worker] = Room(pair, bucket.number, memory, to_pull, on_wire)
@@ -346,7 +340,7 @@ class ServedShard:
         """Clips by value, or by the norm over all servers, which ``pair``'s worker adds up."""
 
         def reduce_sum(squares: Tensor) -> Tensor | float:
-            if self._num_servers == 1:
+            if self._job.num_servers == 1:
                 return squares
             pair.send((float(squares), None))
             return float(pair.receive())
