@@ -57,7 +57,6 @@ class CompressedAllReduce:
     ) -> None:
         if segment_elements < 1:
             raise ValueError(f"segment_elements={segment_elements}: a message must hold at least 1 element")
-        self.group = group
         self.compressor = compressor
         self.total_ring_bytes = 0
         self.total_sent_bytes = 0
