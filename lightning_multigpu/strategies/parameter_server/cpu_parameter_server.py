@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -133,15 +131,6 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
                 f"{flat.nbytes / 2**20:.0f} MiB of the host's memory cannot be locked (ulimit -l), so that copies to "
                 "and from the GPU do not overlap its work"
             )
-
-    # Training
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Within the block gradients are accumulated, and stay on their ranks."""
-        with self.owned.accumulating():
-            yield
 
     # Checkpoints
 

@@ -7,8 +7,7 @@ import dataclasses
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -320,13 +319,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
             self.owned.end()
             self._disconnect()
             super().teardown()
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Within the block gradients are accumulated, and not pushed."""
-        with self.owned.accumulating():
-            yield
 
     @property
     @override
