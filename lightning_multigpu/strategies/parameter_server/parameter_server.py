@@ -295,8 +295,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
     def barrier(self, name: str | None = None) -> None:
         super().barrier(name)
         if name == "run-stage" and self._asynchronous is not None:  # the last barrier before rank 0 validates alone
-            assert self.lightning_module is not None
-            self._asynchronous.begin(self.lightning_module.trainer)
+            self._asynchronous.begin(self._module.trainer)
             self._leave_world()
 
     def _leave_world(self) -> None:
@@ -313,8 +312,8 @@ class ParameterServerStrategy(MultiGPUStrategy):
     @override
     def teardown(self) -> None:
         training, self._asynchronous = self._asynchronous, None
-        if training is not None and self.lightning_module is not None:
-            training.end(self.lightning_module.trainer)
+        if training is not None:
+            training.end(self._module.trainer)
         with self.saves.keeping_states(self._owned):
             self.owned.end()
             self._disconnect()
@@ -323,8 +322,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        if self._asynchronous is not None and trainer is not None and not trainer.training:
+        if self._asynchronous is not None and not self._module.trainer.training:
             return {"num_replicas": 1, "rank": 0}  # rank 0 validates, with all batches
         return super().distributed_sampler_kwargs
 
@@ -332,8 +330,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         if self._asynchronous is None:
             return super().process_dataloader(dataloader)
-        assert self.lightning_module is not None
-        return self._asynchronous.distribute(dataloader, self.lightning_module.trainer)
+        return self._asynchronous.distribute(dataloader, self._module.trainer)
 
     @property
     @override
@@ -350,15 +347,15 @@ class ParameterServerStrategy(MultiGPUStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
-        if self._asynchronous is not None and self.lightning_module is not None:
-            self._asynchronous.after_step(self.lightning_module.trainer)
+        if self._asynchronous is not None:
+            self._asynchronous.after_step(self._module.trainer)
         return output
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        if self._asynchronous is not None and self.lightning_module is not None and not self.failure_watch.failed:
-            self._asynchronous.training_ends(self.lightning_module.trainer)
+        if self._asynchronous is not None and not self.failure_watch.failed:
+            self._asynchronous.training_ends(self._module.trainer)
 
     # Checkpoints
 
