@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_multigpu._torch_compat import job_store
-from lightning_multigpu.communication.compression.compressors import Bf16, ElementwiseCompressor, Fp16, Int8
+from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.engine.parameter_server.server import EXTERNAL, RUNS, Job
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
@@ -379,6 +379,6 @@ def _elementwise(compression: Any) -> ElementwiseCompressor | None:
     if compression is None:
         return None
     found = make_compressor(compression)
-    if not isinstance(found, Fp16 | Bf16 | Int8):
+    if not isinstance(found, ElementwiseCompressor):
         raise ValueError(f"compression={found.name!r} is not for pushes to servers: use 'fp16', 'bf16' or 'int8'")
     return found
