@@ -295,16 +295,10 @@ class ParameterServerStrategy(MultiGPUStrategy):
     def barrier(self, name: str | None = None) -> None:
         super().barrier(name)
         if name == "run-stage" and self._asynchronous is not None:  # the last barrier before rank 0 validates alone
-            self._asynchronous.begin(self._module.trainer)
-            self._leave_world()
-
-    def _leave_world(self) -> None:
-        """Leaves the process groups of the run; from then on collectives return this rank's own values.
-
-        With a process group, Lightning and torchmetrics would have workers wait for each other in every batch.
-        """
-        if self.groups is not None:
             assert self._connections is not None
+            self._asynchronous.begin(self._module.trainer)
+            # From then on collectives return this rank's own values: with a process group, Lightning and torchmetrics
+            # would have workers wait for each other in every batch.
             self.collectives.leave()
             leave_world()
             self.failure_watch.joined(self._connections.cut, self.world_size)
