@@ -117,7 +117,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
         self._num_servers, self._are_external = num_servers, servers == "external"
         self._bucket_cap_mb = bucket_cap_mb
         self._processes: list[ServerProcess] = []
-        self._store: Any = None
         self._connections: Servers | None = None
 
     def _check_that_no_rank_waits(self, options: Mapping[str, Any]) -> None:
@@ -194,7 +193,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
     def _connect(self) -> None:
         """Starts the servers, unless they are external, and connects to them; a collective."""
         assert self.groups is not None
-        store = self._store = job_store()
+        store = job_store()
         number = max(2, self.num_nodes) if self._num_servers == "nodes" else self._num_servers
         job = Job(
             name=self.broadcast(f"{RUNS}/{store.add(RUNS, 1) if self.global_rank == 0 else 0}"),
@@ -210,9 +209,11 @@ class ParameterServerStrategy(MultiGPUStrategy):
             store.set(f"{job.name}/job", pickle.dumps(job))
             if self._are_external:
                 store.set(EXTERNAL, job.name)
+                self._undo.callback(_withdraw, store)
         if not self._are_external:
             self._start_servers(store, job)
         self._connections = servers = Servers(job, worker=self.global_rank, meter=self.meter)
+        self._undo.callback(servers.close)
         self.groups.also_cut.append(servers.cut)
         servers.join(store, lambda server: self._await_server(store, job, server))
         for name, why in servers.unshared.items():
@@ -226,6 +227,8 @@ class ParameterServerStrategy(MultiGPUStrategy):
         computing = len(own) + (self.num_processes if self.root_device.type == "cpu" else 0)
         threads = max(1, option_checks.available_cpu_count() // max(1, computing))
         self._processes = [ServerProcess(store.host, store.port, job.name, k, num_threads=threads) for k in own]
+        for process in self._processes:
+            self._undo.callback(process.close)
 
     def _await_server(self, store: Store, job: Job, server: int) -> None:
         """Waits until a server has come to the store."""
@@ -264,19 +267,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
             compressor=self._compressor,
         )
 
-    def _disconnect(self) -> None:
-        """Disconnects from the servers and ends them, also after a failure."""
-        if self._connections is not None:
-            connections, self._connections = self._connections, None
-            connections.close()
-        for process in self._processes:
-            process.close()
-        self._processes = []
-        store, self._store = self._store, None
-        if store is not None and self._are_external and self.global_rank == 0:
-            with contextlib.suppress(RuntimeError):  # its process has ended
-                store.delete_key(EXTERNAL)  # servers that come now wait for the next fit
-
     @override
     def server_statistics(self) -> ServerStatistics | None:
         return None if self._connections is None or self.global_rank else self._connections.statistics()
@@ -310,7 +300,8 @@ class ParameterServerStrategy(MultiGPUStrategy):
             training.end(self._module.trainer)
         with self.saves.keeping_states(self._owned):
             self.owned.end()
-            self._disconnect()
+            self._undo.close()
+            self._connections = None
             super().teardown()
 
     @property
@@ -366,6 +357,12 @@ class ParameterServerStrategy(MultiGPUStrategy):
     def _load_further_state(self, checkpoint: Mapping[str, Any]) -> None:
         if self._asynchronous is not None:
             self._asynchronous.loaded(checkpoint)
+
+
+def _withdraw(store: Store) -> None:
+    """Has servers that come now wait for the next fit."""
+    with contextlib.suppress(RuntimeError):  # the store's process has ended
+        store.delete_key(EXTERNAL)
 
 
 def _elementwise(compression: Any) -> ElementwiseCompressor | None:
