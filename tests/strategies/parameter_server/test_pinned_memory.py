@@ -58,4 +58,4 @@ def test_memory_that_cannot_be_locked_leaves_no_error_behind(monkeypatch: pytest
     with pytest.warns(UserWarning, match=r"cannot be locked \(ulimit -l\)"):
         strategy._reserve(8, torch.float32)
     assert not cuda.left_error, "the next kernel of the user's step would have raised it"
-    assert not strategy._pinned
+    strategy._undo.close()  # there is nothing to unlock
