@@ -213,7 +213,7 @@ def test_synchronous_workers_read_the_weights_of_the_server() -> None:
     with job() as found:
         trained(found)
         (shard,) = found.servers[0]._shards.values()
-        for bucket in shard._buckets:
+        for bucket in shard._buckets.values():
             assert {room.pulled.data_ptr() for room in bucket.rooms.values()} == {bucket.weights.data_ptr()}
             assert len({room.memory.data_ptr() for room in bucket.rooms.values()}) == 2
             assert all(torch.equal(bucket.part(bucket.weights, i), p) for i, p in enumerate(bucket.pieces))
