@@ -211,7 +211,7 @@ class HostTransport:
             if gradient is None:
                 place.zero_()
             elif not self._copies.has(parameter):
-                place.copy_(gradient.to_dense() if gradient.is_sparse else gradient, non_blocking=True)
+                place.copy_(gradient.to_dense(), non_blocking=True)
         self._await_device(flat)
 
     def _take_own(self, flat: _Flat) -> None:
@@ -219,8 +219,7 @@ class HostTransport:
         for piece in flat.pieces:
             gradient = flat.parameters[piece.number].grad
             if gradient is not None:
-                gradient = gradient.to_dense() if gradient.is_sparse else gradient
-                flat.own_gradient(piece).copy_(elements(gradient, piece), non_blocking=True)
+                flat.own_gradient(piece).copy_(elements(gradient.to_dense(), piece), non_blocking=True)
         self._await_device(flat)
 
     def _await_device(self, flat: _Flat) -> None:

@@ -434,8 +434,8 @@ class ServerTransport:
             if (gradient := parameter.grad) is None:
                 found.append(torch.zeros(piece.numel, dtype=part.dtype))
                 continue
-            gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-            found.append(elements(gradient.to(part.dtype).contiguous(), piece).view(-1))
+            gradient = gradient.detach().to_dense().to(part.dtype).contiguous()
+            found.append(elements(gradient, piece).view(-1))
         device = part.pieces[0][0].device
         if device.type != "cuda":
             return [gradient.cpu() for gradient in found], None
