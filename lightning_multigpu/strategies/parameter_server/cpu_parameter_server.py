@@ -102,7 +102,7 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
         flat = torch.zeros(numel, dtype=dtype, pin_memory=on_gpu)
         if not numel:
             return flat
-        if self._memory.num_ranks > 1:
+        if self._memory.ranks.world_size > 1:
             self._num_reserved += 1
             try:
                 self._memory.ranks.move(flat, self._num_reserved)
