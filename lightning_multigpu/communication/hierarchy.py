@@ -81,7 +81,7 @@ class HierarchicalAllReduce:
         # For tensors other than gradients, which must not lose precision.
         self._ring = between.ring if isinstance(between, CompressedAllReduce) else between
         self._can_move = True
-        self._parts: dict[Pieces, Pieces] = {}  # each tensor -> the part of it that this rank reduces
+        self._known: set[Pieces] = set()  # tensors whose errors the ranks that reduce their parts have
 
     @property
     def compressed(self) -> CompressedAllReduce | None:
@@ -205,15 +205,13 @@ class HierarchicalAllReduce:
 
     def _share_errors(self, pieces: Pieces, own: Pieces) -> None:
         """Moves errors to the ranks of this host that now reduce their parameters, when buckets have changed."""
-        if self.compressed is None or pieces in self._parts:
+        if self.compressed is None or pieces in self._known:
             return
         assert self.inside is not None
         self.compressed.share_errors(pieces, own, self.inside)
         names = {piece.name for piece in pieces}
-        self._parts = {
-            known: part for known, part in self._parts.items() if names.isdisjoint(piece.name for piece in known)
-        }
-        self._parts[pieces] = own
+        self._known = {known for known in self._known if names.isdisjoint(piece.name for piece in known)}
+        self._known.add(pieces)
 
     def _reduce_between(self, shard: Tensor, pieces: Sequence[GradientPiece], average: bool) -> None:
         if shard.numel() == 0 or self._ring is None:
