@@ -25,7 +25,7 @@ from lightning_multigpu.callbacks.probes import host_memory, usable_cores
 from lightning_multigpu.callbacks.profile.operator_trace import OperatorTrace
 from lightning_multigpu.callbacks.profile.value_reads import ValueReads
 from lightning_multigpu.callbacks.run_report import gather, memory_of
-from lightning_multigpu.communication.clock_offsets import ClockOffset, clock_offsets
+from lightning_multigpu.communication.clock_offsets import clock_offsets
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.training_memory import SavedActivations, measured_bytes
@@ -118,7 +118,7 @@ class ProfiledWindow:
         beside = isinstance(_profiler(trainer), PyTorchProfiler)
         self._records_operators = (on_gpu if operators is None else operators) and not beside
         self._operators = OperatorTrace(self.now)
-        self._clock: ClockOffset | None = None
+        self._clock: tuple[float, float] | None = None
         self._stages: StageRecord | None = None
         self.batches = 0
         self.interrupted = False
@@ -184,7 +184,7 @@ class ProfiledWindow:
         """A :class:`.MeasuredRank` as JSON, on its own clock, with the events of operators beside it."""
         spans = [] if self._recorder is None else self._recorder.spans
         hooks = [_callbacks_s(spans, start_s, end_s) for start_s, end_s, _ in self._counted]
-        clock = self._clock or ClockOffset(0.0, 0.0)
+        offset_s, error_s = self._clock or (0.0, 0.0)
         measured = MeasuredRank(
             rank=self._rank,
             node=self._node,
@@ -192,7 +192,7 @@ class ProfiledWindow:
             threads=torch.get_num_threads(),
             cores=usable_cores(),
             data_workers=self._workers,
-            clock=ClockError(offset_s=clock.offset_s, error_s=clock.error_s),
+            clock=ClockError(offset_s=offset_s, error_s=error_s),
             callbacks_s=medians(hooks),
             operators=[OperatorTime(*each) for each in self._operators.most],
             reads=[] if self._reads is None else [LineReads(*each) for each in self._reads.most()],
@@ -293,7 +293,7 @@ class ProfiledWindow:
         else:
             self._memory = asdict(memory)
         if isinstance(strategy, MultiGPUStrategy) and strategy.newest_of_ranks("profile", 0) is not None:
-            self._clock = ClockOffset(0.0, 0.0)  # each rank trains at its own pace
+            self._clock = 0.0, 0.0  # each rank trains at its own pace
         else:
             self._clock = clock_offsets(lambda moment: gather(trainer, moment), self.now)[trainer.global_rank]
 

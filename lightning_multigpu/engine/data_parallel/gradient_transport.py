@@ -108,7 +108,7 @@ class GradientTransport:
                 f"gradients travel through sockets also between ranks of one host: {next(filter(None, problems))}. "
                 "shared_memory=False asks for that without this warning."
             )
-            inside, inside_group, (_, across) = None, None, layout(lines, ranks_per_host, use_hosts=False)
+            inside, (_, across) = None, layout(lines, ranks_per_host, use_hosts=False)
         between_group: dist.ProcessGroup | None = None
         if across == lines and dist.get_backend(group) == _HOST_MEMORY_BACKEND:
             between_group = group  # each rank counts as a host
@@ -123,7 +123,7 @@ class GradientTransport:
                 f"compression={self.compressor!r} has no effect: all ranks are on one host, where they share memory. "
                 "shared_memory=False compresses there too, and sends all sums through sockets."
             )
-        all_reduce = HierarchicalAllReduce(inside, between, inside_group=inside_group)
+        all_reduce = HierarchicalAllReduce(inside, between)
         groups.also_cut.append(all_reduce.abort)
         return all_reduce
 
