@@ -76,7 +76,7 @@ class GradientTransport:
         # On GPUs NCCL moves the gradients, unless they are compressed, which is done in the host's memory.
         uses_host_memory = hook is None and (dist.get_backend(group) != "nccl" or self.compressor is not None)
         all_reduce = self._all_reduce_over_hosts(groups, group, ranks_per_host, warn) if uses_host_memory else None
-        reducer = GradientReducer(group, meter, hook=hook, all_reduce=all_reduce, pieces=pieces_of(module))
+        reducer = GradientReducer(group, meter, hook=hook, all_reduce=all_reduce)
         return reducer, self.bucket_cap_mb_of(module, reducer, is_hooked=hook is not None)
 
     def bucket_cap_mb_of(self, module: Module, reducer: GradientReducer, *, is_hooked: bool) -> float | None:
