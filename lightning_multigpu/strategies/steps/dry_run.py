@@ -88,12 +88,8 @@ def traceless(module: pl.LightningModule) -> Iterator[None]:
 
 def unlogged_loss(plugin: Precision, module: pl.LightningModule, call: Callable[[], Any]) -> Any:
     """The loss of a training step that ``call`` runs, under the Trainer's precision; logs are dropped."""
-    object.__setattr__(module, "log", lambda *args, **options: None)
-    try:
-        with plugin.train_step_context():
-            output = call()
-    finally:
-        object.__delattr__(module, "log")
+    with replaced(module, log=lambda *args, **options: None), plugin.train_step_context():
+        output = call()
     return output.get("loss") if isinstance(output, Mapping) else output
 
 
