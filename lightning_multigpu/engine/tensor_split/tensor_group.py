@@ -166,16 +166,11 @@ class TensorGroup:
         They follow from those outside of it, so that an activation checkpoint draws the same again.
         """
         seed = int(torch.randint(_LARGEST_SEED, ())) + 1 + self.rank  # the same on all ranks, but for the rank
-        states = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        torch.default_generator.manual_seed(seed)
-        if states[1] is not None:
-            torch.cuda.manual_seed(seed)
-        try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.default_generator.manual_seed(seed)
+            if device.type == "cuda":
+                torch.cuda.manual_seed(seed)
             yield
-        finally:
-            torch.set_rng_state(states[0])
-            if states[1] is not None:
-                torch.cuda.set_rng_state(states[1], device)
 
     def bounds(self, size: int) -> list[tuple[int, int]]:
         """Each rank's part of ``size`` units, as even as can be: the first ranks have one more."""
