@@ -202,7 +202,8 @@ class SplitLayers:
         proof.check()
         self.split, self._regions = trials.split, trials.regions
         for optimizer in optimizers:
-            self.cut_state(optimizer)
+            for parameter, state in held_states(plain_optimizer(optimizer)).items():
+                own_state(parameter, state)  # this rank's parts of it
         self.check_optimizers(optimizers)
         if self._sequence_split and not self._regions:
             reasons = "; ".join(trials.notes) or "no list of layers (nn.ModuleList, nn.Sequential) has a block in each"
@@ -321,11 +322,6 @@ class SplitLayers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         states = {n: self._whole_state(parameters[n], state) for n, state in found["state"].items()}
         return {**found, "state": states}
-
-    def cut_state(self, optimizer: Optimizer) -> None:
-        """Replaces whole states of an optimizer by this rank's parts."""
-        for parameter, state in held_states(plain_optimizer(optimizer)).items():
-            own_state(parameter, state)
 
     def follow_updates(self, plugin: Precision, before: Callable[[], None]) -> PluginMethods:
         """Has an optimizer's own step read its state as it is, from the end of the hooks before it.
