@@ -66,7 +66,6 @@ class AveragedGradients:
         # During a run:
         self.reducer: GradientReducer | None = None
         self.compressed: HierarchicalAllReduce | None = None
-        self._bucket_cap_mb: float | None = None
         self._trained: TrainedParameters | None = None
         self._averager: ModelAverager | None = None
 
@@ -120,8 +119,7 @@ class AveragedGradients:
         assert strategy.groups is not None
         strategy.common.broadcasts_buffers = self._given["broadcast_buffers"]
         strategy.common.buffers = strategy.metered(strategy.collectives.data.group, "data")
-        self.reducer, self._bucket_cap_mb = self.transport.open(
-            strategy._module,
+        self.reducer = self.transport.open(
             strategy.groups,
             strategy.meter,
             ranks_per_host=strategy.num_processes,
@@ -134,8 +132,9 @@ class AveragedGradients:
 
     def wrap(self, model: Module, **options: Any) -> DistributedDataParallel:
         """The module in torch's wrapper, whose buckets this object's reducer moves."""
-        strategy = self._strategy
+        strategy, is_hooked = self._strategy, self._given["ddp_comm_hook"] is not None
         assert self.reducer is not None
+        bucket_cap_mb = self.transport.bucket_cap_mb_of(strategy._module, self.reducer, is_hooked=is_hooked)
         self._trained = TrainedParameters(strategy._module)
         strategy._pl_static_graph_delay_done = False  # type: ignore[attr-defined]  # of Lightning's DDPStrategy
         with strategy._showing_parts():
@@ -143,7 +142,7 @@ class AveragedGradients:
                 model,
                 device_ids=None if strategy.root_device.type == "cpu" else [strategy.root_device.index],
                 process_group=strategy.collectives.data.group,
-                bucket_cap_mb=self._bucket_cap_mb,
+                bucket_cap_mb=bucket_cap_mb,
                 **{name: self._given[name] for name in _OF_TORCH},
                 **options,
             )
@@ -206,8 +205,6 @@ class AveragedGradients:
             model = model.module
             reducer.detach()
         if any(parameter.requires_grad for parameter in strategy._module.parameters()):
-            is_hooked = self._given["ddp_comm_hook"] is not None
-            self._bucket_cap_mb = self.transport.bucket_cap_mb_of(strategy._module, reducer, is_hooked=is_hooked)
             strategy.model = self.wrap(model, init_sync=False)
         else:
             strategy.model, self._trained = model, TrainedParameters(strategy._module)

@@ -134,8 +134,7 @@ class RunningPipeline:
             reducer = GradientReducer(strategy.new_group("data"), strategy.meter)
         else:
             assert strategy.groups is not None
-            reducer, _ = transport.open(
-                module,
+            reducer = transport.open(
                 strategy.groups,
                 strategy.meter,
                 ranks_per_host=strategy.num_processes,
