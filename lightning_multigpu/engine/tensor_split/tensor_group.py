@@ -85,7 +85,7 @@ class TensorGroup:
     of the whole tensors. Communication in a ring: Patarasuk and Yuan (2009).
 
     Args:
-        group: the ranks.
+        group: the ranks, 2 or more.
         meter: counts every transfer, under the name of the layer.
         shared_memory: reduce CPU tensors through shared memory where the ranks can share it.
         readers: the same ranks over Gloo; for :meth:`agree_on_read`.
@@ -118,7 +118,7 @@ class TensorGroup:
         self._meter = meter or Meter()
         self._ranks = ranks_text(dist.get_process_group_ranks(group))
         self._shared: SharedMemoryAllReduce | None = None
-        if shared_memory and not self._is_nccl and self.size > 1:
+        if shared_memory and not self._is_nccl:
             # Raised on all ranks, if some are on other hosts or in other containers.
             with contextlib.suppress(SharedMemoryUnavailableError):
                 self._shared = SharedMemoryAllReduce(group)
@@ -183,8 +183,6 @@ class TensorGroup:
             tensor: contiguous; the same shape and dtype on every rank.
             name: of the layer, for the meter.
         """
-        if self.size == 1:
-            return tensor
         self._observe("all_reduce", tensor, name)
         if not self._is_silent(tensor):
             with self._begin("all_reduce", tensor, name, blocking=True):
@@ -203,8 +201,6 @@ class TensorGroup:
         """
         if tensor.nbytes < _BESIDE_FROM_BYTES and not self._is_nccl:
             return Done(self.all_reduce(tensor, name))
-        if self.size == 1:
-            return Done(tensor)
         self._observe("all_reduce", tensor, name)
         if self._is_silent(tensor):
             return Done(tensor)
@@ -230,8 +226,6 @@ class TensorGroup:
         Returns:
             A tensor of ``bounds[-1][1]`` entries along ``dim``, contiguous if ``dim`` is the first one.
         """
-        if self.size == 1:
-            return tensor
         own = tensor.detach().movedim(dim, 0).contiguous()
         whole = own.new_zeros(bounds[-1][1], *own.shape[1:])
         row = whole[0].numel()
@@ -258,8 +252,6 @@ class TensorGroup:
             bounds: of the parts.
             name: of the layer, for the meter.
         """
-        if self.size == 1:
-            return tensor
         whole = tensor.detach().movedim(dim, 0).contiguous()
         row = whole[0].numel()
         start, stop = bounds[self.rank]
