@@ -87,8 +87,6 @@ class JointLoss:
         with default_dtype(self.dtype), _without_hooks(self.parameters[0]), generator:
             found = self.threads.run(calls, "backward")
         self.losses = ()  # their graphs are used up
-        if len(found) == 1:
-            return found[0]
         sizes = (gradient.nbytes for gradient in found[0] if gradient is not None and not gradient.is_sparse)
         with self.reducing(sum(sizes)):
             return summed(found, self.parameters[0])
