@@ -298,10 +298,9 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
 
     @override
     def _watch_states(self) -> None:
-        layers = self._layers
-        for optimizer in map(plain_optimizer, self.optimizers if layers is not None else ()):
-            assert layers is not None
-            watch(optimizer, lambda parameter: parameter, layers.shown_state, own_state)
+        if (layers := self._layers) is not None:
+            for optimizer in map(plain_optimizer, self.optimizers):
+                watch(optimizer, lambda parameter: parameter, layers.shown_state, own_state)
 
     @override
     def _check_new(self, optimizers: Sequence[Optimizer]) -> None:
