@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP, is_compiled, plain_optimizer
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.tensor_split.blocks import (
     Applied,
     Block,
@@ -341,7 +342,7 @@ class SplitLayers:
             for parameter in self._module.parameters():
                 local(parameter)  # raises if a view of what was gathered has changed, and no rank's part with it
             self._update.enter_context(torch._C.DisableTorchFunctionSubclass())
-            self._is_updating = True
+            self._update.enter_context(replaced(self, _is_updating=True))
 
         methods: dict[str, Any] = {HOOKS_BEFORE_STEP: then_update}
         return PluginMethods(plugin, **methods)
@@ -349,11 +350,8 @@ class SplitLayers:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Within the block an optimizer steps; its own step, which comes last, sees parts."""
-        try:
-            with ExitStack() as self._update:
-                yield
-        finally:
-            self._is_updating = False
+        with ExitStack() as self._update:
+            yield
 
     def shown_state(self, parameter: Tensor, state: Any) -> Any:
         """A parameter's state for who reads it now."""
