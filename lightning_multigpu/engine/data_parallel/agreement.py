@@ -30,7 +30,7 @@ from lightning_multigpu.communication.metering.collective_observer import ranks_
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.batch_size import leading_size
-from lightning_multigpu.engine.data_parallel.batch_distribution import CountedBatchSampler, ShardedBatchSampler
+from lightning_multigpu.engine.data_parallel.batch_distribution import CountedBatchSampler
 
 UnevenInputs = Literal["stop", "join"]
 LossReduction = Literal["mean", "sum"] | Callable[[Any], float]
@@ -360,8 +360,6 @@ def full_batch_size(loader: Any) -> int | None:
     if isinstance(loader, LoaderWrapper):
         loader = loader.loader
     batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
-    if isinstance(batches, ShardedBatchSampler):
-        return batches.batch_size
     if isinstance(batches, CountedBatchSampler):
         batches = batches.batches
     return batches.batch_size if type(batches) is BatchSampler else None
