@@ -60,9 +60,7 @@ class JointLoss:
         counted = [
             loss.detach().to(device) * weight for loss, weight in zip(self.losses, self.weights, strict=True) if weight
         ]
-        total = counted[0]
-        for further in counted[1:]:
-            total = total + further
+        total = sum(counted[1:], counted[0])
         if not any(loss.requires_grad for loss in self.losses) or not self.parameters[0]:
             return total
         replicas = _Replicas.apply(self, *self.parameters[0])  # type: ignore[no-untyped-call]
