@@ -178,8 +178,6 @@ class ContinuedLoader(LoaderWrapper):
         self.loader = loader
 
     def __len__(self) -> int:
-        if not isinstance(self.loader, Sized):
-            raise TypeError(f"{type(self.loader).__name__} has no length")
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
