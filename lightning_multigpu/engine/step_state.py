@@ -62,6 +62,11 @@ def other_random_states() -> tuple[Any, ...]:
     return (random.getstate(), keys.tobytes(), *rest)
 
 
+def torch_random_states(device: torch.device) -> list[Tensor]:
+    """The states of torch's generators of the CPU and, if ``device`` is a GPU, of that GPU, to compare."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
 class OwnDraws:
     """Torch's generators of one rank, whose states go on from step to step."""
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -25,6 +23,7 @@ from lightning_multigpu._lightning_internals import averaged_copy, plain_optimiz
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.optimizer_state import release, watch
+from lightning_multigpu.engine.step_state import other_random_states, torch_random_states
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import whole
@@ -381,10 +380,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
 
 def _checksum_of_random_states(device: torch.device) -> int:
     """A checksum of the random states of torch, Python and NumPy."""
-    numpy_state: Any = numpy.random.get_state()
-    _, numbers, *position = numpy_state
-    checksum = zlib.crc32(repr((random.getstate(), position)).encode(), zlib.crc32(numbers.data))
-    checksum = zlib.crc32(torch.get_rng_state().numpy().data, checksum)
-    if device.type == "cuda":
-        checksum = zlib.crc32(torch.cuda.get_rng_state(device).numpy().data, checksum)
+    checksum = zlib.crc32(repr(other_random_states()).encode())
+    for state in torch_random_states(device):
+        checksum = zlib.crc32(state.numpy().data, checksum)
     return checksum
