@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import numpy
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -127,12 +128,14 @@ def test_a_sampler_that_draws_from_the_global_generators_gives_all_ranks_one_ord
 
     class Mixed(SubsetRandomSampler):
         def __iter__(self) -> Iterator[int]:
-            return iter(random.sample(list(super().__iter__()), len(self)))
+            drawn = random.sample(list(super().__iter__()), len(self))
+            return iter(numpy.random.permutation(drawn).tolist())
 
     orders = []
     for rank in range(2):
         torch.manual_seed(rank)
         random.seed(rank)
+        numpy.random.seed(rank)
         before = torch.get_rng_state(), random.getstate()
         sampler = DistributedSamplerWrapper(Mixed(range(10)), num_replicas=2, rank=rank, shuffle=False)
         loader = DataLoader(list(range(10)), batch_size=2, sampler=sampler)  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ sample more than others, and gradients are weighted by samples::
 from __future__ import annotations
 
 import copy
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice, pairwise
@@ -20,6 +19,8 @@ from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from lightning_multigpu.engine.step_state import preserved_random_state, set_random_state
 
 
 def share(start: int, stop: int, rank: int, num_replicas: int) -> tuple[int, int]:
@@ -226,14 +227,10 @@ def _drawn(order: Sampler[int]) -> list[int]:
     a seed of its own there, as Lightning's sampler has one.
     """
     seed = getattr(order, "seed", 0) + getattr(order, "epoch", 0)
-    state = random.getstate()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too, alike on all ranks
-        random.seed(seed)
-        try:
-            return list(order)
-        finally:
-            random.setstate(state)
+    host = torch.device("cpu")  # to seed the GPUs too would do it alike on all ranks
+    with preserved_random_state(host):
+        set_random_state(seed, host)
+        return list(order)
 
 
 def _whole(sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:
