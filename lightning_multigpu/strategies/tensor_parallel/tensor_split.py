@@ -104,7 +104,6 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
                 option_checks.check_positive(name, size, whole=True)
         check_plan(plan)
         option_checks.check_bools(sequence_split=sequence_split)
-        option_checks.check_options(type(self).__name__, options, type(self).option_names())
         averaging = option_checks.own_options(RingDDPStrategy, options)
         self.averaging = AveragedGradients(self, averaging, options)
         options = {name: value for name, value in options.items() if name not in averaging}
