@@ -185,7 +185,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
     def model_to_device(self) -> None:
         super().model_to_device()
         module = self._module
-        self.collectives.world.broadcast_tensors([*module.parameters(), *module.buffers()], src=0)
+        self.common.share_values(self.collectives.world)
         first = self.global_rank - self.tensor_parallel_rank
         hosts = {rank // self.num_processes for rank in (first, first + self.tensor_parallel_size - 1)}
         shared_memory = self.averaging.transport.shared_memory and len(hosts) == 1  # emulated hosts have one /dev/shm
