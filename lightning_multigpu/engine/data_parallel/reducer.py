@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_multigpu.communication.compression import GradientPiece
+from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, SentBytes
 from lightning_multigpu.communication.metering.clocks import recorded_event
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
@@ -77,9 +77,9 @@ class GradientReducer:
         self._last_bucket: torch.cuda.Event | None = None
 
     @property
-    def compresses(self) -> bool:
-        """Whether gradients are compressed; :meth:`average` then needs their parameters."""
-        return self.all_reduce is not None and self.all_reduce.compressed is not None
+    def compressed(self) -> CompressedAllReduce | None:
+        """What compresses gradients, whose parameters :meth:`average` then needs; None without compression."""
+        return None if self.all_reduce is None else self.all_reduce.compressed
 
     def attach(self, module: DistributedDataParallel, pieces: Mapping[Tensor, GradientPiece] = {}) -> None:
         """Makes ``module`` reduce its gradients through this reducer, instead of the module attached before.
@@ -126,6 +126,11 @@ class GradientReducer:
         with self._meter.blocking("all_reduce", on_stream=tensor.is_cuda, **self._described(tensor)):
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group)
 
+    def end_step(self, loss_scale: float) -> None:
+        """Keeps the errors of compression after an optimizer step, whose losses had this factor; a collective."""
+        if self.all_reduce is not None:
+            self.all_reduce.end_step(loss_scale)
+
     def close(self) -> None:
         """Ends the ring thread; buckets that it already has are still reduced."""
         if self._thread is not None:
@@ -154,7 +159,7 @@ class GradientReducer:
 
     def _reduce_in_thread(self, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
-        pieces = tuple(self._pieces[parameter] for parameter in bucket.parameters()) if self.compresses else ()
+        pieces = () if self.compressed is None else tuple(self._pieces[each] for each in bucket.parameters())
         future: Future[Tensor] = Future()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="gradient-ring", daemon=True)
