@@ -129,6 +129,7 @@ class MultiGPUStrategy(ParallelStrategy):
         activation_checkpointing: Choice = False,
         **options: Any,
     ) -> None:
+        option_checks.check_options(type(self).__name__, options, type(self).option_names())
         option_checks.check_options_of_all(locals())
         super().__init__(
             accelerator=accelerator,

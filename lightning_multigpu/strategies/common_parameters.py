@@ -78,8 +78,7 @@ class CommonParameters:
     def share_values(self, ranks: MeteredGroup) -> None:
         """Gives all ranks the first one's values of parameters and buffers."""
         module = self._strategy._module
-        values = [value.detach() for value in (*module.parameters(), *module.buffers())]
-        ranks.broadcast_tensors(values, src=ranks.first_rank)
+        ranks.broadcast_tensors([*module.parameters(), *module.buffers()], src=ranks.first_rank)
 
     def average_buffers(self) -> None:
         """Averages floating-point buffers (BatchNorm's statistics), where ``averages_buffers`` says so.

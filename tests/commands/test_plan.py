@@ -55,7 +55,6 @@ def steps(module: Model, *arguments: Any, tensor_parallel_size: int = 1, **optio
     size = 5184 // tensor_parallel_size
     return LoneRank(
         phases=Phases(forward_s=1e-3, backward_s=2e-3, optimizer_s=1e-4, input_s=1e-4, other_s=1e-4),
-        steps=10,
         samples=8,
         held=HeldBytes(size, size, 2 * size),
         activations_bytes=3072,

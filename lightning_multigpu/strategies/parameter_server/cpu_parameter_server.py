@@ -42,7 +42,6 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
     """
 
     def __init__(self, *, optimizer_split: Split | None = None, **options: Any) -> None:
-        option_checks.check_options(type(self).__name__, options, type(self).option_names())
         if optimizer_split is not None:
             option_checks.check_choice("optimizer_split", optimizer_split, get_args(Split))
         super().__init__(**options)

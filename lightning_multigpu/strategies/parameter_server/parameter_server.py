@@ -102,7 +102,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
             option_checks.check_positive("num_servers", num_servers, whole=True)
         if bucket_cap_mb is not None:
             option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
-        option_checks.check_options(type(self).__name__, options, type(self).option_names())
         if optimizer_split is not None:
             option_checks.check_choice("optimizer_split", optimizer_split, get_args(Split))
         super().__init__(**options)

@@ -131,11 +131,10 @@ class RunningPipeline:
         if strategy.data_parallel_size == 1:
             return None
         if transport is None:
-            reducer = GradientReducer(strategy.new_group("data"), strategy.meter, axis="data")
+            reducer = GradientReducer(strategy.new_group("data"), strategy.meter)
         else:
             assert strategy.groups is not None
-            reducer, _ = transport.open(
-                module,
+            reducer = transport.open(
                 strategy.groups,
                 strategy.meter,
                 ranks_per_host=strategy.num_processes,

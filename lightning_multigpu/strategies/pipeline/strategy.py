@@ -135,7 +135,6 @@ class PipelineStrategy(MultiGPUStrategy):
         gather_at_end: bool = True,
         **options: Any,
     ) -> None:
-        option_checks.check_options(type(self).__name__, options, type(self).option_names())
         self.pipeline_options = PipelineOptions(**option_checks.own_options(PipelineStrategy, locals()))
         super().__init__(**options)
 

@@ -179,7 +179,7 @@ class DataAxis:
                 "sparse=False, or use one pipeline"
             )
         pieces: dict[int, GradientPiece] = {}
-        if self._reducer.compresses:
+        if self._reducer.compressed is not None:
             names = {parameter: name for name, parameter in self._module.named_parameters()}
             pieces = {id(g): GradientPiece(names[p], tuple(p.shape)) for p, g in zip(averaged, gradients, strict=True)}
         # Ranks of a tensor group have different parts, and the same whole gradients, which must stay equal to the bit.
@@ -197,13 +197,11 @@ class DataAxis:
 
     def end_step(self, scale: float) -> None:
         """Keeps the errors of compression after an optimizer step, whose losses had this factor."""
-        if self._reducer.compresses and self._reducer.all_reduce is not None:
-            self._reducer.all_reduce.end_step(scale)
+        self._reducer.end_step(scale)
 
     def compression_summary(self) -> str:
         """What compression has saved, as text; empty without compression."""
-        all_reduce = self._reducer.all_reduce if self._reducer.compresses else None
-        compressed = None if all_reduce is None else all_reduce.compressed
+        compressed = self._reducer.compressed
         return "" if compressed is None else compressed.summary()
 
     def close(self) -> None:
