@@ -149,28 +149,22 @@ class RunningPipeline:
     # The user's steps; no collectives
 
     def call(self, hook: str, *args: Any, **kwargs: Any) -> Any:
-        """The output of a step of the module; a ``training_step`` gets a micro-batch, cut along dimension 0."""
+        """The output of a step of the module, in which parts over the tensor group are gathered.
+
+        A ``training_step`` gets a micro-batch, cut along dimension 0.
+        """
         if hook == "training_step":
             args = (moved(args[0], 0, self.options.batch_dim), *args[1:])
-        with self._user_step():
-            return self._whole(getattr(self.model.module, hook)(*args, **kwargs))
-
-    @contextmanager
-    def _user_step(self) -> Iterator[None]:
-        """The block in which a step of the module runs."""
         axis, self.in_step = self.tensor_axis, True
         try:
             with self.outputs.noting(), nullcontext() if axis is None else axis.group.showing(parts=False):
-                yield
+                output = getattr(self.model.module, hook)(*args, **kwargs)
+                return output if axis is None else tree_map(whole, output)
         finally:
             self.in_step = False
             # A metric that this stage computed alone within the step has to be computed by all stages.
             for metric in self._metrics:
                 metric._computed = None
-
-    def _whole(self, output: Any) -> Any:
-        """The output of a step, in which parts over the tensor group are gathered."""
-        return output if self.tensor_axis is None else tree_map(whole, output)
 
     def loss_of(self, micro_batch: Any, others: Sequence[Any]) -> Any:
         """The loss of a dry run of ``training_step``, whose logs are dropped."""
@@ -238,14 +232,12 @@ class RunningPipeline:
         part = run.parts[micro_batch]
         if self.options.num_stages_of_rank > 1:  # a step may change its batch in place, and each stage runs it
             part = cloned(part)
-        part = moved(part, 0, self.options.batch_dim)
         with (
             self.strategy.precision_plugin.train_step_context(),
             self.logs.recording(pass_on=False) as run.records[micro_batch],
             without_differentiation(),
-            self._user_step(),
         ):
-            loss = self._whole(self.model.module.training_step(part, *run.others))
+            loss = self.call("training_step", part, *run.others)
         if isinstance(loss, Mapping):
             run.outputs[micro_batch] = {key: value for key, value in loss.items() if key != "loss"}
             loss = loss.get("loss")
