@@ -75,7 +75,6 @@ class RunningPipeline:
         num_micro_batches: of a batch with enough samples.
         seed: the seed of this pipeline's random numbers, the same on its ranks.
         recompute: indices of the layers that run again in backward.
-        prepared: the kinds of steps for which the work of a first batch is done.
         in_step: a step of the user is running, so other stages are elsewhere in the program.
         step_args: the arguments of the ``training_step`` under way.
 
@@ -112,7 +111,6 @@ class RunningPipeline:
         chain = model.chain
         self.recompute = layers_of(chain.name, chain.named_layers(), self.options.activation_checkpointing)
         self.runner = self.new_runner(self.recorder)
-        self.prepared: set[Any] = set()
         self._preparation = Preparation(self)
         self._loss_forms = LossForms()
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
@@ -198,75 +196,74 @@ class RunningPipeline:
         Raises:
             ValueError, PipelineError: as :meth:`.Preparation.prepare`.
         """
-        (batch, *others), self.step_args = self.step_args, ()
-        batch = moved(batch, self.options.batch_dim, 0)
         if self._buffers_due:
             self.share_buffers()
         self._buffers_due = not accumulating
-        parts = split_batch(batch, num_micro_batches_of(batch, self.num_micro_batches))
-        weights = weights_of(parts, self.loss_reduction)
-        trainer, scales = self.model.module.trainer, [weight * multiplier for weight in weights]
-        trainable = self._trainable()
-        # What a proof that steps equal those of one device rests on; the second epoch may train in another way.
-        state = (trainable, tuple(map(id, trainer.optimizers)), min(trainer.current_epoch, 1))
-        if state not in self.prepared:
-            self._preparation.prepare(state, batch, others, weights, multiplier)
-            trainable = self._trainable()
-        run = _Run(parts, others, [p for p in self.model.ownership.held() if p.grad is None])
-        # Whether sent tensors have a gradient depends on which parameters are frozen.
-        kinds = [(signature_of(part), trainable) for part in parts]
+        batch, trainer = self._cut(multiplier), self.model.module.trainer
+        self._preparation.prepare(batch)
+        batch.without_gradient = [p for p in self.model.ownership.held() if p.grad is None]
+        trainable = self.trainable()  # whether sent tensors have a gradient depends on it
+        kinds = [(signature_of(part), trainable) for part in batch.parts]
         seed = (self.seed, 0, trainer.current_epoch, trainer.fit_loop.batch_idx)
-        run.losses = self.runner.train(partial(self._training_step, run), kinds, scales, seed)
-        outputs = self._share_outputs(run, weights, counts=multiplier != 0)
-        if run.has_new_term and multiplier != 0:
-            self._preparation.prove(batch, others, weights, multiplier)
+        batch.losses = self.runner.train(partial(self._training_step, batch), kinds, batch.scales, seed)
+        outputs = self._share_outputs(batch)
+        if batch.has_new_term and batch.counts:
+            self._preparation.prove(batch)
         if not accumulating:
             self._reduce_gradients()
         return outputs
 
-    def _trainable(self) -> tuple[bool, ...]:
+    def _cut(self, multiplier: float) -> TrainingBatch:
+        """The batch of the ``training_step`` under way, in micro-batches."""
+        (batch, *others), self.step_args = self.step_args, ()
+        batch = moved(batch, self.options.batch_dim, 0)
+        parts = split_batch(batch, num_micro_batches_of(batch, self.num_micro_batches))
+        return TrainingBatch(batch, others, parts, weights_of(parts, self.loss_reduction), multiplier)
+
+    def trainable(self) -> tuple[bool, ...]:
+        """Whether each parameter of the module is trained now, the same on all stages; no collective."""
         return tuple(parameter.requires_grad for parameter in self.model.ownership.parameters())
 
-    def _training_step(self, run: _Run, micro_batch: int) -> Any:
+    def _training_step(self, batch: TrainingBatch, micro_batch: int) -> Any:
         """The loss of a micro-batch; no collective."""
-        part = run.parts[micro_batch]
+        part = batch.parts[micro_batch]
         if self.options.num_stages_of_rank > 1:  # a step may change its batch in place, and each stage runs it
             part = cloned(part)
         with (
             self.strategy.precision_plugin.train_step_context(),
-            self.logs.recording(pass_on=False) as run.records[micro_batch],
+            self.logs.recording(pass_on=False) as batch.records[micro_batch],
             without_differentiation(),
         ):
-            loss = self.call("training_step", part, *run.others)
+            loss = self.call("training_step", part, *batch.others)
         if isinstance(loss, Mapping):
-            run.outputs[micro_batch] = {key: value for key, value in loss.items() if key != "loss"}
+            batch.outputs[micro_batch] = {key: value for key, value in loss.items() if key != "loss"}
             loss = loss.get("loss")
         if micro_batch == 0 and self.options.verify_steps and isinstance(loss, Tensor):
-            run.has_new_term = self._loss_forms.is_new(loss)
+            batch.has_new_term = self._loss_forms.is_new(loss)
         return loss
 
-    def _share_outputs(self, run: _Run, weights: Sequence[float], *, counts: bool) -> dict[str, Any]:
+    def _share_outputs(self, batch: TrainingBatch) -> dict[str, Any]:
         """Logs what the last stage's steps have logged as the logs of one batch; returns the outputs of the batch."""
         model, trainer = self.model, self.model.module.trainer
         message: Any = None
         further: dict[str, Any] = {}
         if model.is_last:
-            samples = [leading_size(part) or 1 for part in run.parts]
-            sizes = weights if callable(self.loss_reduction) else [float(size) for size in samples]
-            logged = combined(run.records, sizes, run.losses, weights)
-            loss = combined_loss(run.losses, weights)
-            message = logged, loss, trainer.should_stop, run.has_new_term, self.runner.uses_layers
-            further = tree_map_only(Tensor, Tensor.detach, gathered(run.outputs, samples, model.device))
+            samples = [leading_size(part) or 1 for part in batch.parts]
+            sizes = batch.weights if callable(self.loss_reduction) else [float(size) for size in samples]
+            logged = combined(batch.records, sizes, batch.losses, batch.weights)
+            loss = combined_loss(batch.losses, batch.weights)
+            message = logged, loss, trainer.should_stop, batch.has_new_term, self.runner.uses_layers
+            further = tree_map_only(Tensor, Tensor.detach, gathered(batch.outputs, samples, model.device))
         received, further = self.outputs.from_last(message, further, "on_train_batch_end")
-        logged, loss, stops, run.has_new_term, uses_layers = received
+        logged, loss, stops, batch.has_new_term, uses_layers = received
         if not (uses_layers or (model.is_last and self.options.num_stages_of_rank == 1)):
             # Stages before the last one have got zeros for parameters on which no loss depends, and one device has no
             # gradient: an optimizer with momentum or weight decay would change them.
-            for parameter in run.without_gradient:
+            for parameter in batch.without_gradient:
                 if parameter.grad is not None and not parameter.grad.any():
                     parameter.grad = None
         trainer.should_stop = trainer.should_stop or stops  # a step may ask for the end of training
-        with nullcontext() if counts else uncounted_logs(model.module):  # not those of a batch that is repeated
+        with nullcontext() if batch.counts else uncounted_logs(model.module):  # not those of a batch that is repeated
             self.logs.replay(logged, "training_step")
         return {"loss": loss, **further}
 
@@ -309,8 +306,7 @@ class RunningPipeline:
             The output of the step: on every stage for ``predict_step`` and if a hook reads it, else on the last stage;
             None elsewhere.
         """
-        if (key := (hook, *args[2:])) not in self.prepared:  # of each loader
-            self._preparation.prepare_evaluation(key, hook, *args, **kwargs)
+        self._preparation.prepare_evaluation(hook, *args, **kwargs)
         is_last = self.model.is_last
         self._num_evaluated += 1
         seed = (self.seed, 1, self.model.module.trainer.global_step, self._num_evaluated)
@@ -376,27 +372,42 @@ class RunningPipeline:
 
 
 @dataclass
-class _Run:
-    """The micro-batches of a batch, and the results of their passes.
+class TrainingBatch:
+    """A batch of ``training_step`` in micro-batches, and the results of their passes.
 
     Attributes:
-        parts: the micro-batches, with their samples along dimension 0.
+        whole: the batch, the same on every stage, with its samples along dimension 0.
         others: further arguments of ``training_step``.
+        parts: the micro-batches.
+        weights: of the micro-batches' losses, in the loss of the batch.
+        multiplier: the factor of the loss before its backward; 0 for a batch that does not count.
         without_gradient: parameters of this rank that had no gradient before.
         records, outputs: for each micro-batch, what its step has logged, and returned beside the loss.
         losses: the losses of the micro-batches, on the last stage.
         has_new_term: the first loss has a term that earlier batches had not.
     """
 
-    parts: list[Any]
+    whole: Any
     others: list[Any]
-    without_gradient: list[Parameter]
+    parts: list[Any]
+    weights: list[float]
+    multiplier: float
+    without_gradient: list[Parameter] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     has_new_term: bool = False
 
     def __post_init__(self) -> None:
         self.records: list[list[Record]] = [[] for _ in self.parts]
         self.outputs: list[dict[str, Any]] = [{} for _ in self.parts]
+
+    @property
+    def counts(self) -> bool:
+        return self.multiplier != 0
+
+    @property
+    def scales(self) -> list[float]:
+        """The factor of each micro-batch's loss before its backward."""
+        return [weight * self.multiplier for weight in self.weights]
 
 
 def _of_micro_batches(loss_reduction: LossReduction, batch_dim: int) -> LossReduction:
