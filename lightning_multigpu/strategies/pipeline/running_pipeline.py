@@ -311,7 +311,7 @@ class RunningPipeline:
         self._num_evaluated += 1
         seed = (self.seed, 1, self.model.module.trainer.global_step, self._num_evaluated)
         with self.logs.recording(pass_on=is_last) as records:
-            _, output = self.runner.evaluate(lambda: self.call(hook, *args, **kwargs), seed)
+            output = self.runner.evaluate(lambda: self.call(hook, *args, **kwargs), seed)
         if hook != "predict_step":
             batch_end = f"on_{hook.removesuffix('_step')}_batch_end"
             replayed, output = self.outputs.from_last(records, output, batch_end)

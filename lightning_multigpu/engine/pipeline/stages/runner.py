@@ -117,12 +117,8 @@ class PipelineRunner:
         self._step = lambda micro_batch: None
         return [self._losses[m] for m in sorted(self._losses)]
 
-    def evaluate(self, step: Callable[[], Any], seed: tuple[int, ...]) -> tuple[bool, Any]:
-        """Runs a step on a whole batch, forward only.
-
-        Returns:
-            Whether the rest of the step runs on later stages; if not, what the step returned.
-        """
+    def evaluate(self, step: Callable[[], Any], seed: tuple[int, ...]) -> Any:
+        """Runs a step on a whole batch, forward only; what it returned on the last stage, elsewhere None."""
         self._seed = seed
         group, previous, following = self._ownership.group, self._ownership.previous, self._ownership.following
         with preserved_random_state(self._device), self._layers.installed():
@@ -131,9 +127,9 @@ class PipelineRunner:
                 receive = functools.partial(group.receive_activations, previous, self._device)
                 ended, output = self._layers.run(step, None if stage.is_first else receive)
                 if not ended:
-                    return False, output
+                    return output
                 group.send_activations(Activations.of(output), following)
-        return True, None
+        return None
 
     def _groups(self, kinds: Sequence[Any]) -> list[list[int]]:
         """Micro-batches that run together: the first of each new kind runs alone, and its headers are sent ahead.
