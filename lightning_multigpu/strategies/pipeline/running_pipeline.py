@@ -36,13 +36,13 @@ from lightning_multigpu.engine.micro_batches import (
 from lightning_multigpu.engine.one_process.gathering import gathered
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.splitting.ownership import Bounds
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.pipeline.stages.loss_forms import LossForms
 from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.step_state import seed_of, without_differentiation
 from lightning_multigpu.engine.tensor_split.parts import whole
 from lightning_multigpu.engine.training_memory import held_bytes
+from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.strategies.pipeline.first_batch.preparation import Preparation
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs

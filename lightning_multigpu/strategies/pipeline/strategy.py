@@ -21,9 +21,9 @@ from lightning_multigpu.engine.data_parallel.gradient_transport import GradientT
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.splitting.ownership import Bounds
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
+from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.planning.split_plan import SplitPlan

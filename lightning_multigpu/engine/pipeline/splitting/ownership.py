@@ -31,9 +31,7 @@ from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.placeholder import Placeholder, exchange
 from lightning_multigpu.engine.training_memory import held_bytes
-
-Bounds = list[tuple[int, int]]
-"""The layers ``[start, stop)`` of each stage."""
+from lightning_multigpu.planning.pipelines.balance import Bounds
 
 
 @dataclass

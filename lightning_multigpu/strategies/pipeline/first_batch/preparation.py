@@ -19,10 +19,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
 from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
-from lightning_multigpu.engine.pipeline.splitting.ownership import Bounds
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
 from lightning_multigpu.engine.step_state import seed_of, without_differentiation
 from lightning_multigpu.planning.numbers import ms, size
+from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.stage_costs import MeasuredBalance, PartCost, StageCosts
 from lightning_multigpu.strategies.pipeline.first_batch.proof import Proof, copied
 from lightning_multigpu.strategies.pipeline.first_batch.whole_copy import WholeCopy
