@@ -175,8 +175,8 @@ def _pipelines(
             clip_micro_batches=True,
             callbacks=subject.callbacks,
         )
-        planner.run(subject.module, subject.datamodule, {**subject.trainer_settings, "accumulate_grad_batches": 1})
-        return [plan for plans in planner.of_sizes.values() for plan in plans.plans], planner.refused
+        settings = {**subject.trainer_settings, "accumulate_grad_batches": 1}
+        return planner.run(subject.module, subject.datamodule, settings).plans, planner.refused
 
     with suppress(*_FAILURES):
         together, refused = plans(schedules.values(), sizes)

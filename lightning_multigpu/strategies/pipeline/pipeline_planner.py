@@ -115,7 +115,6 @@ class PipelinePlanner:
         split_options: of the strategy that splits layers, over ``tensor_parallel_size`` ranks.
 
     Attributes:
-        of_sizes: the plans of each size.
         refused: a schedule and a size -> why the module cannot be split so.
 
     Raises:
@@ -143,13 +142,10 @@ class PipelinePlanner:
         self._split_options = split_options or {}
         self._is_over = False
         self.refused: dict[tuple[str, int], str] = {}
-        self.of_sizes = {
-            size: PipelinePlans(
-                size, num_pipelines, options[0].balance, link, tensor_parallel_size=tensor_parallel_size
-            )
-            for size in sizes
-        }
-        self._found = self.of_sizes[sizes[0]]
+        self._sizes = list(sizes)
+        self._found = PipelinePlans(
+            sizes[0], num_pipelines, options[0].balance, link, tensor_parallel_size=tensor_parallel_size
+        )
         self._of_batches = [callback for callback in callbacks if hasattr(callback, "check_before_launch")]
         with _as_plan_errors():
             check_callbacks(callbacks)
@@ -206,7 +202,8 @@ class PipelinePlanner:
     ) -> PipelinePlans:
         """Takes the first training batch, measures the layers on it and predicts; weights do not change.
 
-        With a tensor axis, the ranks of one tensor group do so together; the first rank returns the plans.
+        With a tensor axis, the ranks of one tensor group do so together; the first rank returns the plans. Beside the
+        plans of all sizes these have the figures of the first size.
 
         ``Trainer.fit`` runs in this process up to that batch, with the hooks of module and data and without loggers,
         checkpoints and callbacks, but for those that set the size of batches.
@@ -292,8 +289,7 @@ class PipelinePlanner:
                 whole_s = [one_device_s(parts) for parts in wholes[1]]
                 if number in wholes:  # or its micro-batches one after the other
                     whole_s = [min(s, number * one_device_s(p)) for s, p in zip(whole_s, wholes[number], strict=True)]
-                of_size = self.of_sizes[size].plans
-                of_size.append(self._plan(one, chains[chain.name], options, size, number, rounds, whole_s))
+                found.plans.append(self._plan(one, chains[chain.name], options, size, number, rounds, whole_s))
 
     def _numbers_of_micro_batches(self, num_samples: int | None) -> list[int]:
         limit = num_samples or 1
@@ -311,7 +307,7 @@ class PipelinePlanner:
         return sorted(set(wanted))
 
     def _combinations(self) -> list[tuple[PipelineOptions, int]]:
-        return [(options, size) for size in self.of_sizes for options in self._options]
+        return [(options, size) for size in self._sizes for options in self._options]
 
     def _chain(self, options: PipelineOptions, module: pl.LightningModule, size: int) -> Chain | None:
         """The layers that the strategy would split; None where only this one of several sizes is impossible.
