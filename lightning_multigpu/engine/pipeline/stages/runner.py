@@ -57,10 +57,7 @@ class PipelineRunner:
         self._step_seed: tuple[int, ...] = ()
         self._recompute = recompute
         self._layers = LayerInterception(chain, 0, 0, self._begin_part, self._recomputed if recompute else None)
-        self.stages = [
-            Stage(self._layers, self._begin_step, self._end_step, ownership, index, recorder)
-            for index in ownership.stages
-        ]
+        self.stages = [Stage(self._forward, ownership, index, recorder) for index in ownership.stages]
         self._order = (
             TorchSchedules(self.stages, group.process_group, ownership.device, schedule)
             if group.in_batches
@@ -146,16 +143,20 @@ class PipelineRunner:
                 groups.append([micro_batch])
         return [*groups, others] if others else groups
 
-    def _begin_step(self, stage: int, chunk: int) -> Callable[[], Any]:
-        """The user's step on a micro-batch, given by its number in the schedule, for one of this rank's stages."""
+    def _forward(self, stage: Stage, chunk: int) -> Activations | Tensor:
+        """Runs a stage's part of the user's step on a micro-batch, given by its number in the schedule.
+
+        Returns:
+            The output of the stage, on the last stage the scaled loss.
+        """
         micro_batch = self._micro_batches[chunk]
         self._seed = (*self._step_seed, micro_batch)
-        self._layers.select(*self._bounds[stage])
-        return functools.partial(self._step, micro_batch)
-
-    def _end_step(self, stage: Stage, chunk: int, ended: bool, result: Any) -> Activations | Tensor:
-        """The output of a stage, on the last stage the scaled loss."""
-        micro_batch = self._micro_batches[chunk]
+        self._layers.select(*self._bounds[stage.index])
+        ended, result = self._layers.run(
+            functools.partial(self._step, micro_batch),
+            None if stage.is_first else functools.partial(stage.expected, chunk),
+            functools.partial(stage.arrived, chunk),
+        )
         if ended:
             output = Activations.of(result)
             if self._schedule == "zero_bubble":  # it detaches outputs in place, which views forbid
