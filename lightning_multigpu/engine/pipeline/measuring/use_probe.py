@@ -46,7 +46,7 @@ class UseProbe:
         self._seed = seed
         self._last_part = len(ownership.chain) + 1
         self._watch = _Watch(ownership, self._last_part)
-        self._layers = LayerInterception(ownership.chain, 0, 0, self._begin_part, self._run_layer)
+        self._layers = LayerInterception(ownership.chain, self._begin_part, self._run_layer)
 
     def watch(self, step: Callable[[], Any], left: Callable[[], Any] = lambda: None) -> Uses:
         """The tensors that this rank's stages use; a collective of the pipeline. Random states are left unchanged.
@@ -76,7 +76,6 @@ class UseProbe:
     def _run_stage(self, stage: int, step: Callable[[], Any], left: Callable[[], Any]) -> None:
         ownership = self._ownership
         start, stop = ownership.bounds[stage]
-        self._layers.select(start, stop)
 
         @functools.cache
         def receive() -> Activations:
@@ -91,7 +90,7 @@ class UseProbe:
         self._watch.runs_first_stage = start == 0
         try:
             with self._watch:
-                ended, result = self._layers.run(step, None if start == 0 else receive)
+                ended, result = self._layers.run((start, stop), step, None if start == 0 else receive)
             if ended:
                 output = Activations.of(result)
             elif self._layers.is_last:

@@ -56,7 +56,7 @@ class PipelineRunner:
         self._seed: tuple[int, ...] = ()  # of the step and of its micro-batch that runs
         self._step_seed: tuple[int, ...] = ()
         self._recompute = recompute
-        self._layers = LayerInterception(chain, 0, 0, self._begin_part, self._recomputed if recompute else None)
+        self._layers = LayerInterception(chain, self._begin_part, self._recomputed if recompute else None)
         self.stages = [Stage(self._forward, ownership, index, recorder) for index in ownership.stages]
         self._order = (
             TorchSchedules(self.stages, group.process_group, ownership.device, schedule)
@@ -120,9 +120,8 @@ class PipelineRunner:
         group, previous, following = self._ownership.group, self._ownership.previous, self._ownership.following
         with preserved_random_state(self._device), self._layers.installed():
             for stage in self.stages:
-                self._layers.select(*self._bounds[stage.index])
                 receive = functools.partial(group.receive_activations, previous, self._device)
-                ended, output = self._layers.run(step, None if stage.is_first else receive)
+                ended, output = self._layers.run(self._bounds[stage.index], step, None if stage.is_first else receive)
                 if not ended:
                     return output
                 group.send_activations(Activations.of(output), following)
@@ -151,8 +150,8 @@ class PipelineRunner:
         """
         micro_batch = self._micro_batches[chunk]
         self._seed = (*self._step_seed, micro_batch)
-        self._layers.select(*self._bounds[stage.index])
         ended, result = self._layers.run(
+            self._bounds[stage.index],
             functools.partial(self._step, micro_batch),
             None if stage.is_first else functools.partial(stage.expected, chunk),
             functools.partial(stage.arrived, chunk),

@@ -71,7 +71,7 @@ class WholeCopy:
         self.changed: dict[str, None] = {}
         self._pipeline, self._device = pipeline, device
         self._seed: tuple[int, ...] = ()
-        self._layers = LayerInterception(self._chain, 0, len(self._chain), self._begin_part)
+        self._layers = LayerInterception(self._chain, self._begin_part)
 
     def free(self) -> None:
         """Gives back the memory: references in cycles keep the copy until Python's garbage collector runs."""
@@ -95,7 +95,7 @@ class WholeCopy:
         try:
             with preserved_random_state(self._device), self._layers.installed():
                 step = lambda: unlogged_loss(plugin, module, lambda: module.training_step(part, *others))  # noqa: E731
-                return self._layers.run(step, None)[1]
+                return self._layers.run((0, len(self._chain)), step, None)[1]
         finally:
             pipeline.in_step = False
 
