@@ -128,7 +128,7 @@ class SplitModel:
                 why = "gather_at_end=False left it on another rank; load a checkpoint to have all values"
                 holding.tensor.sources = (f"{kind} {holding.name} ({why})",)
 
-    def whole_state_dict(self, state: dict[str, Any], *, streams: bool = False) -> dict[str, Any]:
+    def whole_state_dict(self, state: dict[str, Any], *, streams: bool) -> dict[str, Any]:
         """``module.state_dict()`` with all values, on the last stage; elsewhere ``state`` unchanged.
 
         Args:

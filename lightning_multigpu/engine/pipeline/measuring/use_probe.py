@@ -48,7 +48,7 @@ class UseProbe:
         self._watch = _Watch(ownership, self._last_part)
         self._layers = LayerInterception(ownership.chain, self._begin_part, self._run_layer)
 
-    def watch(self, step: Callable[[], Any], left: Callable[[], Any] = lambda: None) -> Uses:
+    def watch(self, step: Callable[[], Any], left: Callable[[], Any]) -> Uses:
         """The tensors that this rank's stages use; a collective of the pipeline. Random states are left unchanged.
 
         A step stops where it needs values that the rank lacks; these values count as used.

@@ -272,11 +272,7 @@ class Ownership:
         for position, rank in enumerate(self.group.ranks):
             self._share([h for h in self.holdings if h.holders[-1] == position], peers, rank, everywhere=True)
 
-    def split_again(
-        self,
-        bounds: Bounds,
-        moved: Callable[[Holding, int, list[int]], None] = lambda holding, sender, receivers: None,
-    ) -> bool:
+    def split_again(self, bounds: Bounds, moved: Callable[[Holding, int, list[int]], None]) -> bool:
         """Moves tensors to their holders from now on, and returns whether any moved; a collective of the pipeline.
 
         Parameters stay the same Python objects. A tensor that moves passes through the host's memory of its sender and
