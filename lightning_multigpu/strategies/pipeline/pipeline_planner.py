@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.communication.metering.clocks import CoreWait
 from lightning_multigpu.engine.activation_checkpointing import layers_of
 from lightning_multigpu.engine.batch_size import leading_size
-from lightning_multigpu.engine.hugging_face import ModelsInStages
+from lightning_multigpu.engine.hugging_face import models_in_stages
 from lightning_multigpu.engine.micro_batches import first_part, moved
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe
 from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
@@ -417,25 +417,18 @@ class Measurement:
 
     def watch(self) -> None:
         """Finds the stages that will use tensors outside of the layers."""
-        with self._undone():
+        with models_in_stages(self._module), without_trace(self._module):
             uses = self._use_probe.watch(self._step, lambda: [vars(part) for part in self._module.modules()])
         self._chain.learn([uses])
 
     def run(self) -> None:
         """Measures once more."""
-        with self._undone():
+        with models_in_stages(self._module), without_trace(self._module):
             found = self._probe.measure(self._step)
         self.rounds.append([found.get(part, PartCost()) for part in range(len(self._chain) + 2)])
 
     def _step(self) -> Any:
         return unlogged_loss(self._plugin, self._module, lambda: self._module.training_step(*self._args))
-
-    @contextmanager
-    def _undone(self) -> Iterator[None]:
-        with ExitStack() as undo:
-            undo.callback(ModelsInStages(self._module).end)
-            undo.enter_context(without_trace(self._module))
-            yield
 
 
 def _run(measurements: Mapping[Any, Measurement]) -> None:

@@ -22,7 +22,7 @@ from lightning_multigpu.engine.activation_checkpointing import layers_of
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
-from lightning_multigpu.engine.hugging_face import ModelsInStages
+from lightning_multigpu.engine.hugging_face import models_in_stages
 from lightning_multigpu.engine.micro_batches import (
     checksum_of,
     cloned,
@@ -94,7 +94,7 @@ class RunningPipeline:
         self.outputs = LastStageOutputs(module, model.group, is_last=is_last, at_end=self.agreement.hide_gradients)
         self.outputs.add_first()
         undo.callback(self.outputs.leave)
-        undo.callback(ModelsInStages(module).end)
+        undo.enter_context(models_in_stages(module))
         strategy.saves.remote = model.remote
         if axis is None:  # else all ranks of a tensor group gather
             strategy.saves.begin(module.trainer, undo)
