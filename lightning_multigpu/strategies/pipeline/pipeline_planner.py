@@ -74,10 +74,6 @@ class FirstBatchStrategy(Strategy):
         self._visit(self, batch, others)
         raise EndOfRun
 
-    def agreed(self, is_enough: bool) -> bool:
-        """Whether any rank that measures the same passes True; a collective of these."""
-        return is_enough
-
 
 class FirstBatchOnDevice(FirstBatchStrategy, SingleDeviceStrategy):
     """One device."""
@@ -94,8 +90,8 @@ class FirstBatchInGroup(FirstBatchStrategy, TensorSplitStrategy):
         assert self._split_plan is not None
         return summary(self._split_plan)
 
-    @override
     def agreed(self, is_enough: bool) -> bool:
+        """Whether any rank passes True; a collective of the group."""
         assert self._tensor is not None
         return self._tensor.any(is_enough, self.root_device)
 
@@ -262,11 +258,12 @@ class PipelinePlanner:
             for number in ((1, *numbers) if found.tensor_parallel_size > 1 else (1,))
         }
         measurements = dict(on_one) if found.tensor_parallel_size == 1 else {}
+        agreed: Callable[[bool], bool] = one.agreed if isinstance(one, FirstBatchInGroup) else bool
         for name, chain in chains.items():
             for number in numbers:
                 key = (name, number, bool(again[name]))
                 if key not in measurements:
-                    measurements[key] = Measurement(one, chain, parts[number], others, again[name], one.agreed)
+                    measurements[key] = Measurement(one, chain, parts[number], others, again[name], agreed)
         for chain in chains.values():
             measurements[chain.name, numbers[0], bool(again[chain.name])].watch()
         with CoreWait() as core_wait:

@@ -108,7 +108,6 @@ class RunningPipeline:
         self.seed = seed_of(seed, strategy.data_parallel_rank)
         self.in_step = False
         self.step_args: tuple[Any, ...] = ()
-        chain = model.chain
         self.recompute = layers_of(chain.name, chain.named_layers(), self.options.activation_checkpointing)
         self.runner = self.new_runner(self.recorder)
         self._preparation = Preparation(self)
