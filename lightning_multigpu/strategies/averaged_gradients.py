@@ -65,7 +65,7 @@ class AveragedGradients:
             self.options.update(self.transport.options)
         # During a run:
         self.reducer: GradientReducer | None = None
-        self.compressed: HierarchicalAllReduce | None = None
+        self.compressed: HierarchicalAllReduce | None = None  # of a pipeline's data axis, too
         self._bucket_cap_mb: float | None = None
         self._trained: TrainedParameters | None = None
         self._averager: ModelAverager | None = None

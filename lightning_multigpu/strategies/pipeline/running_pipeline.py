@@ -141,6 +141,7 @@ class RunningPipeline:
             )
         data_axis = DataAxis(reducer, strategy.metered(data.group, "control"), module)
         strategy._undo.callback(data_axis.close)
+        strategy.averaging.compressed = reducer.all_reduce if reducer.compresses else None
         return data_axis
 
     # The user's steps; no collectives

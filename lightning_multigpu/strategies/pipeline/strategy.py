@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
@@ -332,12 +331,6 @@ class PipelineStrategy(MultiGPUStrategy):
     def _updating(self) -> AbstractContextManager[None]:
         return self._pipeline.stepping()
 
-    @override
-    def on_optimizer_step_end(self) -> None:
-        super().on_optimizer_step_end()
-        if (data_axis := self._pipeline.data_axis) is not None:
-            data_axis.end_step(self._loss_scaler_scale())
-
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Within the block gradients are only accumulated."""
@@ -357,8 +350,6 @@ class PipelineStrategy(MultiGPUStrategy):
 
     @override
     def on_train_end(self) -> None:
-        if (data_axis := self._pipeline.data_axis) is not None and (saved := data_axis.compression_summary()):
-            rank_zero_info(saved)
         super().on_train_end()
         self._pipeline.outputs.leave()  # a Tuner expects its own callback to be the first
 

@@ -195,17 +195,6 @@ class DataAxis:
         if buffers:
             self._bookkeeping.broadcast_tensors(buffers, src=self._bookkeeping.first_rank)
 
-    def end_step(self, scale: float) -> None:
-        """Keeps the errors of compression after an optimizer step, whose losses had this factor."""
-        if self._reducer.compresses and self._reducer.all_reduce is not None:
-            self._reducer.all_reduce.end_step(scale)
-
-    def compression_summary(self) -> str:
-        """What compression has saved, as text; empty without compression."""
-        all_reduce = self._reducer.all_reduce if self._reducer.compresses else None
-        compressed = None if all_reduce is None else all_reduce.compressed
-        return "" if compressed is None else compressed.summary()
-
     def close(self) -> None:
         """Ends the thread that sends gradients."""
         self._reducer.close()
