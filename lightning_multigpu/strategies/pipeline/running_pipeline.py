@@ -114,7 +114,6 @@ class RunningPipeline:
         self._loss_forms = LossForms()
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self._num_evaluated = 0
-        self._buffers_due = True
 
     def new_runner(self, recorder: Recorder) -> PipelineRunner:
         """What runs the stages that this rank has now; no collective."""
@@ -139,7 +138,9 @@ class RunningPipeline:
                 hook=None,
                 warn=rank_zero_warn,
             )
-        data_axis = DataAxis(reducer, strategy.metered(data.group, "control"), module)
+        control = strategy.metered(data.group, "control")
+        strategy.common.buffers, strategy.common.broadcasts_buffers = control, True
+        data_axis = DataAxis(reducer, control, module)
         strategy._undo.callback(data_axis.close)
         strategy.averaging.compressed = reducer.all_reduce if reducer.compresses else None
         return data_axis
@@ -196,9 +197,10 @@ class RunningPipeline:
         Raises:
             ValueError, PipelineError: as :meth:`.Preparation.prepare`.
         """
-        if self._buffers_due:
-            self.share_buffers()
-        self._buffers_due = not accumulating
+        common = self.strategy.common
+        if common.buffers_due:
+            common.share_buffers()
+        common.buffers_due = not accumulating
         batch, trainer = self._cut(multiplier), self.model.module.trainer
         self._preparation.prepare(batch)
         batch.without_gradient = [p for p in self.model.ownership.held() if p.grad is None]
@@ -277,11 +279,6 @@ class RunningPipeline:
         self.agreement.sums.sum_gradients(common)
         if self.data_axis is not None:
             self.data_axis.average_gradients([p for p in ownership.held() if id(p) in shared])
-
-    def share_buffers(self) -> None:
-        """Gives all pipelines the buffers of the first pipeline; a collective of the data axis."""
-        if self.data_axis is not None:
-            self.data_axis.share_buffers(self.model.ownership.buffers())
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

@@ -356,11 +356,6 @@ class PipelineStrategy(MultiGPUStrategy):
     # Evaluation
 
     @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._pipeline.share_buffers()
-
-    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context(), self._showing_parts():
             return self._pipeline.evaluate("validation_step", *args, **kwargs)

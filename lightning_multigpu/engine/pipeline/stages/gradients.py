@@ -190,11 +190,6 @@ class DataAxis:
                 of_bucket = [pieces[id(gradient)] for gradient in bucket] if pieces else []
                 apply_flat(functools.partial(self._reducer.average, pieces=of_bucket), bucket)
 
-    def share_buffers(self, buffers: list[Tensor]) -> None:
-        """Gives every rank the buffers of the first rank: BatchNorm's statistics."""
-        if buffers:
-            self._bookkeeping.broadcast_tensors(buffers, src=self._bookkeeping.first_rank)
-
     def close(self) -> None:
         """Ends the thread that sends gradients."""
         self._reducer.close()
