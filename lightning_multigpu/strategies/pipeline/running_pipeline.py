@@ -21,7 +21,6 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.activation_checkpointing import layers_of
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
-from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.hugging_face import models_in_stages
 from lightning_multigpu.engine.micro_batches import (
     checksum_of,
@@ -122,23 +121,19 @@ class RunningPipeline:
 
     def _data_axis(self) -> DataAxis | None:
         """The ranks that hold the same stages in other pipelines; a collective of the world."""
-        strategy, transport = self.strategy, self.strategy._transport
-        module, data = strategy._module, strategy.collectives.data
+        strategy, module = self.strategy, self.strategy._module
         if strategy.data_parallel_size == 1:
             return None
-        if transport is None:
-            reducer = GradientReducer(strategy.new_group("data"), strategy.meter, axis="data")
-        else:
-            assert strategy.groups is not None
-            reducer, _ = transport.open(
-                module,
-                strategy.groups,
-                strategy.meter,
-                ranks_per_host=strategy.num_processes,
-                hook=None,
-                warn=rank_zero_warn,
-            )
-        control = strategy.metered(data.group, "control")
+        assert strategy.groups is not None
+        reducer, _ = strategy._transport.open(
+            module,
+            strategy.groups,
+            strategy.meter,
+            ranks_per_host=strategy.num_processes,
+            hook=None,
+            warn=rank_zero_warn,
+        )
+        control = strategy.metered(strategy.collectives.data.group, "control")
         strategy.common.buffers, strategy.common.broadcasts_buffers = control, True
         data_axis = DataAxis(reducer, control, module)
         strategy._undo.callback(data_axis.close)

@@ -109,8 +109,8 @@ class PipelineStrategy(MultiGPUStrategy):
     """The options of :class:`TensorSplitStrategy` for the split of the stages' layers, with tensor ranks."""
     on_split: Callable[[SplitPlan], object] | None = None
     """Called on every rank after the layers were split, before anything is trained."""
-    _transport: GradientTransport | None = None
-    """What moves gradients between pipelines; None for c10d's all-reduce."""
+    _transport = GradientTransport(shared_memory=False)
+    """How gradients travel between pipelines."""
     _recording = (False, False)
     _built_bounds: Bounds | None = None
     _running: RunningPipeline | None = None
