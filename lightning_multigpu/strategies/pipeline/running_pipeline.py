@@ -133,12 +133,11 @@ class RunningPipeline:
             hook=None,
             warn=rank_zero_warn,
         )
+        strategy._undo.callback(reducer.close)
+        strategy.averaging.compressed = reducer.all_reduce if reducer.compresses else None
         control = strategy.metered(strategy.collectives.data.group, "control")
         strategy.common.buffers, strategy.common.broadcasts_buffers = control, True
-        data_axis = DataAxis(reducer, control, module)
-        strategy._undo.callback(data_axis.close)
-        strategy.averaging.compressed = reducer.all_reduce if reducer.compresses else None
-        return data_axis
+        return DataAxis(reducer, control, module)
 
     # The user's steps; no collectives
 

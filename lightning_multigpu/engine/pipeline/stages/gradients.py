@@ -190,10 +190,6 @@ class DataAxis:
                 of_bucket = [pieces[id(gradient)] for gradient in bucket] if pieces else []
                 apply_flat(functools.partial(self._reducer.average, pieces=of_bucket), bucket)
 
-    def close(self) -> None:
-        """Ends the thread that sends gradients."""
-        self._reducer.close()
-
 
 class RemoteGradient(Placeholder):
     """The gradient of a parameter that another stage holds; only its norms are known.
