@@ -93,7 +93,7 @@ class UseProbe:
                 ended, result = self._layers.run((start, stop), step, None if start == 0 else receive)
             if ended:
                 output = Activations.of(result)
-            elif self._layers.is_last:
+            elif stop == len(ownership.chain):
                 self._watch.take((result, self._watch.left_in(left())), self._last_part)
         except _Abandoned:
             pass

@@ -140,16 +140,6 @@ class LayerInterception:
         self._arrived: Activations | None = None
         self._skipped: Any = None
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the running stage is the last one, or that which has run."""
-        return self._stop == len(self.chain)
-
-    @property
-    def is_past_chain(self) -> bool:
-        """Whether the running step has passed the last layer; only the last stage does."""
-        return self._next == len(self.chain)
-
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Intercepts the calls of the layers within the block."""
@@ -267,7 +257,7 @@ class LayerInterception:
                 f"layer {self._name(index)} returns {type(output).__name__}, in which a pipeline finds no tensors to "
                 "pass on: return tensors, or tuples, named tuples, lists or dictionaries of tensors"
             )
-        if index == self._stop - 1 and not self.is_last:
+        if index == self._stop - 1 and self._stop < len(self.chain):
             raise _StageEnd(output)
         if index == len(self.chain) - 1:
             self._begin_part(2 + index)
@@ -333,12 +323,13 @@ class LayerInterception:
     def _check_order(self, index: int) -> None:
         if index == self._next:
             return
-        if index == 0 and self.is_past_chain:
+        is_past_chain = self._next == len(self.chain)  # on the last stage only
+        if index == 0 and is_past_chain:
             raise PipelineError(
                 f"the step runs the split part {self.chain.name!r} twice, and a pipeline can run it once a step: keep "
                 "the result of the first call, or split another part with module="
             )
-        expected = "no further layer" if self.is_past_chain else self._name(self._next)
+        expected = "no further layer" if is_past_chain else self._name(self._next)
         raise PipelineError(
             f"the step calls {self._name(index)} where {expected} was due: the layers of {self.chain.name!r} must run "
             "one after the other, each once; name another part with module="
