@@ -115,7 +115,7 @@ class PipelineRunner:
         return [self._losses[m] for m in sorted(self._losses)]
 
     def evaluate(self, step: Callable[[], Any], seed: tuple[int, ...]) -> Any:
-        """Runs a step on a whole batch, forward only; what it returned on the last stage, elsewhere None."""
+        """Runs a step on a whole batch, forward only; returns its output on the last stage, elsewhere None."""
         self._seed = seed
         group, previous, following = self._ownership.group, self._ownership.previous, self._ownership.following
         with preserved_random_state(self._device), self._layers.installed():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -94,7 +95,7 @@ class WholeCopy:
         pipeline.in_step = True  # a metric gathers from the last stages, which all run this
         try:
             with preserved_random_state(self._device), self._layers.installed():
-                step = lambda: unlogged_loss(plugin, module, lambda: module.training_step(part, *others))  # noqa: E731
+                step = partial(unlogged_loss, plugin, module, partial(module.training_step, part, *others))
                 return self._layers.run((0, len(self._chain)), step, None)[1]
         finally:
             pipeline.in_step = False
