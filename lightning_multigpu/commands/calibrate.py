@@ -155,4 +155,5 @@ def lines(machine: Machine) -> Iterator[str]:
         rows.append([cost.strategy, str(World(*cost.world)), *figures])
     yield from ("", *columns(rows, "left", "right"), "")
     for coding in machine.codings:
-        yield f"compression={coding.name}: {coding.ratio:.2f} times fewer bytes, {1e9 * coding.s_per_byte:.2f} ns a byte"
+        ns = 1e9 * coding.s_per_byte
+        yield f"compression={coding.name}: {coding.ratio:.2f} times fewer bytes, {ns:.2f} ns a byte"

@@ -64,6 +64,7 @@ class AveragedGradients:
             self.options.update(self.transport.options)
         # During a run:
         self.reducer: GradientReducer | None = None
+        self.compressing: GradientReducer | None = None  # of a pipeline's data axis, too
         self._trained: TrainedParameters | None = None
         self._averager: ModelAverager | None = None
 
@@ -117,7 +118,7 @@ class AveragedGradients:
         assert strategy.groups is not None
         strategy.common.broadcasts_buffers = self._given["broadcast_buffers"]
         strategy.common.buffers = strategy.metered(strategy.collectives.data.group, "data")
-        self.reducer = self.transport.open(
+        self.reducer = self.compressing = self.transport.open(
             strategy.groups,
             strategy.meter,
             ranks_per_host=strategy.num_processes,
@@ -180,7 +181,7 @@ class AveragedGradients:
             self.reducer.close()
             for name in ("post_backward", HOOKS_BEFORE_STEP) if self._strategy.common.given is not None else ():
                 vars(self._strategy.precision_plugin).pop(name, None)
-        self.reducer = self._averager = self._trained = None
+        self.reducer = self.compressing = self._averager = self._trained = None
 
     # Training
 
@@ -236,8 +237,8 @@ class AveragedGradients:
 
     def end_step(self) -> None:
         """Keeps error feedback, and averages models when it is their turn, after an optimizer step."""
-        if self.reducer is not None and self.reducer.compressed is not None:
-            self.reducer.end_step(self._strategy._loss_scaler_scale())
+        if self.compressing is not None and self.compressing.compressed is not None:
+            self.compressing.end_step(self._strategy._loss_scaler_scale())
         if self._averager is not None and self._averager.stepped():
             self.average_model()
 
@@ -251,8 +252,8 @@ class AveragedGradients:
 
     def tell_compression(self) -> None:
         """Prints what compression has saved, at the end of training."""
-        if self.reducer is not None and self.reducer.compressed is not None:
-            rank_zero_info(self.reducer.compressed.summary())
+        if self.compressing is not None and self.compressing.compressed is not None:
+            rank_zero_info(self.compressing.compressed.summary())
 
 
 def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:

@@ -50,8 +50,6 @@ class HybridStrategy(PipelineStrategy):
             several hosts; before the first step, no layer can be split, or an optimizer needs whole tensors.
     """
 
-    _transport: GradientTransport
-
     def __init__(
         self,
         *,

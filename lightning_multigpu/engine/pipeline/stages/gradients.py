@@ -190,24 +190,6 @@ class DataAxis:
                 of_bucket = [pieces[id(gradient)] for gradient in bucket] if pieces else []
                 apply_flat(functools.partial(self._reducer.average, pieces=of_bucket), bucket)
 
-    def share_buffers(self, buffers: list[Tensor]) -> None:
-        """Gives every rank the buffers of the first rank: BatchNorm's statistics."""
-        if buffers:
-            self._bookkeeping.broadcast_tensors(buffers, src=self._bookkeeping.first_rank)
-
-    def end_step(self, scale: float) -> None:
-        """Keeps the errors of compression after an optimizer step, whose losses had this factor."""
-        self._reducer.end_step(scale)
-
-    def compression_summary(self) -> str:
-        """What compression has saved, as text; empty without compression."""
-        compressed = self._reducer.compressed
-        return "" if compressed is None else compressed.summary()
-
-    def close(self) -> None:
-        """Ends the thread that sends gradients."""
-        self._reducer.close()
-
 
 class RemoteGradient(Placeholder):
     """The gradient of a parameter that another stage holds; only its norms are known.
