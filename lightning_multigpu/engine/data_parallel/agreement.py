@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -343,30 +343,6 @@ def loss_scale(announcement: Announcement, rank: int, loss_reduction: LossReduct
     if total == 0:
         return 1.0
     return len(weights) * weights[rank] / total
-
-
-class Share(NamedTuple):
-    """The share of a rank's batch in the average of gradients over ranks, for losses that are means.
-
-    Attributes:
-        factor: multiplies the mean gradient over the batch; 0 for a rank without data.
-        size: the number of samples, or of other items, in that mean.
-    """
-
-    factor: float
-    size: float
-
-
-def shares_of(announcement: Announcement, loss_reduction: LossReduction) -> list[Share]:
-    """The share of each rank's batch, in rank order."""
-    weights = announcement.weights
-    if not any(weights):
-        return [Share(1.0, 1.0)] * len(weights)
-    scales = [loss_scale(announcement, rank, loss_reduction) for rank in range(len(weights))]
-    if loss_reduction == "sum":
-        sizes = [max(1, samples) for samples in announcement.samples]
-        return [Share(scale * size, size) for scale, size in zip(scales, sizes, strict=True)]
-    return [Share(scale, weight or 1.0) for scale, weight in zip(scales, weights, strict=True)]
 
 
 def counted_samples(batch: Any, *, limit: int | None) -> int:
