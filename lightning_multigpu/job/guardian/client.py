@@ -81,7 +81,6 @@ class GuardianClient:
             sock.close()
             raise NoGuardianError(f"the guardian's address belongs to {why}: it is not the guardian of rank {rank}")
         self._connection = Connection(sock)
-        self._early: list[Message] = []
         try:
             self._connection.send("hello", rank=rank)
             welcome = self._welcome(time.monotonic() + timeout_s)
@@ -258,10 +257,9 @@ class GuardianClient:
 
     def _listen(self) -> None:
         stopped_time = StoppedTime(self._guardian, pause_s=4 * self._look_s)
-        messages, self._early = self._early, []
         stopped_s = 0.0
         while True:
-            for message in messages:
+            for message in self._connection.arriving():
                 if message["kind"] == "met":
                     self._met.set()
                 elif message["kind"] == "seen":
@@ -278,10 +276,6 @@ class GuardianClient:
                     self._report(Failure.from_message(message["failure"]))
             if self._connection.closed:
                 break
-            readable, _, _ = select.select([self._connection], [], [], self._look_s)
-            messages = self._connection.receive() if readable else []
-            if self._connection.closed:
-                continue  # with its last messages
             if self.failure is None and not self.rests and (found := self.find_failure()) is not None:
                 self.find_failure = lambda: None
                 self.failed(found[0], age_s=found[1])
@@ -290,6 +284,7 @@ class GuardianClient:
             if lasts_s > self._stopped_limit_s and not self.rests and not self._leaving.is_set():
                 self._guardian.kill()  # it would stay for ever; its end also informs the other hosts' guardians
                 break
+            select.select([self._connection], [], [], self._look_s)
         self._seen.set()
         self._shown.set()
         if self._leaving.is_set():
@@ -340,8 +335,7 @@ class GuardianClient:
 
     def _welcome(self, deadline_s: float) -> Message:
         while True:
-            while self._early:
-                message = self._early.pop(0)
+            for message in self._connection.arriving():
                 if message["kind"] == "refused":
                     raise GuardianError(f"the guardian refuses rank {self.rank}: {message.get('why')}")
                 if message["kind"] == "welcome":
@@ -352,7 +346,6 @@ class GuardianClient:
             if left_s <= 0:
                 raise GuardianError(f"the guardian does not answer rank {self.rank} in time; is it stopped?")
             select.select([self._connection], [], [], left_s)
-            self._early += self._connection.receive()
 
     def _offer_stacks(self) -> None:
         how = answer_stack_signal()

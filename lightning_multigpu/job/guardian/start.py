@@ -128,7 +128,7 @@ class Guardian:
         """As :meth:`GuardianClient.show`; returns when it has been shown."""
         self._link.send("show", advice=advice)
         while not self._link.closed and select.select([self._link], [], [], _START_TIMEOUT_S)[0]:
-            if any(message["kind"] == "shown" for message in self._link.receive()):
+            if any(message["kind"] == "shown" for message in self._link.arriving()):
                 return True
         return False
 
