@@ -318,13 +318,10 @@ class Watchdog:
         if not self._ranks.begin(run):
             return
         self._released = False
-        self._set_limits(failure_timeout_s, hang_report_s)
-        self._hosts.begin(run, self._now_s)
-
-    def _set_limits(self, failure_timeout_s: float, hang_report_s: float | None) -> None:
         self._timeout_s, self._tick_s = failure_timeout_s, min(0.5, failure_timeout_s / 20)
         self._ranks.stopped_limit_s = self._hosts.silence_s = failure_timeout_s / 2
         self._hang_watch.limit_s = self._hangs.limit_s = hang_report_s
+        self._hosts.begin(run, self._now_s)
 
     def _handle_host(self, host: Hashable, message: Message) -> None:
         """Handles a message of another host's guardian that is not about the connection itself."""
@@ -354,11 +351,6 @@ class Watchdog:
             else:
                 self._watch(sock, partial(self._read, connection))
 
-    def _close(self, connection: Connection) -> None:
-        self._connections.pop(connection, None)
-        self._forget(connection.socket)
-        connection.close()
-
     def _read(self, connection: Connection) -> None:
         """Reads a rank's messages. A closed connection means nothing: only the rank's process counts."""
         for message in connection.arriving():
@@ -371,7 +363,9 @@ class Watchdog:
                 connection.send("refused", why=f"{error!s:.1000}")
                 connection.closed = True
         if connection.closed:
-            self._close(connection)
+            self._connections.pop(connection, None)
+            self._forget(connection.socket)
+            connection.close()
 
     def _welcome(self, connection: Connection, message: Message) -> None:
         number = int(message["rank"])
