@@ -63,9 +63,8 @@ class Watchdog:
         self._hosts = Hosts(
             silence_s=self._timeout_s / 2, watch=self._watch, forget=self._forget, on_message=self._handle_host
         )
-        limit_s: float | None = settings["hang_report_s"]
-        self._hang_watch = HangWatch(limit_s, self._ranks, self._pages)
-        self._hangs = HangReports(limit_s, self._hang_watch, self._hosts, lambda: self._directory, self._end_deadlock)
+        self._hang_watch = HangWatch(settings["hang_report_s"], self._ranks, self._pages)
+        self._hangs = HangReports(self._hang_watch, self._hosts, lambda: self._directory)
 
     def run(self) -> None:
         """Watches until all ranks have finished, or until all have ended after a failure."""
@@ -181,8 +180,8 @@ class Watchdog:
             self._observe_joining()
         if self._shutdown is None:
             self._observe_end()
-        if self._shutdown is None:
-            self._hangs.observe(self._now_s)
+        if self._shutdown is None and (hang := self._hangs.observe(self._now_s)) is not None:
+            self._fail(hang.failure, hang.since_s)
         pids = self._pids()
         for rank in self._ranks.at_work:
             self._workers.note(rank.process.pid, pids)
@@ -298,13 +297,6 @@ class Watchdog:
             elif rank.raised is not None:
                 connection.send("alone")
 
-    def _end_deadlock(self, ranks: str) -> None:
-        what = (
-            f"ranks wait for each other, and none can go on: {ranks}. Every rank has to call the same collectives in "
-            "the same order: self.log(sync_dist=True), self.all_gather, saves and barriers on all ranks, or on none"
-        )
-        self._fail(Failure(what, host=host_name()), self._now_s)
-
     def _lose(self, lost: WatchedRank, failure: Failure) -> None:
         """Goes on without a rank: it counts as finished."""
         lost.finished = lost.at_end = True
@@ -320,7 +312,7 @@ class Watchdog:
         self._released = False
         self._timeout_s, self._tick_s = failure_timeout_s, min(0.5, failure_timeout_s / 20)
         self._ranks.stopped_limit_s = self._hosts.silence_s = failure_timeout_s / 2
-        self._hang_watch.limit_s = self._hangs.limit_s = hang_report_s
+        self._hang_watch.limit_s = hang_report_s
         self._hosts.begin(run, self._now_s)
 
     def _handle_host(self, host: Hashable, message: Message) -> None:
@@ -328,7 +320,7 @@ class Watchdog:
         if message["kind"] in KINDS:
             self._hangs.handle(host, message)
         elif message["kind"] == "begin":
-            self._begin(int(message["run"]), self._timeout_s, self._hangs.limit_s)
+            self._begin(int(message["run"]), self._timeout_s, self._hang_watch.limit_s)
         elif message["kind"] == "waited" and self._shutdown is not None:
             self._shutdown.waits += message["lines"]
 

@@ -108,6 +108,7 @@ class Watched:
     """Waits as a test says, in place of a host's ranks."""
 
     waits: ClassVar[dict[str, float]] = {}
+    limit_s = 60.0
 
     def observe(self, now_s: float) -> dict[str, float]:
         return dict(self.waits)
@@ -153,7 +154,8 @@ def test_when_a_report_is_made_again(
 ) -> None:
     """When what was waited for has ended; other waits that join it change nothing, and are reported if they go on."""
     watch: Any = Watched()
-    reports = HangReports(limit_s, watch, Alone(), lambda: None)  # type: ignore[arg-type]
+    watch.limit_s = limit_s
+    reports = HangReports(watch, Alone(), lambda: None)  # type: ignore[arg-type]
     told = []
     for now_s, waits in seen:
         watch.waits = waits
@@ -186,7 +188,7 @@ class InCollective(Watched):
 def test_two_looks_at_a_collective_that_nobody_has_noted(ticks: int, capfd: pytest.CaptureFixture[str]) -> None:
     """The second one is soon, so that the report is; and no third one, however the second one is."""
     watch: Any = InCollective(ticks)
-    reports = HangReports(60.0, watch, Alone(), lambda: None)  # type: ignore[arg-type]
+    reports = HangReports(watch, Alone(), lambda: None)  # type: ignore[arg-type]
     for half_seconds in range(120, 240):
         reports.observe(half_seconds / 2)
     assert watch.looks_s == [60.0, 62.5]

@@ -19,36 +19,33 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 
 from lightning_multigpu.job.guardian.blocking import append, show
-from lightning_multigpu.job.guardian.failure import host_name
+from lightning_multigpu.job.guardian.failure import Failure, host_name
 from lightning_multigpu.job.guardian.hang.waiting_graph import View, calls, deadlock, lasting, verdict
 from lightning_multigpu.job.guardian.hang.waits import HangWatch, Waits
 from lightning_multigpu.job.guardian.host_links import Hosts
 from lightning_multigpu.job.guardian.protocol import Message
+from lightning_multigpu.job.guardian.ranks import Found
 
 KINDS = ("waiting", "look", "view", "next", "seen")
 
 _COLLECT_S = 8.0
 _SECOND_LOOK_S = 2.0
 _OWN = "this host"
+_DEADLOCK = "ranks wait for each other, and none can go on"
+_FIX = (
+    "Every rank has to call the same collectives in the same order: self.log(sync_dist=True), self.all_gather, saves "
+    "and barriers on all ranks, or on none"
+)
 
 
 class HangReports:
     """This host's part in the reports; on node 0, and with a single host, the reports themselves.
 
-    ``directory`` returns the present directory of the file, or None. ``on_deadlock`` is called with the ranks that wait
-    for each other, and their collectives.
+    ``directory`` returns the present directory of the file, or None.
     """
 
-    def __init__(
-        self,
-        limit_s: float | None,
-        watch: HangWatch,
-        hosts: Hosts,
-        directory: Callable[[], str | None],
-        on_deadlock: Callable[[str], None] = lambda ranks: None,
-    ) -> None:
-        self.limit_s = limit_s
-        self._watch, self._hosts, self._directory, self._on_deadlock = watch, hosts, directory, on_deadlock
+    def __init__(self, watch: HangWatch, hosts: Hosts, directory: Callable[[], str | None]) -> None:
+        self._watch, self._hosts, self._directory = watch, hosts, directory
         self._now_s = 0.0
         self._waits: dict[Hashable, Waits] = {}
         self._reported: Waits = {}
@@ -65,22 +62,26 @@ class HangReports:
         self._sent: set[str] = set()
         self._unsent: list[View] = []
 
-    def observe(self, now_s: float) -> None:
-        """Looks at this host's ranks, and continues a report under way."""
+    def observe(self, now_s: float) -> Found | None:
+        """Looks at this host's ranks, and continues a report under way.
+
+        Returns the failure of ranks that wait for each other, once a report has proved it.
+        """
         self._now_s = now_s
         waits = self._watch.observe(now_s)
         if not self._hosts.is_first:
             if waits.keys() != self._sent:
                 self._sent = set(waits)
                 self._hosts.send("waiting", waits={name: now_s - since_s for name, since_s in waits.items()})
-            return
+            return None
         self._waits[_OWN] = waits
-        if self.limit_s is None:
-            return
-        current = self._current()
+        limit_s = self._watch.limit_s
+        if limit_s is None:
+            return None
+        current = {name: since_s for of_host in self._waits.values() for name, since_s in of_host.items()}
         if self._until_s is not None:
             if not self._awaited or now_s >= self._until_s:
-                self._report(current)
+                return self._report(current, limit_s)
         elif self._reported and not self._reported.keys() & current.keys():
             waited_s = now_s - min(self._reported.values())
             self._reported, self._seen = {}, set()
@@ -89,6 +90,7 @@ class HangReports:
             self._collect()
         else:
             self._seen &= set(current)
+        return None
 
     def handle(self, host: Hashable, message: Message) -> None:
         """Handles a message of another host's guardian, of one of :data:`KINDS`."""
@@ -104,9 +106,6 @@ class HangReports:
             self._hosts.send("next", to=host)
         elif kind == "seen":
             self._awaited.discard(host)
-
-    def _current(self) -> Waits:
-        return {name: since_s for waits in self._waits.values() for name, since_s in waits.items()}
 
     def _collect(self) -> None:
         self._begun_s, self._until_s = self._now_s, self._now_s + _COLLECT_S
@@ -128,9 +127,8 @@ class HangReports:
         else:
             self._hosts.send("seen")
 
-    def _report(self, current: Waits) -> None:
+    def _report(self, current: Waits, limit_s: float) -> Found | None:
         self._until_s, self._seen = None, set(current)
-        assert self.limit_s is not None
         unchanged = {int(name) for name in current if name.isdigit()}
         idle = lasting(self._before, self._views) & unchanged
         # A wait is noted, or two looks have shown it; a rank that computes does not wait.
@@ -139,17 +137,14 @@ class HangReports:
         ranks = deadlock(self._views, lasting=idle, at_least_s=taken_s) if waits else ""
         if waits and (ranks or not self._reported):
             waited_s = self._now_s - min(waits.values())
-            text = hang_report(
-                self._views, waited_s=waited_s, limit_s=self.limit_s, file=self._path(), ends=bool(ranks)
-            )
+            text = hang_report(self._views, waited_s=waited_s, limit_s=limit_s, file=self._path(), ends=bool(ranks))
             self._write(text, full_stacks(self._views))
         self._reported = self._reported or waits
         is_new = any(not call.number and view.rank not in idle for view in self._views for call in calls(view))
         self._looks_twice = is_new and not self._looks_twice
-        self._again_s = self._now_s + (_SECOND_LOOK_S if self._looks_twice else self.limit_s)
+        self._again_s = self._now_s + (_SECOND_LOOK_S if self._looks_twice else limit_s)
         self._before, self._views = self._views, []
-        if ranks:
-            self._on_deadlock(ranks)
+        return Found(Failure(f"{_DEADLOCK}: {ranks}. {_FIX}", host=host_name()), self._now_s) if ranks else None
 
     def _path(self) -> str | None:
         directory = self._directory()
