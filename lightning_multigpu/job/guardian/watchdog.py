@@ -17,7 +17,7 @@ from lightning_multigpu.job.guardian.failure import Failure, closing_lines, host
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, read_steps
 from lightning_multigpu.job.guardian.hang.hang_reports import KINDS, HangReports
 from lightning_multigpu.job.guardian.hang.stacks import StackSignal
-from lightning_multigpu.job.guardian.hang.waits import HangWatch, in_message, last_waits
+from lightning_multigpu.job.guardian.hang.waits import HangWatch
 from lightning_multigpu.job.guardian.host_links import Hosts
 from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, Interrupts, signal_of
 from lightning_multigpu.job.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
@@ -196,7 +196,7 @@ class Watchdog:
         if found is not None and self._now_s - found[1] > self._timeout_s / 2:
             worker, since_s = found
             what = f"waits for its {worker}, which a signal has stopped {self._now_s - since_s:.1f} s ago"
-            self._fail(rank.failure(what, None), since_s)
+            self._fail(rank.failure(what), since_s)
 
     def _observe_end(self) -> None:
         """Releases the ranks once all have reached the end: until then the failure of one fails all."""
@@ -269,7 +269,7 @@ class Watchdog:
                 what = f"the process {self._owner.pid}, which started the ranks, {ended_text(exit_code)}"
                 self._fail(Failure(what, host=host_name()), self._now_s)
         elif (late := self._ranks.late(self._now_s)) is not None:
-            self._fail(late.failure("has not joined the others in time (join_timeout_s)", None), self._now_s)
+            self._fail(late.failure("has not joined the others in time (join_timeout_s)"), self._now_s)
 
     def _fail(self, failure: Failure, since_s: float) -> None:
         """Ends the job with a failure, if it is the first: later ones are its consequences."""
@@ -283,9 +283,7 @@ class Watchdog:
             self._lose(failed, failure)
             return
         # Before the failure is sent: ranks that receive it stop waiting.
-        waits = in_message(
-            last_waits(self._ranks, self._pages, self._hang_watch.signals, failed=failure.rank, now_s=self._now_s)
-        )
+        waits = self._hang_watch.last_waits(failed=failure.rank, now_s=self._now_s)
         self._shutdown = Shutdown(failure, since_s, self._timeout_s)
         self._shutdown.waits += waits
         self._hosts.send_failure(failure, since_s)
@@ -444,7 +442,7 @@ class Watchdog:
         elif kind == "stacks":
             with contextlib.suppress(ProtocolError):  # no descriptor was left for it: the rank shows no stacks
                 descriptor, main_thread = connection.take_descriptor(), message["main_thread"]
-                self._hang_watch.registered(rank.rank, StackSignal(message["number"], descriptor, main_thread))
+                rank.shows_stacks(StackSignal(message["number"], descriptor, main_thread))
         elif kind in ("listen", "join"):
             self._meet_hosts(connection, message)
 

@@ -19,7 +19,7 @@ from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, BROKEN
 from lightning_multigpu.job.guardian.hang.hang_reports import HangReports
 from lightning_multigpu.job.guardian.hang.stacks import Frame, Stacks
 from lightning_multigpu.job.guardian.hang.waiting_graph import View
-from lightning_multigpu.job.guardian.hang.waits import HangWatch, last_waits
+from lightning_multigpu.job.guardian.hang.waits import HangWatch
 from lightning_multigpu.job.guardian.proc import RUNNING
 from tests.job.guardian.job import WORK, Job, eventually, go_on, is_alive
 from tests.job.guardian.test_host_links import LEAVE, two_hosts
@@ -401,8 +401,8 @@ def test_a_rank_that_answers_late_on_a_busy_machine_is_named_with_its_place(monk
     monkeypatch.setattr(waits_module, "read_entries", lambda memory, slot: [waiting])
     monkeypatch.setattr(waits_module, "Question", Late)
     monkeypatch.setattr(waits_module, "_PAUSE_S", 0.5)
-    ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=None)])
-    assert last_waits(ranks, b"", {}, failed=1, now_s=8.0) == [
+    ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=None, stack_signal=None)])
+    assert HangWatch(None, ranks, b"").last_waits(failed=1, now_s=8.0) == [
         "rank 0 waited in barrier #14 of group world for 3.0 s, train.py:7 in step"
     ]
 
@@ -413,7 +413,8 @@ def test_a_hang_report_gives_ranks_three_seconds_to_answer(monkeypatch: pytest.M
     monkeypatch.setattr(waits_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(waits_module, "Question", lambda *_: SimpleNamespace(is_answered=lambda: False))
     monkeypatch.setattr(HangWatch, "_view", lambda self, rank, question: "view")
-    rank = SimpleNamespace(rank=0, finished=False, lost_since_s=None, process=SimpleNamespace(state=lambda: RUNNING))
+    process = SimpleNamespace(state=lambda: RUNNING)
+    rank = SimpleNamespace(rank=0, finished=False, lost_since_s=None, process=process, stack_signal=None)
     ranks: Any = [rank]
     watch, seen = HangWatch(None, ranks, b""), []
     for _ in range(3):
@@ -432,9 +433,8 @@ def test_a_rank_that_the_failure_reaches_meanwhile_is_named_where_it_waited(monk
     waiting = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
     looks = [[waiting], [waiting._replace(state=BROKEN, place="train.py:7 in validation_step")]]
     monkeypatch.setattr("lightning_multigpu.job.guardian.hang.waits.read_entries", lambda memory, slot: looks.pop(0))
-    ranks: Any = SimpleNamespace(
-        at_work=[SimpleNamespace(rank=0, slot=0, process=SimpleNamespace(pid=1, state=lambda: "S"))]
-    )
-    assert last_waits(ranks, b"", {}, failed=1, now_s=8.0) == [
+    process = SimpleNamespace(pid=1, state=lambda: "S")
+    ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=process, stack_signal=None)])
+    assert HangWatch(None, ranks, b"").last_waits(failed=1, now_s=8.0) == [
         "rank 0 waited in barrier #14 of group world for 3.0 s, train.py:7 in validation_step"
     ]

@@ -6,36 +6,37 @@ outside of the strategy shows only in a stack: so an idle rank whose page does n
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from lightning_multigpu.job.guardian.failure import host_name
 from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, BROKEN, Entry, read_entries, read_steps
-from lightning_multigpu.job.guardian.hang.stacks import Question, Stacks, StackSignal
+from lightning_multigpu.job.guardian.hang.stacks import Question, Stacks
 from lightning_multigpu.job.guardian.hang.waiting_graph import IDLE_TICKS, View, waits_for
 from lightning_multigpu.job.guardian.proc import ENDED, STOPPED
 from lightning_multigpu.job.guardian.ranks import Ranks, WatchedRank
 
 _ANSWER_S = 3.0
 _IDLE_S = 2.0
+# Looks for answers at a failure, and pauses between them. They are counted, without a clock: on a busy machine both the
+# ranks and the guardian are late.
+_LOOKS = 40
+_PAUSE_S = 0.01
+_MAX_MESSAGE_LINES = 64
+_MAX_LINE = 200
 
 # The name of each wait, and its beginning; that of a rank whose page does not change is just its number.
 Waits = dict[str, float]
 
 
 class HangWatch:
-    """Finds waits of this host's ranks that are longer than ``limit_s``; with None only :meth:`look` works.
-
-    ``signals`` holds the signal by which each rank is asked for its stacks.
-    """
+    """Finds waits of this host's ranks that are longer than ``limit_s``; with None it only looks when asked to."""
 
     def __init__(self, limit_s: float | None, ranks: Ranks, memory: Any) -> None:
         self.limit_s = limit_s
         self._ranks = ranks
         self._memory = memory
-        self.signals: dict[int, StackSignal] = {}
         self._unchanged: dict[int, tuple[object, float]] = {}  # by rank: the page's numbers, and since when it is idle
         self._ticks: dict[int, tuple[int, float]] = {}  # by rank: its processor time, and when
         self._waits: Waits = {}
@@ -43,12 +44,6 @@ class HangWatch:
         self._asked: list[tuple[WatchedRank, Question | None]] = []
         self._until_s = 0.0
         self._now_s = self._restarted_s = 0.0
-
-    def registered(self, rank: int, how: StackSignal) -> None:
-        """Notes the signal that asks the rank for its stacks."""
-        if rank in self.signals:
-            os.close(self.signals[rank].descriptor)
-        self.signals[rank] = how
 
     def restart_timers(self, now_s: float) -> None:
         """Restarts the waits, except those that were too long already: this process, or all ranks, were paused."""
@@ -104,9 +99,7 @@ class HangWatch:
             return
         self._seen, self._until_s = seen, time.monotonic() + _ANSWER_S
         present = [rank for rank in self._ranks if rank.lost_since_s is None]
-        self._asked = [
-            (rank, None if _gone(rank) else Question(rank.process, self.signals.get(rank.rank))) for rank in present
-        ]
+        self._asked = [(rank, None if _gone(rank) else Question(rank.process, rank.stack_signal)) for rank in present]
         self._advance()
 
     def _advance(self) -> None:
@@ -125,61 +118,48 @@ class HangWatch:
             step=read_steps(self._memory, rank.slot),
             entries=tuple(e._replace(since_s=self._now_s - max(e.since_s, self._restarted_s)) for e in entries),
             stacks=Stacks(_gone(rank)) if question is None else question.answer(),
-            main_thread=self.signals[rank.rank].main_thread if rank.rank in self.signals else 0,
+            main_thread=0 if rank.stack_signal is None else rank.stack_signal.main_thread,
             gone=_gone(rank),
             cpu_ticks=rank.process.cpu_ticks(),
         )
+
+    def last_waits(self, *, failed: int | None, now_s: float) -> list[str]:
+        """The collectives in which the ranks wait or, once the failure has reached them, have waited.
+
+        Call it before the ranks are informed of the failure; it takes up to 0.4 s, on a busy machine more. The rank
+        ``failed`` waits for no other.
+        """
+        found: list[tuple[WatchedRank, Entry, Question | None]] = []
+        for rank in self._ranks.at_work:
+            entries = [e for e in read_entries(self._memory, rank.slot) if e.state in (AWAITED, BROKEN)]
+            if entries and rank.rank != failed:
+                entry = min(entries, key=lambda e: (e.state != AWAITED, e.since_s))
+                waits = entry.state == AWAITED
+                found.append((rank, entry, Question(rank.process, rank.stack_signal) if waits else None))
+        for _ in range(_LOOKS):
+            if all(question is None or question.is_answered() for *_, question in found):
+                break
+            time.sleep(_PAUSE_S)
+        lines = []
+        for rank, entry, question in sorted(found, key=lambda each: each[0].rank):
+            answer = None if question is None else question.answer()
+            # A rank that the failure has reached meanwhile answers from another place, and has noted the one before.
+            again = read_entries(self._memory, rank.slot)
+            now = [e for e in again if (e.group, e.number) == (entry.group, entry.number)]
+            noted = next((e.place for e in now if e.state == BROKEN), entry.place)
+            place = noted or (answer.place if answer is not None and answer.main else "")
+            waited_s = max(0.0, now_s - entry.since_s)
+            where = f", {place}" if place else ""
+            lines.append(f"rank {rank.rank} waited in {entry.name} for {waited_s:.1f} s{where}")
+        return in_message(lines)
+
+
+def in_message(lines: list[str]) -> list[str]:
+    """The lines, cut to fit into a message beside a failure."""
+    return [line[:_MAX_LINE] for line in lines[:_MAX_MESSAGE_LINES]]
 
 
 def _gone(rank: WatchedRank) -> str:
     if rank.finished:
         return "it has finished"
     return "it has ended" if rank.process.state() == ENDED else ""
-
-
-_MAX_MESSAGE_LINES = 64
-_MAX_LINE = 200
-# Looks for answers at a failure, and pauses between them. They are counted, without a clock: on a busy machine both the
-# ranks and the guardian are late.
-_LOOKS = 40
-_PAUSE_S = 0.01
-
-
-def last_waits(
-    ranks: Ranks, memory: Any, signals: Mapping[int, StackSignal], *, failed: int | None, now_s: float
-) -> list[str]:
-    """The collectives in which the ranks of a host wait or, once the failure has reached them, have waited.
-
-    Call it before the ranks are informed of the failure; it takes up to 0.4 s, on a busy machine more. The rank
-    ``failed`` waits for no other.
-    """
-    found: dict[int, Entry] = {}
-    questions: dict[int, Question] = {}
-    slots: dict[int, int] = {}
-    for rank in ranks.at_work:
-        entries = [e for e in read_entries(memory, rank.slot) if e.state in (AWAITED, BROKEN)]
-        if not entries or rank.rank == failed:
-            continue
-        entry = found[rank.rank] = min(entries, key=lambda e: (e.state != AWAITED, e.since_s))
-        slots[rank.rank] = rank.slot
-        if entry.state == AWAITED:
-            questions[rank.rank] = Question(rank.process, signals.get(rank.rank))
-    for _ in range(_LOOKS):
-        if all(question.is_answered() for question in questions.values()):
-            break
-        time.sleep(_PAUSE_S)
-    lines = []
-    for number, entry in sorted(found.items()):
-        answer = questions[number].answer() if number in questions else None
-        # A rank that the failure has reached meanwhile answers from another place, and has noted the one before.
-        now = [e for e in read_entries(memory, slots[number]) if (e.group, e.number) == (entry.group, entry.number)]
-        noted = next((e.place for e in now if e.state == BROKEN), entry.place)
-        place = noted or (answer.place if answer is not None and answer.main else "")
-        waited_s = max(0.0, now_s - entry.since_s)
-        lines.append(f"rank {number} waited in {entry.name} for {waited_s:.1f} s" + (f", {place}" if place else ""))
-    return lines
-
-
-def in_message(lines: list[str]) -> list[str]:
-    """The lines, cut to fit into a message beside a failure."""
-    return [line[:_MAX_LINE] for line in lines[:_MAX_MESSAGE_LINES]]
