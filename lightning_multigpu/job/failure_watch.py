@@ -223,16 +223,13 @@ class FailureWatch:
             show = (lambda advice: False) if client is None else partial(client.show, waits=run.local_rank == 0)
         return FailureReport(failure, in_full, show, checkpoint)
 
+    @ignoring_ends_of_workers()
     def settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
         """Finds the rank whose failure has caused ``error``; reports to the guardian if it is this rank.
 
         Returns:
             The failure of another rank, or None if ``error`` is this rank's own.
         """
-        with ignoring_ends_of_workers():
-            return self._settle(error, run, step)
-
-    def _settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
         self.failed = True
         self._hooks_follow = False
         self._cannot_join = isinstance(error, RendezvousError)  # each rank raises that for itself
