@@ -176,20 +176,13 @@ class Ranks:
         keys = {"" if rank.raised is None else rank.raised.key for rank in self._ranks.values() if rank.at_end}
         return keys.pop() if len(keys) == 1 else None
 
-    def late(self, now_s: float) -> WatchedRank | None:
-        """A rank that has not joined the others in time, and has not reported it itself."""
-        for rank in self.at_work:
-            if rank.joining_until_s is not None and now_s > rank.joining_until_s:
-                return rank
-        return None
-
     def restart_timers(self) -> None:
         """Restarts the time for which ranks have been stopped: this process was stopped too."""
         for rank in self._ranks.values():
             rank.stopped_since_s = None
 
     def observe(self, now_s: float) -> Found | None:
-        """Looks at all processes; returns the failure that they show, if any.
+        """Looks at all processes; returns the failure that they show, if any, or of one that has not joined in time.
 
         If several have ended, one that a signal ended comes first: an exit status is more often a consequence.
         """
@@ -213,6 +206,9 @@ class Ranks:
                 rank.stopped_since_s = None
         if found:
             return min(found, key=lambda entry: entry[0])[1]
+        for rank in self.at_work:
+            if rank.joining_until_s is not None and now_s > rank.joining_until_s:
+                return Found(rank.failure("has not joined the others in time (join_timeout_s)"), now_s)
         self.all_stopped = 0 < len(stopped) == len(self.at_work)
         if not self.others_wait and len(stopped) == len(self.at_work):
             self.restart_timers()  # the whole job is suspended, by Ctrl-Z for example: no rank waits

@@ -177,7 +177,7 @@ class Watchdog:
         if found is not None:
             self._fail(found.failure, found.since_s)
         if self._shutdown is None:
-            self._observe_joining()
+            self._observe_owner()
         if self._shutdown is None:
             self._observe_end()
         if self._shutdown is None and (hang := self._hangs.observe(self._now_s)) is not None:
@@ -260,7 +260,7 @@ class Watchdog:
         node = "" if self._node_rank is None else f"-node{self._node_rank}"
         return os.path.join(self._directory, f"failure-{host_name()}{node}.txt")
 
-    def _observe_joining(self) -> None:
+    def _observe_owner(self) -> None:
         if not self._owner_gone and self._owner.state() == ENDED:
             self._owner_gone = True
             exit_code = self._owner.exit_code()
@@ -268,8 +268,6 @@ class Watchdog:
             if exit_code != 0 and self._ranks.at_work and not is_rank:
                 what = f"the process {self._owner.pid}, which started the ranks, {ended_text(exit_code)}"
                 self._fail(Failure(what, host=host_name()), self._now_s)
-        elif (late := self._ranks.late(self._now_s)) is not None:
-            self._fail(late.failure("has not joined the others in time (join_timeout_s)"), self._now_s)
 
     def _fail(self, failure: Failure, since_s: float) -> None:
         """Ends the job with a failure, if it is the first: later ones are its consequences."""
