@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from lightning.fabric.utilities.seed import reset_seed
@@ -13,7 +14,7 @@ from lightning_multigpu.engine.data_parallel.trained_parameters import check_emb
 from lightning_multigpu.job.batch_feed import check_loaders, complete_resumed_epoch
 from lightning_multigpu.job.common_stop import share_stops
 from lightning_multigpu.job.joining import check_model, table_of
-from lightning_multigpu.job.launchers.script_launcher import ScriptLauncher, is_notebook_fork_needed
+from lightning_multigpu.job.launchers.script_launcher import ScriptLauncher
 from lightning_multigpu.job.launchers.spawn_launcher import SpawnLauncher
 from lightning_multigpu.job.library_messages import show_repeats, silence_repeats
 from lightning_multigpu.job.process_groups import ProcessGroups
@@ -64,8 +65,8 @@ class RankRun:
             # Asking a GPU initialises CUDA, after which no process can be forked.
             may_ask_gpu=start_method == "popen",
         )
-        if is_notebook_fork_needed(start_method, IS_INTERACTIVE):
-            start_method = "fork"
+        if start_method == "spawn" and IS_INTERACTIVE and hasattr(os, "fork"):
+            start_method = "fork"  # a spawned process cannot import the code of a notebook
         if start_method == "popen" and IS_INTERACTIVE and not run.environment.creates_processes_externally:
             name = strategy.name_with_spawn
             spawning = f"{type(strategy).__name__}(start_method='spawn')" if name is None else repr(name)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
@@ -140,8 +139,3 @@ def _wait(children: Iterable[subprocess.Popen[bytes]], timeout_s: float) -> None
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(max(0.0, deadline - time.monotonic()))
-
-
-def is_notebook_fork_needed(start_method: str, interactive: bool) -> bool:
-    """True if processes must be forked: a spawned process cannot import the code of a notebook."""
-    return interactive and start_method == "spawn" and sys.platform != "win32" and hasattr(os, "fork")
