@@ -109,12 +109,17 @@ class Watched:
 
     waits: ClassVar[dict[str, float]] = {}
     limit_s = 60.0
+    views: list[View] | None = None
 
     def observe(self, now_s: float) -> dict[str, float]:
         return dict(self.waits)
 
-    def look(self, seen: Any) -> None:
-        seen([View(0, "host", 1, 2)])
+    def look(self) -> None:
+        self.views = [View(0, "host", 1, 2)]
+
+    def seen(self) -> list[View] | None:
+        views, self.views = self.views, None
+        return views
 
 
 A, B, C, D = {"a": 0.0}, {"b": 2.0}, {"c": 105.0}, {"d": 107.0}
@@ -178,10 +183,10 @@ class InCollective(Watched):
         self.now_s = now_s
         return super().observe(now_s)
 
-    def look(self, seen: Any) -> None:
+    def look(self) -> None:
         self.looks_s.append(self.now_s)
         main = (Frame("/x/torch/distributed/distributed_c10d.py", 1, "all_reduce"), Frame("train.py", 7, "step"))
-        seen([View(0, "host", 1, 2, stacks=Stacks("", main), cpu_ticks=self._ticks * len(self.looks_s))])
+        self.views = [View(0, "host", 1, 2, stacks=Stacks("", main), cpu_ticks=self._ticks * len(self.looks_s))]
 
 
 @pytest.mark.parametrize("ticks", [0, 100])
@@ -416,16 +421,15 @@ def test_a_hang_report_gives_ranks_three_seconds_to_answer(monkeypatch: pytest.M
     process = SimpleNamespace(state=lambda: RUNNING)
     rank = SimpleNamespace(rank=0, finished=False, lost_since_s=None, process=process, stack_signal=None)
     ranks: Any = [rank]
-    watch, seen = HangWatch(None, ranks, b""), []
+    watch = HangWatch(None, ranks, b"")
+    assert watch.seen() is None
     for _ in range(3):
-        watch.look(seen.append)  # one at a time
+        watch.look()  # one at a time
     now_s = 2.9
-    watch.observe(0.0)
-    assert not seen
+    assert watch.seen() is None
     now_s = 3.0
-    watch.observe(0.0)
-    watch.observe(0.0)
-    assert seen == [["view"]]
+    assert watch.seen() == ["view"]
+    assert watch.seen() is None
 
 
 def test_a_rank_that_the_failure_reaches_meanwhile_is_named_where_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,12 +68,18 @@ class HangReports:
         Returns the failure of ranks that wait for each other, once a report has proved it.
         """
         self._now_s = now_s
-        waits = self._watch.observe(now_s)
+        waits, views = self._watch.observe(now_s), self._watch.seen()
         if not self._hosts.is_first:
+            if views is not None:
+                self._unsent = views
+                self._send_next()
             if waits.keys() != self._sent:
                 self._sent = set(waits)
                 self._hosts.send("waiting", waits={name: now_s - since_s for name, since_s in waits.items()})
             return None
+        if views is not None:
+            self._views += views
+            self._awaited.discard(_OWN)
         self._waits[_OWN] = waits
         limit_s = self._watch.limit_s
         if limit_s is None:
@@ -98,7 +104,7 @@ class HangReports:
         if kind == "waiting":
             self._waits[host] = {name: self._now_s - age_s for name, age_s in message["waits"].items()}
         elif kind == "look":
-            self._watch.look(self._send_views)
+            self._watch.look()
         elif kind == "next":
             self._send_next()
         elif kind == "view" and host in self._awaited:
@@ -111,15 +117,7 @@ class HangReports:
         self._begun_s, self._until_s = self._now_s, self._now_s + _COLLECT_S
         self._views = []
         self._awaited = {_OWN, *self._hosts.send("look")}
-        self._watch.look(self._own_views)
-
-    def _own_views(self, views: list[View]) -> None:
-        self._views += views
-        self._awaited.discard(_OWN)
-
-    def _send_views(self, views: list[View]) -> None:
-        self._unsent = list(views)
-        self._send_next()
+        self._watch.look()
 
     def _send_next(self) -> None:
         if self._unsent:

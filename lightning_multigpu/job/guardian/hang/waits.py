@@ -7,7 +7,6 @@ outside of the strategy shows only in a stack: so an idle rank whose page does n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from lightning_multigpu.job.guardian.failure import host_name
@@ -40,8 +39,7 @@ class HangWatch:
         self._unchanged: dict[int, tuple[object, float]] = {}  # by rank: the page's numbers, and since when it is idle
         self._ticks: dict[int, tuple[int, float]] = {}  # by rank: its processor time, and when
         self._waits: Waits = {}
-        self._seen: Callable[[list[View]], None] | None = None  # while a look is under way
-        self._asked: list[tuple[WatchedRank, Question | None]] = []
+        self._asked: list[tuple[WatchedRank, Question | None]] | None = None  # while a look is under way
         self._until_s = 0.0
         self._now_s = self._restarted_s = 0.0
 
@@ -53,7 +51,6 @@ class HangWatch:
     def observe(self, now_s: float) -> Waits:
         """Looks at all pages; returns the waits that have lasted too long."""
         self._now_s = now_s
-        self._advance()
         if self.limit_s is None:
             return {}
         at_work = self._ranks.at_work
@@ -93,21 +90,22 @@ class HangWatch:
         waiting = (self._view(rank, None) for rank in self._ranks.at_work if rank not in others)
         return any(waits_for(view, known, at_least_s=at_least_s) for view in waiting)
 
-    def look(self, seen: Callable[[list[View]], None]) -> None:
-        """Asks all ranks but the lost ones for their stacks, and then calls ``seen``; one look at a time."""
-        if self._seen is not None:
-            return
-        self._seen, self._until_s = seen, time.monotonic() + _ANSWER_S
-        present = [rank for rank in self._ranks if rank.lost_since_s is None]
-        self._asked = [(rank, None if _gone(rank) else Question(rank.process, rank.stack_signal)) for rank in present]
-        self._advance()
+    def look(self) -> None:
+        """Asks all ranks but the lost ones for their stacks; one look at a time, until :meth:`seen` returns it."""
+        if self._asked is None:
+            self._until_s = time.monotonic() + _ANSWER_S
+            present = [rank for rank in self._ranks if rank.lost_since_s is None]
+            self._asked = [(r, None if _gone(r) else Question(r.process, r.stack_signal)) for r in present]
 
-    def _advance(self) -> None:
-        """Passes the answers of a look on, once all have come or their time is over."""
-        seen, questions = self._seen, [question for _, question in self._asked if question is not None]
-        if seen is not None and (time.monotonic() >= self._until_s or all(q.is_answered() for q in questions)):
-            self._seen = None
-            seen([self._view(rank, question) for rank, question in self._asked])
+    def seen(self) -> list[View] | None:
+        """The ranks at a look, once all have answered or their time is over; None before, and without a look."""
+        if self._asked is None:
+            return None
+        questions = [question for _, question in self._asked if question is not None]
+        if time.monotonic() < self._until_s and not all(question.is_answered() for question in questions):
+            return None
+        asked, self._asked = self._asked, None
+        return [self._view(rank, question) for rank, question in asked]
 
     def _view(self, rank: WatchedRank, question: Question | None) -> View:
         entries = read_entries(self._memory, rank.slot)
