@@ -17,8 +17,8 @@ from lightning_multigpu.job.guardian import proc
 from lightning_multigpu.job.guardian.blocking import append, done_within, show
 from lightning_multigpu.job.guardian.failure import Failure
 from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, PAGE_BYTES, Entry, parse_ranks
+from lightning_multigpu.job.guardian.hang.hang_reports import in_message
 from lightning_multigpu.job.guardian.hang.waiting_graph import View, verdict
-from lightning_multigpu.job.guardian.hang.waits import in_message
 from lightning_multigpu.job.guardian.protocol import Connection, encode
 from lightning_multigpu.job.guardian.watchdog import Watchdog
 from lightning_multigpu.job.guardian.workers import Workers, remove_temporary
