@@ -80,37 +80,12 @@ class SpawnLauncher(MultiProcessingLauncher):
         self._check(trainer)
         if trainer is not None:
             args = self.joining.resume(function, args, trainer)
+        states = GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
         with self.run.chosen_port_held():  # a later run chooses again: another program may have taken the port by then
-            return self._launch(function, args, trainer, kwargs)
-
-    def _launch(
-        self, function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer | None, kwargs: dict[str, Any]
-    ) -> Any:
-        guardian = start_guardian(self.run)
-        if guardian is not None:
-            guardian.shows()
-        try:
-            task = _Task(
-                self,
-                trainer,
-                function,
-                args,
-                kwargs,
-                GlobalStateSnapshot.capture() if self._start_method == "spawn" else None,
-                None if guardian is None else guardian.address,
-            )
-            result = self._run_ranks(task, guardian)
-        except BaseException as error:
-            self.joining.watch.ranks_have_ended = True  # callbacks that save at exceptions do not know
-            if guardian is not None and not is_reported(error):
-                guardian.stop()
-            raise
-        if guardian is not None:
-            guardian.stop()
-        if trainer is None:
-            return result.returned
-        self._already_fit |= trainer.state.fn == TrainerFn.FITTING
-        self._take_over(result, trainer)
+            result = self._run_guarded(_Task(self, trainer, function, args, kwargs, states))
+        if trainer is not None:
+            self._already_fit |= trainer.state.fn == TrainerFn.FITTING
+            self._take_over(result, trainer)
         return result.returned
 
     def _check(self, trainer: pl.Trainer | None) -> None:
@@ -125,6 +100,21 @@ class SpawnLauncher(MultiProcessingLauncher):
                 "This Trainer has run fit() in spawned processes already, and their state is lost; make a new Trainer, "
                 "and pass fit(ckpt_path=...) to go on where the first one ended"
             )
+
+    def _run_guarded(self, task: _Task) -> _Result:
+        guardian = start_guardian(self.run)
+        if guardian is not None:
+            guardian.shows()
+        try:
+            result = self._run_ranks(task, guardian)
+        except BaseException as error:
+            self.joining.watch.ranks_have_ended = True  # callbacks that save at exceptions do not know
+            if guardian is not None and not is_reported(error):
+                guardian.stop()
+            raise
+        if guardian is not None:
+            guardian.stop()
+        return result
 
     def _run_ranks(self, task: _Task, guardian: Guardian | None) -> _Result:
         """Starts the ranks and waits for all of them; raises the failed rank's exception, or SystemExit at SIGTERM."""
@@ -212,9 +202,8 @@ class _Task:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     states: GlobalStateSnapshot | None
-    address: str | None
 
-    def __call__(self, local_rank: int, answers: Connection) -> None:
+    def __call__(self, local_rank: int, answers: Connection, address: str | None) -> None:
         run, joining = self.launcher.run, self.launcher.joining
         watch = joining.watch
         args, kwargs = self.args, self.kwargs
@@ -226,7 +215,7 @@ class _Task:
         os.environ["LOCAL_RANK"] = str(local_rank)
         watch.on_can_be_lost = partial(answers.send_bytes, pickle.dumps(_CAN_BE_LOST))
         try:
-            joining.begin(run, address=self.address)
+            joining.begin(run, address=address)
             returned = watch.guarded(self.function, args, kwargs, run=run, trainer=self.trainer)
             result = _Result(returned) if self.trainer is None else self.launcher.collect(self.trainer, returned)
             answer = pickle.dumps(move_data_to_device(result, "cpu") if local_rank == 0 else None)
@@ -299,12 +288,14 @@ class _Ranks:
         self._bad: list[int] = []
         self.processes: list[Any] = []
         context: Any = multiprocessing.get_context(start_method)
+        address = None if guardian is None else guardian.address
         try:
             for local_rank in range(run.ranks_per_host):
                 reader, writer = context.Pipe(duplex=False)
                 self._pipes.append(reader)
                 with writer:
-                    process = context.Process(target=task, args=(local_rank, writer), name=f"rank-{local_rank}")
+                    arguments = local_rank, writer, address
+                    process = context.Process(target=task, args=arguments, name=f"rank-{local_rank}")
                     process.start()
                 self.processes.append(process)
                 if guardian is not None:
