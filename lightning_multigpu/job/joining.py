@@ -31,7 +31,7 @@ from lightning_multigpu.job.failure_watch import KEPT, FailureWatch, leave_guard
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient
 from lightning_multigpu.job.guardian.client import find
 from lightning_multigpu.job.guardian.host_links import node_name, silence
-from lightning_multigpu.job.guardian.start import ADDRESS, address_of_job, start_at
+from lightning_multigpu.job.guardian.start import ADDRESS, AddressTakenError, address_of_job
 from lightning_multigpu.job.process_groups import CONNECTIONS
 from lightning_multigpu.job.run_context import RunContext
 
@@ -220,9 +220,14 @@ def start_guardian(run: RunContext, address: str | None = None) -> Guardian | No
     """
     if sys.platform != "linux":
         return None
-    return start_at(
-        address, num_ranks=run.ranks_per_host, failure_timeout_s=run.failure_timeout_s, hang_report_s=run.hang_report_s
-    )
+    with contextlib.suppress(AddressTakenError):
+        return Guardian.start(
+            num_ranks=run.ranks_per_host,
+            failure_timeout_s=run.failure_timeout_s,
+            hang_report_s=run.hang_report_s,
+            address=address,
+        )
+    return None
 
 
 def _invite_hosts(client: GuardianClient, run: RunContext) -> dict[str, Any]:

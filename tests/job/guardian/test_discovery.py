@@ -15,7 +15,7 @@ import pytest
 
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient, GuardianError
 from lightning_multigpu.job.guardian.client import find
-from lightning_multigpu.job.guardian.start import AddressTakenError, address_of_job, start_at
+from lightning_multigpu.job.guardian.start import AddressTakenError, address_of_job
 from tests.job.guardian.job import WORK, eventually, is_alive, start_rank
 
 JOB: dict[str, Any] = {"node_rank": 0, "attempt": 0, "variables": {}}
@@ -28,8 +28,7 @@ def address() -> str:
 
 @pytest.fixture
 def guardian(address: str) -> Iterator[Guardian]:
-    started = start_at(address, num_ranks=2, failure_timeout_s=3)
-    assert started is not None
+    started = Guardian.start(address=address, num_ranks=2, failure_timeout_s=3)
     yield started
     started.stop()
     assert eventually(lambda: not is_alive(started.pid))
@@ -62,8 +61,7 @@ def test_a_rank_waits_for_the_guardian_to_come(address: str) -> None:
     )
     thread.start()
     time.sleep(0.3)
-    started = start_at(address, num_ranks=1, failure_timeout_s=3)
-    assert started is not None
+    started = Guardian.start(address=address, num_ranks=1, failure_timeout_s=3)
     thread.join(30)
     found[0].leave()
     started.stop()
@@ -75,7 +73,6 @@ def test_no_guardian_comes(address: str) -> None:
 
 
 def test_a_living_process_has_started_it_already(guardian: Guardian, address: str) -> None:
-    assert start_at(address, num_ranks=2, failure_timeout_s=3) is None
     with pytest.raises(AddressTakenError):
         Guardian.start(num_ranks=2, address=address)
 
@@ -125,7 +122,7 @@ def test_a_guardian_of_another_user_is_none(address: str) -> None:
         with pytest.raises(GuardianError, match=r"has found no guardian .* belong to one user"):
             find(address, rank=1, on_failure=lambda failure: None, timeout_s=0.2)
         with pytest.raises(GuardianError, match=rf"belongs to a process of user {NOBODY}.*choose another MASTER_PORT"):
-            start_at(address, num_ranks=2, failure_timeout_s=3)
+            Guardian.start(address=address, num_ranks=2, failure_timeout_s=3)
 
 
 @as_other_user
