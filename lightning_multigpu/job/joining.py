@@ -29,7 +29,6 @@ from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, Ren
 from lightning_multigpu.job.checkpoint_files.last_checkpoint import with_last_found
 from lightning_multigpu.job.failure_watch import KEPT, FailureWatch, leave_guardian
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient
-from lightning_multigpu.job.guardian.client import find
 from lightning_multigpu.job.guardian.host_links import node_name, silence
 from lightning_multigpu.job.guardian.start import ADDRESS, AddressTakenError, address_of_job
 from lightning_multigpu.job.process_groups import CONNECTIONS
@@ -99,17 +98,16 @@ class Joining:
         if sys.platform != "linux":
             return
         inherited = os.environ.pop(ADDRESS, None)  # for no program that this rank starts, and no later run
-        if address := address or inherited:
-            self._take(GuardianClient(address, rank=run.rank, on_failure=self.watch.receive), guardian)
-        else:
+        address, start_timeout_s = address or inherited, 0.0
+        if not address:
             address = address_of_job(*where, node_rank=run.node_rank, attempt=self._attempt, variables=os.environ)
+            start_timeout_s = run.join_timeout_s
             if run.local_rank == 0:
                 guardian = start_guardian(run, address)
-            client = find(address, rank=run.rank, on_failure=self.watch.receive, timeout_s=run.join_timeout_s)
-            self._take(client, guardian)
-        assert self.watch.client is not None
+        client = GuardianClient(address, rank=run.rank, on_failure=self.watch.receive, start_timeout_s=start_timeout_s)
+        self._take(client, guardian)
         # Later than the rank's own limit, whose error names the missing ranks.
-        self.watch.client.joining(run.join_timeout_s + run.failure_timeout_s)
+        client.joining(run.join_timeout_s + run.failure_timeout_s)
 
     @contextlib.contextmanager
     def limited(self, run: RunContext) -> Iterator[None]:
