@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
@@ -173,35 +173,35 @@ class FailureWatch:
         """
         self._hooks_follow = True
         try:
-            return self._settled(partial(function, *args, **kwargs), run, trainer)
+            try:
+                result = function(*args, **kwargs)
+                self._finish()
+                return result
+            except BaseException as error:
+                self._raise_settled(error, run, trainer)
         except BaseException as error:
             if not self._hooks_follow:
                 raise
             # torch raises at the end of a loader's worker wherever the main thread is, perhaps while it handles the end
             # of another worker.
-            return self._settled(partial(_raise, error), run, trainer)
+            self._raise_settled(error, run, trainer)
 
-    def _settled(self, work: Callable[[], Any], run: RunContext, trainer: pl.Trainer | None) -> Any:
-        """The result of ``work``; if it raises, settles the failure and raises as :meth:`guarded`."""
-        try:
-            result = work()
-            self._finish()
-            return result
-        except BaseException as error:
-            if isinstance(error, SIGTERMException):
-                error.code = SIGTERM_STATUS  # Lightning sets none, and the process would seem to have succeeded
-            # A rank that can be lost has no groups to agree on a signal in, and acts alone.
-            if (self.signals.agreed_on(error) and not self._can_be_lost) or isinstance(error, EndOfRun):
-                self._hooks_follow = False  # all ranks end together; later errors are no failures of the job
-                raise
-            step = trainer.global_step if trainer is not None and self._world_size else None
-            failure = self.settle(error, run, step)
-            if failure is None or not isinstance(error, Exception):
-                raise
-            if run.local_rank == _printing_rank(failure, run):
-                raise failure.exception() from None
-            log.info("Rank %d ends because %s", run.rank, failure.sentence())
-            raise SystemExit(1) from None
+    def _raise_settled(self, error: BaseException, run: RunContext, trainer: pl.Trainer | None) -> NoReturn:
+        """Settles the failure by ``error``, which is being handled, and raises as :meth:`guarded`."""
+        if isinstance(error, SIGTERMException):
+            error.code = SIGTERM_STATUS  # Lightning sets none, and the process would seem to have succeeded
+        # A rank that can be lost has no groups to agree on a signal in, and acts alone.
+        if (self.signals.agreed_on(error) and not self._can_be_lost) or isinstance(error, EndOfRun):
+            self._hooks_follow = False  # all ranks end together; later errors are no failures of the job
+            raise
+        step = trainer.global_step if trainer is not None and self._world_size else None
+        failure = self.settle(error, run, step)
+        if failure is None or not isinstance(error, Exception):
+            raise
+        if run.local_rank == _printing_rank(failure, run):
+            raise failure.exception() from None
+        log.info("Rank %d ends because %s", run.rank, failure.sentence())
+        raise SystemExit(1) from None
 
     def report(self, run: RunContext, trainer: pl.Trainer | None) -> FailureReport:
         """What this rank prints about the failure, if nobody catches its exception."""
@@ -315,10 +315,6 @@ def _printing_rank(failure: Failure, run: RunContext) -> int:
     first_died = failure.rank == run.node_rank * run.ranks_per_host and not failure.traceback
     by_signal = signal_of(failure.what) is not None
     return 1 if first_died and not by_signal and run.ranks_per_host > 1 else 0
-
-
-def _raise(error: BaseException) -> None:
-    raise error
 
 
 def _limit_exit(timeout_s: float, *, from_exit: bool) -> None:
