@@ -119,7 +119,7 @@ class Joining:
             # An error about the time limit says more than one about a cut connection.
             with CONNECTIONS.cut_after(left_s + _CUT_S):
                 yield
-            if self._rendezvous is not None and run.rank == 0:
+            if self._rendezvous is not None:  # on rank 0
                 self._rendezvous.withdraw(_INVITATION)
             if self.watch.client is not None:
                 self.watch.client.joined()
@@ -175,7 +175,9 @@ class Joining:
             self._rendezvous = rendezvous
         rendezvous.check_in()
         if client is not None and run.num_nodes > 1 and run.local_rank == 0 and run.rank != 0:
-            _follow(rendezvous.wait_for(_INVITATION), client, run)
+            invitation = rendezvous.wait_for(_INVITATION)
+            secret = job_secret(os.environ) or invitation["secret"]
+            client.join_hosts(invitation["address"], invitation["port"], node_rank=run.node_rank, secret=secret)
         self._arrivals = rendezvous.wait_for_all()
         if client is not None and run.num_nodes > 2:  # links between two hosts other than node 0's
             hosts = {each.address: node_name(each.node_rank, each.host) for each in self._arrivals}
@@ -237,12 +239,6 @@ def _invite_hosts(client: GuardianClient, run: RunContext) -> dict[str, Any]:
     address = source_address(run.main_address) or run.main_address
     port = client.listen_for_hosts(address, num_nodes=run.num_nodes, secret=given or made)
     return {"address": address, "port": port, "secret": None if given else made}
-
-
-def _follow(invitation: Mapping[str, Any], client: GuardianClient, run: RunContext) -> None:
-    """On the first rank of another host: connects its guardian to node 0's."""
-    secret = job_secret(os.environ) or invitation["secret"]
-    client.join_hosts(invitation["address"], invitation["port"], node_rank=run.node_rank, secret=secret)
 
 
 def broken_link(own: str, hosts: Mapping[str, str], failure_timeout_s: float) -> tuple[Failure, float] | None:
