@@ -207,14 +207,10 @@ class Watchdog:
             for connection in self._connections:
                 connection.send("all at end")
         elif self._ranks.raised:
-            self._observe_exception(self._ranks.raised[0])
-
-    def _observe_exception(self, first: Raised) -> None:
-        """Reports an exception that not all ranks raise."""
-        is_late = self._now_s - first.since_s > self._timeout_s / 3
-        others = [rank for rank in self._ranks if rank.raised is not None]
-        if is_late or self._ranks.end_key is None or self._hang_watch.waits_for(others, at_least_s=_MAY_RAISE_S):
-            self._fail(first.failure, first.since_s)
+            first, ended = self._ranks.raised[0], [rank for rank in self._ranks if rank.raised is not None]
+            is_late = self._now_s - first.since_s > self._timeout_s / 3
+            if is_late or key is None or self._hang_watch.waits_for(ended, at_least_s=_MAY_RAISE_S):
+                self._fail(first.failure, first.since_s)  # not all ranks raise it
 
     def _observe_interrupts(self) -> None:
         self._interrupts.show_first()
