@@ -4,9 +4,6 @@ A rank that raises reports to the guardian of its host and aborts its process gr
 ranks, which abort their groups too, so that no rank waits in a group. Each of these ranks then raises the exception
 that :meth:`~lightning_multigpu.job.guardian.Failure.exception` makes from the text of the failure. The guardian shows
 the failure; see :mod:`lightning_multigpu.job.uncaught_errors`.
-
-Guardians need Linux. Elsewhere the other ranks learn of a failure from torch: by a closed connection, or at the end of
-a collective's timeout.
 """
 
 from __future__ import annotations
@@ -73,7 +70,7 @@ class FailureWatch:
     """Ends this rank's run when another rank fails, and informs the others when this rank fails.
 
     Attributes:
-        client: the connection to the guardian of this host; None without a guardian, and between two runs.
+        client: the connection to the guardian of this host; None between two runs.
         failure: the failure that has ended this run, this rank's own or another's; None while there is none.
         ranks_have_ended: in the process that has spawned ranks, whether they have failed, and their state is lost.
         all_raised: whether all ranks have raised the same exception, which is the program's and no failure of a rank.
@@ -123,14 +120,13 @@ class FailureWatch:
     def can_be_lost(self) -> None:
         """Declares that the job goes on without this rank if it fails in this run; not for rank 0.
 
-        Call it when the rank is in no process group with other ranks. It needs the guardian, and has no effect on other
-        systems than Linux.
+        Call it when the rank is in no process group with other ranks.
         """
-        if self.client is not None:
-            if self.on_can_be_lost is not None:  # first: the process that has spawned the ranks would end them all
-                self.on_can_be_lost()
-            self.client.can_be_lost()
-            self._can_be_lost = True
+        assert self.client is not None
+        if self.on_can_be_lost is not None:  # first: the process that has spawned the ranks would end them all
+            self.on_can_be_lost()
+        self.client.can_be_lost()
+        self._can_be_lost = True
 
     @property
     def flight_recorder(self) -> FlightRecorder | None:

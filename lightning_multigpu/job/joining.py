@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import multiprocessing.util
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -95,15 +94,14 @@ class Joining:
         self._attempt = _ATTEMPTS[where]
         _ATTEMPTS[where] += 1
         self.watch.begin(CONNECTIONS.cut)
-        if sys.platform != "linux":
-            return
         inherited = os.environ.pop(ADDRESS, None)  # for no program that this rank starts, and no later run
         address, start_timeout_s = address or inherited, 0.0
         if not address:
             address = address_of_job(*where, node_rank=run.node_rank, attempt=self._attempt, variables=os.environ)
             start_timeout_s = run.join_timeout_s
             if run.local_rank == 0:
-                guardian = start_guardian(run, address)
+                with contextlib.suppress(AddressTakenError):  # by another process of the job
+                    guardian = start_guardian(run, address)
         client = GuardianClient(address, rank=run.rank, on_failure=self.watch.receive, start_timeout_s=start_timeout_s)
         self._take(client, guardian)
         # Later than the rank's own limit, whose error names the missing ranks.
@@ -121,8 +119,8 @@ class Joining:
                 yield
             if self._rendezvous is not None:  # on rank 0
                 self._rendezvous.withdraw(_INVITATION)
-            if self.watch.client is not None:
-                self.watch.client.joined()
+            assert self.watch.client is not None
+            self.watch.client.joined()
         except RendezvousError:
             raise
         except RuntimeError as error:
@@ -145,8 +143,9 @@ class Joining:
         """
         if dist.is_initialized():
             return None
-        assert self._deadline_s is not None
         client = self.watch.client
+        assert self._deadline_s is not None
+        assert client is not None
         limits: dict[str, Any] = {
             "deadline_s": self._deadline_s,
             "timeout_s": run.join_timeout_s,
@@ -170,16 +169,16 @@ class Joining:
         ).open()
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         rendezvous = Rendezvous(store, own, attempt=f"{restart}-{self._attempt}", **limits)
-        if client is not None and run.num_nodes > 1 and run.rank == 0:
+        if run.num_nodes > 1 and run.rank == 0:
             rendezvous.offer(_INVITATION, _invite_hosts(client, run))
             self._rendezvous = rendezvous
         rendezvous.check_in()
-        if client is not None and run.num_nodes > 1 and run.local_rank == 0 and run.rank != 0:
+        if run.num_nodes > 1 and run.local_rank == 0 and run.rank != 0:
             invitation = rendezvous.wait_for(_INVITATION)
             secret = job_secret(os.environ) or invitation["secret"]
             client.join_hosts(invitation["address"], invitation["port"], node_rank=run.node_rank, secret=secret)
         self._arrivals = rendezvous.wait_for_all()
-        if client is not None and run.num_nodes > 2:  # links between two hosts other than node 0's
+        if run.num_nodes > 2:  # links between two hosts other than node 0's
             hosts = {each.address: node_name(each.node_rank, each.host) for each in self._arrivals}
             own_name = node_name(run.node_rank, own_host())
             client.find_failure = partial(broken_link, own_name, hosts, run.failure_timeout_s)
@@ -213,21 +212,14 @@ class Joining:
         KEPT.append((client, guardian))
 
 
-def start_guardian(run: RunContext, address: str | None = None) -> Guardian | None:
-    """Starts the guardian of this host, at a random address for ranks that this process is about to start.
-
-    None without Linux, or if another process has started it at ``address``.
-    """
-    if sys.platform != "linux":
-        return None
-    with contextlib.suppress(AddressTakenError):
-        return Guardian.start(
-            num_ranks=run.ranks_per_host,
-            failure_timeout_s=run.failure_timeout_s,
-            hang_report_s=run.hang_report_s,
-            address=address,
-        )
-    return None
+def start_guardian(run: RunContext, address: str | None = None) -> Guardian:
+    """Starts the guardian of this host, at a random address for ranks that this process is about to start."""
+    return Guardian.start(
+        num_ranks=run.ranks_per_host,
+        failure_timeout_s=run.failure_timeout_s,
+        hang_report_s=run.hang_report_s,
+        address=address,
+    )
 
 
 def _invite_hosts(client: GuardianClient, run: RunContext) -> dict[str, Any]:

@@ -107,14 +107,16 @@ class RankRun:
             strategy.collectives.join(groups)
         watch.joined(groups.cut, run.world_size)
         strategy.meter.notes = watch.flight_recorder
+        client = watch.client
+        assert client is not None
         counts = strategy.signals.begin(
             run.environment,
             patience_s=run.failure_timeout_s,
-            on_signal=None if watch.client is None else watch.client.signalled,
+            on_signal=client.signalled,
             on_stuck=watch.cut_loose,
         )
-        if watch.client is not None and counts:
-            watch.client.counts_interrupts()
+        if counts:
+            client.counts_interrupts()
 
     def check_shapes(self, trainer: pl.Trainer) -> None:
         """Raises ValueError for a lazy layer of a module that is to be trained."""

@@ -58,9 +58,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
             self._start_ranks(guardian)
             children = dict(enumerate(self.procs, self._run.node_rank * self.num_processes + 1))
             _STARTED.update(children)
-            if guardian is not None:
-                for rank, child in children.items():
-                    guardian.started(rank, child.pid)
+            for rank, child in children.items():
+                guardian.started(rank, child.pid)
         else:
             watch.earlier_children = children = dict(_STARTED)
         try:
@@ -81,13 +80,12 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 _end(children.values(), _PATIENCE * self._run.failure_timeout_s)
             raise
 
-    def _start_ranks(self, guardian: Guardian | None) -> None:
+    def _start_ranks(self, guardian: Guardian) -> None:
         """Starts the other ranks of this host; if one cannot be started, the started ones are ended."""
         try:
             self._start_processes()
         except BaseException as error:
-            if guardian is not None:
-                guardian.kill()
+            guardian.kill()
             for process in self.procs:
                 process.kill()
                 process.wait()

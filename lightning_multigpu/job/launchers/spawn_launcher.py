@@ -103,20 +103,18 @@ class SpawnLauncher(MultiProcessingLauncher):
 
     def _run_guarded(self, task: _Task) -> _Result:
         guardian = start_guardian(self.run)
-        if guardian is not None:
-            guardian.shows()
+        guardian.shows()
         try:
             result = self._run_ranks(task, guardian)
         except BaseException as error:
             self.joining.watch.ranks_have_ended = True  # callbacks that save at exceptions do not know
-            if guardian is not None and not is_reported(error):
+            if not is_reported(error):
                 guardian.stop()
             raise
-        if guardian is not None:
-            guardian.stop()
+        guardian.stop()
         return result
 
-    def _run_ranks(self, task: _Task, guardian: Guardian | None) -> _Result:
+    def _run_ranks(self, task: _Task, guardian: Guardian) -> _Result:
         """Starts the ranks and waits for all of them; raises the failed rank's exception, or SystemExit at SIGTERM."""
         ranks = _Ranks(self.run, self._start_method, task, guardian)
         self.procs = ranks.processes
@@ -203,7 +201,7 @@ class _Task:
     kwargs: dict[str, Any]
     states: GlobalStateSnapshot | None
 
-    def __call__(self, local_rank: int, answers: Connection, address: str | None) -> None:
+    def __call__(self, local_rank: int, answers: Connection, address: str) -> None:
         run, joining = self.launcher.run, self.launcher.joining
         watch = joining.watch
         args, kwargs = self.args, self.kwargs
@@ -278,7 +276,7 @@ def _exception_of(failed: _Failed) -> Exception:
 class _Ranks:
     """The processes, each with a pipe of its own, so that a killed process cannot damage another one's answer."""
 
-    def __init__(self, run: RunContext, start_method: str, task: _Task, guardian: Guardian | None) -> None:
+    def __init__(self, run: RunContext, start_method: str, task: _Task, guardian: Guardian) -> None:
         self._timeout_s = run.failure_timeout_s
         self._guardian = guardian
         self._first_rank = run.node_rank * run.ranks_per_host
@@ -288,21 +286,18 @@ class _Ranks:
         self._bad: list[int] = []
         self.processes: list[Any] = []
         context: Any = multiprocessing.get_context(start_method)
-        address = None if guardian is None else guardian.address
         try:
             for local_rank in range(run.ranks_per_host):
                 reader, writer = context.Pipe(duplex=False)
                 self._pipes.append(reader)
                 with writer:
-                    arguments = local_rank, writer, address
+                    arguments = local_rank, writer, guardian.address
                     process = context.Process(target=task, args=arguments, name=f"rank-{local_rank}")
                     process.start()
                 self.processes.append(process)
-                if guardian is not None:
-                    guardian.started(self._first_rank + local_rank, process.pid)
+                guardian.started(self._first_rank + local_rank, process.pid)
         except BaseException as error:
-            if guardian is not None:
-                guardian.kill()
+            guardian.kill()
             self._signal(signal.SIGKILL)
             self._join(self._timeout_s)
             note_refusal(error, len(self.processes), run.ranks_per_host)
@@ -324,9 +319,9 @@ class _Ranks:
                     self._note_end(index, process.exitcode)
             if self._bad and deadline_s is None:
                 deadline_s = time.monotonic() + self._timeout_s + _GUARDIAN_S
-                if self._guardian is None or all(self.processes[i].exitcode == 0 for i in self._bad):
+                if all(self.processes[i].exitcode == 0 for i in self._bad):
                     for process in left.values():
-                        process.terminate()  # no guardian ends them
+                        process.terminate()  # the guardian may have seen no failure
             if deadline_s is not None and time.monotonic() > deadline_s:
                 for process in left.values():
                     process.kill()
@@ -348,14 +343,11 @@ class _Ranks:
         if failed:
             first = min(failed, key=lambda each: not each.in_full)
             error = _exception_of(first)
-            guardian, show = self._guardian, None
-            if not first.is_programs:
-                show = (lambda advice: False) if guardian is None else guardian.show
+            show = None if first.is_programs else self._guardian.show
             report = FailureReport(first.failure, first.in_full, show, lambda: first.checkpoint)
             print_if_uncaught(error, report)
-            if guardian is not None:
-                guardian.raises()
-                weakref.finalize(report, guardian.stop)
+            self._guardian.raises()
+            weakref.finalize(report, self._guardian.stop)
             raise error from None
         result = self._answers[0]
         assert isinstance(result, _Result)
@@ -411,5 +403,4 @@ class _Ranks:
         self._pipes[index].close()
         if index not in self._can_be_lost and (exit_code != 0 or index not in self._answers):
             self._bad.append(index)
-        if self._guardian is not None:
-            self._guardian.ended(self._first_rank + index, exit_code)
+        self._guardian.ended(self._first_rank + index, exit_code)
