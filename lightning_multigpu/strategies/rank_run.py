@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from lightning.fabric.utilities.seed import reset_seed
@@ -65,7 +64,7 @@ class RankRun:
             # Asking a GPU initialises CUDA, after which no process can be forked.
             may_ask_gpu=start_method == "popen",
         )
-        if start_method == "spawn" and IS_INTERACTIVE and hasattr(os, "fork"):
+        if start_method == "spawn" and IS_INTERACTIVE:
             start_method = "fork"  # a spawned process cannot import the code of a notebook
         if start_method == "popen" and IS_INTERACTIVE and not run.environment.creates_processes_externally:
             name = strategy.name_with_spawn
