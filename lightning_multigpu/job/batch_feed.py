@@ -79,7 +79,9 @@ class BatchFeed:
         group = control_group()
 
         def agreed(announcement: Announcement) -> None:
-            self._act_on_signals(announcement, trainer)
+            # Gradients that are being accumulated are not part of a checkpoint.
+            may_act = batches_trained_on(trainer) % trainer.accumulate_grad_batches == 0
+            self._signals.agree(announcement.flags, may_act=may_act)
             on_agreed(announcement)
 
         stateful = is_stateful(distributed)
@@ -106,11 +108,6 @@ class BatchFeed:
             announcement = loader.announced.popleft()
             self.loss_scale = loss_scale(announcement, rank, self.loss_reduction)
             self.counts = announcement.samples[rank] > 0
-
-    def _act_on_signals(self, announcement: Announcement, trainer: pl.Trainer) -> None:
-        # Gradients that are being accumulated are not part of a checkpoint.
-        may_act = batches_trained_on(trainer) % trainer.accumulate_grad_batches == 0
-        self._signals.agree(announcement.flags, may_act=may_act)
 
 
 def check_loaders(trainer: pl.Trainer, num_replicas: int) -> None:
