@@ -240,7 +240,7 @@ def _measured(name: str, world: World, repetitions: int) -> dict[str, Any] | Non
         for text in texts:
             k = ACCUMULATED if text.endswith("x4") else 1
             plan = StrategyPlan(
-                contenders=[], subject=replace(subject, accumulate=k), device_type="cpu", repetitions=repetitions,
+                subject=replace(subject, accumulate=k), device_type="cpu", repetitions=repetitions,
                 steps=ACCUMULATED, warm_up=k, timeout_s=300.0,
             )  # fmt: skip
             none = text == NO_COMMUNICATION

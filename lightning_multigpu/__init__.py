@@ -53,30 +53,22 @@ __all__ = [
 ]
 
 # Public names are imported when they are first used: most of them import Lightning.
-_MODULES = {
-    "CPUParameterServerStrategy": "lightning_multigpu.strategies",
-    "DataParallelStrategy": "lightning_multigpu.strategies",
-    "HybridStrategy": "lightning_multigpu.strategies",
+_STRATEGIES = "lightning_multigpu.strategies"
+_OTHER_MODULES = {
     "Meter": "lightning_multigpu.communication.metering.meter",
-    "MultiGPUStrategy": "lightning_multigpu.strategies",
-    "ParameterServerStrategy": "lightning_multigpu.strategies",
     "PipelineError": "lightning_multigpu.engine.errors",
-    "PipelineStrategy": "lightning_multigpu.strategies",
     "RankFailedError": "lightning_multigpu.job.guardian",
-    "RingDDPStrategy": "lightning_multigpu.strategies",
     "STRATEGIES": "lightning_multigpu.registry",
-    "ShardedStrategy": "lightning_multigpu.strategies",
     "StrategyRow": "lightning_multigpu.registry",
-    "TensorSplitStrategy": "lightning_multigpu.strategies",
     "find_last_checkpoint": "lightning_multigpu.job.checkpoint_files.last_checkpoint",
     "register_all": "lightning_multigpu.registry",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    return getattr(import_module(_OTHER_MODULES.get(name, _STRATEGIES)), name)
 
 
 def __dir__() -> list[str]:

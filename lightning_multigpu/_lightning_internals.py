@@ -40,13 +40,6 @@ from lightning.fabric.utilities.imports import (
     # Lightning's own test for notebooks and REPLs: our launcher must agree with the check in Trainer.
     _IS_INTERACTIVE as IS_INTERACTIVE,
 )
-from lightning.fabric.utilities.seed import (
-    # All random states that Lightning knows of (torch's, Python's, NumPy's): ranks that build a module start from one.
-    _collect_rng_states as collect_rng_states,
-)
-from lightning.fabric.utilities.seed import (
-    _set_rng_states as set_rng_states,
-)
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.loops.fit_loop import (
     # The loops of a fit read `should_stop` between two hooks: ranks can agree on it only there.
@@ -116,7 +109,6 @@ __all__ = [
     "averaged_copy",
     "check_cuda_fork",
     "check_main_guard",
-    "collect_rng_states",
     "disable_module_memory_sharing",
     "draws_graph",
     "further_ddp_options",
@@ -129,7 +121,6 @@ __all__ = [
     "plain_optimizer",
     "restore_handler_at_teardown",
     "set_num_threads_if_needed",
-    "set_rng_states",
     "tell_device",
     "writes_logs_after_this_batch",
 ]

@@ -68,9 +68,9 @@ class SmallLayers(LightningModule):
 
 def ring_over_ddp(place: Place, *, model: type[SmallLayers | BenchGPT]) -> str:
     """A training step of both strategies on one rank and on two, in turns; the goal is a ratio of 1."""
-    plan = _plan(place.card, model)
+    plan, contenders = _plan(place.card, model), [contender(text) for text in (_DDP, _RING)]
     with HostAgents(placement(2, environment={}), threads=1) as hosts:
-        runs = [StrategyRun(hosts, contender, plan, devices) for devices in (1, 2) for contender in plan.contenders]
+        runs = [StrategyRun(hosts, each, plan, devices) for devices in (1, 2) for each in contenders]
         results = take_turns(runs)
     lines = [
         f"{model.__name__}, batch {plan.subject.batch_size} a rank, {plan.repetitions} turns of {plan.steps} steps",
@@ -87,7 +87,6 @@ def ring_over_ddp(place: Place, *, model: type[SmallLayers | BenchGPT]) -> str:
 
 def _plan(card: Card, model: type[SmallLayers | BenchGPT]) -> StrategyPlan:
     return StrategyPlan(
-        contenders=[contender(text) for text in (_DDP, _RING)],
         subject=Subject(model.__name__, model, model.default_batch_size),
         device_type=card.kind,
         repetitions=12 if card.is_gpu else 6,

@@ -216,7 +216,7 @@ def memory_of(trainer: Trainer) -> StageMemory | None:
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:
-    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # likewise
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # Lightning attaches it without an annotation
 
 
 def gather(trainer: Trainer, record: _Object) -> list[_Object]:

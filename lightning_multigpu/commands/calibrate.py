@@ -9,19 +9,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.commands.benches.bench_options import check_device
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.planning.scaling.machine_model import Machine, World, differences, from_json
+from lightning_multigpu.report.terminal import columns
 
 FILE_NAME = "machine.json"
 _DESCRIPTION = f"""\
@@ -40,12 +39,7 @@ def cached_path() -> Path:
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Measures, writes the file and prints what was found.
-
-    Raises:
-        UsageError: an option is wrong, or a file there is none of a machine.
-        SystemExit: for ``--help``.
-    """
+    """Measures, writes the file and prints what was found."""
     parser = OptionParser(f"{PROGRAM} {name}", _DESCRIPTION)
     add = parser.add_argument
     add(
@@ -70,14 +64,13 @@ def run(name: str, arguments: Sequence[str]) -> int:
     machine = _known(path, options.device)
     for devices in numbers:
         machine = _measured(machine, devices, options)
-    if machine is None or int(os.environ.get("NODE_RANK") or os.environ.get("GROUP_RANK") or 0):
+    if int(os.environ.get("NODE_RANK") or os.environ.get("GROUP_RANK") or 0):
         return 0
     path.parent.mkdir(parents=True, exist_ok=True)
     from lightning_multigpu.report import document
 
     document.write(machine.as_json(), path)
-    print_machine(Console(), machine)
-    print(f"written to {path}")
+    print(*lines(machine), f"written to {path}", sep="\n")
     return 0
 
 
@@ -136,46 +129,31 @@ def _measured(machine: Machine, devices: int | None, options: argparse.Namespace
         return calibrated(hosts, options.device, machine, lambda what: progress.update(task, description=what))
 
 
-def print_machine(console: Console, machine: Machine) -> None:
-    """Prints the figures that plans use."""
+def lines(machine: Machine) -> Iterator[str]:
+    """The figures that plans use."""
     rates = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s in {dtype}" for dtype, rate in machine.flops_per_s.items())
     memory = f"memory {machine.memory_bytes_per_s / 1e9:.1f} GB/s"
-    console.print(f"{machine.processor}, {machine.devices} devices: {rates}; {memory}", highlight=False)
+    yield f"{machine.processor}, {machine.devices} devices: {rates}; {memory}"
     steps = [f"{name} {1e9 * s_per_byte:.2f}" for name, s_per_byte in machine.optimizer_s_per_byte.items()]
     copies = f"; copies to and from the host {machine.copy_bytes_per_s / 1e9:.1f} GB/s" * bool(machine.copy_bytes_per_s)
-    console.print(f"optimizer steps, in ns a byte of parameters: {', '.join(steps)}{copies}", highlight=False)
+    yield f"optimizer steps, in ns a byte of parameters: {', '.join(steps)}{copies}"
     if machine.slowdown:
         slower = ", ".join(f"{factor:.2f} with {crowd}" for crowd, factor in sorted(machine.slowdown.items()))
-        console.print(f"time of a computation with several ranks at once: {slower}", highlight=False)
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for title in ("operation", "hosts x devices", "latency us", "GB/s", "bend MB", "GB/s beyond", "residual"):
-        table.add_column(title, justify="left" if title == "operation" else "right")
+        yield f"time of a computation with several ranks at once: {slower}"
+    rows = [["operation", "hosts x devices", "latency us", "GB/s", "bend MB", "GB/s beyond", "residual"]]
     for each in sorted(machine.collectives, key=lambda row: (row.world, row.operation)):
         link = each.link
         near = f"{1e-9 / link.s_per_byte:.2f}" if link.s_per_byte else "-"
         bend = (f"{link.bend_bytes / 2**20:.1f}", f"{link.bytes_per_s / 1e9:.2f}") if link.bend_bytes else ("-", "-")
         shown = (f"{1e6 * link.latency_s:.0f}", near, *bend, f"{100 * link.residual:.1f} %")
-        table.add_row(each.operation, str(World(*each.world)), *shown)
-    console.print(table)
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for title in (
-        "strategy",
-        "hosts x devices",
-        "fixed ms",
-        "tensor us",
-        "bucket us",
-        "transfers x",
-        "busy",
-        "pass us",
-    ):
-        table.add_column(title, justify="left" if title == "strategy" else "right", no_wrap=title == "strategy")
+        rows.append([each.operation, str(World(*each.world)), *shown])
+    yield from ("", *columns(rows, "left", "right"))
+    rows = [["strategy", "hosts x devices", "fixed ms", "tensor us", "bucket us", "transfers x", "busy", "pass us"]]
     for cost in sorted(machine.references, key=lambda row: (row.world, row.strategy)):
         times = (f"{1e3 * cost.fixed_s:.2f}", f"{1e6 * cost.tensor_s:.0f}", f"{1e6 * cost.bucket_s:.0f}")
         figures = (*times, f"{cost.scale:.2f}", f"{cost.busy:.2f}", f"{1e6 * cost.pass_s:.0f}")
-        table.add_row(cost.strategy, str(World(*cost.world)), *figures)
-    console.print(table)
+        rows.append([cost.strategy, str(World(*cost.world)), *figures])
+    yield from ("", *columns(rows, "left", "right"), "")
     for coding in machine.codings:
-        console.print(
-            f"compression={coding.name}: {coding.ratio:.2f} times fewer bytes, {1e9 * coding.s_per_byte:.2f} ns a byte",
-            highlight=False,
-        )
+        ns = 1e9 * coding.s_per_byte
+        yield f"compression={coding.name}: {coding.ratio:.2f} times fewer bytes, {ns:.2f} ns a byte"

@@ -16,12 +16,7 @@ _CALLBACK = "lightning_multigpu.callbacks.ProfilerReport"
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Trains under each strategy, and compares the profiles; returns 1 if a run has failed.
-
-    Raises:
-        UsageError: an option is unknown or missing, or a name or a setting of a run is wrong.
-        SystemExit: for ``--help``.
-    """
+    """Trains under each strategy, and compares the profiles; returns 1 if a run has failed."""
     parser = OptionParser(
         f"{PROGRAM} {name}",
         "Train one configuration under several strategies, one after the other, and compare where the time of a step "

@@ -61,15 +61,7 @@ Exit status: 0 without problems, 1 with problems, 2 for a wrong command line.
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Prints the report on the first process of a job.
-
-    Returns:
-        0; 1 where something is broken.
-
-    Raises:
-        UsageError: an option, or a variable of the launcher, is wrong.
-        SystemExit: for ``--help``.
-    """
+    """Prints the report on the first process of a job; returns 1 where something is broken."""
     options = _parser(name).parse(arguments)
     from lightning_multigpu.bench.jobs.placement import Placement, placement
     from lightning_multigpu.commands.host_facts import facts_of_host
@@ -150,8 +142,6 @@ def _try_back_ends(place: Placement, hosts: Sequence[Facts], timeout_s: float) -
 
 def _try_all_reduce(agents: HostAgents, backend: str, timeout_s: float) -> dict[str, str | None]:
     """The status of an all-reduce of all ranks, in processes of their own, which may crash or hang, and the reason."""
-    import torch
-
     from lightning_multigpu.bench.collectives.collective_run import CollectivePlan, measure
     from lightning_multigpu.bench.collectives.implementations import IMPLEMENTATIONS
     from lightning_multigpu.bench.collectives.operations import BY_NAME
@@ -161,9 +151,6 @@ def _try_all_reduce(agents: HostAgents, backend: str, timeout_s: float) -> dict[
         implementations=[row for row in IMPLEMENTATIONS if row.name == backend],
         sizes=[_SIZE],
         device_type="cuda" if backend == "nccl" else "cpu",
-        dtype=torch.float32,
-        repetitions=1,
-        warm_up=0,
         timeout_s=timeout_s,
         join_s=0.0,
     )

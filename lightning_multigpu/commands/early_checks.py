@@ -36,12 +36,7 @@ _MISSPELT = 0.85
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Runs the subcommand.
-
-    Raises:
-        UsageError: an argument, a configuration file or a setting is wrong; no process has been started.
-        SystemExit: for ``--help`` and ``--print_config``.
-    """
+    """Runs the subcommand."""
     if {"-h", "--help"} & set(arguments):
         print(page(name))
         raise SystemExit(0)

@@ -38,10 +38,6 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
     Returns:
         0 if it has ended well everywhere, else the exit status of the host that failed first.
-
-    Raises:
-        UsageError: an option is out of its range, or this machine cannot emulate hosts; nothing has been started.
-        SystemExit: for ``--help``.
     """
     options = _parser(name).parse(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command

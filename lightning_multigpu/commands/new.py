@@ -17,12 +17,7 @@ FILES = ("README.md", "config.yaml", "data.py", "model.py")
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Writes the project, and prints the command that trains it.
-
-    Raises:
-        UsageError: the directory has files already, or cannot be written.
-        SystemExit: for ``--help``.
-    """
+    """Writes the project, and prints the command that trains it."""
     parser = OptionParser(
         f"{PROGRAM} {name}",
         "Write a small project that trains at once: a module, its data, a configuration and a README with the next "

@@ -20,12 +20,7 @@ _SCHEMAS = {document.FILE_NAME: RunDocument, profile_document.FILE_NAME: Profile
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Prints the table and the profile of a run and writes its page again, or compares several runs.
-
-    Raises:
-        UsageError: an option is unknown, a folder does not exist, or it has no table and no profile.
-        SystemExit: for ``--help``.
-    """
+    """Prints the table and the profile of a run and writes its page again, or compares several runs."""
     parser = OptionParser(
         f"{PROGRAM} {name}",
         "Show the table of RunReport and the profile of ProfilerReport in a run's folder, and write the profile's page "

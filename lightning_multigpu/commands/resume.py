@@ -65,11 +65,10 @@ class Resumption(NamedTuple):
         """
         if self.config is None:
             return
-        differing = _differences(_load(self.config).get("model"), settings.get("model"), "model")
-        if differing:
+        if differing := "; ".join(_differences(_load(self.config).get("model"), settings.get("model"), "model")):
             raise UsageError(
-                f"the model differs from that of {short(str(self.config))}: {'; '.join(differing)}. To resume that "
-                "run, leave the model's settings out; for another run, leave --resume out"
+                f"the model differs from that of {short(str(self.config))}: {differing}. To resume that run, leave the "
+                "model's settings out; for another run, leave --resume out"
             )
 
     def tell(self) -> None:
@@ -183,20 +182,16 @@ def _load(config: Path) -> Mapping[str, Any]:
     return loaded if isinstance(loaded, dict) else {}
 
 
-def _differences(saved: Any, now: Any, key: str) -> list[str]:
+def _differences(saved: Any, now: Any, key: str) -> Iterator[str]:
     """Settings that differ; a setting that only the newer code of a class has is not compared."""
-    return [f"{name} was {was}, and is {now}" for name, was, now in _differing(saved, now, key)]
-
-
-def _differing(saved: Any, now: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         if saved.get("class_path") != now.get("class_path"):
-            yield f"{key}.class_path", saved.get("class_path"), now.get("class_path")
+            yield f"{key}.class_path was {saved.get('class_path')}, and is {now.get('class_path')}"
             return
         for name in saved.keys() & now.keys():
-            yield from _differing(saved[name], now[name], f"{key}.{name}")
+            yield from _differences(saved[name], now[name], f"{key}.{name}")
     elif saved != now:
-        yield key, saved, now
+        yield f"{key} was {saved}, and is {now}"
 
 
 @rank_zero_only

@@ -26,15 +26,7 @@ your own have to be importable from the current directory, as for the workers.
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Serves one job, and ends this process: with 0 if the job has ended well, 130 after an interrupt, else 1.
-
-    Returns:
-        130 or 1, if it has found no job to serve.
-
-    Raises:
-        UsageError: an option is unknown or out of its range, or no address is given.
-        SystemExit: for ``--help``.
-    """
+    """Serves one job, and ends this process: with 0 if the job has ended well, 130 after an interrupt, else 1."""
     options = _checked(_parser(name).parse(arguments))
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -38,12 +38,7 @@ SYMBOLS = {
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Prints the strategies as a table, or as JSON.
-
-    Raises:
-        UsageError: an option is unknown.
-        SystemExit: for ``--help``.
-    """
+    """Prints the strategies as a table, or as JSON."""
     parser = OptionParser(
         f"{PROGRAM} {name}",
         "List every training strategy of this pack: what Trainer(strategy=...) accepts, where computation "

@@ -51,12 +51,7 @@ and the path that each strategy's bytes take. On several hosts, start it as {PRO
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Prints the topology on the first process of a job; returns 1 where processes are missing.
-
-    Raises:
-        UsageError: an option, the file of ``--machine`` or a variable of the launcher is wrong.
-        SystemExit: for ``--help``.
-    """
+    """Prints the topology on the first process of a job; returns 1 where processes are missing."""
     parser = OptionParser(f"{PROGRAM} {name}", _DESCRIPTION)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the topology there too")
     parser.add_argument("--machine", type=Path, metavar="PATH", help="a file of calibrate: show the bandwidth of paths")

@@ -30,12 +30,7 @@ _NOT_USERS = ("lightning.", "lightning_multigpu.")
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Parses the arguments as LightningCLI does and runs ``Trainer.<name>``.
-
-    Raises:
-        UsageError: an argument, a configuration file or a setting is wrong; no process has been started.
-        SystemExit: for ``--help`` and ``--print_config``.
-    """
+    """Parses the arguments as LightningCLI does and runs ``Trainer.<name>``."""
     TrainingCLI([name, *arguments])
     return 0
 

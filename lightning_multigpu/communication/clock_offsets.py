@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class ClockOffset:
-    """A rank's clock minus the clock of rank 0, and the largest possible error."""
-
-    offset_s: float
-    error_s: float
 
 
 def clock_offsets(
     gather: Callable[[float], list[float]], now: Callable[[], float], *, rounds: int = 16
-) -> list[ClockOffset]:
-    """The offset of each rank's clock, in rank order, on every rank. A collective.
+) -> list[tuple[float, float]]:
+    """Each rank's clock minus the clock of rank 0, and the largest possible error, in seconds. A collective.
 
     No rank leaves an all-gather before every rank has entered it. So, in the time of rank 0, rank r enters before rank
     0 leaves, and rank 0 enters before rank r leaves. That bounds the offset of rank r from below and from above; the
@@ -27,6 +18,9 @@ def clock_offsets(
         gather: an all-gather of one value per rank, in rank order; no rank returns before all have called it.
         now: this rank's clock, in seconds.
         rounds: number of all-gathers; each may tighten the bounds.
+
+    Returns:
+        In rank order, on every rank.
     """
     entered, left = [], []
     for _ in range(rounds):
@@ -38,5 +32,5 @@ def clock_offsets(
     for rank in range(len(entered[0])):
         lower = max(came[rank] - went[0] for came, went in zip(entered, all_left, strict=True))
         upper = min(went[rank] - came[0] for came, went in zip(entered, all_left, strict=True))
-        offsets.append(ClockOffset((lower + upper) / 2, (upper - lower) / 2) if rank else ClockOffset(0.0, 0.0))
+        offsets.append(((lower + upper) / 2, (upper - lower) / 2) if rank else (0.0, 0.0))
     return offsets

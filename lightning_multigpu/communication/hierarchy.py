@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_multigpu.communication.compression import (
@@ -72,23 +71,17 @@ class HierarchicalAllReduce:
         inside: all-reduce over the ranks of this host; None if each host has one rank.
         between: all-reduce over the ranks that hold the same shard on every host; None with one host. Without
             ``inside`` it is over all ranks.
-        inside_group: the ranks of ``inside``; needed if ``between`` compresses.
     """
 
     def __init__(
-        self,
-        inside: SharedMemoryAllReduce | None,
-        between: RingAllReduce | CompressedAllReduce | None,
-        *,
-        inside_group: dist.ProcessGroup | None = None,
+        self, inside: SharedMemoryAllReduce | None, between: RingAllReduce | CompressedAllReduce | None
     ) -> None:
         self.inside = inside
         self.between = between
         # For tensors other than gradients, which must not lose precision.
         self._ring = between.ring if isinstance(between, CompressedAllReduce) else between
-        self._inside_group = inside_group
         self._can_move = True
-        self._parts: dict[Pieces, Pieces] = {}  # each tensor -> the part of it that this rank reduces
+        self._known: set[Pieces] = set()  # tensors whose errors the ranks that reduce their parts have
 
     @property
     def compressed(self) -> CompressedAllReduce | None:
@@ -212,15 +205,13 @@ class HierarchicalAllReduce:
 
     def _share_errors(self, pieces: Pieces, own: Pieces) -> None:
         """Moves errors to the ranks of this host that now reduce their parameters, when buckets have changed."""
-        if self.compressed is None or pieces in self._parts:
+        if self.compressed is None or pieces in self._known:
             return
-        assert self._inside_group is not None
-        self.compressed.share_errors(pieces, own, self._inside_group)
+        assert self.inside is not None
+        self.compressed.share_errors(pieces, own, self.inside)
         names = {piece.name for piece in pieces}
-        self._parts = {
-            known: part for known, part in self._parts.items() if names.isdisjoint(piece.name for piece in known)
-        }
-        self._parts[pieces] = own
+        self._known = {known for known in self._known if names.isdisjoint(piece.name for piece in known)}
+        self._known.add(pieces)
 
     def _reduce_between(self, shard: Tensor, pieces: Sequence[GradientPiece], average: bool) -> None:
         if shard.numel() == 0 or self._ring is None:

@@ -120,7 +120,6 @@ class RingAllReduce:
     def __init__(self, group: dist.ProcessGroup, *, segment_bytes: int = DEFAULT_SEGMENT_BYTES) -> None:
         if segment_bytes < 1:
             raise ValueError(f"segment_bytes={segment_bytes}: a message must hold at least 1 byte")
-        self.group = group
         self.messages = Messages(group)
         self.rank, self.world_size = self.messages.rank, self.messages.world_size
         self.segment_bytes = segment_bytes

@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 from torch.nn import Module, ModuleList
 
 from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.replaced_attributes import replaced
 
 
 def models_in(module: Module) -> dict[str, Module]:
@@ -42,29 +45,21 @@ def block_lists(module: Module) -> list[str]:
     return found
 
 
-class ModelsInStages:
-    """Makes the Hugging Face models in a module cache nothing and refuse to generate, until :meth:`end`.
+@contextmanager
+def models_in_stages(module: Module) -> Iterator[None]:
+    """Within the block the Hugging Face models in a module cache nothing and refuse to generate.
 
     A stage would fill the cache of keys and values for its own blocks only, and a block that is computed again in
     backward would find the keys and values of its first run.
     """
-
-    def __init__(self, module: Module) -> None:
-        models = models_in(module).values()
-        hook = partial(without_cache, "each stage of a pipeline would fill the cache for its own blocks only")
-        self._handles = [
-            model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True) for model in caching_models(module)
-        ]
-        self._generators = [model for model in models if callable(getattr(model, "generate", None))]
-        for model in self._generators:
-            vars(model)["generate"] = _refuse_to_generate
-
-    def end(self) -> None:
-        """Puts the models back as they were."""
-        for handle in self._handles:
-            handle.remove()
-        for model in self._generators:
-            vars(model).pop("generate", None)
+    hook = partial(without_cache, "each stage of a pipeline would fill the cache for its own blocks only")
+    with ExitStack() as undo:
+        for model in caching_models(module):
+            undo.callback(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
+        for model in models_in(module).values():
+            if callable(getattr(model, "generate", None)):
+                undo.enter_context(replaced(model, generate=_refuse_to_generate))
+        yield
 
 
 def caching_models(module: Module) -> list[Module]:

@@ -131,7 +131,7 @@ class PartialState(MutableMapping[Any, Any]):
 
     def adopt(self, states: Any) -> None:
         """Takes a whole mapping that the optimizer's constructor, or user code, has put in place; it stays the same."""
-        self.own = states = states.own if isinstance(states, PartialState) else states
+        self.own = states
         for parameter, state in [*states.items()]:
             key = self._key(parameter)
             if key is not parameter:

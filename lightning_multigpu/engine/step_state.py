@@ -43,16 +43,29 @@ def set_random_state(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 
+def random_states(device: torch.device) -> tuple[Any, ...]:
+    """The states of the generators that :func:`set_random_state` seeds."""
+    return random.getstate(), numpy.random.get_state(), *torch_random_states(device)
+
+
+def restore_random_states(states: tuple[Any, ...], device: torch.device) -> None:
+    """Gives the generators the states that :func:`random_states` has returned, on this rank or on another one."""
+    python_state, numpy_state, torch_state, *gpu_states = states
+    random.setstate(python_state)
+    numpy.random.set_state(numpy_state)
+    torch.set_rng_state(torch_state)
+    for gpu_state in gpu_states:
+        torch.cuda.set_rng_state(gpu_state, device)
+
+
 @contextmanager
 def preserved_random_state(device: torch.device) -> Iterator[None]:
     """Restores at the end of the block the random states that :func:`set_random_state` sets."""
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            numpy.random.set_state(numpy_state)
+    states = random_states(device)
+    try:
+        yield
+    finally:
+        restore_random_states(states, device)
 
 
 def other_random_states() -> tuple[Any, ...]:
@@ -60,6 +73,11 @@ def other_random_states() -> tuple[Any, ...]:
     state: Any = numpy.random.get_state()
     _, keys, *rest = state
     return (random.getstate(), keys.tobytes(), *rest)
+
+
+def torch_random_states(device: torch.device) -> list[Tensor]:
+    """The states of torch's generators of the CPU and, if ``device`` is a GPU, of that GPU, to compare."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 class OwnDraws:

@@ -17,13 +17,11 @@ from lightning_multigpu.engine.data_parallel.agreement import (
     Announcement,
     Announcer,
     LossReduction,
-    Share,
     StatefulAgreedLoader,
     UnevenInputs,
     agreed_length,
     is_stateful,
     loss_scale,
-    shares_of,
 )
 from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
 from lightning_multigpu.job.loader_workers import leave_interrupts_to_rank
@@ -38,13 +36,11 @@ class BatchFeed:
 
     Attributes:
         loss_scale: the factor of this rank's loss of the present batch.
-        shares: the share of each rank's present batch; empty without an announcement.
         counts: False if the present batch is a repeated one, of weight 0.
     """
 
     def __init__(self, uneven_inputs: UnevenInputs, loss_reduction: LossReduction, signals: RunSignals) -> None:
         self.loss_scale = 1.0
-        self.shares: list[Share] = []
         self.counts = True
         self.uneven_inputs: UnevenInputs = uneven_inputs
         self.loss_reduction: LossReduction = loss_reduction
@@ -83,7 +79,9 @@ class BatchFeed:
         group = control_group()
 
         def agreed(announcement: Announcement) -> None:
-            self._act_on_signals(announcement, trainer)
+            # Gradients that are being accumulated are not part of a checkpoint.
+            may_act = batches_trained_on(trainer) % trainer.accumulate_grad_batches == 0
+            self._signals.agree(announcement.flags, may_act=may_act)
             on_agreed(announcement)
 
         stateful = is_stateful(distributed)
@@ -104,18 +102,12 @@ class BatchFeed:
 
     def start_batch(self, trainer: pl.Trainer, rank: int) -> None:
         """Takes the ranks' announcement of the next training batch."""
-        self.loss_scale, self.shares, self.counts = 1.0, [], True
+        self.loss_scale, self.counts = 1.0, True
         loader = trainer.train_dataloader
         if isinstance(loader, AgreedLoader) and loader.announced:
             announcement = loader.announced.popleft()
             self.loss_scale = loss_scale(announcement, rank, self.loss_reduction)
-            self.shares = shares_of(announcement, self.loss_reduction)
             self.counts = announcement.samples[rank] > 0
-
-    def _act_on_signals(self, announcement: Announcement, trainer: pl.Trainer) -> None:
-        # Gradients that are being accumulated are not part of a checkpoint.
-        may_act = batches_trained_on(trainer) % trainer.accumulate_grad_batches == 0
-        self._signals.agree(announcement.flags, may_act=may_act)
 
 
 def check_loaders(trainer: pl.Trainer, num_replicas: int) -> None:

@@ -4,9 +4,6 @@ A rank that raises reports to the guardian of its host and aborts its process gr
 ranks, which abort their groups too, so that no rank waits in a group. Each of these ranks then raises the exception
 that :meth:`~lightning_multigpu.job.guardian.Failure.exception` makes from the text of the failure. The guardian shows
 the failure; see :mod:`lightning_multigpu.job.uncaught_errors`.
-
-Guardians need Linux. Elsewhere the other ranks learn of a failure from torch: by a closed connection, or at the end of
-a collective's timeout.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
@@ -73,7 +70,7 @@ class FailureWatch:
     """Ends this rank's run when another rank fails, and informs the others when this rank fails.
 
     Attributes:
-        client: the connection to the guardian of this host; None without a guardian, and between two runs.
+        client: the connection to the guardian of this host; None between two runs.
         failure: the failure that has ended this run, this rank's own or another's; None while there is none.
         ranks_have_ended: in the process that has spawned ranks, whether they have failed, and their state is lost.
         all_raised: whether all ranks have raised the same exception, which is the program's and no failure of a rank.
@@ -123,14 +120,13 @@ class FailureWatch:
     def can_be_lost(self) -> None:
         """Declares that the job goes on without this rank if it fails in this run; not for rank 0.
 
-        Call it when the rank is in no process group with other ranks. It needs the guardian, and has no effect on other
-        systems than Linux.
+        Call it when the rank is in no process group with other ranks.
         """
-        if self.client is not None:
-            if self.on_can_be_lost is not None:  # first: the process that has spawned the ranks would end them all
-                self.on_can_be_lost()
-            self.client.can_be_lost()
-            self._can_be_lost = True
+        assert self.client is not None
+        if self.on_can_be_lost is not None:  # first: the process that has spawned the ranks would end them all
+            self.on_can_be_lost()
+        self.client.can_be_lost()
+        self._can_be_lost = True
 
     @property
     def flight_recorder(self) -> FlightRecorder | None:
@@ -173,35 +169,35 @@ class FailureWatch:
         """
         self._hooks_follow = True
         try:
-            return self._settled(partial(function, *args, **kwargs), run, trainer)
+            try:
+                result = function(*args, **kwargs)
+                self._finish()
+                return result
+            except BaseException as error:
+                self._raise_settled(error, run, trainer)
         except BaseException as error:
             if not self._hooks_follow:
                 raise
             # torch raises at the end of a loader's worker wherever the main thread is, perhaps while it handles the end
             # of another worker.
-            return self._settled(partial(_raise, error), run, trainer)
+            self._raise_settled(error, run, trainer)
 
-    def _settled(self, work: Callable[[], Any], run: RunContext, trainer: pl.Trainer | None) -> Any:
-        """The result of ``work``; if it raises, settles the failure and raises as :meth:`guarded`."""
-        try:
-            result = work()
-            self._finish()
-            return result
-        except BaseException as error:
-            if isinstance(error, SIGTERMException):
-                error.code = SIGTERM_STATUS  # Lightning sets none, and the process would seem to have succeeded
-            # A rank that can be lost has no groups to agree on a signal in, and acts alone.
-            if (self.signals.agreed_on(error) and not self._can_be_lost) or isinstance(error, EndOfRun):
-                self._hooks_follow = False  # all ranks end together; later errors are no failures of the job
-                raise
-            step = trainer.global_step if trainer is not None and self._world_size else None
-            failure = self.settle(error, run, step)
-            if failure is None or not isinstance(error, Exception):
-                raise
-            if run.local_rank == _printing_rank(failure, run):
-                raise failure.exception() from None
-            log.info("Rank %d ends because %s", run.rank, failure.sentence())
-            raise SystemExit(1) from None
+    def _raise_settled(self, error: BaseException, run: RunContext, trainer: pl.Trainer | None) -> NoReturn:
+        """Settles the failure by ``error``, which is being handled, and raises as :meth:`guarded`."""
+        if isinstance(error, SIGTERMException):
+            error.code = SIGTERM_STATUS  # Lightning sets none, and the process would seem to have succeeded
+        # A rank that can be lost has no groups to agree on a signal in, and acts alone.
+        if (self.signals.agreed_on(error) and not self._can_be_lost) or isinstance(error, EndOfRun):
+            self._hooks_follow = False  # all ranks end together; later errors are no failures of the job
+            raise
+        step = trainer.global_step if trainer is not None and self._world_size else None
+        failure = self.settle(error, run, step)
+        if failure is None or not isinstance(error, Exception):
+            raise
+        if run.local_rank == _printing_rank(failure, run):
+            raise failure.exception() from None
+        log.info("Rank %d ends because %s", run.rank, failure.sentence())
+        raise SystemExit(1) from None
 
     def report(self, run: RunContext, trainer: pl.Trainer | None) -> FailureReport:
         """What this rank prints about the failure, if nobody catches its exception."""
@@ -223,16 +219,13 @@ class FailureWatch:
             show = (lambda advice: False) if client is None else partial(client.show, waits=run.local_rank == 0)
         return FailureReport(failure, in_full, show, checkpoint)
 
+    @ignoring_ends_of_workers()
     def settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
         """Finds the rank whose failure has caused ``error``; reports to the guardian if it is this rank.
 
         Returns:
             The failure of another rank, or None if ``error`` is this rank's own.
         """
-        with ignoring_ends_of_workers():
-            return self._settle(error, run, step)
-
-    def _settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
         self.failed = True
         self._hooks_follow = False
         self._cannot_join = isinstance(error, RendezvousError)  # each rank raises that for itself
@@ -318,10 +311,6 @@ def _printing_rank(failure: Failure, run: RunContext) -> int:
     first_died = failure.rank == run.node_rank * run.ranks_per_host and not failure.traceback
     by_signal = signal_of(failure.what) is not None
     return 1 if first_died and not by_signal and run.ranks_per_host > 1 else 0
-
-
-def _raise(error: BaseException) -> None:
-    raise error
 
 
 def _limit_exit(timeout_s: float, *, from_exit: bool) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import multiprocessing.util
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -29,9 +28,8 @@ from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, Ren
 from lightning_multigpu.job.checkpoint_files.last_checkpoint import with_last_found
 from lightning_multigpu.job.failure_watch import KEPT, FailureWatch, leave_guardian
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient
-from lightning_multigpu.job.guardian.client import find
 from lightning_multigpu.job.guardian.host_links import node_name, silence
-from lightning_multigpu.job.guardian.start import ADDRESS, address_of_job, start_at
+from lightning_multigpu.job.guardian.start import ADDRESS, AddressTakenError, address_of_job
 from lightning_multigpu.job.process_groups import CONNECTIONS
 from lightning_multigpu.job.run_context import RunContext
 
@@ -96,20 +94,18 @@ class Joining:
         self._attempt = _ATTEMPTS[where]
         _ATTEMPTS[where] += 1
         self.watch.begin(CONNECTIONS.cut)
-        if sys.platform != "linux":
-            return
         inherited = os.environ.pop(ADDRESS, None)  # for no program that this rank starts, and no later run
-        if address := address or inherited:
-            self._take(GuardianClient(address, rank=run.rank, on_failure=self.watch.receive), guardian)
-        else:
+        address, start_timeout_s = address or inherited, 0.0
+        if not address:
             address = address_of_job(*where, node_rank=run.node_rank, attempt=self._attempt, variables=os.environ)
+            start_timeout_s = run.join_timeout_s
             if run.local_rank == 0:
-                guardian = start_guardian(run, address)
-            client = find(address, rank=run.rank, on_failure=self.watch.receive, timeout_s=run.join_timeout_s)
-            self._take(client, guardian)
-        assert self.watch.client is not None
+                with contextlib.suppress(AddressTakenError):  # by another process of the job
+                    guardian = start_guardian(run, address)
+        client = GuardianClient(address, rank=run.rank, on_failure=self.watch.receive, start_timeout_s=start_timeout_s)
+        self._take(client, guardian)
         # Later than the rank's own limit, whose error names the missing ranks.
-        self.watch.client.joining(run.join_timeout_s + run.failure_timeout_s)
+        client.joining(run.join_timeout_s + run.failure_timeout_s)
 
     @contextlib.contextmanager
     def limited(self, run: RunContext) -> Iterator[None]:
@@ -121,10 +117,10 @@ class Joining:
             # An error about the time limit says more than one about a cut connection.
             with CONNECTIONS.cut_after(left_s + _CUT_S):
                 yield
-            if self._rendezvous is not None and run.rank == 0:
+            if self._rendezvous is not None:  # on rank 0
                 self._rendezvous.withdraw(_INVITATION)
-            if self.watch.client is not None:
-                self.watch.client.joined()
+            assert self.watch.client is not None
+            self.watch.client.joined()
         except RendezvousError:
             raise
         except RuntimeError as error:
@@ -147,8 +143,9 @@ class Joining:
         """
         if dist.is_initialized():
             return None
-        assert self._deadline_s is not None
         client = self.watch.client
+        assert self._deadline_s is not None
+        assert client is not None
         limits: dict[str, Any] = {
             "deadline_s": self._deadline_s,
             "timeout_s": run.join_timeout_s,
@@ -172,14 +169,16 @@ class Joining:
         ).open()
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         rendezvous = Rendezvous(store, own, attempt=f"{restart}-{self._attempt}", **limits)
-        if client is not None and run.num_nodes > 1 and run.rank == 0:
+        if run.num_nodes > 1 and run.rank == 0:
             rendezvous.offer(_INVITATION, _invite_hosts(client, run))
             self._rendezvous = rendezvous
         rendezvous.check_in()
-        if client is not None and run.num_nodes > 1 and run.local_rank == 0 and run.rank != 0:
-            _follow(rendezvous.wait_for(_INVITATION), client, run)
+        if run.num_nodes > 1 and run.local_rank == 0 and run.rank != 0:
+            invitation = rendezvous.wait_for(_INVITATION)
+            secret = job_secret(os.environ) or invitation["secret"]
+            client.join_hosts(invitation["address"], invitation["port"], node_rank=run.node_rank, secret=secret)
         self._arrivals = rendezvous.wait_for_all()
-        if client is not None and run.num_nodes > 2:  # links between two hosts other than node 0's
+        if run.num_nodes > 2:  # links between two hosts other than node 0's
             hosts = {each.address: node_name(each.node_rank, each.host) for each in self._arrivals}
             own_name = node_name(run.node_rank, own_host())
             client.find_failure = partial(broken_link, own_name, hosts, run.failure_timeout_s)
@@ -213,15 +212,13 @@ class Joining:
         KEPT.append((client, guardian))
 
 
-def start_guardian(run: RunContext, address: str | None = None) -> Guardian | None:
-    """Starts the guardian of this host, at a random address for ranks that this process is about to start.
-
-    None without Linux, or if another process has started it at ``address``.
-    """
-    if sys.platform != "linux":
-        return None
-    return start_at(
-        address, num_ranks=run.ranks_per_host, failure_timeout_s=run.failure_timeout_s, hang_report_s=run.hang_report_s
+def start_guardian(run: RunContext, address: str | None = None) -> Guardian:
+    """Starts the guardian of this host, at a random address for ranks that this process is about to start."""
+    return Guardian.start(
+        num_ranks=run.ranks_per_host,
+        failure_timeout_s=run.failure_timeout_s,
+        hang_report_s=run.hang_report_s,
+        address=address,
     )
 
 
@@ -234,12 +231,6 @@ def _invite_hosts(client: GuardianClient, run: RunContext) -> dict[str, Any]:
     address = source_address(run.main_address) or run.main_address
     port = client.listen_for_hosts(address, num_nodes=run.num_nodes, secret=given or made)
     return {"address": address, "port": port, "secret": None if given else made}
-
-
-def _follow(invitation: Mapping[str, Any], client: GuardianClient, run: RunContext) -> None:
-    """On the first rank of another host: connects its guardian to node 0's."""
-    secret = job_secret(os.environ) or invitation["secret"]
-    client.join_hosts(invitation["address"], invitation["port"], node_rank=run.node_rank, secret=secret)
 
 
 def broken_link(own: str, hosts: Mapping[str, str], failure_timeout_s: float) -> tuple[Failure, float] | None:

@@ -55,11 +55,6 @@ class RunContext:
         return self.environment.global_rank()
 
     @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self.devices[self.local_rank]
-
-    @property
     def device_type(self) -> str:
         return self.devices[0].type if self.devices else "cpu"
 

@@ -86,7 +86,7 @@ class RunSignals:
         environment: Any,
         *,
         patience_s: float,
-        on_signal: Callable[[int, int], None] | None,
+        on_signal: Callable[[int, int], None],
         on_stuck: Callable[[], object],
     ) -> bool:
         """Defers SIGINT from now on; workers that loaders fork later ignore it.
@@ -95,7 +95,7 @@ class RunSignals:
             environment: Lightning's cluster environment, which detects SLURM.
             patience_s: how long a signal waits for the agreement.
             on_signal: called with the exit status of the job and 1, 2... at the first, second... SIGINT, and at the
-                second SIGTERM; None without a guardian: the second then ends this process.
+                second SIGTERM.
             on_stuck: ends the waits in collectives of a main thread that does not act on a signal.
 
         Returns:
@@ -108,11 +108,10 @@ class RunSignals:
         is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if is_ours:
             signals.append(signal.SIGINT)
-        report = on_signal or _end_at_second
 
         def count(signum: signal.Signals, number: int) -> None:
             if signum in _STATUS and (signum == signal.SIGINT or number > 1):
-                report(_STATUS[signum], number)
+                on_signal(_STATUS[signum], number)
 
         self.defer(signals, patience_s=patience_s, on_signal=count, on_stuck=on_stuck)
         self.waits = False
@@ -348,8 +347,3 @@ def _forget_wakeups() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_wakeups)
-
-
-def _end_at_second(status: int, number: int) -> None:
-    if number > 1:
-        os._exit(status)

@@ -10,8 +10,7 @@ gradients is sent. With B buckets whose gradients take P together::
 
 from __future__ import annotations
 
-from lightning_multigpu.planning.common_step import CommonStep
-from lightning_multigpu.planning.rank_figures import Pushes
+from lightning_multigpu.planning.rank_figures import CommonStep, Pushes
 from lightning_multigpu.planning.scaling.links import Link, ring_all_reduce_s, servers_s
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 

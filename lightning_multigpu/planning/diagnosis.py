@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-from lightning_multigpu.planning.common_step import CommonStep
 from lightning_multigpu.planning.communication_remedies import communication_remedies
 from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
-from lightning_multigpu.planning.rank_figures import RankFigures
+from lightning_multigpu.planning.rank_figures import CommonStep, RankFigures
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 
 SMALLEST_SHARE = 0.05

@@ -43,15 +43,15 @@ class Span:
     name: str
 
 
-def phase_of(action: str) -> str | None:
-    """The phase of an action that Lightning reports to its profiler; None for the phase of the action around it."""
+def phase_of(action: str) -> str:
+    """The phase of an action that Lightning reports to its profiler."""
     name = action.rpartition(".")[2]
     if name.endswith("_next"):
         return "data_wait"
     if name in ("batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device"):
         return "device_transfer"
     if name in ("training_step", "backward"):
-        return {"training_step": "forward"}.get(name, name)
+        return "forward" if name == "training_step" else "backward"
     if name in ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step"):
         return "optimizer"
     if action in ("run_training_batch", "run_training_epoch"):

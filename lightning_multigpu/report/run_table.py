@@ -1,19 +1,19 @@
-"""The report of a run on the terminal: its verdict, then tables."""
+"""The report of a run on the terminal: its verdict, then tables of its figures, of its memory, and of pipelines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from lightning_multigpu.planning.diagnosis import SMALLEST_SHARE
-from lightning_multigpu.planning.numbers import BYTES, number
-from lightning_multigpu.report import pipeline_table
-from lightning_multigpu.report.document import RunDocument
-from lightning_multigpu.report.schema import from_json
-from lightning_multigpu.report.terminal import framed, say
+from lightning_multigpu.planning.numbers import BYTES, number, size
+from lightning_multigpu.report.document import HeldMemory, PipelineSection, PipelineStep, RunDocument
+from lightning_multigpu.report.schema import as_json, from_json
+from lightning_multigpu.report.terminal import say
 
 SPLIT_LAYERS = "split layers: "
 """The beginning of the purposes of collectives inside layers that are split over ranks."""
@@ -42,6 +42,15 @@ _DEVICE_ROWS = {
     ),
 }
 _PROCESS_ROWS = (("main memory of the largest process", "device/process_rss_bytes", "bytes"),)
+_SECONDS = ("forward", "backward", "weight", "send", "receive", "idle")
+_MEMORY = {
+    "parameters_bytes": "parameters",
+    "gradients_bytes": "gradients",
+    "optimizer_bytes": "optimizer",
+    "activations_bytes": "activations",
+    "device_peak_bytes": "GPU, at most",
+}
+_PREDICTED = ("parameters_bytes", "gradients_bytes", "optimizer_bytes")
 
 
 def show(report: RunDocument | Mapping[str, Any], console: Console | None = None) -> None:
@@ -58,11 +67,11 @@ def show(report: RunDocument | Mapping[str, Any], console: Console | None = None
         return
     if (found := verdict(report)) is not None:
         say(console, found)
-    console.print(_figures(report, terminal=console.is_terminal))
+    console.print(_figures(report, console))
     if report.memory is not None:
-        console.print(pipeline_table.memory(report.memory, report.strategy.name, terminal=console.is_terminal))
+        console.print(_memory(report.memory, report.strategy.name, console))
     if report.pipeline is not None:
-        pipeline_table.show(report.pipeline, console)
+        _show_pipelines(report.pipeline, console)
 
 
 def verdict(report: RunDocument) -> str | None:
@@ -81,13 +90,13 @@ def verdict(report: RunDocument) -> str | None:
     )
 
 
-def _figures(report: RunDocument, *, terminal: bool) -> Table:
+def _figures(report: RunDocument, console: Console) -> Table:
     """The aggregate figures that the report has, one a row."""
     world = report.world
-    table = framed(
+    table = _framed(
         f"{report.strategy.name}: {_many(world.size, 'rank')} on {_many(world.nodes, 'node')}, "
         f"{_many(report.steps, 'optimizer step')}",
-        terminal=terminal,
+        console,
     )
     table.caption = _purposes(report.communication_ms or {})
     table.add_column("")
@@ -117,11 +126,63 @@ def _purposes(purposes: Mapping[str, float]) -> str | None:
     return f"all communication, means in ms: {', '.join(f'{purpose} {number(ms)}' for purpose, ms in parts)}"
 
 
+def _show_pipelines(section: PipelineSection, console: Console) -> None:
+    """Prints two tables for each pipeline, with a row for each rank; the first is left out if no step was timed."""
+    for index, pipeline in enumerate(section.pipelines):
+        name = section.schedule if len(section.pipelines) == 1 else f"{section.schedule}, pipeline {index}"
+        if pipeline.wall_s is not None:
+            console.print(_times(pipeline, name, console))
+        console.print(_memory(pipeline.ranks, name, console))
+
+
+def _times(pipeline: PipelineStep, name: str, console: Console) -> Table:
+    ranks = [as_json(rank) for rank in pipeline.ranks]
+    shown = [kind for kind in _SECONDS if kind != "weight" or any(rank["weight_passes"] for rank in ranks)]
+    table = _framed(f"{name}, {pipeline.num_micro_batches} micro-batches: ms of the median step", console)
+    for column in ("rank", *shown, "bubble %", "theory %"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for rank in ranks:
+        times = (number(1e3 * rank[f"{kind}_s"]) for kind in shown)
+        table.add_row(str(rank["rank"]), *times, *(f"{100 * rank[b]:.1f}" for b in ("bubble", "theoretical_bubble")))
+    measured, theory, wall_s = (x or 0.0 for x in (pipeline.bubble, pipeline.theoretical_bubble, pipeline.wall_s))
+    table.caption = (
+        f"of {number(1e3 * wall_s)} ms the ranks do not work for {100 * measured:.1f} %; in theory "
+        f"{100 * theory:.1f} %\nfrom the first pass to the last: the rest of a step is loading, hooks and the optimizer"
+    )
+    return table
+
+
+def _memory(held: Sequence[HeldMemory], name: str, console: Console) -> Table:
+    """The bytes that each rank holds."""
+    ranks = [as_json(rank) for rank in held]
+    table = _framed(f"{name}: memory of the ranks", console)
+    table.add_column("rank", justify="right")
+    in_stages = "stages" in ranks[0]
+    if in_stages:
+        table.add_column("stages")
+    shown = [key for key in _MEMORY if any(key in rank for rank in ranks)]
+    for key in shown:
+        table.add_column(_MEMORY[key], justify="right", no_wrap=True)
+    for rank in ranks:
+        stages = [", ".join(map(str, rank["stages"]))] if in_stages else []
+        table.add_row(str(rank["rank"]), *stages, *(size(rank[key]) if key in rank else "" for key in shown))
+    if f"predicted_{_PREDICTED[0]}" in ranks[0]:  # not in reports of earlier versions
+        sizes = {rank["rank"]: size(sum(rank[f"predicted_{key}"] for key in _PREDICTED)) for rank in ranks}
+        needs = ", ".join(f"{needed} on rank {rank}" for rank, needed in sizes.items())
+        table.caption = f"predicted for parameters, gradients and optimizer together:\n{needs}"
+    return table
+
+
+def _framed(title: str, console: Console) -> Table:
+    """A table without columns, whose lines are plain characters unless for a terminal."""
+    return Table(title=title, box=box.SIMPLE_HEAD if console.is_terminal else box.ASCII)
+
+
 def _scale(unit: str, value: float) -> tuple[str, float]:
     if unit == "bytes":
-        for name, size in BYTES:
-            if abs(value) >= size:
-                return name, size
+        for name, factor in BYTES:
+            if abs(value) >= factor:
+                return name, factor
     return unit, 1.0
 
 

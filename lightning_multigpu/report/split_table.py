@@ -1,11 +1,9 @@
-"""Plans of tensor splits as text and as JSON."""
+"""Plans of tensor splits as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import groupby
-from typing import Any
 
 from rich.console import Console
 
@@ -37,11 +35,6 @@ def print_plan(console: Console, plan: SplitPlan) -> None:
             else f"    {', '.join(ways)}; a rank sends {size(sent)}",
         ]
     say(console, *lines, *_left(plan), *_held(plan))
-
-
-def as_json(plan: SplitPlan) -> dict[str, Any]:
-    """The object of ``--json``, whose keys :mod:`lightning_multigpu.commands.plans.plan` describes."""
-    return asdict(plan)
 
 
 def _block(blocks: SplitBlocks) -> Iterator[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Literal
 
 Aggregation = Literal["sum", "max", "mean"]
@@ -77,9 +78,8 @@ class Series:
         if self._count:
             values, mean, last = sorted(self._kept), self._weighted_sum / self._weight, self._last
         elif self._warm_up_values:
-            values = sorted(value for value, _ in self._warm_up_values)
-            mean = weighted_mean(self._warm_up_values)
-            last = self._warm_up_values[-1][0]
+            first, weights = zip(*self._warm_up_values, strict=True)
+            values, mean, last = sorted(first), fmean(first, weights), first[-1]
         else:
             return None
         return {"median": quantile(values, 0.5), "p95": quantile(values, 0.95), "mean": mean, "last": last}
@@ -96,12 +96,6 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (position - below) * (ordered[above] - ordered[below])
-
-
-def weighted_mean(values: Iterable[tuple[float, float]]) -> float:
-    """The mean of ``(value, weight)`` pairs whose weights are above 0."""
-    pairs = list(values)
-    return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
 
 
 def aggregate(values: Sequence[float], how: Aggregation) -> float:

@@ -1,4 +1,4 @@
-"""Text of the terminal: lines, tables with and without a frame."""
+"""Text of the terminal: lines, and tables without a frame."""
 
 from __future__ import annotations
 
@@ -18,11 +18,6 @@ def say(console: Console, *lines: str) -> None:
     """Prints lines as they are, however wide the terminal is."""
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-
-def framed(title: str, *, terminal: bool) -> Table:
-    """A table without columns, whose lines are plain characters unless for a terminal."""
-    return Table(title=title, box=box.SIMPLE_HEAD if terminal else box.ASCII)
 
 
 def narrow() -> Table:

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.communication.compression import make_compressor
-from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.tensors import alike, apply_flat
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
 from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport, pieces_of
@@ -65,8 +64,7 @@ class AveragedGradients:
             self.options.update(self.transport.options)
         # During a run:
         self.reducer: GradientReducer | None = None
-        self.compressed: HierarchicalAllReduce | None = None
-        self._bucket_cap_mb: float | None = None
+        self.compressing: GradientReducer | None = None  # of a pipeline's data axis, too
         self._trained: TrainedParameters | None = None
         self._averager: ModelAverager | None = None
 
@@ -120,22 +118,21 @@ class AveragedGradients:
         assert strategy.groups is not None
         strategy.common.broadcasts_buffers = self._given["broadcast_buffers"]
         strategy.common.buffers = strategy.metered(strategy.collectives.data.group, "data")
-        self.reducer, self._bucket_cap_mb = self.transport.open(
-            strategy._module,
+        self.reducer = self.compressing = self.transport.open(
             strategy.groups,
             strategy.meter,
             ranks_per_host=strategy.num_processes,
             hook=None if hook is None else (self._given["ddp_comm_state"], hook),
             warn=rank_zero_warn,
         )
-        self.compressed = self.reducer.all_reduce if self.reducer.compresses else None
         if self._given["average_every"] > 1:
             self._averager = ModelAverager(self._given["average_every"], self.reducer.average)
 
     def wrap(self, model: Module, **options: Any) -> DistributedDataParallel:
         """The module in torch's wrapper, whose buckets this object's reducer moves."""
-        strategy = self._strategy
+        strategy, is_hooked = self._strategy, self._given["ddp_comm_hook"] is not None
         assert self.reducer is not None
+        bucket_cap_mb = self.transport.bucket_cap_mb_of(strategy._module, self.reducer, is_hooked=is_hooked)
         self._trained = TrainedParameters(strategy._module)
         strategy._pl_static_graph_delay_done = False  # type: ignore[attr-defined]  # of Lightning's DDPStrategy
         with strategy._showing_parts():
@@ -143,7 +140,7 @@ class AveragedGradients:
                 model,
                 device_ids=None if strategy.root_device.type == "cpu" else [strategy.root_device.index],
                 process_group=strategy.collectives.data.group,
-                bucket_cap_mb=self._bucket_cap_mb,
+                bucket_cap_mb=bucket_cap_mb,
                 **{name: self._given[name] for name in _OF_TORCH},
                 **options,
             )
@@ -184,7 +181,7 @@ class AveragedGradients:
             self.reducer.close()
             for name in ("post_backward", HOOKS_BEFORE_STEP) if self._strategy.common.given is not None else ():
                 vars(self._strategy.precision_plugin).pop(name, None)
-        self.reducer = self.compressed = self._averager = self._trained = None
+        self.reducer = self.compressing = self._averager = self._trained = None
 
     # Training
 
@@ -206,8 +203,6 @@ class AveragedGradients:
             model = model.module
             reducer.detach()
         if any(parameter.requires_grad for parameter in strategy._module.parameters()):
-            is_hooked = self._given["ddp_comm_hook"] is not None
-            self._bucket_cap_mb = self.transport.bucket_cap_mb_of(strategy._module, reducer, is_hooked=is_hooked)
             strategy.model = self.wrap(model, init_sync=False)
         else:
             strategy.model, self._trained = model, TrainedParameters(strategy._module)
@@ -242,8 +237,8 @@ class AveragedGradients:
 
     def end_step(self) -> None:
         """Keeps error feedback, and averages models when it is their turn, after an optimizer step."""
-        if self.compressed is not None:
-            self.compressed.end_step(self._strategy._loss_scaler_scale())
+        if self.compressing is not None and self.compressing.compressed is not None:
+            self.compressing.end_step(self._strategy._loss_scaler_scale())
         if self._averager is not None and self._averager.stepped():
             self.average_model()
 
@@ -257,8 +252,8 @@ class AveragedGradients:
 
     def tell_compression(self) -> None:
         """Prints what compression has saved, at the end of training."""
-        if self.compressed is not None and self.compressed.compressed is not None:
-            rank_zero_info(self.compressed.compressed.summary())
+        if self.compressing is not None and self.compressing.compressed is not None:
+            rank_zero_info(self.compressing.compressed.summary())
 
 
 def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -129,6 +129,7 @@ class MultiGPUStrategy(ParallelStrategy):
         activation_checkpointing: Choice = False,
         **options: Any,
     ) -> None:
+        option_checks.check_options(type(self).__name__, options, type(self).option_names())
         option_checks.check_options_of_all(locals())
         super().__init__(
             accelerator=accelerator,
@@ -610,6 +611,13 @@ class MultiGPUStrategy(ParallelStrategy):
         self.averaging.begin_step()
         with self.steps.running():
             return super().training_step(*args, **kwargs)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within the block gradients are accumulated, and stay on their ranks."""
+        with super().block_backward_sync(), self.owned.accumulating():
+            yield
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

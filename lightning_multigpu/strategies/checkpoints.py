@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.engine.optimizer_state import plain_state
 from lightning_multigpu.engine.remote_values import RemoteValues
+from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.job.checkpoint_files.last_checkpoint import await_file
 from lightning_multigpu.job.checkpoint_files.whole_checkpoint_io import WholeCheckpointIO, map_files
 from lightning_multigpu.placement.owned_step import groups_alone
@@ -69,11 +70,9 @@ class RunCheckpoints:
         def streamed(filepath: Any, weights_only: bool | None = None, storage_options: Any | None = None) -> None:
             is_file = storage_options is None and "://" not in str(filepath)
             hooked = has_hook("on_save_checkpoint", trainer.lightning_module, of_lightning=True)
-            self.stream = is_file and not hooked and type(trainer.strategy.checkpoint_io) is WholeCheckpointIO
-            try:
+            streams = is_file and not hooked and type(trainer.strategy.checkpoint_io) is WholeCheckpointIO
+            with replaced(self, stream=streams):
                 save(filepath, weights_only, storage_options)
-            finally:
-                self.stream = False
 
         trainer.save_checkpoint = streamed  # type: ignore[method-assign]
         undo.callback(delattr, trainer, "save_checkpoint")

@@ -15,6 +15,7 @@ from lightning_multigpu.engine.data_parallel.common_values import CommonValues
 from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradients
 from lightning_multigpu.engine.data_parallel.replicas import check_replicas
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, check_belong
+from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class CommonParameters:
         check_every: the strategy's ``check_replicas_every_n_steps``.
 
     Attributes:
-        broadcasts_buffers: the option ``broadcast_buffers`` of families that have it.
+        broadcasts_buffers: the option ``broadcast_buffers`` of families that have it; true for pipelines side by side.
         averages_buffers: whether ranks have buffers of their own, which are averaged before validation and at the end.
         buffers: the ranks that share buffers; None if they do not.
         buffers_due: whether buffers are shared before the next step.
@@ -72,14 +73,14 @@ class CommonParameters:
     def share_buffers(self) -> None:
         """Gives every rank the buffers of the first one, where ``broadcast_buffers`` says so."""
         if self.buffers is not None and self.broadcasts_buffers and self.buffers.size > 1:
-            buffers = [buffer for _, buffer in self.not_ignored(self._strategy._module.named_buffers())]
+            named = self.not_ignored(self._strategy._module.named_buffers())
+            buffers = [buffer for _, buffer in named if not isinstance(buffer, Placeholder)]  # those of other stages
             self.buffers.broadcast_tensors(buffers, src=self.buffers.first_rank)
 
     def share_values(self, ranks: MeteredGroup) -> None:
         """Gives all ranks the first one's values of parameters and buffers."""
         module = self._strategy._module
-        values = [value.detach() for value in (*module.parameters(), *module.buffers())]
-        ranks.broadcast_tensors(values, src=ranks.first_rank)
+        ranks.broadcast_tensors([*module.parameters(), *module.buffers()], src=ranks.first_rank)
 
     def average_buffers(self) -> None:
         """Averages floating-point buffers (BatchNorm's statistics), where ``averages_buffers`` says so.

@@ -53,13 +53,6 @@ def check_positive(name: str, value: object, *, whole: bool = False) -> None:
         raise ValueError(f"{name}={value!r} is out of range; pass {kind} above 0")
 
 
-def check_at_least(name: str, value: float, limit: float) -> None:
-    """Checks that ``value`` is a finite number and ``limit`` or more."""
-    check_positive(name, value)
-    if value < limit:
-        raise ValueError(f"{name}={value!r} is out of range; pass {limit:g} or more")
-
-
 def check_verify_steps(value: object) -> None:
     """Checks that ``value`` is an integer of 0 or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -125,7 +118,9 @@ def check_options_of_all(options: Mapping[str, Any]) -> None:
         check_choice("loss_reduction", options["loss_reduction"], ("mean", "sum"))
     for name in ("failure_timeout_s", "hang_report_s", "join_timeout_s"):
         if options[name] or name != "hang_report_s":
-            check_at_least(name, options[name], 1.0)
+            check_positive(name, options[name])
+            if options[name] < 1:
+                raise ValueError(f"{name}={options[name]!r} is out of range; pass 1 or more")
     check_timeout(options["timeout"])
     check_verify_steps(options["verify_steps"])
     if (every := options["check_replicas_every_n_steps"]) not in (None, 0):

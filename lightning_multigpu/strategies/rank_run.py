@@ -13,7 +13,7 @@ from lightning_multigpu.engine.data_parallel.trained_parameters import check_emb
 from lightning_multigpu.job.batch_feed import check_loaders, complete_resumed_epoch
 from lightning_multigpu.job.common_stop import share_stops
 from lightning_multigpu.job.joining import check_model, table_of
-from lightning_multigpu.job.launchers.script_launcher import ScriptLauncher, is_notebook_fork_needed
+from lightning_multigpu.job.launchers.script_launcher import ScriptLauncher
 from lightning_multigpu.job.launchers.spawn_launcher import SpawnLauncher
 from lightning_multigpu.job.library_messages import show_repeats, silence_repeats
 from lightning_multigpu.job.process_groups import ProcessGroups
@@ -64,8 +64,8 @@ class RankRun:
             # Asking a GPU initialises CUDA, after which no process can be forked.
             may_ask_gpu=start_method == "popen",
         )
-        if is_notebook_fork_needed(start_method, IS_INTERACTIVE):
-            start_method = "fork"
+        if start_method == "spawn" and IS_INTERACTIVE:
+            start_method = "fork"  # a spawned process cannot import the code of a notebook
         if start_method == "popen" and IS_INTERACTIVE and not run.environment.creates_processes_externally:
             name = strategy.name_with_spawn
             spawning = f"{type(strategy).__name__}(start_method='spawn')" if name is None else repr(name)
@@ -106,14 +106,16 @@ class RankRun:
             strategy.collectives.join(groups)
         watch.joined(groups.cut, run.world_size)
         strategy.meter.notes = watch.flight_recorder
+        client = watch.client
+        assert client is not None
         counts = strategy.signals.begin(
             run.environment,
             patience_s=run.failure_timeout_s,
-            on_signal=None if watch.client is None else watch.client.signalled,
+            on_signal=client.signalled,
             on_stuck=watch.cut_loose,
         )
-        if watch.client is not None and counts:
-            watch.client.counts_interrupts()
+        if counts:
+            client.counts_interrupts()
 
     def check_shapes(self, trainer: pl.Trainer) -> None:
         """Raises ValueError for a lazy layer of a module that is to be trained."""

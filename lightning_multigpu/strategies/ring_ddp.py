@@ -71,7 +71,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         model_averaging_period: int | None = None,
         **options: Any,
     ) -> None:
-        option_checks.check_options(type(self).__name__, options, type(self).option_names())
         averaging = option_checks.own_options(RingDDPStrategy, locals())
         self.averaging = AveragedGradients(self, averaging, options)
         super().__init__(**self.averaging.lightnings_options, **options)

@@ -87,7 +87,6 @@ class ShardedStrategy(MultiGPUStrategy):
         gather_at_end: bool = True,
         **options: Any,
     ) -> None:
-        option_checks.check_options(type(self).__name__, options, type(self).option_names())
         if find_spec("fairscale") is None:
             raise ModuleNotFoundError(
                 "ddp_sharded needs FairScale: pip install setuptools wheel && "

@@ -16,7 +16,7 @@ from lightning_multigpu.bench.jobs.rank_process import Seat
 from lightning_multigpu.bench.machine import header, header_lines
 from lightning_multigpu.bench.strategies.contenders import Contender, contender
 from lightning_multigpu.bench.strategies.models import BenchMLP, Subject
-from lightning_multigpu.bench.strategies.strategy_rank import StrategySettings, _trainer
+from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan, _trainer
 from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE, place, rank_devices, sharing_note
 
 GPU = torch.device("cuda", 0)
@@ -49,8 +49,10 @@ def seat(local_rank: int, ranks: int) -> Seat:
 
 
 def strategy_of(given: Contender, local_rank: int = 1, ranks: int = 2) -> ParallelStrategy:
-    settings = StrategySettings(given, Subject("mlp", BenchMLP, 1), "cuda", 1)
-    return _trainer(settings, seat(local_rank, ranks), []).strategy  # type: ignore[return-value]
+    plan = StrategyPlan(
+        subject=Subject("mlp", BenchMLP, 1), device_type="cuda", repetitions=1, steps=1, warm_up=0, timeout_s=1.0
+    )
+    return _trainer(given, plan, ranks, seat(local_rank, ranks), []).strategy  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("name", ["ddp", "ring_ddp", "pipeline_1f1b"])

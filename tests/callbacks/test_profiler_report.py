@@ -590,7 +590,7 @@ def test_the_launches_of_a_gpu_are_found_in_a_trace() -> None:
             event = {"ph": "X", "name": name, "cat": category, "tid": category, "ts": start, "dur": seconds}
             written.append({**event, "args": args if category != "cpu_op" else {}})
     trace = OperatorTrace(time.perf_counter)
-    trace._read(written, 12, 5.0)
+    trace._read(written, 5.0)
     assert trace.most == [
         ("gemm", 3, 0.0, pytest.approx(270e-6)),
         ("aten::mm", 3, pytest.approx(27e-6), 0.0),

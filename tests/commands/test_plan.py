@@ -55,7 +55,6 @@ def steps(module: Model, *arguments: Any, tensor_parallel_size: int = 1, **optio
     size = 5184 // tensor_parallel_size
     return LoneRank(
         phases=Phases(forward_s=1e-3, backward_s=2e-3, optimizer_s=1e-4, input_s=1e-4, other_s=1e-4),
-        steps=10,
         samples=8,
         held=HeldBytes(size, size, 2 * size),
         activations_bytes=3072,
@@ -99,6 +98,9 @@ def test_every_strategy_is_predicted_or_has_a_reason(capsys: pytest.CaptureFixtu
     impossible = {row["strategy"] for row in document["impossible"]}
     assert predicted | impossible == NAMES
     assert {"ring_ddp", "gpipe", "cpu_ps", "hybrid"} <= predicted
+    reasons = {(row["strategy"], *row["world"]): row["reason"] for row in document["impossible"]}
+    looped = reasons["pipeline_interleaved", 2, 2]
+    assert "with 8 layers or more to split into 8 stages" in looped, "it said that no pipeline of 4 stages was known"
     printed = capsys.readouterr().out
     assert "Model: 1,296 parameters, 8 samples a batch and rank, accumulate_grad_batches=2; on one " in printed
     assert "First choice: " in printed

@@ -52,7 +52,7 @@ def hierarchy(name: str | None = None, *, hosts: list[list[int]] = HOSTS) -> Ite
     elif between_group is not None:
         between = RingAllReduce(between_group)
     inside = None if inside_group is None else SharedMemoryAllReduce(inside_group)
-    reduce = HierarchicalAllReduce(inside, between, inside_group=inside_group)
+    reduce = HierarchicalAllReduce(inside, between)
     try:
         yield reduce
     finally:

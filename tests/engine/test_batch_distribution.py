@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import numpy
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -28,10 +29,12 @@ from lightning_multigpu.engine.data_parallel.batch_distribution import (
 )
 
 
-def _ranks(length: int, batch_size: int, num_replicas: int, **options: bool) -> list[list[list[int]]]:
-    order = range(length)
+def _ranks(
+    length: int, batch_size: int, num_replicas: int, drop_last: bool = False, **options: bool
+) -> list[list[list[int]]]:
+    batches = BatchSampler(range(length), batch_size, drop_last)
     return [
-        list(ShardedBatchSampler(order, batch_size=batch_size, num_replicas=num_replicas, rank=rank, **options))  # type: ignore[arg-type]
+        list(ShardedBatchSampler(batches, num_replicas=num_replicas, rank=rank, **options))
         for rank in range(num_replicas)
     ]
 
@@ -51,7 +54,7 @@ def test_ranks_together_see_the_batches_of_one_device() -> None:
 
 
 def test_a_rank_without_a_sample_gets_one_that_does_not_count() -> None:
-    samplers = [ShardedBatchSampler(range(9), batch_size=2, num_replicas=4, rank=r) for r in range(4)]  # type: ignore[arg-type]
+    samplers = [ShardedBatchSampler(BatchSampler(range(9), 2, False), num_replicas=4, rank=r) for r in range(4)]
     batches = [list(sampler) for sampler in samplers]
     assert [len(b) for b in batches] == [2, 2, 2, 2]
     assert [list(sampler.counts) for sampler in samplers] == [[2, 1], [2, 0], [2, 0], [2, 0]]
@@ -83,7 +86,7 @@ def test_global_batches_borrow_for_a_last_one_that_is_too_small() -> None:
 
 
 def test_skipping_leaves_batches_out_once() -> None:
-    sampler = ShardedBatchSampler(range(12), batch_size=2, num_replicas=2, rank=1)  # type: ignore[arg-type]
+    sampler = ShardedBatchSampler(BatchSampler(range(12), 2, False), num_replicas=2, rank=1)
     sampler.skip = 2
     assert list(sampler) == [[10, 11]]
     assert list(sampler.counts) == [2]
@@ -125,12 +128,14 @@ def test_a_sampler_that_draws_from_the_global_generators_gives_all_ranks_one_ord
 
     class Mixed(SubsetRandomSampler):
         def __iter__(self) -> Iterator[int]:
-            return iter(random.sample(list(super().__iter__()), len(self)))
+            drawn = random.sample(list(super().__iter__()), len(self))
+            return iter(numpy.random.permutation(drawn).tolist())
 
     orders = []
     for rank in range(2):
         torch.manual_seed(rank)
         random.seed(rank)
+        numpy.random.seed(rank)
         before = torch.get_rng_state(), random.getstate()
         sampler = DistributedSamplerWrapper(Mixed(range(10)), num_replicas=2, rank=rank, shuffle=False)
         loader = DataLoader(list(range(10)), batch_size=2, sampler=sampler)  # type: ignore[arg-type]

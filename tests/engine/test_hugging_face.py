@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from lightning_multigpu.engine.errors import PipelineError
-from lightning_multigpu.engine.hugging_face import ModelsInStages, block_lists
+from lightning_multigpu.engine.hugging_face import block_lists, models_in_stages
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 
 TOKENS = {"vocab_size": 16, "bos_token_id": 0, "eos_token_id": 1}
@@ -101,15 +101,14 @@ def test_nothing_is_cached_for_the_time_of_a_run(build: Callable[[], PreTrainedM
     model = build()
     tokens = torch.ones(1, 3, dtype=torch.long)
     before = model.config.to_dict()
-    models = ModelsInStages(nn.ModuleDict({"model": model}))
-    assert model(tokens).past_key_values is None
-    assert model(tokens, use_cache=False).past_key_values is None
-    assert model.base_model(tokens).past_key_values is None
-    with pytest.raises(PipelineError, match=r"is called with use_cache=True.*leave it out"):
-        model(tokens, use_cache=True)
-    with pytest.raises(PipelineError, match=r"generate\(\) runs the model once for every token.*on one device"):
-        model.generate(tokens)
-    assert model.config.to_dict() == before, "what a checkpoint keeps of the configuration stays the user's"
-    models.end()
+    with models_in_stages(nn.ModuleDict({"model": model})):
+        assert model(tokens).past_key_values is None
+        assert model(tokens, use_cache=False).past_key_values is None
+        assert model.base_model(tokens).past_key_values is None
+        with pytest.raises(PipelineError, match=r"is called with use_cache=True.*leave it out"):
+            model(tokens, use_cache=True)
+        with pytest.raises(PipelineError, match=r"generate\(\) runs the model once for every token.*on one device"):
+            model.generate(tokens)
+        assert model.config.to_dict() == before, "what a checkpoint keeps of the configuration stays the user's"
     assert model(tokens).past_key_values is not None
     assert model.generate(tokens, max_new_tokens=1, do_sample=False).shape == (1, 4)

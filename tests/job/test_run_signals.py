@@ -150,7 +150,7 @@ def test_a_main_thread_that_waits_in_c_code_is_cut_loose() -> None:
     """Its handler cannot run: SIGTERM had no effect on ranks that waited for each other."""
     c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)  # zeros are a mutex of pthreads
     signals = RunSignals()
-    signals.begin(None, patience_s=0.2, on_signal=None, on_stuck=lambda: c.pthread_mutex_unlock(mutex))
+    signals.begin(None, patience_s=0.2, on_signal=lambda *_: None, on_stuck=lambda: c.pthread_mutex_unlock(mutex))
     signals.hold(signal.SIGTERM)
     try:
         c.pthread_mutex_lock(mutex)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_multigpu.report.statistics import Series, aggregate, aggregate_ranks, quantile, weighted_mean
+from lightning_multigpu.report.statistics import Series, aggregate, aggregate_ranks, quantile
 
 
 def series(*values: float, warm_up: int = 0, capacity: int = 1 << 16) -> Series:
@@ -66,9 +66,8 @@ def test_a_weight_is_above_zero(weight: float) -> None:
         Series().append(1.0, weight=weight)
 
 
-def test_quantiles_means_and_aggregation() -> None:
+def test_quantiles_and_aggregation() -> None:
     assert [quantile([1.0, 2.0, 4.0], share) for share in (0.0, 0.25, 1.0)] == [1.0, 1.5, 4.0]
-    assert weighted_mean([(1.0, 1.0), (4.0, 2.0)]) == 3.0
     assert [aggregate([1.0, 2.0, 6.0], how) for how in ("sum", "max", "mean")] == [9.0, 6.0, 3.0]
 
 

@@ -212,7 +212,7 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
         runs = []
         for subject, each in wanted:
             plan = StrategyPlan(
-                contenders=[], subject=subject, device_type=device_type, repetitions=_REPETITIONS,
+                subject=subject, device_type=device_type, repetitions=_REPETITIONS,
                 steps=4 if subject in (large, parts) else 15, warm_up=subject.accumulate, timeout_s=_TIMEOUT_S,
             )  # fmt: skip
             runs.append(StrategyRun(hosts, each, plan))

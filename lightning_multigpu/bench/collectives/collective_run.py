@@ -74,9 +74,9 @@ class CollectivePlan:
     implementations: Sequence[Implementation]
     sizes: Sequence[int]
     device_type: str
-    dtype: torch.dtype
-    repetitions: int
-    warm_up: int
+    dtype: torch.dtype = torch.float32
+    repetitions: int = 1
+    warm_up: int = 0
     timeout_s: float
     join_s: float = 60.0
 

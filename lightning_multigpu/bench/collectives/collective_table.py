@@ -11,6 +11,11 @@ from lightning_multigpu.bench.collectives.collective_run import OK, CollectiveRe
 from lightning_multigpu.bench.sizes import size_text
 
 _GBIT = 1e9
+_WIDTHS = {
+    "size": ">12", "elements": ">10", "type": ">8", "operation": "<14", "implementation": "<14",
+    "time": ">10", "25 %": ">10", "75 %": ">10", "algbw": ">7", "busbw": ">7", "of peak": ">8", "wrong": ">5",
+}  # fmt: skip
+_UNITS = {"size": "(B)", "time": "(us)", "25 %": "(us)", "75 %": "(us)", "algbw": "(GB/s)", "busbw": "(GB/s)"}
 
 
 class CollectivesTable:
@@ -26,39 +31,26 @@ class CollectivesTable:
         self._world_size = world_size
         self._type = str(dtype).removeprefix("torch.")
         self._peak = None if link_gbit is None else link_gbit * _GBIT / 8
+        self._widths = {name: width for name, width in _WIDTHS.items() if name != "of peak" or self._peak is not None}
 
     def head(self) -> list[str]:
         """The lines above the rows."""
-        peak = "" if self._peak is None else f" {'of peak':>8}"
-        names = (
-            f"{'size':>12} {'elements':>10} {'type':>8} {'operation':<14} {'implementation':<14} "
-            f"{'time':>10} {'25 %':>10} {'75 %':>10} {'algbw':>7} {'busbw':>7}{peak} {'wrong':>5}"
-        )
-        peak = "" if self._peak is None else f" {_number(self._peak / 1e9) + ' GB/s':>8}"
-        units = (
-            f"{'(B)':>12} {'':>10} {'':>8} {'':<14} {'':<14} "
-            f"{'(us)':>10} {'(us)':>10} {'(us)':>10} {'(GB/s)':>7} {'(GB/s)':>7}{peak}"
-        )
-        return [f"#{names[1:]}", f"#{units[1:]}"]
+        peak = "" if self._peak is None else f"{_number(self._peak / 1e9)} GB/s"
+        units = [{**_UNITS, "of peak": peak}.get(name, "") for name in self._widths]
+        return [f"#{self._line(cells)[1:].rstrip()}" for cells in ([*self._widths], units)]
 
     def row(self, result: CollectiveResult) -> str:
         """One line: medians over all calls of the slowest rank's time."""
-        start = (
-            f"{result.size_bytes:>12} {result.numel:>10} {self._type:>8} {result.operation.name:<14} "
-            f"{result.implementation:<14} "
-        )
+        cells = [str(result.size_bytes), str(result.numel), self._type, result.operation.name, result.implementation]
         if result.seconds is None:
-            return f"{start}{result.status}: {result.reason}"
-        time = " ".join(
-            f"{1e6 * value:>10.1f}" for value in (result.seconds.median, result.seconds.p25, result.seconds.p75)
-        )
-        bandwidths = " ".join(
-            f"{'-' if value is None else format(value / 1e9, '.3f'):>7}"
-            for value in (result.algbw(), result.busbw(self._world_size))
-        )
-        share = self._share(result)
-        peak = "" if self._peak is None else f" {'-' if share is None else f'{100 * share:.1f} %':>8}"
-        return f"{start}{time} {bandwidths}{peak} {result.wrong:>5}"
+            return f"{self._line(cells)} {result.status}: {result.reason}"
+        cells += [f"{1e6 * value:.1f}" for value in (result.seconds.median, result.seconds.p25, result.seconds.p75)]
+        bandwidths = (result.algbw(), result.busbw(self._world_size))
+        cells += ["-" if value is None else f"{value / 1e9:.3f}" for value in bandwidths]
+        if self._peak is not None:
+            share = self._share(result)
+            cells.append("-" if share is None else f"{100 * share:.1f} %")
+        return self._line([*cells, str(result.wrong)])
 
     def summary(self, results: Sequence[CollectiveResult]) -> list[str]:
         """The best bus bandwidth of each operation and implementation: "42 of 50 GB/s = 84 %"."""
@@ -94,6 +86,10 @@ class CollectivesTable:
             "share_of_peak": self._share(result),
             "wrong": result.wrong if result.status == OK else None,
         }
+
+    def _line(self, cells: Sequence[str]) -> str:
+        """The cells of the first columns."""
+        return " ".join(f"{cell:{width}}" for cell, width in zip(cells, self._widths.values(), strict=False))
 
     def _busbw(self, result: CollectiveResult) -> float:
         return result.busbw(self._world_size) or 0.0

@@ -122,7 +122,6 @@ def hierarchy(group: dist.ProcessGroup, ranks_per_host: int) -> dict[str, Call]:
     all_reduce = HierarchicalAllReduce(
         None if inside is None else SharedMemoryAllReduce(inside),
         None if between is None else RingAllReduce(between),
-        inside_group=inside,
     )
     return {"all_reduce": lambda b: all_reduce(b.output)}
 

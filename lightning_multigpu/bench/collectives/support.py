@@ -34,7 +34,7 @@ def try_all(
             missing = _missing(implementation, device)
             plan = CollectivePlan(
                 operations=operations, implementations=[implementation], sizes=[_SIZE], device_type=device,
-                dtype=torch.float32, repetitions=1, warm_up=0, timeout_s=timeout_s,
+                timeout_s=timeout_s,
             )  # fmt: skip
             rows = {} if missing else {row.operation.name: row for row in measure(hosts, plan)}
             for operation in operations:

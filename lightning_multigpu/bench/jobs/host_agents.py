@@ -132,7 +132,6 @@ class HostAgents:
         timeout_s: float,
         start_timeout_s: float,
         devices: int | None = None,
-        one_process: bool = False,
     ) -> RankJob:
         """Starts a job; its ranks call ``entry(settings, seat, turns)``.
 
@@ -143,16 +142,15 @@ class HostAgents:
             turns: those of :meth:`turns` in which the job works.
             timeout_s: of a turn; a rank that takes longer is ended, and with it the job.
             start_timeout_s: the same from the start to the first turn.
-            devices: ranks of this host, where there is one host, if not all.
-            one_process: the first rank of each host drives all devices, and is the only one that is started.
+            devices: ranks of each host, if not all.
         """
         placement = self.placement
         if devices is not None:
-            placement = replace(placement, devices=devices, local_ranks=tuple(range(devices)))
+            local_ranks = tuple(rank for rank in placement.local_ranks if rank < devices)
+            placement = replace(placement, devices=devices, local_ranks=local_ranks)
         store = _kept_store(placement.main_address, 0) if self.prints else None
         seat = Seat(
             placement=placement,
-            one_process=one_process,
             threads=self._threads,
             store_port=self._port,
             main_port=self._share(store and store.port)[0],
@@ -192,7 +190,7 @@ class RankJob:
         own = seat
         try:
             context = _fork_server([rank_process.__name__, entry.__module__, *agents.modules])
-            for own in seat.of_agent():
+            for own in [replace(seat, local_rank=local_rank) for local_rank in seat.placement.local_ranks]:
                 process = context.Process(target=rank_process.run_rank, args=(own, entry, settings, turns))
                 process.start()  # forked from a server that has imported all it needs: that takes some 10 ms
                 self._processes[own.rank] = process
@@ -205,12 +203,13 @@ class RankJob:
         Raises:
             JobError: a rank has raised, has died or has not answered in time; the job is over.
         """
+        num_ranks = self._seat.placement.world_size
         first_s = None
         while not self._store.check([rank_process.turn_key(turn)]):
             self._note_deaths(turn)
             if self._agents.prints and (failures := rank_process.failures(self._store, self.name)):
                 first_s = first_s or time.monotonic()  # other ranks may be about to fail in the same way
-                is_all = len(failures) == self._seat.num_processes or any(kind == "crashed" for kind, *_ in failures)
+                is_all = len(failures) == num_ranks or any(kind == "crashed" for kind, *_ in failures)
                 if is_all or time.monotonic() - first_s > _GRACE_S:
                     self._agents._end_turn(turn, self._verdict(failures))
             time.sleep(_POLL_S)
@@ -218,7 +217,7 @@ class RankJob:
         if failure is not None:
             self.kill()
             raise JobError(*failure)
-        return rank_process.answers(self._store, turn, self._seat.num_processes)
+        return rank_process.answers(self._store, turn, num_ranks)
 
     def _note_deaths(self, turn: int) -> None:
         for rank, process in list(self._processes.items()):
@@ -237,11 +236,14 @@ class RankJob:
         found = [(rank, what) for each, rank, what in failures if each == kind]
         what = found[0][1]  # the first in time: others may only have followed
         rank = min(rank for rank, other in found if other == what)
-        return kind, len(found) == self._seat.num_processes, what if kind == "timed out" else f"rank {rank}: {what}"
+        of_all = len(found) == self._seat.placement.world_size
+        return kind, of_all, what if kind == "timed out" else f"rank {rank}: {what}"
 
     def end(self) -> None:
         """Waits until the ranks of this host, whose turns are over, have ended; kills those that do not."""
-        self._join()
+        deadline = time.monotonic() + _END_S
+        for process in self._processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
         for process in self._processes.values():
             process.kill()
             process.join()
@@ -251,11 +253,6 @@ class RankJob:
         """Ends the ranks of all hosts at once."""
         self._store.set(rank_process.end_key(self.name), "")
         self.end()
-
-    def _join(self) -> None:
-        deadline = time.monotonic() + _END_S
-        for process in self._processes.values():
-            process.join(max(0.0, deadline - time.monotonic()))
 
 
 def _kept_store(address: str, port: int) -> TCPStore:

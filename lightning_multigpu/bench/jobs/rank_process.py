@@ -9,7 +9,7 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +33,6 @@ class Seat:
     Args:
         placement: the ranks of the job.
         local_rank: of this process.
-        one_process: one process drives all devices of a host.
         threads: intra-op threads.
         store_port: where the store of the bench is, at the placement's main address.
         main_port: where the ranks' own store is, ``MASTER_PORT``.
@@ -45,7 +44,6 @@ class Seat:
 
     placement: Placement
     local_rank: int = 0
-    one_process: bool = False
     threads: int = 1
     store_port: int = 0
     main_port: int = 0
@@ -58,20 +56,6 @@ class Seat:
     def rank(self) -> int:
         """Of this process, among all ranks of the job."""
         return self.placement.rank(self.local_rank)
-
-    @property
-    def process(self) -> int:
-        """The number of this process among :attr:`num_processes`."""
-        return self.placement.node_rank if self.one_process else self.rank
-
-    @property
-    def num_processes(self) -> int:
-        return self.placement.num_nodes if self.one_process else self.placement.world_size
-
-    def of_agent(self) -> list[Seat]:
-        """The seats that the placement's agent fills."""
-        local_ranks = [rank for rank in self.placement.local_ranks if rank == 0 or not self.one_process]
-        return [replace(self, local_rank=local_rank) for local_rank in local_ranks]
 
     def store(self) -> Store:
         """A new connection to the store of the bench."""
@@ -116,8 +100,8 @@ class Turns:
         """Ends the turn; returns the answers of all ranks, as JSON brings them."""
         if self._is_late:
             _end_when_asked(self._seat)
-        self._store.set(f"answer {self._number} {self._seat.process}", json.dumps(value))
-        found = answers(self._store, self._number, self._seat.num_processes)
+        self._store.set(f"answer {self._number} {self._seat.rank}", json.dumps(value))
+        found = answers(self._store, self._number, self._seat.placement.world_size)
         self._store.compare_set(turn_key(self._number), "", "null")
         return found
 
@@ -147,9 +131,9 @@ def end_key(job: str) -> str:
     return f"end {job}"
 
 
-def answers(store: Store, turn: int, num_processes: int) -> list[Any]:
-    """The answers of all processes in a turn, in their order."""
-    return [json.loads(store.get(f"answer {turn} {process}")) for process in range(num_processes)]
+def answers(store: Store, turn: int, num_ranks: int) -> list[Any]:
+    """The answers of all ranks in a turn, in their order."""
+    return [json.loads(store.get(f"answer {turn} {rank}")) for rank in range(num_ranks)]
 
 
 def note_failure(store: Any, job: str, rank: int, kind: str, what: str) -> None:

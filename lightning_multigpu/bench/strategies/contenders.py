@@ -92,14 +92,10 @@ def _registered_or_class(name: str) -> tuple[type[Strategy], dict[str, Any]]:
 
 def _options(text: str, rest: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    for part in _parts(rest):
+    # Parts are between commas, but for those within brackets: compression={name: powersgd, rank: 4},shared_memory=false
+    for part in re.findall(r"(?:\{[^}]*\}|\[[^]]*\]|[^,])+", rest):
         option, equals, value = part.partition("=")
         if not equals or not option.strip():
             raise ValueError(f"{text}: {part!r} is no option=value; write {text.partition(':')[0]}:bucket_cap_mb=4")
         options[option.strip()] = yaml.safe_load(value)
     return options
-
-
-def _parts(text: str) -> list[str]:
-    """Split at commas, but for those within brackets: ``compression={name: powersgd, rank: 4},shared_memory=false``."""
-    return re.findall(r"(?:\{[^}]*\}|\[[^]]*\]|[^,])+", text)

@@ -119,9 +119,6 @@ class SameBatch(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> Any:
         return self._batch
 
-    def __getitem__(self, index: int) -> Any:
-        return self._batch
-
 
 def repeated(batch: Any, batch_size: int, num_batches: int, num_ranks: int) -> DataLoader[Any]:
     """A loader that gives every one of ``num_ranks`` ranks ``num_batches`` times ``batch``."""
@@ -133,7 +130,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def brings_batch(model: type[LightningModule] | LightningModule) -> bool:
+def brings_batch(model: LightningModule) -> bool:
     """Whether the model has an ``example_batch(batch_size)``."""
     return callable(getattr(model, "example_batch", None))
 

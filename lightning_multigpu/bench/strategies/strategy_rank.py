@@ -6,6 +6,7 @@ import os
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,24 +24,34 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.training_memory import SavedActivations, measured_bytes
 from lightning_multigpu.job.shared_gpus import place, rank_devices
-from lightning_multigpu.report.statistics import quantile
 
 
-@dataclass(frozen=True)
-class StrategySettings:
-    """The settings of a job.
+@dataclass(frozen=True, kw_only=True)
+class StrategyPlan:
+    """The plan of a bench.
 
     Args:
-        contender: the strategy.
         subject: the model, its data and its precision.
         device_type: "cpu" or "cuda".
-        num_steps: of all turns together.
+        repetitions: turns of each strategy.
+        steps: timed steps of a turn.
+        warm_up: steps before them, in each turn.
+        timeout_s: for a turn.
+        start_timeout_s: from the start to the first turn.
     """
 
-    contender: Contender
     subject: Subject
     device_type: str
-    num_steps: int
+    repetitions: int
+    steps: int
+    warm_up: int
+    timeout_s: float
+    start_timeout_s: float = 180.0
+
+    @property
+    def num_steps(self) -> int:
+        """Of each job; the first turn is for memory, buckets and caches, and is not counted."""
+        return (self.repetitions + 1) * (self.warm_up + self.steps)
 
 
 @dataclass(frozen=True)
@@ -140,49 +151,52 @@ class TakesTurns(Callback):
             "exposed_ms": [1e3 * step.exposed_s for step in steps],
             "sent_bytes": [float(step.sent_bytes) for step in steps],
         }
-        return {name: quantile(sorted(values), 0.5) for name, values in figures.items()}
+        return {name: median(values) for name, values in figures.items()}
 
 
-def serve(settings: StrategySettings, seat: Seat, turns: Turns) -> None:
-    """Trains turn by turn until there is none left."""
+def serve(settings: tuple[Contender, StrategyPlan, int], seat: Seat, turns: Turns) -> None:
+    """Trains turn by turn until there is none left, on as many devices of a host as the settings say."""
     seed_everything(0, verbose=False)
-    subject = settings.subject
+    contender, plan, num_devices = settings
+    subject = plan.subject
     model = subject.model()
-    alone = settings.contender.strategy is None
     loader: DataLoader[Any] | None = None
     data = None if subject.data is None else subject.data()
     if data is None and brings_batch(model):
         # One more: the last turn ends with the start of a batch that belongs to none.
-        num_batches = settings.num_steps + 1
-        one_process = settings.contender.is_one_process
-        batch_size = subject.batch_size * (seat.placement.devices if one_process else 1)
+        num_batches = plan.num_steps + 1
+        one_process = contender.is_one_process
+        batch_size = subject.batch_size * (num_devices if one_process else 1)
         batch = model.example_batch(batch_size)  # type: ignore[operator]
-        ranks = 1 if alone or one_process else seat.placement.world_size
+        ranks = 1 if contender.strategy is None or one_process else seat.placement.world_size
         loader = repeated(batch, batch_size, num_batches, ranks)
-    _trainer(settings, seat, [TakesTurns(turns)]).fit(model, train_dataloaders=loader, datamodule=data)
+    trainer = _trainer(contender, plan, num_devices, seat, [TakesTurns(turns)])
+    trainer.fit(model, train_dataloaders=loader, datamodule=data)
 
 
-def _trainer(settings: StrategySettings, seat: Seat, callbacks: list[Callback]) -> Trainer:
-    devices = rank_devices(settings.device_type, seat.placement.devices, torch.cuda.device_count())
+def _trainer(
+    contender: Contender, plan: StrategyPlan, num_devices: int, seat: Seat, callbacks: list[Callback]
+) -> Trainer:
+    devices = rank_devices(plan.device_type, num_devices, torch.cuda.device_count())
     strategy: Strategy
-    if settings.contender.strategy is None:
+    if contender.strategy is None:
         strategy, num_nodes = SingleDeviceStrategy(devices[seat.local_rank]), 1
     else:
         # As if this rank had been started by hand: Lightning then starts none.
         os.environ.update(LOCAL_RANK=str(seat.local_rank), NODE_RANK=str(seat.placement.node_rank))
-        strategy, num_nodes = settings.contender.make(), seat.placement.num_nodes
+        strategy, num_nodes = contender.make(), seat.placement.num_nodes
         place(strategy, devices)
     return Trainer(
-        accelerator="gpu" if settings.device_type == "cuda" else "cpu",
+        accelerator="gpu" if plan.device_type == "cuda" else "cpu",
         devices="auto",
         num_nodes=num_nodes,
         strategy=strategy,
         # A rank whose turn is over sleeps with the next batch of its own loader in hand: at the end of an epoch whose
         # batches are dealt out, async_ps would wait for that batch, and the turn for async_ps.
-        use_distributed_sampler=settings.subject.batch_size > 0 or settings.contender.options.get("mode") != "async",
+        use_distributed_sampler=plan.subject.batch_size > 0 or contender.options.get("mode") != "async",
         plugins=[LightningEnvironment()],  # and Lightning looks for no other, such as MPI's, which starts a daemon
-        precision=settings.subject.precision,
-        accumulate_grad_batches=settings.subject.accumulate,
+        precision=plan.subject.precision,
+        accumulate_grad_batches=plan.subject.accumulate,
         max_epochs=-1,
         callbacks=callbacks,
         logger=False,

@@ -14,53 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from statistics import median
 
 from lightning_multigpu.bench.collectives.collective_run import OK
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
 from lightning_multigpu.bench.spread import Spread
-from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, Contender
-from lightning_multigpu.bench.strategies.models import Subject
-from lightning_multigpu.bench.strategies.strategy_rank import StrategySettings, Taken, Turn, serve
-from lightning_multigpu.report.statistics import quantile
+from lightning_multigpu.bench.strategies.contenders import Contender
+from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan, Taken, Turn, serve
 
-START_TIMEOUT_S = 180.0
 START_EACH_S = 10.0
 """More for each strategy that starts at the same time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StrategyPlan:
-    """The plan of a bench.
-
-    Args:
-        contenders: the strategies; "no communication" is added.
-        subject: the model, its data and its precision.
-        device_type: "cpu" or "cuda".
-        repetitions: turns of each strategy.
-        steps: timed steps of a turn.
-        warm_up: steps before them, in each turn.
-        timeout_s: for a turn.
-        start_timeout_s: from the start to the first turn.
-    """
-
-    contenders: Sequence[Contender]
-    subject: Subject
-    device_type: str
-    repetitions: int
-    steps: int
-    warm_up: int
-    timeout_s: float
-    start_timeout_s: float = START_TIMEOUT_S
-
-    @property
-    def num_turns(self) -> int:
-        """Of all jobs, their starts included."""
-        return (self.repetitions + 1) * (len(self.contenders) + 1)
-
-    @property
-    def num_steps(self) -> int:
-        """Of each job; the first turn is for memory, buckets and caches, and is not counted."""
-        return (self.repetitions + 1) * (self.warm_up + self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,25 +49,15 @@ class StrategyResult:
     memory: dict[str, int] = field(default_factory=dict)
 
 
-def measure(
-    hosts: HostAgents, plan: StrategyPlan, after_turn: Callable[[str], object] = lambda label: None
-) -> list[StrategyResult]:
-    """The rows: "no communication", then the strategies in their order.
-
-    Args:
-        hosts: that run the jobs.
-        plan: of the bench.
-        after_turn: gets the label of the strategy of each of :attr:`Plan.num_turns`, after the turn.
-    """
-    return take_turns(
-        [StrategyRun(hosts, each, plan) for each in (Contender(NO_COMMUNICATION), *plan.contenders)], after_turn
-    )
-
-
 def take_turns(
     runners: Sequence[StrategyRun], after_turn: Callable[[str], object] = lambda label: None
 ) -> list[StrategyResult]:
-    """The rows of runs with equal plans and hosts, also of different numbers of ranks; they start at the same time."""
+    """The rows of runs with equal plans and hosts, also of different numbers of ranks; they start at the same time.
+
+    Args:
+        runners: of the rows, in their order.
+        after_turn: gets the label of the strategy after each turn; each has one more than the plan's repetitions.
+    """
     order = [*runners]  # first a turn each that does not count
     for repetition in range(runners[0].plan.repetitions):
         first = repetition % len(runners)
@@ -137,16 +90,15 @@ class StrategyRun:
 
     def start(self, numbers: Sequence[int], more_s: float) -> None:
         """Starts the ranks, for the turns of these numbers; with others, they may take ``more_s`` longer for it."""
-        plan = self.plan
+        plan, devices = self.plan, self.devices or self.hosts.placement.devices
         self._job = self.hosts.start(
             "strategy",
             serve,
-            StrategySettings(self.contender, plan.subject, plan.device_type, plan.num_steps),
+            (self.contender, plan, devices),
             [(number, Turn(plan.warm_up, plan.steps)) for number in numbers],
             timeout_s=plan.timeout_s,
             start_timeout_s=plan.start_timeout_s + more_s,
-            devices=self.devices,
-            one_process=self.contender.is_one_process,
+            devices=1 if self.contender.is_one_process else devices,
         )
 
     def take(self, number: int, *, counts: bool) -> None:
@@ -196,5 +148,5 @@ class StrategyRun:
         for turns in zip(*self._metered, strict=True):
             metered = [figures for figures in turns if figures is not None]
             if metered:
-                by_rank.append({key: quantile(sorted(turn[key] for turn in metered), 0.5) for key in metered[0]})
+                by_rank.append({key: median(turn[key] for turn in metered) for key in metered[0]})
         return max(by_rank, key=lambda figures: figures["total_ms"]) if by_rank else None

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from lightning_multigpu.planning.launch_queue import LaunchQueue
 
 _ANCHOR = "lightning_multigpu: clock"
+_MOST_OPERATORS = 12
 _MOST_EVENTS = 20_000
 _GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _CATEGORIES = ("cpu_op", "user_annotation", *_GPU_CATEGORIES)
@@ -31,7 +32,7 @@ class OperatorTrace:
         now: the clock on which :attr:`events` are, in seconds.
 
     Attributes:
-        most: the operators that take the most time by themselves: name, calls, seconds on the CPU, seconds on a GPU.
+        most: the 12 operators that take the most time by themselves: name, calls, seconds on the CPU and on a GPU.
         events: of all operators, within each other, the longest first and at most 20,000 of them: name, thread, start
             and end in seconds. Threads are numbered in the order of their first operators, from 0 up, and streams of
             a GPU from -1 down.
@@ -56,12 +57,8 @@ class OperatorTrace:
         with record_function(_ANCHOR):
             self._anchor_s = self._now()
 
-    def stop(self, count: int = 12) -> None:
-        """Ends; may be called more than once.
-
-        Args:
-            count: how many operators :attr:`most` has.
-        """
+    def stop(self) -> None:
+        """Ends; may be called more than once."""
         if self._profile is None:
             return
         recorded, self._profile = self._profile, None
@@ -78,9 +75,9 @@ class OperatorTrace:
             # Freed here, and not by Python's garbage collector, where torch 2.13 crashed in a third of a test's runs.
             recorded.profiler = None
         anchor = next(event for event in written if event.get("name") == _ANCHOR)
-        self._read(written, count, self._anchor_s - float(anchor["ts"]) / 1e6)
+        self._read(written, self._anchor_s - float(anchor["ts"]) / 1e6)
 
-    def _read(self, written: list[dict[str, Any]], count: int, origin_s: float) -> None:
+    def _read(self, written: list[dict[str, Any]], origin_s: float) -> None:
         """Sums up the events of a trace; ``origin_s`` is the clock at its 0."""
         written = [e for e in written if e.get("ph") == "X" and e["name"] != _ANCHOR]
         spans = [event for event in written if event.get("cat") in _CATEGORIES]
@@ -104,7 +101,7 @@ class OperatorTrace:
             around.append((event["name"], start_s + seconds))
         self.events = sorted(self.events, key=lambda event: event[2] - event[3])[:_MOST_EVENTS]
         operators = [(name, calls, cpu_s, gpu_s) for name, (calls, cpu_s, gpu_s) in of_operators.items()]
-        self.most = sorted(operators, key=lambda operator: -max(operator[2:]))[:count]
+        self.most = sorted(operators, key=lambda operator: -max(operator[2:]))[:_MOST_OPERATORS]
         self.launches = _launches(written)
 
 

@@ -25,7 +25,7 @@ from lightning_multigpu.callbacks.probes import host_memory, usable_cores
 from lightning_multigpu.callbacks.profile.operator_trace import OperatorTrace
 from lightning_multigpu.callbacks.profile.value_reads import ValueReads
 from lightning_multigpu.callbacks.run_report import gather, memory_of
-from lightning_multigpu.communication.clock_offsets import ClockOffset, clock_offsets
+from lightning_multigpu.communication.clock_offsets import clock_offsets
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.training_memory import SavedActivations, measured_bytes
@@ -118,7 +118,7 @@ class ProfiledWindow:
         beside = isinstance(_profiler(trainer), PyTorchProfiler)
         self._records_operators = (on_gpu if operators is None else operators) and not beside
         self._operators = OperatorTrace(self.now)
-        self._clock: ClockOffset | None = None
+        self._clock: tuple[float, float] | None = None
         self._stages: StageRecord | None = None
         self.batches = 0
         self.interrupted = False
@@ -184,7 +184,7 @@ class ProfiledWindow:
         """A :class:`.MeasuredRank` as JSON, on its own clock, with the events of operators beside it."""
         spans = [] if self._recorder is None else self._recorder.spans
         hooks = [_callbacks_s(spans, start_s, end_s) for start_s, end_s, _ in self._counted]
-        clock = self._clock or ClockOffset(0.0, 0.0)
+        offset_s, error_s = self._clock or (0.0, 0.0)
         measured = MeasuredRank(
             rank=self._rank,
             node=self._node,
@@ -192,7 +192,7 @@ class ProfiledWindow:
             threads=torch.get_num_threads(),
             cores=usable_cores(),
             data_workers=self._workers,
-            clock=ClockError(offset_s=clock.offset_s, error_s=clock.error_s),
+            clock=ClockError(offset_s=offset_s, error_s=error_s),
             callbacks_s=medians(hooks),
             operators=[OperatorTime(*each) for each in self._operators.most],
             reads=[] if self._reads is None else [LineReads(*each) for each in self._reads.most()],
@@ -222,7 +222,7 @@ class ProfiledWindow:
         )
 
     def _parts(self, spans: Sequence[Span], start_s: float, end_s: float) -> list[Span]:
-        phases = [Span(s.start_s, s.end_s, phase) for s in spans if (phase := phase_of(s.name)) is not None]
+        phases = [Span(s.start_s, s.end_s, phase_of(s.name)) for s in spans]
         exposed = [Span(a, b, "communication") for a, b in self._exposed if a < end_s and b > start_s]
         passes: list[Span] = []
         for step in () if self._stages is None else self._stages.steps:
@@ -235,7 +235,7 @@ class ProfiledWindow:
     def _recorded(self, trainer: Trainer) -> Iterator[None]:
         """Records actions, transfers and loggers. The listener stays: what has begun in the window may end later."""
         self._recorder = recorder = ActionRecorder(_profiler(trainer), self.now)
-        _put_profiler(trainer, recorder)
+        trainer.profiler = recorder  # type: ignore[attr-defined]
         if self._meter is not None:
             self._meter.listener = self._heard
         try:
@@ -244,7 +244,7 @@ class ProfiledWindow:
         finally:
             self._end_s = self.now()
             if _profiler(trainer) is recorder:
-                _put_profiler(trainer, recorder.inner)
+                trainer.profiler = recorder.inner  # type: ignore[attr-defined]
 
     def _heard(self, transfers: list[Transfer], exposed: list[tuple[float, float]]) -> None:
         self._transfers += [transfer for transfer in transfers if transfer.interval()[0] < self._end_s]
@@ -292,28 +292,16 @@ class ProfiledWindow:
             self._memory = {kind: held[kind] for kind in ("parameters_bytes", "gradients_bytes")}
         else:
             self._memory = asdict(memory)
-        if _gathered_together(trainer, 0) is None:
-            self._clock = ClockOffset(0.0, 0.0)
+        if isinstance(strategy, MultiGPUStrategy) and strategy.newest_of_ranks("profile", 0) is not None:
+            self._clock = 0.0, 0.0  # each rank trains at its own pace
         else:
             self._clock = clock_offsets(lambda moment: gather(trainer, moment), self.now)[trainer.global_rank]
-
-
-def _gathered_together(trainer: Trainer, value: Any) -> list[Any] | None:
-    """One value of every rank; None where each rank trains at its own pace."""
-    strategy = trainer.strategy
-    if isinstance(strategy, MultiGPUStrategy) and strategy.newest_of_ranks("profile", 0) is not None:
-        return None
-    return gather(trainer, value)
 
 
 def _profiler(trainer: Trainer) -> Profiler:
     # Lightning attaches it when the Trainer is made, without an annotation.
     profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
     return profiler
-
-
-def _put_profiler(trainer: Trainer, profiler: Profiler) -> None:
-    trainer.profiler = profiler  # type: ignore[attr-defined]
 
 
 def _callbacks_s(spans: Sequence[Span], start_s: float, end_s: float) -> dict[str, float]:

@@ -15,8 +15,7 @@ import torch
 
 _READING = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
 _LIBRARIES = ("torch", "lightning", "lightning_multigpu", "lightning_utilities", "torchmetrics")
-
-
+_MOST_LINES = 5
 _LOOP_READS = 20
 _LOOP_TURN_S = 2e-4
 _CALIBRATING_READS = 200
@@ -63,12 +62,12 @@ class ValueReads:
             for name, method in own.items():  # that somebody else has put there
                 setattr(torch.Tensor, name, method)
 
-    def most(self, count: int = 5) -> list[tuple[str, int, float]]:
-        """The lines that take the most time: line, number of reads, and the share of the block's time."""
+    def most(self) -> list[tuple[str, int, float]]:
+        """The five lines that take the most time: line, number of reads, and the share of the block's time."""
         turn_s = self._turn_s()
         block_s = self._block_s - turn_s * sum(line.count for line in self._by_line.values())
         reads = [(name, line.count, line.cost_s(turn_s) / block_s) for name, line in self._by_line.items()]
-        return sorted(reads, key=lambda read: -read[2])[:count]
+        return sorted(reads, key=lambda read: -read[2])[:_MOST_LINES]
 
     def _turn_s(self) -> float:
         """Seconds by which counting makes a read longer."""

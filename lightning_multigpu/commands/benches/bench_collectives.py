@@ -66,15 +66,7 @@ _TENSORS_A_RANK = 2  # one goes in, one comes out
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Prints the table row by row, and writes what was asked for.
-
-    Returns:
-        0; 1 where a result was wrong.
-
-    Raises:
-        UsageError: an option is wrong; no process has been started.
-        SystemExit: for ``--help``.
-    """
+    """Prints the table row by row, and writes what was asked for; returns 1 where a result was wrong."""
     options = _parser(name).parse(arguments)
     try:
         place = placement(options.devices, options.num_nodes)

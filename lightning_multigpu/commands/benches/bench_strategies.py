@@ -56,22 +56,13 @@ from lightning_multigpu.commands.usage import PROGRAM, UsageError
 
 if TYPE_CHECKING:
     from lightning_multigpu.bench.strategies.models import Subject
-    from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan
 
 DEFAULT_STRATEGIES = ("ddp", "ring_ddp")
 MODEL_NAMES = ("mlp", "gpt")
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Prints the table after all turns, and writes the files that the options name.
-
-    Returns:
-        0; 1 where a strategy failed.
-
-    Raises:
-        UsageError: an option is wrong; no process has been started.
-        SystemExit: for ``--help``.
-    """
+    """Prints the table after all turns, and writes what was asked for; returns 1 where a strategy failed."""
     options = _parser(name).parse(arguments)
     options.strategies = strategies_of(options.strategies)
     try:
@@ -80,16 +71,27 @@ def run(name: str, arguments: Sequence[str]) -> int:
         check_directories(options, "json")
         check_device(options)
         subject = _subject(options)
-        plan = _plan(options, subject)
+        from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, Contender, contender
+
+        contenders = [Contender(NO_COMMUNICATION), *map(contender, options.strategies)]
     except ValueError as error:
         raise UsageError(str(error)) from error
-    from lightning_multigpu.bench.strategies.strategy_run import measure
+    from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan, StrategyRun, take_turns
     from lightning_multigpu.bench.strategies.strategy_table import StrategiesTable
 
+    plan = StrategyPlan(
+        subject=subject,
+        device_type=options.device,
+        repetitions=options.repetitions,
+        steps=options.steps,
+        warm_up=options.warm_up,
+        timeout_s=options.timeout,
+    )
     progress = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
     with started(place, options, [*name.split(), *arguments]) as (hosts, head), progress:
-        task = progress.add_task("starting", total=plan.num_turns)
-        results = measure(hosts, plan, lambda label: progress.update(task, description=label, advance=1))
+        runs = [StrategyRun(hosts, each, plan) for each in contenders]
+        task = progress.add_task("starting", total=(plan.repetitions + 1) * len(runs))
+        results = take_turns(runs, lambda label: progress.update(task, description=label, advance=1))
     status = int(any(result.reason is not None for result in results))
     if not hosts.prints:
         return status
@@ -162,21 +164,6 @@ def _subject(options: argparse.Namespace) -> Subject:
         raise UsageError(f"--batch-size={options.batch_size}: {name} has a loader of its own, which decides that")
     precision = (settings.get("trainer") or {}).get("precision")
     return Subject(name, model, batch_size, data, precision)
-
-
-def _plan(options: argparse.Namespace, subject: Subject) -> StrategyPlan:
-    from lightning_multigpu.bench.strategies.contenders import contender
-    from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan
-
-    return StrategyPlan(
-        contenders=[contender(text) for text in options.strategies],
-        subject=subject,
-        device_type=options.device,
-        repetitions=options.repetitions,
-        steps=options.steps,
-        warm_up=options.warm_up,
-        timeout_s=options.timeout,
-    )
 
 
 def _baseline(options: argparse.Namespace) -> str:

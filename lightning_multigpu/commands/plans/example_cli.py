@@ -9,7 +9,7 @@ from typing import TypeVar
 from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu.commands.usage import UsageError
 from lightning_multigpu.planning.scaling.bandwidth_need import source_arithmetic
-from lightning_multigpu.planning.scaling.machine_model import Machine, World
+from lightning_multigpu.planning.scaling.machine_model import World
 from lightning_multigpu.planning.scaling.presets import MACHINES, MODELS, USUAL_UTILISATION, profile_of
 from lightning_multigpu.planning.scaling.ranking import Ranking, ranked
 from lightning_multigpu.planning.scaling.step_model import Candidate
@@ -45,7 +45,7 @@ def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
 
 
 def _ranking(wanted: argparse.Namespace) -> Ranking:
-    model, machine = MODELS[wanted.example], preset_machine(wanted.preset)
+    model, machine = MODELS[wanted.example], by_name(wanted.preset, MACHINES, "--preset")
     if wanted.link_gbit:
         machine = machine.with_link(wanted.link_gbit)
     usual = [1, 2, 4, 8] if machine.between is not None else [1]
@@ -62,15 +62,6 @@ def _ranking(wanted: argparse.Namespace) -> Ranking:
     else:
         candidates = [Candidate(row.name) for row in STRATEGIES if not row.name.endswith("_spawn")]
     return ranked(profile, machine, candidates, worlds)
-
-
-def preset_machine(name: str) -> Machine:
-    """The machine of ``--preset``.
-
-    Raises:
-        UsageError: there is no such machine.
-    """
-    return by_name(name, MACHINES, "--preset")
 
 
 def by_name(name: str, known: Mapping[str, T], option: str) -> T:

@@ -16,9 +16,9 @@ from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePl
 from lightning_multigpu.planning.scaling.machine_model import Machine, World
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases, SplitPart
 from lightning_multigpu.planning.scaling.step_model import PIPELINES
-from lightning_multigpu.registry import STRATEGIES
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner, PlanError
+from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from lightning_multigpu.strategies.steps.lone_steps import LoneRank, LoneStepsError, lone_steps
 
 _FAILURES = (PlanError, PipelineError, RuntimeError)
@@ -161,10 +161,12 @@ def _pipelines(
     the finer one for four not.
     """
     schedules = {name: PIPELINES[name] for name in names if name in PIPELINES} or {"pipeline_1f1b": "1f1b"}
-    options = subject.pipeline_options or _usual_options()
+    options = subject.pipeline_options or PipelineStrategy(schedule="1f1b").pipeline_options
     numbers = sorted({1, *(4 * size for size in sizes), *num_micro_batches})
 
-    def plans(schedules: Iterable[str], sizes: Sequence[int]) -> list[PipelinePlan]:
+    def plans(
+        schedules: Iterable[str], sizes: Sequence[int]
+    ) -> tuple[list[PipelinePlan], Mapping[tuple[str, int], str]]:
         planner = PipelinePlanner(
             [options.with_schedule(schedule) for schedule in dict.fromkeys(schedules)],  # type: ignore[arg-type]
             sizes,
@@ -173,24 +175,23 @@ def _pipelines(
             clip_micro_batches=True,
             callbacks=subject.callbacks,
         )
-        planner.run(subject.module, subject.datamodule, {**subject.trainer_settings, "accumulate_grad_batches": 1})
-        return [plan for plans in planner.of_sizes.values() for plan in plans.plans]
+        settings = {**subject.trainer_settings, "accumulate_grad_batches": 1}
+        return planner.run(subject.module, subject.datamodule, settings).plans, planner.refused
 
     with suppress(*_FAILURES):
-        return plans(schedules.values(), sizes), {}
+        together, refused = plans(schedules.values(), sizes)
+        return together, {
+            f"{name} on {size} ranks": refused[schedule, size]
+            for name, schedule in schedules.items()
+            for size in sizes
+            if (schedule, size) in refused
+        }
     found: list[PipelinePlan] = []
     reasons: dict[str, str] = {}
     for name, schedule in schedules.items():
         for size in sizes:
             try:
-                found += plans([schedule], [size])
+                found += plans([schedule], [size])[0]
             except _FAILURES as error:
                 reasons[f"{name} on {size} ranks"] = str(error)
     return found, reasons
-
-
-def _usual_options() -> PipelineOptions:
-    row = next(each for each in STRATEGIES if each.name == "pipeline_1f1b")
-    strategy: Any = row.strategy(**row.options)
-    found: PipelineOptions = strategy.pipeline_options
-    return found

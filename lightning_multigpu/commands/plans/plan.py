@@ -99,7 +99,6 @@ def run(name: str, arguments: Sequence[str]) -> int:
     Raises:
         UsageError: an option, a configuration file or a setting is wrong, or the module cannot be split.
         ValueError: with ``--blocks``, no layer can be split, or the plan of the configuration does not fit.
-        SystemExit: for ``--help``.
     """
     options, rest = _parser(name).parse_known_args(arguments)
     given = [option for option, value in vars(options).items() if value is not None]

@@ -14,12 +14,12 @@ import yaml
 
 from lightning_multigpu.bench.strategies.contenders import contender
 from lightning_multigpu.commands.calibrate import FILE_NAME, cached_path, identity, this_machine
-from lightning_multigpu.commands.plans.example_cli import preset_machine
+from lightning_multigpu.commands.plans.example_cli import by_name
 from lightning_multigpu.commands.plans.measured_model import PlannedModule, measured_model
 from lightning_multigpu.commands.training import TrainingCLI
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.planning.scaling.machine_model import Machine, World, differences, from_json
-from lightning_multigpu.planning.scaling.presets import moved
+from lightning_multigpu.planning.scaling.presets import MACHINES, moved
 from lightning_multigpu.planning.scaling.ranking import Ranking, ranked
 from lightning_multigpu.planning.scaling.step_model import Candidate
 from lightning_multigpu.registry import STRATEGIES
@@ -146,7 +146,7 @@ def machine_of(wanted: argparse.Namespace, device_type: str) -> Machine:
     if wanted.preset and wanted.machine:
         raise UsageError(f"--preset={wanted.preset} and --machine={wanted.machine}: pass one of them")
     if wanted.preset:
-        return preset_machine(wanted.preset)
+        return by_name(wanted.preset, MACHINES, "--preset")
     paths = [wanted.machine] if wanted.machine else [Path(FILE_NAME), cached_path()]
     path = next((each for each in paths if each.is_file()), None)
     if path is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.commands.training import TrainingCLI
 from lightning_multigpu.commands.usage import UsageError
 from lightning_multigpu.planning.split_plan import SplitPlan
-from lightning_multigpu.report.split_table import as_json, print_plan
+from lightning_multigpu.report.split_table import print_plan
 from lightning_multigpu.strategies.steps.dry_run import QUIET_SETTINGS
 from lightning_multigpu.strategies.tensor_parallel.hybrid import HybridStrategy
 from lightning_multigpu.strategies.tensor_parallel.tensor_split import TensorSplitStrategy
@@ -79,5 +80,5 @@ class ShownPlan:
     def _show(self, plan: SplitPlan) -> None:
         print_plan(Console(), plan)
         if self._path is not None:
-            self._path.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **as_json(plan)}, indent=2) + "\n")
+            self._path.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **asdict(plan)}, indent=2) + "\n")
             print(f"Plan as JSON: {self._path}")

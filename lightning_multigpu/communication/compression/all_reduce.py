@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +57,6 @@ class CompressedAllReduce:
     ) -> None:
         if segment_elements < 1:
             raise ValueError(f"segment_elements={segment_elements}: a message must hold at least 1 element")
-        self.group = group
         self.compressor = compressor
         self.total_ring_bytes = 0
         self.total_sent_bytes = 0
@@ -139,7 +138,7 @@ class CompressedAllReduce:
         return f"{self.compressor!r}: {ratio:.2f} times fewer bytes between hosts"
 
     def share_errors(
-        self, pieces: Sequence[GradientPiece], own: Sequence[GradientPiece], host: dist.ProcessGroup
+        self, pieces: Sequence[GradientPiece], own: Sequence[GradientPiece], sum_over_host: Callable[[Tensor], object]
     ) -> None:
         """Moves errors to the ranks of a host that use them next, if each rank reduces a part of a tensor.
 
@@ -148,12 +147,12 @@ class CompressedAllReduce:
         Args:
             pieces: the pieces of the whole tensor.
             own: the pieces of this rank's part, from :func:`~.pieces.cut`.
-            host: the ranks of the host, with any back end that sums CPU tensors.
+            sum_over_host: sums a float32 tensor over the ranks of the host, in place.
         """
         if self._errors is None:
             return
         total = self._errors.take(tuple(pieces))
-        dist.all_reduce(total, group=host)
+        sum_over_host(total)
         self._errors.give(tuple(pieces), total)
         kept = self._errors.take(tuple(own))
         self._errors.take(tuple(pieces))  # the other ranks keep these

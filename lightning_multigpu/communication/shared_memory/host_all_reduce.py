@@ -17,7 +17,6 @@ Sums are made in the order of ranks, so all ranks and all runs get the same bits
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -124,7 +123,7 @@ class SharedMemoryAllReduce:
             self._sum(rows(1, 0, out)[: self.world_size], out, average)
 
         def sum_own(chunk: int) -> None:
-            a, b = _part(chunks[chunk].numel(), self.world_size, self.rank)
+            a, b = chunk_bounds(chunks[chunk].numel(), self.world_size)[self.rank]
             own = chunks[chunk][a:b]
             self._sum(rows(1, a, own)[: self.world_size], rows(0, a, own)[-1], average)
 
@@ -272,11 +271,6 @@ class SharedMemoryAllReduce:
 
 def _num_chunks(shards: Sequence[Tensor], size: int) -> int:
     return -(-max(shard.numel() for shard in shards) // size)
-
-
-@lru_cache(maxsize=512)
-def _part(numel: int, world_size: int, rank: int) -> tuple[int, int]:
-    return chunk_bounds(numel, world_size)[rank]
 
 
 def _nothing(_: int) -> None:

@@ -69,18 +69,14 @@ class InPlaceTensors:
         problems = self._exchange(problem)
         if any(problems):
             raise SharedMemoryUnavailableError.of(problems)
-        self._forget(key)
+        if (replaced := self._by_key.pop(key, None)) is not None:
+            del self._by_address[replaced[self._rank].data_ptr()]
         self._by_key[key] = self._by_address[flat.data_ptr()] = tuple(rows)
 
     def close(self) -> None:
         """Releases the other ranks' memory."""
         self._by_key.clear()
         self._by_address.clear()
-
-    def _forget(self, key: int) -> None:
-        rows = self._by_key.pop(key, None)
-        if rows is not None:
-            del self._by_address[rows[self._rank].data_ptr()]
 
 
 def _offered(flat: Tensor) -> str:

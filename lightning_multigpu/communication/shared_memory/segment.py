@@ -110,27 +110,25 @@ class OfferedSegment:
 
     Attributes:
         memory: zeros at first, shape (size_bytes,), uint8. The mapping lives as long as the tensor or a view of it.
-        offer: the argument of :func:`mapped`, as JSON values; valid while this object lives.
+        offer: the argument of :func:`mapped`; valid while this object lives.
 
     Raises:
         OSError: there is not enough memory.
     """
 
     def __init__(self, size_bytes: int) -> None:
-        self._descriptor, (pid, descriptor, token) = created_file(_HEADER_BYTES + size_bytes)
-        self._close = weakref.finalize(self, os.close, self._descriptor)
-        self.memory = _tensor(self._descriptor)
-        self.offer = [pid, descriptor, token.hex()]
+        descriptor, self.offer = created_file(_HEADER_BYTES + size_bytes)
+        weakref.finalize(self, os.close, descriptor)
+        self.memory = _tensor(descriptor)
 
 
-def mapped(offer: Sequence[Any]) -> torch.Tensor:
+def mapped(offer: Offer) -> torch.Tensor:
     """The memory of another process's :class:`OfferedSegment`.
 
     Raises:
         OSError: the process is of another user, or in another container or on another host.
     """
-    pid, descriptor, token = offer
-    opened = opened_file((int(pid), int(descriptor), bytes.fromhex(token)))
+    opened = opened_file(offer)
     try:
         return _tensor(opened)
     finally:

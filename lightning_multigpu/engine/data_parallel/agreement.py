@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from lightning_multigpu.communication.metering.collective_observer import ranks_
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.batch_size import leading_size
-from lightning_multigpu.engine.data_parallel.batch_distribution import CountedBatchSampler, ShardedBatchSampler
+from lightning_multigpu.engine.data_parallel.batch_distribution import CountedBatchSampler
 
 UnevenInputs = Literal["stop", "join"]
 LossReduction = Literal["mean", "sum"] | Callable[[Any], float]
@@ -178,8 +178,6 @@ class ContinuedLoader(LoaderWrapper):
         self.loader = loader
 
     def __len__(self) -> int:
-        if not isinstance(self.loader, Sized):
-            raise TypeError(f"{type(self.loader).__name__} has no length")
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -345,30 +343,6 @@ def loss_scale(announcement: Announcement, rank: int, loss_reduction: LossReduct
     return len(weights) * weights[rank] / total
 
 
-class Share(NamedTuple):
-    """The share of a rank's batch in the average of gradients over ranks, for losses that are means.
-
-    Attributes:
-        factor: multiplies the mean gradient over the batch; 0 for a rank without data.
-        size: the number of samples, or of other items, in that mean.
-    """
-
-    factor: float
-    size: float
-
-
-def shares_of(announcement: Announcement, loss_reduction: LossReduction) -> list[Share]:
-    """The share of each rank's batch, in rank order."""
-    weights = announcement.weights
-    if not any(weights):
-        return [Share(1.0, 1.0)] * len(weights)
-    scales = [loss_scale(announcement, rank, loss_reduction) for rank in range(len(weights))]
-    if loss_reduction == "sum":
-        sizes = [max(1, samples) for samples in announcement.samples]
-        return [Share(scale * size, size) for scale, size in zip(scales, sizes, strict=True)]
-    return [Share(scale, weight or 1.0) for scale, weight in zip(scales, weights, strict=True)]
-
-
 def counted_samples(batch: Any, *, limit: int | None) -> int:
     """Samples of a batch from a batch sampler that is not ours: the first dimension of its first tensor.
 
@@ -384,8 +358,6 @@ def full_batch_size(loader: Any) -> int | None:
     if isinstance(loader, LoaderWrapper):
         loader = loader.loader
     batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
-    if isinstance(batches, ShardedBatchSampler):
-        return batches.batch_size
     if isinstance(batches, CountedBatchSampler):
         batches = batches.batches
     return batches.batch_size if type(batches) is BatchSampler else None

@@ -12,7 +12,6 @@ sample more than others, and gradients are weighted by samples::
 from __future__ import annotations
 
 import copy
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice, pairwise
@@ -20,6 +19,8 @@ from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from lightning_multigpu.engine.step_state import preserved_random_state, set_random_state
 
 
 def share(start: int, stop: int, rank: int, num_replicas: int) -> tuple[int, int]:
@@ -81,41 +82,24 @@ class CountedBatchSampler(Sampler[list[int]]):
 
 
 class ShardedBatchSampler(CountedBatchSampler):
-    """This rank's part of every global batch of ``order``.
+    """This rank's part of every global batch.
 
     A rank whose part is empty gets the batch's first sample, counted as 0 samples.
 
     Args:
-        order: indices in the one global order, the same on every rank; its ``set_epoch`` is called if it has one.
-        batch_size: samples of a rank in a batch.
+        batches: its sampler gives the one global order, the same on every rank; its ``batch_size`` counts the samples
+            of a rank in a batch; with ``drop_last`` a last global batch that is not full is left out.
         num_replicas: data ranks.
         rank: this data rank.
-        drop_last: leave out a last global batch that is not full.
         even: let a last batch with too few samples for all ranks take some from the batch before it. This is for use
             outside training, where the composition of a batch does not matter.
     """
 
-    def __init__(
-        self,
-        order: Sampler[int],
-        *,
-        batch_size: int,
-        num_replicas: int,
-        rank: int,
-        drop_last: bool = False,
-        even: bool = False,
-    ) -> None:
-        super().__init__([])
-        self.order = order
-        self.batch_size = batch_size
+    def __init__(self, batches: BatchSampler, *, num_replicas: int, rank: int, even: bool = False) -> None:
+        super().__init__(batches)
         self.num_replicas = num_replicas
         self.rank = rank
-        self.drop_last = drop_last
         self.even = even
-
-    @property
-    def sampler(self) -> Any:
-        return self.order
 
     def __len__(self) -> int:
         return len(self._shares())
@@ -123,15 +107,14 @@ class ShardedBatchSampler(CountedBatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         self.counts.clear()
         skip, self.skip = self.skip, 0
-        order = _drawn(self.order)
+        order = _drawn(self.sampler)
         for batch_start, start, stop in self._shares()[skip:]:
             self.counts.append(stop - start)
             yield order[start:stop] or [order[batch_start]]
 
     def _shares(self) -> list[tuple[int, int, int]]:
-        assert isinstance(self.order, Sized)
         bounds = global_batches(
-            len(self.order),
+            len(self.sampler),
             self.batch_size * self.num_replicas,
             num_replicas=self.num_replicas if self.even else 0,
             drop_last=self.drop_last,
@@ -149,35 +132,19 @@ class OnDemandBatchSampler(CountedBatchSampler):
     Its length is that of the whole epoch; this worker yields a part of the epoch.
 
     Args:
-        order: indices in the one global order, the same on every rank.
-        batch_size: samples a batch.
-        drop_last: leave out a last batch that is not full.
+        batches: of the one global order, the same on every rank.
         take: returns the numbers of the next batches, which make one update; no number at the end of the epoch.
 
     Attributes:
         numbers: the numbers of the batches yielded so far, kept as ``counts`` are.
     """
 
-    def __init__(
-        self, order: Sampler[int], *, batch_size: int, drop_last: bool, take: Callable[[], Iterable[int]]
-    ) -> None:
-        super().__init__([])
-        self.order = order
-        self.batch_size = batch_size
-        self.drop_last = drop_last
+    def __init__(self, batches: BatchSampler, take: Callable[[], Iterable[int]]) -> None:
+        super().__init__(batches)
         self.numbers: deque[int] = deque()
         self._take = take
         self._following: deque[int] = deque()
         self._is_exhausted = False
-
-    @property
-    def sampler(self) -> Any:
-        return self.order
-
-    def __len__(self) -> int:
-        assert isinstance(self.order, Sized)
-        full, rest = divmod(len(self.order), self.batch_size)
-        return full + (rest > 0 and not self.drop_last)
 
     def has_next(self) -> bool:
         """Whether this worker has a further batch; asks for one if it has none."""
@@ -199,7 +166,7 @@ class OnDemandBatchSampler(CountedBatchSampler):
         self.numbers.clear()
         self._following.clear()
         self._is_exhausted = False
-        order = _drawn(self.order)
+        order = _drawn(self.sampler)
         while self._has_following():
             number = self._following.popleft()
             batch = order[number * self.batch_size : (number + 1) * self.batch_size]
@@ -241,18 +208,11 @@ def distribute_batches(
         and isinstance(sampler, DistributedSampler)
         and (sampler.num_replicas, sampler.rank) == (num_replicas, rank)
     ):
-        distributed = ShardedBatchSampler(
-            _whole(sampler),
-            batch_size=batches.batch_size,
-            num_replicas=num_replicas,
-            rank=rank,
-            drop_last=batches.drop_last,
-            even=even,
-        )
-        if take is not None:
-            distributed = OnDemandBatchSampler(
-                distributed.order, batch_size=batches.batch_size, drop_last=batches.drop_last, take=take
-            )
+        of_all = BatchSampler(_whole(sampler), batches.batch_size, batches.drop_last)
+        if take is None:
+            distributed = ShardedBatchSampler(of_all, num_replicas=num_replicas, rank=rank, even=even)
+        else:
+            distributed = OnDemandBatchSampler(of_all, take)
     clone = copy.copy(loader)
     # A DataLoader forbids to change these, because its iterators would not notice; the copy has no iterator yet.
     object.__setattr__(clone, "batch_sampler", distributed)
@@ -267,14 +227,10 @@ def _drawn(order: Sampler[int]) -> list[int]:
     a seed of its own there, as Lightning's sampler has one.
     """
     seed = getattr(order, "seed", 0) + getattr(order, "epoch", 0)
-    state = random.getstate()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too, alike on all ranks
-        random.seed(seed)
-        try:
-            return list(order)
-        finally:
-            random.setstate(state)
+    host = torch.device("cpu")  # to seed the GPUs too would do it alike on all ranks
+    with preserved_random_state(host):
+        set_random_state(seed, host)
+        return list(order)
 
 
 def _whole(sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:

@@ -59,15 +59,14 @@ class GradientTransport:
 
     def open(
         self,
-        module: Module,
         groups: Groups,
         meter: Meter,
         *,
         ranks_per_host: int,
         hook: tuple[Any, CommHook] | None,
         warn: Callable[[str], object],
-    ) -> tuple[GradientReducer, float | None]:
-        """The reducer of a module's gradients, and the MiB of its buckets, None for DDP's own; a collective of all.
+    ) -> GradientReducer:
+        """The reducer of gradients; a collective of all ranks.
 
         ``ranks_per_host`` neighbours of the data axis share a host. A user's own communication hook and its state move
         the gradients instead. ``warn`` prints on rank 0.
@@ -76,8 +75,7 @@ class GradientTransport:
         # On GPUs NCCL moves the gradients, unless they are compressed, which is done in the host's memory.
         uses_host_memory = hook is None and (dist.get_backend(group) != "nccl" or self.compressor is not None)
         all_reduce = self._all_reduce_over_hosts(groups, group, ranks_per_host, warn) if uses_host_memory else None
-        reducer = GradientReducer(group, meter, hook=hook, all_reduce=all_reduce, pieces=pieces_of(module))
-        return reducer, self.bucket_cap_mb_of(module, reducer, is_hooked=hook is not None)
+        return GradientReducer(group, meter, hook=hook, all_reduce=all_reduce)
 
     def bucket_cap_mb_of(self, module: Module, reducer: GradientReducer, *, is_hooked: bool) -> float | None:
         """The MiB of the buckets for the parameters that require gradients now; None for DDP's own."""
@@ -108,7 +106,7 @@ class GradientTransport:
                 f"gradients travel through sockets also between ranks of one host: {next(filter(None, problems))}. "
                 "shared_memory=False asks for that without this warning."
             )
-            inside, inside_group, (_, across) = None, None, layout(lines, ranks_per_host, use_hosts=False)
+            inside, (_, across) = None, layout(lines, ranks_per_host, use_hosts=False)
         between_group: dist.ProcessGroup | None = None
         if across == lines and dist.get_backend(group) == _HOST_MEMORY_BACKEND:
             between_group = group  # each rank counts as a host
@@ -123,7 +121,7 @@ class GradientTransport:
                 f"compression={self.compressor!r} has no effect: all ranks are on one host, where they share memory. "
                 "shared_memory=False compresses there too, and sends all sums through sockets."
             )
-        all_reduce = HierarchicalAllReduce(inside, between, inside_group=inside_group)
+        all_reduce = HierarchicalAllReduce(inside, between)
         groups.also_cut.append(all_reduce.abort)
         return all_reduce
 

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_multigpu.communication.compression import GradientPiece
+from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, SentBytes
 from lightning_multigpu.communication.metering.clocks import recorded_event
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
@@ -46,10 +46,8 @@ class GradientReducer:
     Args:
         group: the ranks to average over; nothing else may use it.
         meter: records every bucket.
-        axis: the name under which the meter files the traffic.
         hook: a user's own communication hook and its state, used in place of ``all_reduce``.
         all_reduce: over the same ranks; by default NCCL or, with another back end, a ring.
-        pieces: the name and shape of each parameter, if ``all_reduce`` compresses.
     """
 
     def __init__(
@@ -57,22 +55,19 @@ class GradientReducer:
         group: dist.ProcessGroup,
         meter: Meter,
         *,
-        axis: str = "data",
         hook: tuple[Any, CommHook] | None = None,
         all_reduce: HierarchicalAllReduce | None = None,
-        pieces: Mapping[Tensor, GradientPiece] | None = None,
     ) -> None:
         self._group = group
         self._world_size = dist.get_world_size(group)
         self._ranks = ranks_text(dist.get_process_group_ranks(group))
         self._meter = meter
-        self._axis = axis
         self._hook = hook
         self._nccl = dist.get_backend(group) == "nccl" and all_reduce is None
         if all_reduce is None and not self._nccl:
             all_reduce = HierarchicalAllReduce(None, RingAllReduce(group))
         self.all_reduce = all_reduce
-        self._pieces = pieces if all_reduce is not None and all_reduce.compressed is not None else None
+        self._pieces: Mapping[Tensor, GradientPiece] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -82,17 +77,16 @@ class GradientReducer:
         self._last_bucket: torch.cuda.Event | None = None
 
     @property
-    def compresses(self) -> bool:
-        """Whether gradients are compressed; :meth:`average` then needs their parameters."""
-        return self._pieces is not None
+    def compressed(self) -> CompressedAllReduce | None:
+        """What compresses gradients, whose parameters :meth:`average` then needs; None without compression."""
+        return None if self.all_reduce is None else self.all_reduce.compressed
 
-    def attach(self, module: DistributedDataParallel, pieces: Mapping[Tensor, GradientPiece] | None = None) -> None:
+    def attach(self, module: DistributedDataParallel, pieces: Mapping[Tensor, GradientPiece] = {}) -> None:
         """Makes ``module`` reduce its gradients through this reducer, instead of the module attached before.
 
-        ``pieces`` are the name and shape of each of its parameters; by default those given before.
+        ``pieces`` are the name and shape of each of its parameters, which compression needs.
         """
-        if self._pieces is not None and pieces is not None:
-            self._pieces = pieces
+        self._pieces = pieces
         module.register_comm_hook(state=self, hook=_run_hook)
 
     def detach(self) -> None:
@@ -132,6 +126,11 @@ class GradientReducer:
         with self._meter.blocking("all_reduce", on_stream=tensor.is_cuda, **self._described(tensor)):
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group)
 
+    def end_step(self, loss_scale: float) -> None:
+        """Keeps the errors of compression after an optimizer step, whose losses had this factor; a collective."""
+        if self.all_reduce is not None:
+            self.all_reduce.end_step(loss_scale)
+
     def close(self) -> None:
         """Ends the ring thread; buckets that it already has are still reduced."""
         if self._thread is not None:
@@ -160,7 +159,7 @@ class GradientReducer:
 
     def _reduce_in_thread(self, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
-        pieces = () if self._pieces is None else tuple(self._pieces[parameter] for parameter in bucket.parameters())
+        pieces = () if self.compressed is None else tuple(self._pieces[each] for each in bucket.parameters())
         future: Future[Tensor] = Future()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="gradient-ring", daemon=True)
@@ -276,7 +275,7 @@ class GradientReducer:
     def _described(self, buffer: Tensor, sent: SentBytes | None = None) -> dict[str, Any]:
         """The meter's arguments for a transfer; without ``sent``, the meter computes the bytes of an all-reduce."""
         described = {
-            "group": self._axis,
+            "group": "data",
             "group_size": self._world_size,
             "size_bytes": size_bytes(buffer),
             "ranks": self._ranks,

@@ -30,7 +30,7 @@ def gathered(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device)
         device: gets all tensors: the first replica's.
     """
     first = outputs[0]
-    if len(outputs) == 1 or all(output is first for output in outputs):
+    if all(output is first for output in outputs):
         return first
     if len({type(output) for output in outputs}) > 1:
         return list(outputs)

@@ -60,9 +60,7 @@ class JointLoss:
         counted = [
             loss.detach().to(device) * weight for loss, weight in zip(self.losses, self.weights, strict=True) if weight
         ]
-        total = counted[0]
-        for further in counted[1:]:
-            total = total + further
+        total = sum(counted[1:], counted[0])
         if not any(loss.requires_grad for loss in self.losses) or not self.parameters[0]:
             return total
         replicas = _Replicas.apply(self, *self.parameters[0])  # type: ignore[no-untyped-call]
@@ -87,8 +85,6 @@ class JointLoss:
         with default_dtype(self.dtype), _without_hooks(self.parameters[0]), generator:
             found = self.threads.run(calls, "backward")
         self.losses = ()  # their graphs are used up
-        if len(found) == 1:
-            return found[0]
         sizes = (gradient.nbytes for gradient in found[0] if gradient is not None and not gradient.is_sparse)
         with self.reducing(sum(sizes)):
             return summed(found, self.parameters[0])

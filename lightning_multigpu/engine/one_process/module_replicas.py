@@ -55,8 +55,6 @@ class ModuleReplicas:
 
     def make(self, count: int) -> list[nn.Module]:
         """The ``count`` replicas for the next batch; the first is the module itself."""
-        if count == 1:
-            return [self._module]
         originals = _travelling(self._module, self._devices[0].type)
         tensors = [_copied_tensors(originals, device) for device in self._devices[1:count]]
         return [self._module, *(self._copy(number, tensors[number - 1]) for number in range(1, count))]

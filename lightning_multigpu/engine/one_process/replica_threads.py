@@ -73,12 +73,9 @@ def _modes_of_this_thread(device_type: str) -> list[Mode]:
         modes.append(partial(saved_tensors_hooks, *hooks))
     for kind in {"cpu", device_type}:
         if torch.is_autocast_enabled(kind):
-            modes.append(_autocast(kind, torch.get_autocast_dtype(kind), cache))
+            dtype = torch.get_autocast_dtype(kind)
+            modes.append(partial(torch.autocast, kind, dtype=dtype, cache_enabled=cache))
     return modes
-
-
-def _autocast(kind: str, dtype: torch.dtype, cache: bool) -> Mode:
-    return lambda: torch.autocast(kind, dtype=dtype, cache_enabled=cache)
 
 
 def _in_modes(modes: Sequence[Mode], device: torch.device, call: Callable[[], T]) -> T:

@@ -51,14 +51,6 @@ class HostMemory:
     reserve: Callable[[int, torch.dtype], Tensor]
     gather: Callable[[Any], list[Any]]
 
-    @property
-    def rank(self) -> int:
-        return self.ranks.rank
-
-    @property
-    def num_ranks(self) -> int:
-        return self.ranks.world_size
-
 
 @dataclass(frozen=True)
 class _Flat:
@@ -97,13 +89,14 @@ class HostTransport:
         self.part = OwnedPart(optimizer)
         self.load, self.change = self.part.load_whole, self.part.take_states
         self.pushes_early = False
-        self._optimizer, self._memory, self._split = optimizer, memory, split or split_of(optimizer)
+        self._optimizer, self._split = optimizer, split or split_of(optimizer)
+        self._memory, self._ranks = memory, memory.ranks
         self._flats: list[_Flat] = []
         self._copies = EarlyCopies()
 
     @property
     def imbalance(self) -> float:
-        sizes = [0] * self._memory.num_ranks
+        sizes = [0] * self._ranks.world_size
         for flat in self._flats:
             for rank, (first, last) in enumerate(flat.layout.bounds):
                 sizes[rank] += (last - first) * flat.weights.element_size()
@@ -121,10 +114,10 @@ class HostTransport:
     def place(self, new: list[Parameter], given: Mapping[Any, Any]) -> None:
         """Reserves memory on the host for new parameters."""
         for parameters in alike(new):
-            layout = Layout([parameter.numel() for parameter in parameters], self._memory.num_ranks, self._split)
+            layout = Layout([parameter.numel() for parameter in parameters], self._ranks.world_size, self._split)
             dtype = parameters[0].dtype
             gradients, weights = (self._memory.reserve(layout.total, dtype) for _ in range(2))
-            flat = _Flat(parameters, layout, gradients, weights, layout.pieces(self._memory.rank))  # type: ignore[arg-type]
+            flat = _Flat(parameters, layout, gradients, weights, layout.pieces(self._ranks.rank))  # type: ignore[arg-type]
             self._flats.append(flat)
             for piece in flat.pieces:
                 parameter = flat.parameters[piece.number]
@@ -138,7 +131,7 @@ class HostTransport:
         for flat in self._present(num_changed, averages=True):
             with self._metered("push", flat):
                 self._push(flat)
-                self._memory.ranks(flat.gradients, average=True)
+                self._ranks(flat.gradients, average=True)
             with self._metered("pull", flat):
                 for number, parameter in enumerate(flat.parameters):
                     piece = flat.layout.whole(number)
@@ -155,11 +148,11 @@ class HostTransport:
             else:
                 with self._metered("push", flat):
                     self._push(flat)
-                    self._memory.ranks.reduce_scatter(flat.gradients, average=True, bounds=flat.layout.bounds)
+                    self._ranks.reduce_scatter(flat.gradients, average=True, bounds=flat.layout.bounds)
         gradients: dict[Parameter, Tensor] = {}
         own = [(flat, piece, flat.own_gradient(piece)) for flat in flats for piece in flat.pieces]
         own = [found for found in own if found[0].present[found[1].number]]
-        clip((gradient for _, _, gradient in own), update.clip_value, update.clip_norm, self._memory.ranks)
+        clip((gradient for _, _, gradient in own), update.clip_value, update.clip_norm, self._ranks)
         for flat, piece, gradient in own:
             if flat.present[piece.number] == SPARSE and self._split != "elements":
                 gradient = sparse(gradient, flat.rows[piece.number])
@@ -168,7 +161,7 @@ class HostTransport:
         self.part.update(self.part.held(), gradients, **update.options)
         for flat in flats:
             with self._metered("pull", flat):
-                self._memory.ranks.all_gather(flat.weights, bounds=flat.layout.bounds)
+                self._ranks.all_gather(flat.weights, bounds=flat.layout.bounds)
                 for number, parameter in enumerate(flat.parameters):
                     parameter.copy_(flat.whole(flat.weights, number), non_blocking=True)
 
@@ -177,14 +170,14 @@ class HostTransport:
         kinds = torch.tensor([kind_of(parameter.grad) for flat in self._flats for parameter in flat.parameters])
         own = torch.tensor([averages, num_changed])
         counts = torch.cat([kinds == DENSE, kinds == SPARSE, own]).to(torch.int32)
-        *counted, num_averaging, all_changed = self._summed(counts).tolist()
+        *counted, num_averaging, all_changed = self._ranks(counts).tolist()
         name = type(self._optimizer).__name__
-        if num_averaging not in (0, self._memory.num_ranks):
+        if num_averaging not in (0, self._ranks.world_size):
             raise ValueError(
-                f"{num_averaging} of {self._memory.num_ranks} ranks have hooks that read gradients before a step of "
+                f"{num_averaging} of {self._ranks.world_size} ranks have hooks that read gradients before a step of "
                 f"{name}: register such hooks on all ranks"
             )
-        if all_changed != num_changed * self._memory.num_ranks:
+        if all_changed != num_changed * self._ranks.world_size:
             raise ValueError(
                 f"this rank has changed {num_changed} states in optimizer.state of {name}, and all ranks together "
                 f"{all_changed}: make the change on all ranks"
@@ -199,11 +192,8 @@ class HostTransport:
                 rows = torch.zeros(len(parameter), dtype=torch.int32)
                 if parameter.grad is not None:
                     rows += rows_of(parameter.grad)
-                flat.rows[number] = self._summed(rows) > 0
+                flat.rows[number] = self._ranks(rows) > 0
         return [flat for flat in self._flats if any(flat.present)]
-
-    def _summed(self, numbers: Tensor) -> Tensor:
-        return self._memory.ranks(numbers) if self._memory.num_ranks > 1 else numbers
 
     # Push
 
@@ -214,7 +204,7 @@ class HostTransport:
             if gradient is None:
                 place.zero_()
             elif not self._copies.has(parameter):
-                place.copy_(gradient.to_dense() if gradient.is_sparse else gradient, non_blocking=True)
+                place.copy_(gradient.to_dense(), non_blocking=True)
         self._await_device(flat)
 
     def _take_own(self, flat: _Flat) -> None:
@@ -222,8 +212,7 @@ class HostTransport:
         for piece in flat.pieces:
             gradient = flat.parameters[piece.number].grad
             if gradient is not None:
-                gradient = gradient.to_dense() if gradient.is_sparse else gradient
-                flat.own_gradient(piece).copy_(elements(gradient, piece), non_blocking=True)
+                flat.own_gradient(piece).copy_(elements(gradient.to_dense(), piece), non_blocking=True)
         self._await_device(flat)
 
     def _await_device(self, flat: _Flat) -> None:
@@ -237,7 +226,7 @@ class HostTransport:
         return self._memory.meter.blocking(
             operation,
             group="host",
-            group_size=self._memory.num_ranks,
+            group_size=self._ranks.world_size,
             size_bytes=size_bytes,
             memory_bytes=size_bytes if operation == "push" else 0,
         )
@@ -260,7 +249,7 @@ class HostTransport:
                     parts = [None if state is None else state[name] for state in of_ranks]
                     value = self._gathered(own.get(number, {}).get(name), parts, parameter)
                 whole[name] = value
-            if self._memory.rank == 0:
+            if self._ranks.rank == 0:
                 found[number] = whole
         return found
 
@@ -270,10 +259,9 @@ class HostTransport:
         ends = [0, *accumulate(0 if part is None else part.numel() for part in parts)]
         whole, bounds = torch.empty(ends[-1], dtype=present[0].dtype), [*pairwise(ends)]
         if own is not None:
-            first, last = bounds[self._memory.rank]
+            first, last = bounds[self._ranks.rank]
             whole[first:last] = own.reshape(-1)
-        if self._memory.num_ranks > 1:
-            self._memory.ranks.all_gather(whole, bounds=bounds)
+        self._ranks.all_gather(whole, bounds=bounds)
         return whole.view(present[0].shape if len(present) == 1 else parameter.shape)
 
 

@@ -172,13 +172,13 @@ class Pair:
 
     # Tensors
 
-    def isend(self, tensor: Tensor, tag: int, *, is_shared: bool) -> Any:
+    def isend(self, tensor: Tensor, tag: int) -> Any:
         """Begins to send a flat tensor, or to tell that it is in shared memory; returns the transfer, to wait for."""
         with self.failing():
-            return self._tensors.send([_THERE if is_shared else tensor.view(torch.uint8)], self.other, tag)
+            return self._tensors.send([_THERE if self.shares_memory else tensor.view(torch.uint8)], self.other, tag)
 
-    def irecv(self, tensor: Tensor, tag: int, *, is_shared: bool) -> Any:
+    def irecv(self, tensor: Tensor, tag: int) -> Any:
         """Begins to receive a flat tensor, or to be told of it; returns the transfer, to wait for."""
         with self.failing():
-            into = torch.empty_like(_THERE) if is_shared else tensor.view(torch.uint8)
+            into = torch.empty_like(_THERE) if self.shares_memory else tensor.view(torch.uint8)
             return self._tensors.recv([into], self.other, tag)

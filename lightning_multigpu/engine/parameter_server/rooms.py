@@ -34,7 +34,6 @@ class Room:
         memory: for pushed gradients, compressed or not: :func:`room_bytes` of uint8.
         pulled: for weights, flat.
         wire_bytes: of pushed gradients.
-        is_shared: both ends map this memory.
     """
 
     pair: Pair
@@ -42,7 +41,6 @@ class Room:
     memory: Tensor
     pulled: Tensor
     wire_bytes: int
-    is_shared: bool
 
     def __post_init__(self) -> None:
         self._expected: Any = None
@@ -63,27 +61,27 @@ class Room:
         """Sends the gradients in :attr:`wire`, or those in :attr:`pushed`, which are averages already."""
         what = self.pushed if is_whole else self.wire
         with self.pair.failing():
-            self.pair.isend(what, 2 * self.number + is_whole, is_shared=self.is_shared).wait()
+            self.pair.isend(what, 2 * self.number + is_whole).wait()
 
     def expect_pull(self) -> None:
         """Begins to wait for weights or averages, before gradients are pushed: servers send nothing until they know.
 
         On the connection the word for that would wait behind gradients.
         """
-        self._expected = self.pair.irecv(self.pulled, 2 * self.number, is_shared=self.is_shared)
+        self._expected = self.pair.irecv(self.pulled, 2 * self.number)
 
     def await_pull(self, *, averages: bool) -> Tensor:
         """Waits for weights, or averages; when they were used, :meth:`expect_pull` is called again."""
         with self.pair.failing():
             self._expected.wait()
-        return self.pushed if averages and self.is_shared else self.pulled
+        return self.pushed if averages and self.pair.shares_memory else self.pulled
 
     # The server's end
 
     def expect_push(self) -> None:
         """Begins to wait for gradients, unless it waits already: a worker's connection takes them only from then on."""
         if self._expected is None:
-            self._expected = self.pair.irecv(self.wire, 2 * self.number, is_shared=self.is_shared)
+            self._expected = self.pair.irecv(self.wire, 2 * self.number)
 
     def take_pushes(self, count: int) -> None:
         """Waits for the last of so many pushes, each of which takes the place of the one before."""
@@ -97,13 +95,13 @@ class Room:
     def take_whole(self) -> None:
         """Waits for gradients that are the workers' average already."""
         with self.pair.failing():
-            self.pair.irecv(self.pushed, 2 * self.number + 1, is_shared=self.is_shared).wait()
+            self.pair.irecv(self.pushed, 2 * self.number + 1).wait()
         self.pair.bytes_in += self.pushed.nbytes
 
     def pull(self, tensor: Tensor) -> Any:
         """Begins to send weights or averages, or tells that they are in memory; returns the transfer."""
         self.pair.bytes_out += tensor.nbytes
-        return self.pair.isend(tensor, 2 * self.number, is_shared=self.is_shared)
+        return self.pair.isend(tensor, 2 * self.number)
 
 
 def wire_bytes(flat: Tensor, compressor: ElementwiseCompressor | None) -> int:

@@ -8,7 +8,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from lightning_multigpu.placement.optimizer_split import Split
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
 from lightning_multigpu.placement.owned_step import Update
 from lightning_multigpu.placement.table import Piece, from_0, placed
+
+if TYPE_CHECKING:
+    from lightning_multigpu.engine.parameter_server.server import Job
 
 
 class UpdateError(RuntimeError):
@@ -144,7 +147,7 @@ class ServedShard:
 
     Args:
         pairs: the connections to the workers, by their numbers.
-        num_servers, is_synchronous, max_staleness: of the job.
+        job: the job.
         changing: held while asynchronous workers change what others may wait for.
 
     Attributes:
@@ -153,23 +156,13 @@ class ServedShard:
         waited_s: how long updates of asynchronous workers waited for each other.
     """
 
-    def __init__(
-        self,
-        pairs: Mapping[int, Pair],
-        changing: threading.Condition,
-        *,
-        num_servers: int,
-        is_synchronous: bool,
-        max_staleness: int | None,
-    ) -> None:
-        self._pairs, self._num_servers, self._is_synchronous = pairs, num_servers, is_synchronous
-        self._changing = changing
-        self._clocks = Clocks(pairs, max_staleness)
+    def __init__(self, pairs: Mapping[int, Pair], job: Job, changing: threading.Condition) -> None:
+        self._pairs, self._job, self._changing = pairs, job, changing
+        self._clocks = Clocks(pairs, job.max_staleness)
         self.staleness: dict[int, Counter[int]] = defaultdict(Counter)
         self.waited_s = 0.0
         self.plans: list[Plan] = []
-        self._buckets: list[_Bucket] = []
-        self._by_number: dict[int, _Bucket] = {}
+        self._buckets: dict[int, _Bucket] = {}
         self._num_known = dict.fromkeys(pairs, 0)  # plans of each worker
         self._offered: list[OfferedSegment | None] = []
         self._kept: dict[int, list[OfferedSegment]] = defaultdict(list)
@@ -182,7 +175,7 @@ class ServedShard:
         """Takes new parameters, from worker 0."""
         self._offered.append(None)
         flats = contents.weights
-        if self._is_synchronous and any(pair.shares_memory for pair in self._pairs.values()):
+        if self._job.is_synchronous and any(pair.shares_memory for pair in self._pairs.values()):
             # Workers of this host read the weights in it.
             self._offered[-1], memories = _offered([flat.nbytes for flat in flats])
             flats = [memory.view(flat.dtype).copy_(flat) for memory, flat in zip(memories, flats, strict=True)]
@@ -190,9 +183,7 @@ class ServedShard:
             rows = from_0(Piece(index, 0, shape.numel(), 0) for index, shape in enumerate(shapes))
             pieces = [Parameter(flat[row.offset : row.end].view(shape), requires_grad=False)
                       for row, shape in zip(rows, shapes, strict=True)]  # fmt: skip
-            bucket = _Bucket(number, flat, pieces, rows)
-            self._buckets.append(bucket)
-            self._by_number[number] = bucket
+            self._buckets[number] = _Bucket(number, flat, pieces, rows)
         self.plans.append(plan)
         self._places = {
             piece: (group, place) for group, pieces in enumerate(plan.groups) for place, piece in enumerate(pieces)
@@ -206,11 +197,11 @@ class ServedShard:
         else:
             self._part.optimizer.param_groups = groups
         for (number, index), state in contents.states.items():
-            self._part.states[self._by_number[number].pieces[index]] = state
+            self._part.states[self._buckets[number].pieces[index]] = state
 
     def _held(self) -> list[list[Parameter]]:
         """The pieces of each group."""
-        return [[self._by_number[number].pieces[index] for number, index in group] for group in self.plans[-1].groups]
+        return [[self._buckets[number].pieces[index] for number, index in group] for group in self.plans[-1].groups]
 
     def knows_more_than(self, worker: int) -> bool:
         """Whether worker 0 has told of parameters that the worker has not told of."""
@@ -231,7 +222,7 @@ class ServedShard:
                 f"worker {worker} has other parameters, or another optimizer, than worker 0: build the model alike on "
                 "all workers"
             )
-        buckets = [self._by_number[bucket] for bucket, _, _ in plan.buckets]
+        buckets = [self._buckets[bucket] for bucket, _, _ in plan.buckets]
         weights = [bucket.weights for bucket in buckets]
         to_push = [room_bytes(flat, plan.compressor) for flat in weights]
         offers = None
@@ -245,10 +236,10 @@ class ServedShard:
             offers = [segment.offer, pulled_segment.offer]
         else:
             memories = [torch.empty(size, dtype=torch.uint8) for size in to_push]
-            pulled = weights if self._is_synchronous else [torch.empty_like(flat) for flat in weights]
+            pulled = weights if self._job.is_synchronous else [torch.empty_like(flat) for flat in weights]
         for bucket, memory, to_pull in zip(buckets, memories, pulled, strict=True):
             on_wire = wire_bytes(to_pull, plan.compressor)
-            bucket.rooms[worker] = Room(pair, bucket.number, memory, to_pull, on_wire, offers is not None)
+            bucket.rooms[worker] = Room(pair, bucket.number, memory, to_pull, on_wire)
             bucket.rooms[worker].expect_push()
         self._num_known[worker] = number + 1
         return offers
@@ -273,8 +264,7 @@ class ServedShard:
         if not first.is_step:
             return self._average(givers)
         self._take_values(first)
-        for number, weights in first.weights.items():
-            self._by_number[number].weights.copy_(weights)
+        self.replace(first.weights)
         sent = []
         for together in self._portions(first):
             gradients = [self._gradients(bucket, givers) for bucket in together]
@@ -288,11 +278,11 @@ class ServedShard:
         """Sends the averages of the gradients; returns the kind and the rows of each piece, by bucket."""
         found, sent = {}, []
         for number in givers[0].pushed:
-            bucket = self._by_number[number]
+            bucket = self._buckets[number]
             gradients = self._gradients(bucket, givers)
             found[number] = [(kind, gradients.rows.get(index)) for index, kind in enumerate(gradients.kinds)]
             for room in bucket.rooms.values():
-                if room.is_shared and room.pushed.data_ptr() != gradients.flat.data_ptr():
+                if room.pair.shares_memory and room.pushed.data_ptr() != gradients.flat.data_ptr():
                     room.pushed.copy_(gradients.flat)
                 sent.append(room.pull(gradients.flat))
         self._await(0, sent)
@@ -305,7 +295,7 @@ class ServedShard:
 
     def _portions(self, request: Request) -> list[list[_Bucket]]:
         """The buckets that are updated at once: all of them where the update or the norm relates them."""
-        buckets = [self._by_number[number] for number in request.pushed]
+        buckets = [self._buckets[number] for number in request.pushed]
         at_once = self.plans[-1].split == "nothing" or request.update.clip_norm is not None
         return [buckets] if at_once else [[bucket] for bucket in buckets]
 
@@ -346,7 +336,7 @@ class ServedShard:
         """Clips by value, or by the norm over all servers, which ``pair``'s worker adds up."""
 
         def reduce_sum(squares: Tensor) -> Tensor | float:
-            if self._num_servers == 1:
+            if self._job.num_servers == 1:
                 return squares
             pair.send((float(squares), None))
             return float(pair.receive())
@@ -412,7 +402,7 @@ class ServedShard:
         if worker == 0:
             with self._changing:
                 self._take_values(request)
-        staleness, sent, buckets = 0, [], [self._by_number[number] for number in request.pushed]
+        staleness, sent, buckets = 0, [], [self._buckets[number] for number in request.pushed]
         for together in self._portions(request):
             gradients = [self._gradients(bucket, {worker: request}) for bucket in together]
             self._clip(gradients, request.update, self._pairs[worker])
@@ -445,7 +435,7 @@ class ServedShard:
     def pull(self, worker: int) -> int:
         """Sends all weights to a worker; returns their version."""
         with self._changing:
-            known = [self._by_number[n] for plan in self.plans[: self._num_known[worker]] for n, _, _ in plan.buckets]
+            known = [self._buckets[n] for plan in self.plans[: self._num_known[worker]] for n, _, _ in plan.buckets]
             sent = self._pull(worker, known)
         self._await(worker, sent)
         return max((bucket.pulled[worker] for bucket in known), default=0)
@@ -453,7 +443,7 @@ class ServedShard:
     def replace(self, weights: Mapping[int, Tensor]) -> None:
         """Takes weights that have changed on worker 0, by the numbers of their buckets."""
         for number, flat in weights.items():
-            self._by_number[number].weights.copy_(flat)
+            self._buckets[number].weights.copy_(flat)
 
     def pauses(self, worker: int) -> None:
         """Lets workers go on without waiting for this one until it pushes again; it may be validating."""
@@ -463,7 +453,7 @@ class ServedShard:
     def loses(self, worker: int) -> None:
         """Forgets a worker that has left, and frees the memory that it shared."""
         self._kept.pop(worker, None)
-        for bucket in self._buckets:
+        for bucket in self._buckets.values():
             bucket.rooms.pop(worker, None)
         self.pauses(worker)
 
@@ -474,7 +464,7 @@ class ServedShard:
         assert self._part is not None
         return {
             (bucket.number, index): state
-            for bucket in self._buckets
+            for bucket in self._buckets.values()
             for index, piece in enumerate(bucket.pieces)
             if (state := self._part.states.get(piece))
         }
@@ -482,7 +472,7 @@ class ServedShard:
     def load(self, values: Sequence[Mapping[str, Any]], states: Mapping[tuple[int, int], Mapping[str, Any]]) -> None:
         """Takes state as :meth:`state` returns it, and values of the groups."""
         assert self._part is not None
-        found = {self._by_number[number].pieces[index]: state for (number, index), state in states.items()}
+        found = {self._buckets[number].pieces[index]: state for (number, index), state in states.items()}
         self._part.load(values, found, self._held())
 
 

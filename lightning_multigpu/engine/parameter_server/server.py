@@ -216,14 +216,7 @@ class Server:
     def _place(self, worker: int, optimizer: int, plan: Plan, contents: Any) -> Any:
         """Takes new parameters; worker 0 has their weights."""
         if optimizer not in self._shards:
-            job = self.job
-            self._shards[optimizer] = ServedShard(
-                self._pairs,
-                self._changing,
-                num_servers=job.num_servers,
-                is_synchronous=job.is_synchronous,
-                max_staleness=job.max_staleness,
-            )
+            self._shards[optimizer] = ServedShard(self._pairs, self.job, self._changing)
         shard = self._shards[optimizer]
         if worker == 0:
             shard.place(plan, contents)

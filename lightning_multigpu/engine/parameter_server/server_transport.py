@@ -348,7 +348,7 @@ class ServerTransport:
                 memories = [torch.empty(size, dtype=torch.uint8) for size in to_push]
             for part, memory, flat in zip(parts, memories, flats, strict=True):
                 pair, on_wire = self._servers.pairs[server], wire_bytes(flat, self._compressor)
-                part.room = Room(pair, part.bucket, memory, flat, on_wire, offers is not None)
+                part.room = Room(pair, part.bucket, memory, flat, on_wire)
                 part.room.expect_pull()
 
     def _plan(self, server: int, parts: Sequence[_Part]) -> Plan:
@@ -406,7 +406,7 @@ class ServerTransport:
             group="servers",
             group_size=self._servers.job.num_workers,
             size_bytes=size_bytes,
-            memory_bytes=size_bytes if room.is_shared else 0,
+            memory_bytes=size_bytes if room.pair.shares_memory else 0,
             awaited=False,
         )
 
@@ -434,8 +434,8 @@ class ServerTransport:
             if (gradient := parameter.grad) is None:
                 found.append(torch.zeros(piece.numel, dtype=part.dtype))
                 continue
-            gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
-            found.append(elements(gradient.to(part.dtype).contiguous(), piece).view(-1))
+            gradient = gradient.detach().to_dense().to(part.dtype).contiguous()
+            found.append(elements(gradient, piece).view(-1))
         device = part.pieces[0][0].device
         if device.type != "cuda":
             return [gradient.cpu() for gradient in found], None

@@ -20,18 +20,13 @@ class Clocks:
         self._steps = dict.fromkeys(workers, 0)
         self._max_staleness = max_staleness
 
-    def enters(self, worker: int) -> None:
-        """From now on others wait for the worker, which begins beside the slowest of them."""
-        self._steps[worker] = max(self._steps.get(worker, 0), min(self._steps.values(), default=0))
-
     def leaves(self, worker: int) -> None:
-        """From now on nobody waits for the worker."""
+        """Nobody waits for the worker until it completes a step again."""
         self._steps.pop(worker, None)
 
     def completes(self, worker: int) -> None:
-        """The worker has completed a step."""
-        if worker not in self._steps:
-            self.enters(worker)
+        """The worker has completed a step; one that comes back begins beside the slowest of the others."""
+        self._steps.setdefault(worker, min(self._steps.values(), default=0))
         self._steps[worker] += 1
 
     def may_go_on(self, worker: int) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -100,10 +101,7 @@ class ParameterSplit:
 
     def gather(self, part: Tensor, group: TensorGroup, name: str) -> Tensor:
         """The whole tensor of this rank's part and those of the others; a collective."""
-        bounds, start = [], 0
-        for rank in range(group.size):
-            bounds.append((start, start + self.size(rank)))
-            start += self.size(rank)
+        bounds = list(pairwise(accumulate(map(self.size, range(group.size)), initial=0)))
         gathered = group.all_gather(part, self.dim, bounds, name)
         return self.whole([gathered.narrow(self.dim, a, b - a) for a, b in bounds])
 

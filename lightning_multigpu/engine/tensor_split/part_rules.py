@@ -575,12 +575,9 @@ def rule_of(func: Any) -> Rule | None:
     if name.startswith("_foreach_"):
         return _lists if _is_pointwise(name[len("_foreach_") :].strip("_")) else None
     bare = name.strip("_")
-    is_each = any(_is_of_each(each) for each in ((bare, bare[1:]) if name in _IN_PLACE else (bare,)))
+    names = (bare, bare[1:]) if name in _IN_PLACE else (bare,)
+    is_each = any(each in _EACH or _is_pointwise(each) for each in names)
     return _BY_NAME.get(name, _each if is_each else None)
-
-
-def _is_of_each(name: str) -> bool:
-    return name in _EACH or _is_pointwise(name)
 
 
 @cache

@@ -12,10 +12,10 @@ import math
 
 import psutil
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_multigpu.engine.gradient_check import SMALLEST, Gradients, moved_weights, norm_of
+from lightning_multigpu.engine.step_state import torch_random_states
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.planning.numbers import size
@@ -91,14 +91,11 @@ class SplitProof:
 
     def _draws(self) -> bool:
         """Whether the step draws random numbers in training mode."""
-        with self._step.running():
-            before = self._random_states()
-            self._step.forward()
-            return any(not torch.equal(one, other) for one, other in zip(before, self._random_states(), strict=True))
-
-    def _random_states(self) -> list[Tensor]:
         device = next(self._module.parameters()).device
-        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+        with self._step.running():
+            before = torch_random_states(device)
+            self._step.forward()
+            return not all(map(torch.equal, before, torch_random_states(device)))
 
     def _gradients(self, number: int) -> Gradients:
         """This rank's gradients, in host memory: of whole parameters, or of its parts."""

@@ -85,7 +85,7 @@ class TensorGroup:
     of the whole tensors. Communication in a ring: Patarasuk and Yuan (2009).
 
     Args:
-        group: the ranks.
+        group: the ranks, 2 or more.
         meter: counts every transfer, under the name of the layer.
         shared_memory: reduce CPU tensors through shared memory where the ranks can share it.
         readers: the same ranks over Gloo; for :meth:`agree_on_read`.
@@ -118,7 +118,7 @@ class TensorGroup:
         self._meter = meter or Meter()
         self._ranks = ranks_text(dist.get_process_group_ranks(group))
         self._shared: SharedMemoryAllReduce | None = None
-        if shared_memory and not self._is_nccl and self.size > 1:
+        if shared_memory and not self._is_nccl:
             # Raised on all ranks, if some are on other hosts or in other containers.
             with contextlib.suppress(SharedMemoryUnavailableError):
                 self._shared = SharedMemoryAllReduce(group)
@@ -166,16 +166,11 @@ class TensorGroup:
         They follow from those outside of it, so that an activation checkpoint draws the same again.
         """
         seed = int(torch.randint(_LARGEST_SEED, ())) + 1 + self.rank  # the same on all ranks, but for the rank
-        states = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        torch.default_generator.manual_seed(seed)
-        if states[1] is not None:
-            torch.cuda.manual_seed(seed)
-        try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.default_generator.manual_seed(seed)
+            if device.type == "cuda":
+                torch.cuda.manual_seed(seed)
             yield
-        finally:
-            torch.set_rng_state(states[0])
-            if states[1] is not None:
-                torch.cuda.set_rng_state(states[1], device)
 
     def bounds(self, size: int) -> list[tuple[int, int]]:
         """Each rank's part of ``size`` units, as even as can be: the first ranks have one more."""
@@ -188,8 +183,6 @@ class TensorGroup:
             tensor: contiguous; the same shape and dtype on every rank.
             name: of the layer, for the meter.
         """
-        if self.size == 1:
-            return tensor
         self._observe("all_reduce", tensor, name)
         if not self._is_silent(tensor):
             with self._begin("all_reduce", tensor, name, blocking=True):
@@ -208,8 +201,6 @@ class TensorGroup:
         """
         if tensor.nbytes < _BESIDE_FROM_BYTES and not self._is_nccl:
             return Done(self.all_reduce(tensor, name))
-        if self.size == 1:
-            return Done(tensor)
         self._observe("all_reduce", tensor, name)
         if self._is_silent(tensor):
             return Done(tensor)
@@ -235,8 +226,6 @@ class TensorGroup:
         Returns:
             A tensor of ``bounds[-1][1]`` entries along ``dim``, contiguous if ``dim`` is the first one.
         """
-        if self.size == 1:
-            return tensor
         own = tensor.detach().movedim(dim, 0).contiguous()
         whole = own.new_zeros(bounds[-1][1], *own.shape[1:])
         row = whole[0].numel()
@@ -263,8 +252,6 @@ class TensorGroup:
             bounds: of the parts.
             name: of the layer, for the meter.
         """
-        if self.size == 1:
-            return tensor
         whole = tensor.detach().movedim(dim, 0).contiguous()
         row = whole[0].numel()
         start, stop = bounds[self.rank]

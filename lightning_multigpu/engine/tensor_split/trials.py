@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_multigpu.communication.metering.traffic import sent_share
-from lightning_multigpu.engine.gradient_check import trained
+from lightning_multigpu.engine.gradient_check import trained, without_gradients
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, order_of_calls
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
@@ -72,15 +72,12 @@ class TracelessStep:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within the block steps run on whole parameters without gradients; at its end all but weights is restored."""
-        before = [(parameter, parameter.grad, parameter.requires_grad) for parameter in self.module.parameters()]
-        for parameter, _, _ in before:
-            parameter.grad = None
+        before = {parameter: parameter.requires_grad for parameter in self.module.parameters()}
         try:
-            with self._traceless(), self.group.showing(parts=False):
+            with without_gradients(before), self._traceless(), self.group.showing(parts=False):
                 yield
         finally:
-            for parameter, gradient, is_trained in before:
-                parameter.grad = gradient
+            for parameter, is_trained in before.items():
                 parameter.requires_grad_(is_trained)  # a manual step that fails leaves other optimizers' frozen
 
     def forward(self) -> Tensor | None:

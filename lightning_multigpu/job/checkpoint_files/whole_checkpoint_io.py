@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import time
@@ -103,9 +104,7 @@ def _remove_left(directory: str) -> None:
 
 def _lock(descriptor: int) -> bool:
     """Locks an open file until it is closed; False if another process has it, or the file system cannot."""
-    with contextlib.suppress(ImportError, OSError):
-        import fcntl
-
+    with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     return False

@@ -24,14 +24,8 @@ from lightning_multigpu.job.guardian.workers import remove_temporary
 
 OnFailure = Callable[[Failure], None]
 
-
-class NoGuardianError(GuardianError):
-    """No process listens at the guardian's address, or a process of another user or container does."""
-
-
 _LONGEST_LOOK_S = 0.5
 _SEEN_S = 5.0
-_IN_LINE_S = 0.02
 _SHORTEST_POLL_S, _POLL_S = 0.005, 0.1
 _BACKLOG = 256  # strangers may queue before the other hosts
 
@@ -44,6 +38,11 @@ class GuardianClient:
     process has not. After a failure of the guardian no other process would end this one, so it ends itself 0.9
     ``failure_timeout_s`` after the failure began, if it still runs.
 
+    Args:
+        address: where the guardian listens.
+        timeout_s: how long it may take to answer.
+        start_timeout_s: how long it may take to start: at the address of a job its first rank on the host starts it.
+
     Attributes:
         failure: the failure that ``on_failure`` was called with, or None.
         find_failure: called at least every 0.5 s in a run, in another thread; a failure that it finds, with its age, is
@@ -53,10 +52,12 @@ class GuardianClient:
             next run.
 
     Raises:
-        GuardianError: no guardian listens there, or it refuses this rank.
+        GuardianError: no guardian listens there in time, it refuses this rank, or it is another user's.
     """
 
-    def __init__(self, address: str, *, rank: int, on_failure: OnFailure, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, address: str, *, rank: int, on_failure: OnFailure, timeout_s: float = 30.0, start_timeout_s: float = 0.0
+    ) -> None:
         self.rank = rank
         self.failure: Failure | None = None
         self.find_failure: Callable[[], tuple[Failure, float] | None] = lambda: None
@@ -70,18 +71,7 @@ class GuardianClient:
         self._is_alone = False  # with its exception
         self._sending = threading.RLock()  # a signal's handler may send while its thread does
         self._process = os.getpid()
-        sock = socket.socket(socket.AF_UNIX)
-        sock.settimeout(timeout_s)
-        try:
-            _connect(sock, address, time.monotonic() + timeout_s)
-        except OSError as error:
-            sock.close()
-            raise NoGuardianError(f"rank {rank} finds no guardian on {host_name()}: {error}; has it ended?") from error
-        if why := foreign(sock):
-            sock.close()
-            raise NoGuardianError(f"the guardian's address belongs to {why}: it is not the guardian of rank {rank}")
-        self._connection = Connection(sock)
-        self._early: list[Message] = []
+        self._connection = Connection(_connected(address, rank, timeout_s, start_timeout_s))
         try:
             self._connection.send("hello", rank=rank)
             welcome = self._welcome(time.monotonic() + timeout_s)
@@ -258,10 +248,9 @@ class GuardianClient:
 
     def _listen(self) -> None:
         stopped_time = StoppedTime(self._guardian, pause_s=4 * self._look_s)
-        messages, self._early = self._early, []
         stopped_s = 0.0
         while True:
-            for message in messages:
+            for message in self._connection.arriving():
                 if message["kind"] == "met":
                     self._met.set()
                 elif message["kind"] == "seen":
@@ -278,10 +267,6 @@ class GuardianClient:
                     self._report(Failure.from_message(message["failure"]))
             if self._connection.closed:
                 break
-            readable, _, _ = select.select([self._connection], [], [], self._look_s)
-            messages = self._connection.receive() if readable else []
-            if self._connection.closed:
-                continue  # with its last messages
             if self.failure is None and not self.rests and (found := self.find_failure()) is not None:
                 self.find_failure = lambda: None
                 self.failed(found[0], age_s=found[1])
@@ -290,6 +275,7 @@ class GuardianClient:
             if lasts_s > self._stopped_limit_s and not self.rests and not self._leaving.is_set():
                 self._guardian.kill()  # it would stay for ever; its end also informs the other hosts' guardians
                 break
+            select.select([self._connection], [], [], self._look_s)
         self._seen.set()
         self._shown.set()
         if self._leaving.is_set():
@@ -340,8 +326,7 @@ class GuardianClient:
 
     def _welcome(self, deadline_s: float) -> Message:
         while True:
-            while self._early:
-                message = self._early.pop(0)
+            for message in self._connection.arriving():
                 if message["kind"] == "refused":
                     raise GuardianError(f"the guardian refuses rank {self.rank}: {message.get('why')}")
                 if message["kind"] == "welcome":
@@ -352,7 +337,6 @@ class GuardianClient:
             if left_s <= 0:
                 raise GuardianError(f"the guardian does not answer rank {self.rank} in time; is it stopped?")
             select.select([self._connection], [], [], left_s)
-            self._early += self._connection.receive()
 
     def _offer_stacks(self) -> None:
         how = answer_stack_signal()
@@ -367,35 +351,32 @@ class GuardianClient:
             os.close(descriptor)
 
 
-def _connect(sock: socket.socket, address: str, deadline_s: float) -> None:
-    """Connects; waits while the kernel's queue of connections is full."""
+def _connected(address: str, rank: int, timeout_s: float, start_timeout_s: float) -> socket.socket:
+    """A socket that is connected to the guardian; waits for its start, and while the kernel's queue is full."""
+    began_s, pause_s = time.monotonic(), _SHORTEST_POLL_S
     while True:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.setblocking(False)
+        limit_s = start_timeout_s
         try:
-            return sock.connect("\0" + address)
-        except BlockingIOError:
-            if time.monotonic() > deadline_s:
-                raise
-        time.sleep(_IN_LINE_S)
-
-
-def find(address: str, *, rank: int, on_failure: OnFailure, timeout_s: float) -> GuardianClient:
-    """Waits up to ``timeout_s`` for the guardian at the job's address to start, and connects to it.
-
-    Raises:
-        GuardianError: it does not start in time, refuses this rank, or is another user's.
-    """
-    deadline_s = time.monotonic() + timeout_s
-    pause_s = _SHORTEST_POLL_S
-    while True:
-        try:
-            return GuardianClient(address, rank=rank, on_failure=on_failure)
-        except NoGuardianError as error:
-            if time.monotonic() > deadline_s:
-                raise GuardianError(
-                    f"rank {rank} has found no guardian on {host_name()} within {timeout_s:g} s: the first rank of "
-                    "this host, which starts it, has not come. Are MASTER_ADDR, MASTER_PORT and NODE_RANK the same "
+            sock.connect("\0" + address)
+            why = foreign(sock)
+            if not why:
+                return sock
+            problem = f"the guardian's address belongs to {why}: it is not the guardian of rank {rank}"
+        except OSError as error:
+            if isinstance(error, BlockingIOError):  # the queue is full
+                limit_s += timeout_s
+            problem = f"rank {rank} finds no guardian on {host_name()}: {error}; has it ended?"
+        sock.close()
+        if time.monotonic() - began_s > limit_s:
+            if start_timeout_s:
+                problem = (
+                    f"rank {rank} has found no guardian on {host_name()} within {start_timeout_s:g} s: the first rank "
+                    "of this host, which starts it, has not come. Are MASTER_ADDR, MASTER_PORT and NODE_RANK the same "
                     "for all ranks of the host, and has one of them LOCAL_RANK=0? Do all belong to one user, and to "
                     "one container?"
-                ) from error
+                )
+            raise GuardianError(problem)
         time.sleep(pause_s)
         pause_s = min(_POLL_S, 1.5 * pause_s)

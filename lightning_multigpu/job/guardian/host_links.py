@@ -103,7 +103,7 @@ class Hosts:
     ) -> None:
         self.silence_s = silence_s
         self._watch, self._forget, self._on_message = watch, forget, on_message
-        self._secret = ""
+        self._secret = ""  # on node 0
         self._own_rank = 0
         self._on_met: Callable[[], None] = lambda: None
         self._finished = self._paused = False
@@ -140,7 +140,7 @@ class Hosts:
 
     def listen(self, listener: socket.socket, *, num_nodes: int, secret: str, now_s: float) -> None:
         """On node 0: accepts the other hosts' guardians."""
-        self._begin(secret, now_s)
+        self._secret, self._now_s = secret, now_s
         self._awaited = set(range(1, num_nodes))
         listener.setblocking(False)
         self._listener = listener
@@ -150,8 +150,7 @@ class Hosts:
         self, sock: socket.socket, *, node_rank: int, secret: str, now_s: float, on_met: Callable[[], None]
     ) -> None:
         """On the other nodes: joins through ``sock``, which is connected to node 0's guardian."""
-        self._begin(secret, now_s)
-        self._own_rank, self._on_met = node_rank, on_met
+        self._now_s, self._own_rank, self._on_met = now_s, node_rank, on_met
         peer = Peer(Connection(sock), now_s, node_rank=0)
         self._peers.append(peer)
         self._watch(sock, partial(self._read, peer))
@@ -284,9 +283,6 @@ class Hosts:
         return node_name(self._own_rank, host_name())
 
     # Connections
-
-    def _begin(self, secret: str, now_s: float) -> None:
-        self._secret, self._now_s = secret, now_s
 
     def _close_listener(self) -> None:
         if self._listener is not None:

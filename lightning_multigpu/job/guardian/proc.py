@@ -55,14 +55,12 @@ class WatchedProcess:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.pidfd: int | None = None
-        with contextlib.suppress(AttributeError, PermissionError):
-            try:
-                self.pidfd = os.pidfd_open(pid)
-            except ProcessLookupError:
-                raise
-            except OSError:
-                self.pidfd = None
+        try:
+            self.pidfd: int | None = os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise
+        except (AttributeError, OSError):
+            self.pidfd = None
         try:
             stat = read_stat(pid)
             if stat is None:

@@ -151,12 +151,11 @@ class Connection:
         if sent != len(line):
             self._close("it does not read what it is sent")
 
-    def receive(self) -> list[Message]:
-        """The messages that have arrived, without waiting for more; at most a bounded number at a time."""
-        return list(self.arriving())
-
     def arriving(self) -> Iterator[Message]:
-        """As :meth:`receive`, but decodes each message only when it is asked for: none after one that has closed it."""
+        """The messages that have arrived, without waiting for more; at most a bounded number at a time.
+
+        Each is decoded only when it is asked for: none comes after one that has closed the connection.
+        """
         chunks = 0
         while not self.closed:
             if not self._lines:

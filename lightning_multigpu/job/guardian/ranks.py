@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_multigpu.job.guardian.failure import Failure, host_name
+from lightning_multigpu.job.guardian.hang.stacks import StackSignal
 from lightning_multigpu.job.guardian.proc import ENDED, RUNNING, STOPPED, WatchedProcess, ended_text
 
 _PARENT_REPORT_S = 1.0
@@ -35,6 +37,7 @@ class WatchedRank:
         finished: True while the rank needs no other rank: it rests or has left.
         at_end: True once the rank has reached the end of its run, and waits for the others.
         joining_until_s: the time by which the rank has to join the others; None before and afterwards.
+        stack_signal: the signal that asks the rank for its stacks; None if it has registered none.
         temporary: a directory of its workers, which it cannot remove if it is killed.
         reported_exit_code: the exit status that the rank's parent has reported.
         lost_since_s: the time at which the job has lost the rank and has gone on; None otherwise.
@@ -51,6 +54,7 @@ class WatchedRank:
         self.at_end = False
         self.raised: Raised | None = None
         self.joining_until_s: float | None = None
+        self.stack_signal: StackSignal | None = None
         self.temporary: str | None = None
         self.reported_exit_code: int | None = None
         self.can_be_lost = self.has_left = self.raises = False
@@ -59,9 +63,15 @@ class WatchedRank:
         self.stopped_since_s: float | None = None
         self.ended_since_s: float | None = None
 
-    def failure(self, what: str, step: int | None) -> Failure:
+    def shows_stacks(self, how: StackSignal) -> None:
+        """Notes the signal that asks the rank for its stacks from now on."""
+        if self.stack_signal is not None:
+            os.close(self.stack_signal.descriptor)
+        self.stack_signal = how
+
+    def failure(self, what: str) -> Failure:
         """A failure of this rank."""
-        return Failure(what, rank=self.rank, host=host_name(), pid=self.process.pid, step=step)
+        return Failure(what, rank=self.rank, host=host_name(), pid=self.process.pid)
 
 
 class Ranks:
@@ -166,20 +176,13 @@ class Ranks:
         keys = {"" if rank.raised is None else rank.raised.key for rank in self._ranks.values() if rank.at_end}
         return keys.pop() if len(keys) == 1 else None
 
-    def late(self, now_s: float) -> WatchedRank | None:
-        """A rank that has not joined the others in time, and has not reported it itself."""
-        for rank in self.at_work:
-            if rank.joining_until_s is not None and now_s > rank.joining_until_s:
-                return rank
-        return None
-
     def restart_timers(self) -> None:
         """Restarts the time for which ranks have been stopped: this process was stopped too."""
         for rank in self._ranks.values():
             rank.stopped_since_s = None
 
     def observe(self, now_s: float) -> Found | None:
-        """Looks at all processes; returns the failure that they show, if any.
+        """Looks at all processes; returns the failure that they show, if any, or of one that has not joined in time.
 
         If several have ended, one that a signal ended comes first: an exit status is more often a consequence.
         """
@@ -195,7 +198,7 @@ class Ranks:
                     has_joined = rank.introduced and rank.joining_until_s is None
                     when = " in the middle of the run" if has_joined else " before it joined the run"
                     what = ended_text(exit_code) + (when if exit_code == 0 else "")
-                    found.append((not by_signal, Found(rank.failure(what, None), now_s)))
+                    found.append((not by_signal, Found(rank.failure(what), now_s)))
             elif state == STOPPED:
                 stopped.append(rank)
                 rank.stopped_since_s = now_s if rank.stopped_since_s is None else rank.stopped_since_s
@@ -203,6 +206,9 @@ class Ranks:
                 rank.stopped_since_s = None
         if found:
             return min(found, key=lambda entry: entry[0])[1]
+        for rank in self.at_work:
+            if rank.joining_until_s is not None and now_s > rank.joining_until_s:
+                return Found(rank.failure("has not joined the others in time (join_timeout_s)"), now_s)
         self.all_stopped = 0 < len(stopped) == len(self.at_work)
         if not self.others_wait and len(stopped) == len(self.at_work):
             self.restart_timers()  # the whole job is suspended, by Ctrl-Z for example: no rank waits
@@ -216,7 +222,7 @@ class Ranks:
                 what = (
                     f"has been stopped by a signal (SIGSTOP, SIGTSTP...) for {now_s - since_s:.1f} s while others wait"
                 )
-                return Found(rank.failure(what, None), since_s)
+                return Found(rank.failure(what), since_s)
         return None
 
     def _waited_for_parent(self, rank: WatchedRank, now_s: float) -> bool:

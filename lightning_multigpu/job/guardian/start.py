@@ -45,7 +45,7 @@ class GuardianError(RuntimeError):
 
 
 class AddressTakenError(GuardianError):
-    """Another process listens at the guardian's address."""
+    """Another process of this job has started its guardian."""
 
 
 class Guardian:
@@ -67,7 +67,8 @@ class Guardian:
     ) -> Guardian:
         """Starts the guardian; with a random address also sets the variable by which ranks that start later find it.
 
-        The guardian ends when all ranks have left.
+        The guardian ends when all ranks have left. That of a job that has just failed may still run at the same
+        address: it has ``failure_timeout_s`` to end.
 
         Args:
             num_ranks: ranks on this host.
@@ -76,14 +77,15 @@ class Guardian:
             address: the address for ranks that do not inherit the environment; None for a random one.
 
         Raises:
-            AddressTakenError: another process listens at ``address``.
-            GuardianError: there is no interpreter to run it with, or it does not start.
+            AddressTakenError: another process has started it at ``address``, and still runs.
+            GuardianError: there is no interpreter to run it with, it does not start, an earlier job's guardian does not
+                end, or a process of another user or container has taken the address.
         """
         is_found = address is not None
         # An abstract address is no file: the kernel removes it with the last socket.
         address = address or f"lightning-multigpu-guardian-{os.urandom(8).hex()}"
         with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(_listening_at(address))
+            listener = stack.enter_context(_listening_at(address, failure_timeout_s + 1))
             pages = os.memfd_create("guardian-pages")
             stack.callback(os.close, pages)
             os.ftruncate(pages, PAGE_BYTES * num_ranks)
@@ -128,7 +130,7 @@ class Guardian:
         """As :meth:`GuardianClient.show`; returns when it has been shown."""
         self._link.send("show", advice=advice)
         while not self._link.closed and select.select([self._link], [], [], _START_TIMEOUT_S)[0]:
-            if any(message["kind"] == "shown" for message in self._link.receive()):
+            if any(message["kind"] == "shown" for message in self._link.arriving()):
                 return True
         return False
 
@@ -152,18 +154,28 @@ class Guardian:
             del os.environ[ADDRESS]
 
 
-def _listening_at(address: str) -> socket.socket:
-    """A listening UNIX socket with an abstract address; raises AddressTakenError if there is one."""
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        listener.bind("\0" + address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise AddressTakenError(f"another guardian of this job is there already, at {address}") from error
-    return listener
+def _listening_at(address: str, patience_s: float) -> socket.socket:
+    """A listening UNIX socket with an abstract address, once an earlier one is gone; raises as Guardian.start."""
+    until_s = time.monotonic() + patience_s
+    while True:
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            listener.bind("\0" + address)
+            listener.listen(_BACKLOG)
+            return listener
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+        pid, why = _owner(address) or (0, "")
+        if why:
+            raise GuardianError(f"the guardian's address belongs to {why}; choose another MASTER_PORT")
+        taken = f"another guardian of this job is there already, at {address}"
+        if pid and (stat := read_stat(pid)) is not None and stat.state not in "ZX":
+            raise AddressTakenError(taken)
+        if time.monotonic() > until_s:
+            raise GuardianError(taken)
+        time.sleep(_POLL_S)
 
 
 def _run(settings: dict[str, object], descriptors: tuple[int, ...]) -> int:
@@ -201,35 +213,6 @@ def address_of_job(
     job = [variables.get(name, "") for name in _JOB_VARIABLES]
     parts = [str(os.getuid()), main_address, str(main_port), str(node_rank), str(attempt), *job]
     return f"lightning-multigpu-job-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}"
-
-
-def start_at(
-    address: str | None, *, num_ranks: int, failure_timeout_s: float, hang_report_s: float | None = None
-) -> Guardian | None:
-    """Starts the guardian at the job's address, or a random one; None if a living process has done so already.
-
-    The guardian of a job that has just failed may still run: it has time to end.
-
-    Raises:
-        GuardianError: the guardian does not start, an earlier job's guardian does not end, or a process of another user
-            or container has taken the address.
-    """
-    began_s = time.monotonic()
-    while True:
-        try:
-            return Guardian.start(
-                num_ranks=num_ranks, failure_timeout_s=failure_timeout_s, hang_report_s=hang_report_s, address=address
-            )
-        except AddressTakenError:
-            assert address is not None
-            pid, why = _owner(address) or (0, "")
-            if why:
-                raise GuardianError(f"the guardian's address belongs to {why}; choose another MASTER_PORT") from None
-            if pid and (stat := read_stat(pid)) is not None and stat.state not in "ZX":
-                return None
-            if time.monotonic() - began_s > failure_timeout_s + 1:
-                raise
-        time.sleep(_POLL_S)
 
 
 def _owner(address: str) -> tuple[int, str] | None:

@@ -15,9 +15,8 @@ from typing import Any
 from lightning_multigpu.job.guardian.blocking import show
 from lightning_multigpu.job.guardian.failure import Failure, closing_lines, host_name
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, read_steps
-from lightning_multigpu.job.guardian.hang.hang_reports import KINDS, HangReports
+from lightning_multigpu.job.guardian.hang.hang_reports import KINDS, HangReports, HangWatch
 from lightning_multigpu.job.guardian.hang.stacks import StackSignal
-from lightning_multigpu.job.guardian.hang.waits import HangWatch, in_message, last_waits
 from lightning_multigpu.job.guardian.host_links import Hosts
 from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, Interrupts, signal_of
 from lightning_multigpu.job.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
@@ -63,9 +62,8 @@ class Watchdog:
         self._hosts = Hosts(
             silence_s=self._timeout_s / 2, watch=self._watch, forget=self._forget, on_message=self._handle_host
         )
-        limit_s: float | None = settings["hang_report_s"]
-        self._hang_watch = HangWatch(limit_s, self._ranks, self._pages)
-        self._hangs = HangReports(limit_s, self._hang_watch, self._hosts, lambda: self._directory, self._end_deadlock)
+        self._hang_watch = HangWatch(settings["hang_report_s"], self._ranks, self._pages)
+        self._hangs = HangReports(self._hang_watch, self._hosts, lambda: self._directory)
 
     def run(self) -> None:
         """Watches until all ranks have finished, or until all have ended after a failure."""
@@ -178,11 +176,11 @@ class Watchdog:
         if found is not None:
             self._fail(found.failure, found.since_s)
         if self._shutdown is None:
-            self._observe_joining()
+            self._observe_owner()
         if self._shutdown is None:
             self._observe_end()
-        if self._shutdown is None:
-            self._hangs.observe(self._now_s)
+        if self._shutdown is None and (hang := self._hangs.observe(self._now_s)) is not None:
+            self._fail(hang.failure, hang.since_s)
         pids = self._pids()
         for rank in self._ranks.at_work:
             self._workers.note(rank.process.pid, pids)
@@ -197,7 +195,7 @@ class Watchdog:
         if found is not None and self._now_s - found[1] > self._timeout_s / 2:
             worker, since_s = found
             what = f"waits for its {worker}, which a signal has stopped {self._now_s - since_s:.1f} s ago"
-            self._fail(rank.failure(what, None), since_s)
+            self._fail(rank.failure(what), since_s)
 
     def _observe_end(self) -> None:
         """Releases the ranks once all have reached the end: until then the failure of one fails all."""
@@ -209,14 +207,10 @@ class Watchdog:
             for connection in self._connections:
                 connection.send("all at end")
         elif self._ranks.raised:
-            self._observe_exception(self._ranks.raised[0])
-
-    def _observe_exception(self, first: Raised) -> None:
-        """Reports an exception that not all ranks raise."""
-        is_late = self._now_s - first.since_s > self._timeout_s / 3
-        others = [rank for rank in self._ranks if rank.raised is not None]
-        if is_late or self._ranks.end_key is None or self._hang_watch.waits_for(others, at_least_s=_MAY_RAISE_S):
-            self._fail(first.failure, first.since_s)
+            first, ended = self._ranks.raised[0], [rank for rank in self._ranks if rank.raised is not None]
+            is_late = self._now_s - first.since_s > self._timeout_s / 3
+            if is_late or key is None or self._hang_watch.waits_for(ended, at_least_s=_MAY_RAISE_S):
+                self._fail(first.failure, first.since_s)  # not all ranks raise it
 
     def _observe_interrupts(self) -> None:
         self._interrupts.show_first()
@@ -261,7 +255,7 @@ class Watchdog:
         node = "" if self._node_rank is None else f"-node{self._node_rank}"
         return os.path.join(self._directory, f"failure-{host_name()}{node}.txt")
 
-    def _observe_joining(self) -> None:
+    def _observe_owner(self) -> None:
         if not self._owner_gone and self._owner.state() == ENDED:
             self._owner_gone = True
             exit_code = self._owner.exit_code()
@@ -269,8 +263,6 @@ class Watchdog:
             if exit_code != 0 and self._ranks.at_work and not is_rank:
                 what = f"the process {self._owner.pid}, which started the ranks, {ended_text(exit_code)}"
                 self._fail(Failure(what, host=host_name()), self._now_s)
-        elif (late := self._ranks.late(self._now_s)) is not None:
-            self._fail(late.failure("has not joined the others in time (join_timeout_s)", None), self._now_s)
 
     def _fail(self, failure: Failure, since_s: float) -> None:
         """Ends the job with a failure, if it is the first: later ones are its consequences."""
@@ -284,9 +276,7 @@ class Watchdog:
             self._lose(failed, failure)
             return
         # Before the failure is sent: ranks that receive it stop waiting.
-        waits = in_message(
-            last_waits(self._ranks, self._pages, self._hang_watch.signals, failed=failure.rank, now_s=self._now_s)
-        )
+        waits = self._hang_watch.last_waits(failed=failure.rank, now_s=self._now_s)
         self._shutdown = Shutdown(failure, since_s, self._timeout_s)
         self._shutdown.waits += waits
         self._hosts.send_failure(failure, since_s)
@@ -297,13 +287,6 @@ class Watchdog:
                 connection.send("failure", failure=failure.to_message())
             elif rank.raised is not None:
                 connection.send("alone")
-
-    def _end_deadlock(self, ranks: str) -> None:
-        what = (
-            f"ranks wait for each other, and none can go on: {ranks}. Every rank has to call the same collectives in "
-            "the same order: self.log(sync_dist=True), self.all_gather, saves and barriers on all ranks, or on none"
-        )
-        self._fail(Failure(what, host=host_name()), self._now_s)
 
     def _lose(self, lost: WatchedRank, failure: Failure) -> None:
         """Goes on without a rank: it counts as finished."""
@@ -318,20 +301,17 @@ class Watchdog:
         if not self._ranks.begin(run):
             return
         self._released = False
-        self._set_limits(failure_timeout_s, hang_report_s)
-        self._hosts.begin(run, self._now_s)
-
-    def _set_limits(self, failure_timeout_s: float, hang_report_s: float | None) -> None:
         self._timeout_s, self._tick_s = failure_timeout_s, min(0.5, failure_timeout_s / 20)
         self._ranks.stopped_limit_s = self._hosts.silence_s = failure_timeout_s / 2
-        self._hang_watch.limit_s = self._hangs.limit_s = hang_report_s
+        self._hang_watch.limit_s = hang_report_s
+        self._hosts.begin(run, self._now_s)
 
     def _handle_host(self, host: Hashable, message: Message) -> None:
         """Handles a message of another host's guardian that is not about the connection itself."""
         if message["kind"] in KINDS:
             self._hangs.handle(host, message)
         elif message["kind"] == "begin":
-            self._begin(int(message["run"]), self._timeout_s, self._hangs.limit_s)
+            self._begin(int(message["run"]), self._timeout_s, self._hang_watch.limit_s)
         elif message["kind"] == "waited" and self._shutdown is not None:
             self._shutdown.waits += message["lines"]
 
@@ -354,11 +334,6 @@ class Watchdog:
             else:
                 self._watch(sock, partial(self._read, connection))
 
-    def _close(self, connection: Connection) -> None:
-        self._connections.pop(connection, None)
-        self._forget(connection.socket)
-        connection.close()
-
     def _read(self, connection: Connection) -> None:
         """Reads a rank's messages. A closed connection means nothing: only the rank's process counts."""
         for message in connection.arriving():
@@ -371,7 +346,9 @@ class Watchdog:
                 connection.send("refused", why=f"{error!s:.1000}")
                 connection.closed = True
         if connection.closed:
-            self._close(connection)
+            self._connections.pop(connection, None)
+            self._forget(connection.socket)
+            connection.close()
 
     def _welcome(self, connection: Connection, message: Message) -> None:
         number = int(message["rank"])
@@ -458,7 +435,7 @@ class Watchdog:
         elif kind == "stacks":
             with contextlib.suppress(ProtocolError):  # no descriptor was left for it: the rank shows no stacks
                 descriptor, main_thread = connection.take_descriptor(), message["main_thread"]
-                self._hang_watch.registered(rank.rank, StackSignal(message["number"], descriptor, main_thread))
+                rank.shows_stacks(StackSignal(message["number"], descriptor, main_thread))
         elif kind in ("listen", "join"):
             self._meet_hosts(connection, message)
 
@@ -477,7 +454,7 @@ class Watchdog:
 
     def _read_owner(self) -> None:
         """Reads messages of the process that started the guardian, about the ranks that it has started."""
-        for message in self._owner_link.receive():
+        for message in self._owner_link.arriving():
             kind = message["kind"]
             if kind == "started":
                 try:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
@@ -59,9 +58,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
             self._start_ranks(guardian)
             children = dict(enumerate(self.procs, self._run.node_rank * self.num_processes + 1))
             _STARTED.update(children)
-            if guardian is not None:
-                for rank, child in children.items():
-                    guardian.started(rank, child.pid)
+            for rank, child in children.items():
+                guardian.started(rank, child.pid)
         else:
             watch.earlier_children = children = dict(_STARTED)
         try:
@@ -82,13 +80,12 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 _end(children.values(), _PATIENCE * self._run.failure_timeout_s)
             raise
 
-    def _start_ranks(self, guardian: Guardian | None) -> None:
+    def _start_ranks(self, guardian: Guardian) -> None:
         """Starts the other ranks of this host; if one cannot be started, the started ones are ended."""
         try:
             self._start_processes()
         except BaseException as error:
-            if guardian is not None:
-                guardian.kill()
+            guardian.kill()
             for process in self.procs:
                 process.kill()
                 process.wait()
@@ -140,8 +137,3 @@ def _wait(children: Iterable[subprocess.Popen[bytes]], timeout_s: float) -> None
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(max(0.0, deadline - time.monotonic()))
-
-
-def is_notebook_fork_needed(start_method: str, interactive: bool) -> bool:
-    """True if processes must be forked: a spawned process cannot import the code of a notebook."""
-    return interactive and start_method == "spawn" and sys.platform != "win32" and hasattr(os, "fork")

@@ -80,37 +80,12 @@ class SpawnLauncher(MultiProcessingLauncher):
         self._check(trainer)
         if trainer is not None:
             args = self.joining.resume(function, args, trainer)
+        states = GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
         with self.run.chosen_port_held():  # a later run chooses again: another program may have taken the port by then
-            return self._launch(function, args, trainer, kwargs)
-
-    def _launch(
-        self, function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer | None, kwargs: dict[str, Any]
-    ) -> Any:
-        guardian = start_guardian(self.run)
-        if guardian is not None:
-            guardian.shows()
-        try:
-            task = _Task(
-                self,
-                trainer,
-                function,
-                args,
-                kwargs,
-                GlobalStateSnapshot.capture() if self._start_method == "spawn" else None,
-                None if guardian is None else guardian.address,
-            )
-            result = self._run_ranks(task, guardian)
-        except BaseException as error:
-            self.joining.watch.ranks_have_ended = True  # callbacks that save at exceptions do not know
-            if guardian is not None and not is_reported(error):
-                guardian.stop()
-            raise
-        if guardian is not None:
-            guardian.stop()
-        if trainer is None:
-            return result.returned
-        self._already_fit |= trainer.state.fn == TrainerFn.FITTING
-        self._take_over(result, trainer)
+            result = self._run_guarded(_Task(self, trainer, function, args, kwargs, states))
+        if trainer is not None:
+            self._already_fit |= trainer.state.fn == TrainerFn.FITTING
+            self._take_over(result, trainer)
         return result.returned
 
     def _check(self, trainer: pl.Trainer | None) -> None:
@@ -126,7 +101,20 @@ class SpawnLauncher(MultiProcessingLauncher):
                 "and pass fit(ckpt_path=...) to go on where the first one ended"
             )
 
-    def _run_ranks(self, task: _Task, guardian: Guardian | None) -> _Result:
+    def _run_guarded(self, task: _Task) -> _Result:
+        guardian = start_guardian(self.run)
+        guardian.shows()
+        try:
+            result = self._run_ranks(task, guardian)
+        except BaseException as error:
+            self.joining.watch.ranks_have_ended = True  # callbacks that save at exceptions do not know
+            if not is_reported(error):
+                guardian.stop()
+            raise
+        guardian.stop()
+        return result
+
+    def _run_ranks(self, task: _Task, guardian: Guardian) -> _Result:
         """Starts the ranks and waits for all of them; raises the failed rank's exception, or SystemExit at SIGTERM."""
         ranks = _Ranks(self.run, self._start_method, task, guardian)
         self.procs = ranks.processes
@@ -212,9 +200,8 @@ class _Task:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     states: GlobalStateSnapshot | None
-    address: str | None
 
-    def __call__(self, local_rank: int, answers: Connection) -> None:
+    def __call__(self, local_rank: int, answers: Connection, address: str) -> None:
         run, joining = self.launcher.run, self.launcher.joining
         watch = joining.watch
         args, kwargs = self.args, self.kwargs
@@ -226,7 +213,7 @@ class _Task:
         os.environ["LOCAL_RANK"] = str(local_rank)
         watch.on_can_be_lost = partial(answers.send_bytes, pickle.dumps(_CAN_BE_LOST))
         try:
-            joining.begin(run, address=self.address)
+            joining.begin(run, address=address)
             returned = watch.guarded(self.function, args, kwargs, run=run, trainer=self.trainer)
             result = _Result(returned) if self.trainer is None else self.launcher.collect(self.trainer, returned)
             answer = pickle.dumps(move_data_to_device(result, "cpu") if local_rank == 0 else None)
@@ -289,7 +276,7 @@ def _exception_of(failed: _Failed) -> Exception:
 class _Ranks:
     """The processes, each with a pipe of its own, so that a killed process cannot damage another one's answer."""
 
-    def __init__(self, run: RunContext, start_method: str, task: _Task, guardian: Guardian | None) -> None:
+    def __init__(self, run: RunContext, start_method: str, task: _Task, guardian: Guardian) -> None:
         self._timeout_s = run.failure_timeout_s
         self._guardian = guardian
         self._first_rank = run.node_rank * run.ranks_per_host
@@ -304,14 +291,13 @@ class _Ranks:
                 reader, writer = context.Pipe(duplex=False)
                 self._pipes.append(reader)
                 with writer:
-                    process = context.Process(target=task, args=(local_rank, writer), name=f"rank-{local_rank}")
+                    arguments = local_rank, writer, guardian.address
+                    process = context.Process(target=task, args=arguments, name=f"rank-{local_rank}")
                     process.start()
                 self.processes.append(process)
-                if guardian is not None:
-                    guardian.started(self._first_rank + local_rank, process.pid)
+                guardian.started(self._first_rank + local_rank, process.pid)
         except BaseException as error:
-            if guardian is not None:
-                guardian.kill()
+            guardian.kill()
             self._signal(signal.SIGKILL)
             self._join(self._timeout_s)
             note_refusal(error, len(self.processes), run.ranks_per_host)
@@ -333,9 +319,9 @@ class _Ranks:
                     self._note_end(index, process.exitcode)
             if self._bad and deadline_s is None:
                 deadline_s = time.monotonic() + self._timeout_s + _GUARDIAN_S
-                if self._guardian is None or all(self.processes[i].exitcode == 0 for i in self._bad):
+                if all(self.processes[i].exitcode == 0 for i in self._bad):
                     for process in left.values():
-                        process.terminate()  # no guardian ends them
+                        process.terminate()  # the guardian may have seen no failure
             if deadline_s is not None and time.monotonic() > deadline_s:
                 for process in left.values():
                     process.kill()
@@ -357,14 +343,11 @@ class _Ranks:
         if failed:
             first = min(failed, key=lambda each: not each.in_full)
             error = _exception_of(first)
-            guardian, show = self._guardian, None
-            if not first.is_programs:
-                show = (lambda advice: False) if guardian is None else guardian.show
+            show = None if first.is_programs else self._guardian.show
             report = FailureReport(first.failure, first.in_full, show, lambda: first.checkpoint)
             print_if_uncaught(error, report)
-            if guardian is not None:
-                guardian.raises()
-                weakref.finalize(report, guardian.stop)
+            self._guardian.raises()
+            weakref.finalize(report, self._guardian.stop)
             raise error from None
         result = self._answers[0]
         assert isinstance(result, _Result)
@@ -420,5 +403,4 @@ class _Ranks:
         self._pipes[index].close()
         if index not in self._can_be_lost and (exit_code != 0 or index not in self._answers):
             self._bad.append(index)
-        if self._guardian is not None:
-            self._guardian.ended(self._first_rank + index, exit_code)
+        self._guardian.ended(self._first_rank + index, exit_code)

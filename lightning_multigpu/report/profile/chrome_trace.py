@@ -30,7 +30,7 @@ _PHASE_TRACKS = {
 }
 
 
-def trace(profile: ProfileDocument, operators: Sequence[Sequence[Any]] = ()) -> dict[str, Any]:
+def trace(profile: ProfileDocument, operators: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """The timeline as JSON. Events of a track are nested or apart.
 
     Args:
@@ -38,7 +38,7 @@ def trace(profile: ProfileDocument, operators: Sequence[Sequence[Any]] = ()) -> 
         operators: of each rank, in rank order, on its own clock: name, thread, start and end in seconds.
     """
     events: list[dict[str, Any]] = []
-    for rank, of_rank in zip(profile.ranks, operators or [()] * len(profile.ranks), strict=True):
+    for rank, of_rank in zip(profile.ranks, operators, strict=True):
         used = {phase for step in rank.steps for phase, *_ in step.parts}
         named = dict.fromkeys(track for phase, track in _PHASE_TRACKS.items() if phase in used)
         tracks = _Tracks(rank.rank, f"rank {rank.rank} on {rank.host}", named)

@@ -39,26 +39,19 @@ class AsynchronousTraining(Callback):
 
     Args:
         connections: to the servers.
-        transports: of the optimizers; filled by the strategy.
         signals: on which this worker acts between two batches.
-        leave_groups: called when training begins: with a process group, Lightning and torchmetrics would have workers
-            wait for each other in every batch.
         can_be_lost: called when training begins, on workers that may be lost.
+
+    Attributes:
+        transports: of the optimizers; filled by the strategy.
     """
 
-    def __init__(
-        self,
-        connections: Servers,
-        signals: RunSignals,
-        *,
-        leave_groups: Callable[[], object],
-        can_be_lost: Callable[[], object],
-    ) -> None:
+    def __init__(self, connections: Servers, signals: RunSignals, *, can_be_lost: Callable[[], object]) -> None:
         self.transports: Sequence[ServerTransport] = ()
         self._connections = connections
         self._coordination = Coordination(connections)
         self._signals = signals
-        self._leave_groups, self._can_be_lost = leave_groups, can_be_lost
+        self._can_be_lost = can_be_lost
         self._is_first = connections.worker == 0
         self._first_batch: int | None = None
         self._resumed_epoch: int | None = None
@@ -158,7 +151,6 @@ class AsynchronousTraining(Callback):
                 "there are several training loaders, and mode='async' distributes the batches of one: put their "
                 "datasets into one Dataset whose samples come from all of them, or use strategy='sync_ps'"
             )
-        self._leave_groups()
         self._set_validation(trainer)
         if self._batches is not None:
             self._resume_epoch(trainer)

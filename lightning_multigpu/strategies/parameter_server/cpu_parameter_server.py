@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -44,7 +42,6 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
     """
 
     def __init__(self, *, optimizer_split: Split | None = None, **options: Any) -> None:
-        option_checks.check_options(type(self).__name__, options, type(self).option_names())
         if optimizer_split is not None:
             option_checks.check_choice("optimizer_split", optimizer_split, get_args(Split))
         super().__init__(**options)
@@ -52,7 +49,6 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
         self.common.averages_buffers = True
         self._memory: HostMemory | None = None
         self._num_reserved = 0
-        self._pinned: list[Tensor] = []
 
     @property
     @override
@@ -77,6 +73,7 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
         if self._memory is None:  # else the other optimizers are refused
             assert self.groups is not None
             ranks = SharedMemoryAllReduce(self.new_group("data", backend="gloo"))
+            self._undo.callback(ranks.close)
             self.groups.also_cut.append(ranks.abort)
             self._memory = HostMemory(ranks, self.meter, self._reserve, self.gather_objects)
         super().setup_optimizers(trainer)
@@ -92,16 +89,9 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
     def teardown(self) -> None:
         with self.saves.keeping_states(self._owned):
             self.owned.end()
-            self._free_memory()
-            super().teardown()
-
-    def _free_memory(self) -> None:
-        for flat in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())  # type: ignore[no-untyped-call]
-        self._pinned.clear()
-        if self._memory is not None:
-            self._memory.ranks.close()
+            self._undo.close()
             self._memory = None
+            super().teardown()
 
     def _reserve(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor that all ranks can access; if memory cannot be shared, ranks copy pieces of it instead."""
@@ -111,7 +101,7 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
         flat = torch.zeros(numel, dtype=dtype, pin_memory=on_gpu)
         if not numel:
             return flat
-        if self._memory.num_ranks > 1:
+        if self._memory.ranks.world_size > 1:
             self._num_reserved += 1
             try:
                 self._memory.ranks.move(flat, self._num_reserved)
@@ -125,7 +115,7 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
         """Pins the pages of a tensor in memory, so that GPU copies overlap with computing."""
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(cudart.cudaHostRegister(flat.data_ptr(), flat.nbytes, 0)) == 0:
-            self._pinned.append(flat)
+            self._undo.callback(lambda: cudart.cudaHostUnregister(flat.data_ptr()))
         else:
             with contextlib.suppress(RuntimeError):  # CUDA keeps the error until the next launch of a kernel finds it
                 torch.ones((), device=self.root_device).add_(1)
@@ -133,15 +123,6 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
                 f"{flat.nbytes / 2**20:.0f} MiB of the host's memory cannot be locked (ulimit -l), so that copies to "
                 "and from the GPU do not overlap its work"
             )
-
-    # Training
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Within the block gradients are accumulated, and stay on their ranks."""
-        with self.owned.accumulating():
-            yield
 
     # Checkpoints
 

@@ -7,8 +7,7 @@ import dataclasses
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_multigpu._torch_compat import job_store
-from lightning_multigpu.communication.compression.compressors import Bf16, ElementwiseCompressor, Fp16, Int8
+from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.engine.parameter_server.server import EXTERNAL, RUNS, Job
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
@@ -103,7 +102,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
             option_checks.check_positive("num_servers", num_servers, whole=True)
         if bucket_cap_mb is not None:
             option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
-        option_checks.check_options(type(self).__name__, options, type(self).option_names())
         if optimizer_split is not None:
             option_checks.check_choice("optimizer_split", optimizer_split, get_args(Split))
         super().__init__(**options)
@@ -118,7 +116,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
         self._num_servers, self._are_external = num_servers, servers == "external"
         self._bucket_cap_mb = bucket_cap_mb
         self._processes: list[ServerProcess] = []
-        self._store: Any = None
         self._connections: Servers | None = None
 
     def _check_that_no_rank_waits(self, options: Mapping[str, Any]) -> None:
@@ -195,7 +192,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
     def _connect(self) -> None:
         """Starts the servers, unless they are external, and connects to them; a collective."""
         assert self.groups is not None
-        store = self._store = job_store()
+        store = job_store()
         number = max(2, self.num_nodes) if self._num_servers == "nodes" else self._num_servers
         job = Job(
             name=self.broadcast(f"{RUNS}/{store.add(RUNS, 1) if self.global_rank == 0 else 0}"),
@@ -211,20 +208,17 @@ class ParameterServerStrategy(MultiGPUStrategy):
             store.set(f"{job.name}/job", pickle.dumps(job))
             if self._are_external:
                 store.set(EXTERNAL, job.name)
+                self._undo.callback(_withdraw, store)
         if not self._are_external:
             self._start_servers(store, job)
         self._connections = servers = Servers(job, worker=self.global_rank, meter=self.meter)
+        self._undo.callback(servers.close)
         self.groups.also_cut.append(servers.cut)
         servers.join(store, lambda server: self._await_server(store, job, server))
         for name, why in servers.unshared.items():
             rank_zero_info(f"{name} is on this host, but gradients and weights go over sockets: {why}")
         if self._is_asynchronous:
-            self._asynchronous = AsynchronousTraining(
-                servers,
-                self.signals,
-                leave_groups=self._leave_world,
-                can_be_lost=self.failure_watch.can_be_lost,
-            )
+            self._asynchronous = AsynchronousTraining(servers, self.signals, can_be_lost=self.failure_watch.can_be_lost)
 
     def _start_servers(self, store: Any, job: Job) -> None:
         """Starts this host's servers on its first rank."""
@@ -232,6 +226,8 @@ class ParameterServerStrategy(MultiGPUStrategy):
         computing = len(own) + (self.num_processes if self.root_device.type == "cpu" else 0)
         threads = max(1, option_checks.available_cpu_count() // max(1, computing))
         self._processes = [ServerProcess(store.host, store.port, job.name, k, num_threads=threads) for k in own]
+        for process in self._processes:
+            self._undo.callback(process.close)
 
     def _await_server(self, store: Store, job: Job, server: int) -> None:
         """Waits until a server has come to the store."""
@@ -270,19 +266,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
             compressor=self._compressor,
         )
 
-    def _disconnect(self) -> None:
-        """Disconnects from the servers and ends them, also after a failure."""
-        if self._connections is not None:
-            connections, self._connections = self._connections, None
-            connections.close()
-        for process in self._processes:
-            process.close()
-        self._processes = []
-        store, self._store = self._store, None
-        if store is not None and self._are_external and self.global_rank == 0:
-            with contextlib.suppress(RuntimeError):  # its process has ended
-                store.delete_key(EXTERNAL)  # servers that come now wait for the next fit
-
     @override
     def server_statistics(self) -> ServerStatistics | None:
         return None if self._connections is None or self.global_rank else self._connections.statistics()
@@ -301,14 +284,10 @@ class ParameterServerStrategy(MultiGPUStrategy):
     def barrier(self, name: str | None = None) -> None:
         super().barrier(name)
         if name == "run-stage" and self._asynchronous is not None:  # the last barrier before rank 0 validates alone
-            assert self.lightning_module is not None
-            self._asynchronous.begin(self.lightning_module.trainer)
-            self._leave_world()
-
-    def _leave_world(self) -> None:
-        """Leaves the process groups of the run; from then on collectives return this rank's own values."""
-        if self.groups is not None:
             assert self._connections is not None
+            self._asynchronous.begin(self._module.trainer)
+            # From then on collectives return this rank's own values: with a process group, Lightning and torchmetrics
+            # would have workers wait for each other in every batch.
             self.collectives.leave()
             leave_world()
             self.failure_watch.joined(self._connections.cut, self.world_size)
@@ -316,25 +295,18 @@ class ParameterServerStrategy(MultiGPUStrategy):
     @override
     def teardown(self) -> None:
         training, self._asynchronous = self._asynchronous, None
-        if training is not None and self.lightning_module is not None:
-            training.end(self.lightning_module.trainer)
+        if training is not None:
+            training.end(self._module.trainer)
         with self.saves.keeping_states(self._owned):
             self.owned.end()
-            self._disconnect()
+            self._undo.close()
+            self._connections = None
             super().teardown()
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Within the block gradients are accumulated, and not pushed."""
-        with self.owned.accumulating():
-            yield
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        if self._asynchronous is not None and trainer is not None and not trainer.training:
+        if self._asynchronous is not None and not self._module.trainer.training:
             return {"num_replicas": 1, "rank": 0}  # rank 0 validates, with all batches
         return super().distributed_sampler_kwargs
 
@@ -342,8 +314,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         if self._asynchronous is None:
             return super().process_dataloader(dataloader)
-        assert self.lightning_module is not None
-        return self._asynchronous.distribute(dataloader, self.lightning_module.trainer)
+        return self._asynchronous.distribute(dataloader, self._module.trainer)
 
     @property
     @override
@@ -360,15 +331,15 @@ class ParameterServerStrategy(MultiGPUStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
-        if self._asynchronous is not None and self.lightning_module is not None:
-            self._asynchronous.after_step(self.lightning_module.trainer)
+        if self._asynchronous is not None:
+            self._asynchronous.after_step(self._module.trainer)
         return output
 
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        if self._asynchronous is not None and self.lightning_module is not None and not self.failure_watch.failed:
-            self._asynchronous.training_ends(self.lightning_module.trainer)
+        if self._asynchronous is not None and not self.failure_watch.failed:
+            self._asynchronous.training_ends(self._module.trainer)
 
     # Checkpoints
 
@@ -387,11 +358,17 @@ class ParameterServerStrategy(MultiGPUStrategy):
             self._asynchronous.loaded(checkpoint)
 
 
+def _withdraw(store: Store) -> None:
+    """Has servers that come now wait for the next fit."""
+    with contextlib.suppress(RuntimeError):  # the store's process has ended
+        store.delete_key(EXTERNAL)
+
+
 def _elementwise(compression: Any) -> ElementwiseCompressor | None:
     """The compressor that ``{"name": "int8", "chunk_size": 1024}`` describes; None for None."""
     if compression is None:
         return None
     found = make_compressor(compression)
-    if not isinstance(found, Fp16 | Bf16 | Int8):
+    if not isinstance(found, ElementwiseCompressor):
         raise ValueError(f"compression={found.name!r} is not for pushes to servers: use 'fp16', 'bf16' or 'int8'")
     return found

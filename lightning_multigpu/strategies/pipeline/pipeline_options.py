@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -186,8 +186,9 @@ class PipelineOptions:
         if isinstance(self.balance, str):
             sizes = chain.parameter_bytes()
             # A layer that is in its container several times runs, and counts, as many times.
-            total = [0, *accumulate(sizes[chain.layers.index(layer)] for layer in chain.layers)]
-            bounds = balanced_bounds([b - a for a, b in pairwise(total)], num_stages)
+            each = [sizes[chain.layers.index(layer)] for layer in chain.layers]
+            total = [0, *accumulate(each)]
+            bounds = balanced_bounds(each, num_stages)
             at_ends = Ownership(next(iter(chain.around)), chain, bounds, 0, num_ranks).at_ends()
             before, after = (sum(local(parameter).nbytes for parameter in own) for own in at_ends)
 

@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.communication.metering.clocks import CoreWait
 from lightning_multigpu.engine.activation_checkpointing import layers_of
 from lightning_multigpu.engine.batch_size import leading_size
-from lightning_multigpu.engine.hugging_face import ModelsInStages
+from lightning_multigpu.engine.hugging_face import models_in_stages
 from lightning_multigpu.engine.micro_batches import first_part, moved
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe
 from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
@@ -74,10 +74,6 @@ class FirstBatchStrategy(Strategy):
         self._visit(self, batch, others)
         raise EndOfRun
 
-    def agreed(self, is_enough: bool) -> bool:
-        """Whether any rank that measures the same passes True; a collective of these."""
-        return is_enough
-
 
 class FirstBatchOnDevice(FirstBatchStrategy, SingleDeviceStrategy):
     """One device."""
@@ -94,8 +90,8 @@ class FirstBatchInGroup(FirstBatchStrategy, TensorSplitStrategy):
         assert self._split_plan is not None
         return summary(self._split_plan)
 
-    @override
     def agreed(self, is_enough: bool) -> bool:
+        """Whether any rank passes True; a collective of the group."""
         assert self._tensor is not None
         return self._tensor.any(is_enough, self.root_device)
 
@@ -115,7 +111,6 @@ class PipelinePlanner:
         split_options: of the strategy that splits layers, over ``tensor_parallel_size`` ranks.
 
     Attributes:
-        of_sizes: the plans of each size.
         refused: a schedule and a size -> why the module cannot be split so.
 
     Raises:
@@ -143,13 +138,10 @@ class PipelinePlanner:
         self._split_options = split_options or {}
         self._is_over = False
         self.refused: dict[tuple[str, int], str] = {}
-        self.of_sizes = {
-            size: PipelinePlans(
-                size, num_pipelines, options[0].balance, link, tensor_parallel_size=tensor_parallel_size
-            )
-            for size in sizes
-        }
-        self._found = self.of_sizes[sizes[0]]
+        self._sizes = list(sizes)
+        self._found = PipelinePlans(
+            sizes[0], num_pipelines, options[0].balance, link, tensor_parallel_size=tensor_parallel_size
+        )
         self._of_batches = [callback for callback in callbacks if hasattr(callback, "check_before_launch")]
         with _as_plan_errors():
             check_callbacks(callbacks)
@@ -206,7 +198,8 @@ class PipelinePlanner:
     ) -> PipelinePlans:
         """Takes the first training batch, measures the layers on it and predicts; weights do not change.
 
-        With a tensor axis, the ranks of one tensor group do so together; the first rank returns the plans.
+        With a tensor axis, the ranks of one tensor group do so together; the first rank returns the plans. Beside the
+        plans of all sizes these have the figures of the first size.
 
         ``Trainer.fit`` runs in this process up to that batch, with the hooks of module and data and without loggers,
         checkpoints and callbacks, but for those that set the size of batches.
@@ -265,11 +258,12 @@ class PipelinePlanner:
             for number in ((1, *numbers) if found.tensor_parallel_size > 1 else (1,))
         }
         measurements = dict(on_one) if found.tensor_parallel_size == 1 else {}
+        agreed: Callable[[bool], bool] = one.agreed if isinstance(one, FirstBatchInGroup) else bool
         for name, chain in chains.items():
             for number in numbers:
                 key = (name, number, bool(again[name]))
                 if key not in measurements:
-                    measurements[key] = Measurement(one, chain, parts[number], others, again[name], one.agreed)
+                    measurements[key] = Measurement(one, chain, parts[number], others, again[name], agreed)
         for chain in chains.values():
             measurements[chain.name, numbers[0], bool(again[chain.name])].watch()
         with CoreWait() as core_wait:
@@ -292,8 +286,7 @@ class PipelinePlanner:
                 whole_s = [one_device_s(parts) for parts in wholes[1]]
                 if number in wholes:  # or its micro-batches one after the other
                     whole_s = [min(s, number * one_device_s(p)) for s, p in zip(whole_s, wholes[number], strict=True)]
-                of_size = self.of_sizes[size].plans
-                of_size.append(self._plan(one, chains[chain.name], options, size, number, rounds, whole_s))
+                found.plans.append(self._plan(one, chains[chain.name], options, size, number, rounds, whole_s))
 
     def _numbers_of_micro_batches(self, num_samples: int | None) -> list[int]:
         limit = num_samples or 1
@@ -311,7 +304,7 @@ class PipelinePlanner:
         return sorted(set(wanted))
 
     def _combinations(self) -> list[tuple[PipelineOptions, int]]:
-        return [(options, size) for size in self.of_sizes for options in self._options]
+        return [(options, size) for size in self._sizes for options in self._options]
 
     def _chain(self, options: PipelineOptions, module: pl.LightningModule, size: int) -> Chain | None:
         """The layers that the strategy would split; None where only this one of several sizes is impossible.
@@ -421,25 +414,18 @@ class Measurement:
 
     def watch(self) -> None:
         """Finds the stages that will use tensors outside of the layers."""
-        with self._undone():
+        with models_in_stages(self._module), without_trace(self._module):
             uses = self._use_probe.watch(self._step, lambda: [vars(part) for part in self._module.modules()])
         self._chain.learn([uses])
 
     def run(self) -> None:
         """Measures once more."""
-        with self._undone():
+        with models_in_stages(self._module), without_trace(self._module):
             found = self._probe.measure(self._step)
         self.rounds.append([found.get(part, PartCost()) for part in range(len(self._chain) + 2)])
 
     def _step(self) -> Any:
         return unlogged_loss(self._plugin, self._module, lambda: self._module.training_step(*self._args))
-
-    @contextmanager
-    def _undone(self) -> Iterator[None]:
-        with ExitStack() as undo:
-            undo.callback(ModelsInStages(self._module).end)
-            undo.enter_context(without_trace(self._module))
-            yield
 
 
 def _run(measurements: Mapping[Any, Measurement]) -> None:

@@ -21,8 +21,7 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.activation_checkpointing import layers_of
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
-from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
-from lightning_multigpu.engine.hugging_face import ModelsInStages
+from lightning_multigpu.engine.hugging_face import models_in_stages
 from lightning_multigpu.engine.micro_batches import (
     checksum_of,
     cloned,
@@ -36,13 +35,13 @@ from lightning_multigpu.engine.micro_batches import (
 from lightning_multigpu.engine.one_process.gathering import gathered
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.splitting.ownership import Bounds
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.pipeline.stages.loss_forms import LossForms
 from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.step_state import seed_of, without_differentiation
 from lightning_multigpu.engine.tensor_split.parts import whole
 from lightning_multigpu.engine.training_memory import held_bytes
+from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.strategies.pipeline.first_batch.preparation import Preparation
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
@@ -75,7 +74,6 @@ class RunningPipeline:
         num_micro_batches: of a batch with enough samples.
         seed: the seed of this pipeline's random numbers, the same on its ranks.
         recompute: indices of the layers that run again in backward.
-        prepared: the kinds of steps for which the work of a first batch is done.
         in_step: a step of the user is running, so other stages are elsewhere in the program.
         step_args: the arguments of the ``training_step`` under way.
 
@@ -95,7 +93,7 @@ class RunningPipeline:
         self.outputs = LastStageOutputs(module, model.group, is_last=is_last, at_end=self.agreement.hide_gradients)
         self.outputs.add_first()
         undo.callback(self.outputs.leave)
-        undo.callback(ModelsInStages(module).end)
+        undo.enter_context(models_in_stages(module))
         strategy.saves.remote = model.remote
         if axis is None:  # else all ranks of a tensor group gather
             strategy.saves.begin(module.trainer, undo)
@@ -109,15 +107,12 @@ class RunningPipeline:
         self.seed = seed_of(seed, strategy.data_parallel_rank)
         self.in_step = False
         self.step_args: tuple[Any, ...] = ()
-        chain = model.chain
         self.recompute = layers_of(chain.name, chain.named_layers(), self.options.activation_checkpointing)
         self.runner = self.new_runner(self.recorder)
-        self.prepared: set[Any] = set()
         self._preparation = Preparation(self)
         self._loss_forms = LossForms()
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self._num_evaluated = 0
-        self._buffers_due = True
 
     def new_runner(self, recorder: Recorder) -> PipelineRunner:
         """What runs the stages that this rank has now; no collective."""
@@ -126,51 +121,38 @@ class RunningPipeline:
 
     def _data_axis(self) -> DataAxis | None:
         """The ranks that hold the same stages in other pipelines; a collective of the world."""
-        strategy, transport = self.strategy, self.strategy._transport
-        module, data = strategy._module, strategy.collectives.data
+        strategy, module = self.strategy, self.strategy._module
         if strategy.data_parallel_size == 1:
             return None
-        if transport is None:
-            reducer = GradientReducer(strategy.new_group("data"), strategy.meter, axis="data")
-        else:
-            assert strategy.groups is not None
-            reducer, _ = transport.open(
-                module,
-                strategy.groups,
-                strategy.meter,
-                ranks_per_host=strategy.num_processes,
-                hook=None,
-                warn=rank_zero_warn,
-            )
-        data_axis = DataAxis(reducer, strategy.metered(data.group, "control"), module)
-        strategy._undo.callback(data_axis.close)
-        return data_axis
+        assert strategy.groups is not None
+        reducer = strategy._transport.open(
+            strategy.groups, strategy.meter, ranks_per_host=strategy.num_processes, hook=None, warn=rank_zero_warn
+        )
+        strategy._undo.callback(reducer.close)
+        strategy.averaging.compressing = reducer
+        control = strategy.metered(strategy.collectives.data.group, "control")
+        strategy.common.buffers, strategy.common.broadcasts_buffers = control, True
+        return DataAxis(reducer, control, module)
 
     # The user's steps; no collectives
 
     def call(self, hook: str, *args: Any, **kwargs: Any) -> Any:
-        """The output of a step of the module; a ``training_step`` gets a micro-batch, cut along dimension 0."""
+        """The output of a step of the module, in which parts over the tensor group are gathered.
+
+        A ``training_step`` gets a micro-batch, cut along dimension 0.
+        """
         if hook == "training_step":
             args = (moved(args[0], 0, self.options.batch_dim), *args[1:])
-        with self._user_step():
-            return self._whole(getattr(self.model.module, hook)(*args, **kwargs))
-
-    @contextmanager
-    def _user_step(self) -> Iterator[None]:
-        """The block in which a step of the module runs."""
         axis, self.in_step = self.tensor_axis, True
         try:
             with self.outputs.noting(), nullcontext() if axis is None else axis.group.showing(parts=False):
-                yield
+                output = getattr(self.model.module, hook)(*args, **kwargs)
+                return output if axis is None else tree_map(whole, output)
         finally:
             self.in_step = False
             # A metric that this stage computed alone within the step has to be computed by all stages.
             for metric in self._metrics:
                 metric._computed = None
-
-    def _whole(self, output: Any) -> Any:
-        """The output of a step, in which parts over the tensor group are gathered."""
-        return output if self.tensor_axis is None else tree_map(whole, output)
 
     def loss_of(self, micro_batch: Any, others: Sequence[Any]) -> Any:
         """The loss of a dry run of ``training_step``, whose logs are dropped."""
@@ -204,77 +186,75 @@ class RunningPipeline:
         Raises:
             ValueError, PipelineError: as :meth:`.Preparation.prepare`.
         """
-        (batch, *others), self.step_args = self.step_args, ()
-        batch = moved(batch, self.options.batch_dim, 0)
-        if self._buffers_due:
-            self.share_buffers()
-        self._buffers_due = not accumulating
-        parts = split_batch(batch, num_micro_batches_of(batch, self.num_micro_batches))
-        weights = weights_of(parts, self.loss_reduction)
-        trainer, scales = self.model.module.trainer, [weight * multiplier for weight in weights]
-        trainable = self._trainable()
-        # What a proof that steps equal those of one device rests on; the second epoch may train in another way.
-        state = (trainable, tuple(map(id, trainer.optimizers)), min(trainer.current_epoch, 1))
-        if state not in self.prepared:
-            self._preparation.prepare(state, batch, others, weights, multiplier)
-            trainable = self._trainable()
-        run = _Run(parts, others, [p for p in self.model.ownership.held() if p.grad is None])
-        # Whether sent tensors have a gradient depends on which parameters are frozen.
-        kinds = [(signature_of(part), trainable) for part in parts]
+        common = self.strategy.common
+        if common.buffers_due:
+            common.share_buffers()
+        common.buffers_due = not accumulating
+        batch, trainer = self._cut(multiplier), self.model.module.trainer
+        self._preparation.prepare(batch)
+        batch.without_gradient = [p for p in self.model.ownership.held() if p.grad is None]
+        trainable = self.trainable()  # whether sent tensors have a gradient depends on it
+        kinds = [(signature_of(part), trainable) for part in batch.parts]
         seed = (self.seed, 0, trainer.current_epoch, trainer.fit_loop.batch_idx)
-        run.losses = self.runner.train(partial(self._training_step, run), kinds, scales, seed)
-        outputs = self._share_outputs(run, weights, counts=multiplier != 0)
-        if run.has_new_term and multiplier != 0:
-            self._preparation.prove(batch, others, weights, multiplier)
+        batch.losses = self.runner.train(partial(self._training_step, batch), kinds, batch.scales, seed)
+        outputs = self._share_outputs(batch)
+        if batch.has_new_term and batch.counts:
+            self._preparation.prove(batch)
         if not accumulating:
             self._reduce_gradients()
         return outputs
 
-    def _trainable(self) -> tuple[bool, ...]:
+    def _cut(self, multiplier: float) -> TrainingBatch:
+        """The batch of the ``training_step`` under way, in micro-batches."""
+        (batch, *others), self.step_args = self.step_args, ()
+        batch = moved(batch, self.options.batch_dim, 0)
+        parts = split_batch(batch, num_micro_batches_of(batch, self.num_micro_batches))
+        return TrainingBatch(batch, others, parts, weights_of(parts, self.loss_reduction), multiplier)
+
+    def trainable(self) -> tuple[bool, ...]:
+        """Whether each parameter of the module is trained now, the same on all stages; no collective."""
         return tuple(parameter.requires_grad for parameter in self.model.ownership.parameters())
 
-    def _training_step(self, run: _Run, micro_batch: int) -> Any:
+    def _training_step(self, batch: TrainingBatch, micro_batch: int) -> Any:
         """The loss of a micro-batch; no collective."""
-        part = run.parts[micro_batch]
+        part = batch.parts[micro_batch]
         if self.options.num_stages_of_rank > 1:  # a step may change its batch in place, and each stage runs it
             part = cloned(part)
-        part = moved(part, 0, self.options.batch_dim)
         with (
             self.strategy.precision_plugin.train_step_context(),
-            self.logs.recording(pass_on=False) as run.records[micro_batch],
+            self.logs.recording(pass_on=False) as batch.records[micro_batch],
             without_differentiation(),
-            self._user_step(),
         ):
-            loss = self._whole(self.model.module.training_step(part, *run.others))
+            loss = self.call("training_step", part, *batch.others)
         if isinstance(loss, Mapping):
-            run.outputs[micro_batch] = {key: value for key, value in loss.items() if key != "loss"}
+            batch.outputs[micro_batch] = {key: value for key, value in loss.items() if key != "loss"}
             loss = loss.get("loss")
         if micro_batch == 0 and self.options.verify_steps and isinstance(loss, Tensor):
-            run.has_new_term = self._loss_forms.is_new(loss)
+            batch.has_new_term = self._loss_forms.is_new(loss)
         return loss
 
-    def _share_outputs(self, run: _Run, weights: Sequence[float], *, counts: bool) -> dict[str, Any]:
+    def _share_outputs(self, batch: TrainingBatch) -> dict[str, Any]:
         """Logs what the last stage's steps have logged as the logs of one batch; returns the outputs of the batch."""
         model, trainer = self.model, self.model.module.trainer
         message: Any = None
         further: dict[str, Any] = {}
         if model.is_last:
-            samples = [leading_size(part) or 1 for part in run.parts]
-            sizes = weights if callable(self.loss_reduction) else [float(size) for size in samples]
-            logged = combined(run.records, sizes, run.losses, weights)
-            loss = combined_loss(run.losses, weights)
-            message = logged, loss, trainer.should_stop, run.has_new_term, self.runner.uses_layers
-            further = tree_map_only(Tensor, Tensor.detach, gathered(run.outputs, samples, model.device))
+            samples = [leading_size(part) or 1 for part in batch.parts]
+            sizes = batch.weights if callable(self.loss_reduction) else [float(size) for size in samples]
+            logged = combined(batch.records, sizes, batch.losses, batch.weights)
+            loss = combined_loss(batch.losses, batch.weights)
+            message = logged, loss, trainer.should_stop, batch.has_new_term, self.runner.uses_layers
+            further = tree_map_only(Tensor, Tensor.detach, gathered(batch.outputs, samples, model.device))
         received, further = self.outputs.from_last(message, further, "on_train_batch_end")
-        logged, loss, stops, run.has_new_term, uses_layers = received
+        logged, loss, stops, batch.has_new_term, uses_layers = received
         if not (uses_layers or (model.is_last and self.options.num_stages_of_rank == 1)):
             # Stages before the last one have got zeros for parameters on which no loss depends, and one device has no
             # gradient: an optimizer with momentum or weight decay would change them.
-            for parameter in run.without_gradient:
+            for parameter in batch.without_gradient:
                 if parameter.grad is not None and not parameter.grad.any():
                     parameter.grad = None
         trainer.should_stop = trainer.should_stop or stops  # a step may ask for the end of training
-        with nullcontext() if counts else uncounted_logs(model.module):  # not those of a batch that is repeated
+        with nullcontext() if batch.counts else uncounted_logs(model.module):  # not those of a batch that is repeated
             self.logs.replay(logged, "training_step")
         return {"loss": loss, **further}
 
@@ -288,11 +268,6 @@ class RunningPipeline:
         self.agreement.sums.sum_gradients(common)
         if self.data_axis is not None:
             self.data_axis.average_gradients([p for p in ownership.held() if id(p) in shared])
-
-    def share_buffers(self) -> None:
-        """Gives all pipelines the buffers of the first pipeline; a collective of the data axis."""
-        if self.data_axis is not None:
-            self.data_axis.share_buffers(self.model.ownership.buffers())
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -317,13 +292,12 @@ class RunningPipeline:
             The output of the step: on every stage for ``predict_step`` and if a hook reads it, else on the last stage;
             None elsewhere.
         """
-        if (key := (hook, *args[2:])) not in self.prepared:  # of each loader
-            self._preparation.prepare_evaluation(key, hook, *args, **kwargs)
+        self._preparation.prepare_evaluation(hook, *args, **kwargs)
         is_last = self.model.is_last
         self._num_evaluated += 1
         seed = (self.seed, 1, self.model.module.trainer.global_step, self._num_evaluated)
         with self.logs.recording(pass_on=is_last) as records:
-            _, output = self.runner.evaluate(lambda: self.call(hook, *args, **kwargs), seed)
+            output = self.runner.evaluate(lambda: self.call(hook, *args, **kwargs), seed)
         if hook != "predict_step":
             batch_end = f"on_{hook.removesuffix('_step')}_batch_end"
             replayed, output = self.outputs.from_last(records, output, batch_end)
@@ -384,27 +358,42 @@ class RunningPipeline:
 
 
 @dataclass
-class _Run:
-    """The micro-batches of a batch, and the results of their passes.
+class TrainingBatch:
+    """A batch of ``training_step`` in micro-batches, and the results of their passes.
 
     Attributes:
-        parts: the micro-batches, with their samples along dimension 0.
+        whole: the batch, the same on every stage, with its samples along dimension 0.
         others: further arguments of ``training_step``.
+        parts: the micro-batches.
+        weights: of the micro-batches' losses, in the loss of the batch.
+        multiplier: the factor of the loss before its backward; 0 for a batch that does not count.
         without_gradient: parameters of this rank that had no gradient before.
         records, outputs: for each micro-batch, what its step has logged, and returned beside the loss.
         losses: the losses of the micro-batches, on the last stage.
         has_new_term: the first loss has a term that earlier batches had not.
     """
 
-    parts: list[Any]
+    whole: Any
     others: list[Any]
-    without_gradient: list[Parameter]
+    parts: list[Any]
+    weights: list[float]
+    multiplier: float
+    without_gradient: list[Parameter] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     has_new_term: bool = False
 
     def __post_init__(self) -> None:
         self.records: list[list[Record]] = [[] for _ in self.parts]
         self.outputs: list[dict[str, Any]] = [{} for _ in self.parts]
+
+    @property
+    def counts(self) -> bool:
+        return self.multiplier != 0
+
+    @property
+    def scales(self) -> list[float]:
+        """The factor of each micro-batch's loss before its backward."""
+        return [weight * self.multiplier for weight in self.weights]
 
 
 def _of_micro_batches(loss_reduction: LossReduction, batch_dim: int) -> LossReduction:

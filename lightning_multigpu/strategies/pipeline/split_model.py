@@ -20,13 +20,14 @@ from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.optimizer_state import held_states, plain_state
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.construction import Construction
-from lightning_multigpu.engine.pipeline.splitting.ownership import Bounds, Holding, Ownership
+from lightning_multigpu.engine.pipeline.splitting.ownership import Holding, Ownership
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.engine.step_state import preserved_random_state, preserved_state
 from lightning_multigpu.engine.tensor_split.parts import local
 from lightning_multigpu.planning.numbers import size
+from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import packed, unpacked
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class SplitModel:
                 why = "gather_at_end=False left it on another rank; load a checkpoint to have all values"
                 holding.tensor.sources = (f"{kind} {holding.name} ({why})",)
 
-    def whole_state_dict(self, state: dict[str, Any], *, streams: bool = False) -> dict[str, Any]:
+    def whole_state_dict(self, state: dict[str, Any], *, streams: bool) -> dict[str, Any]:
         """``module.state_dict()`` with all values, on the last stage; elsewhere ``state`` unchanged.
 
         Args:

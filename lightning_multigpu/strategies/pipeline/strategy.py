@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,9 +20,9 @@ from lightning_multigpu.engine.data_parallel.gradient_transport import GradientT
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.splitting.ownership import Bounds
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
+from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.planning.split_plan import SplitPlan
@@ -110,8 +109,8 @@ class PipelineStrategy(MultiGPUStrategy):
     """The options of :class:`TensorSplitStrategy` for the split of the stages' layers, with tensor ranks."""
     on_split: Callable[[SplitPlan], object] | None = None
     """Called on every rank after the layers were split, before anything is trained."""
-    _transport: GradientTransport | None = None
-    """What moves gradients between pipelines; None for c10d's all-reduce."""
+    _transport = GradientTransport(shared_memory=False)
+    """How gradients travel between pipelines."""
     _recording = (False, False)
     _built_bounds: Bounds | None = None
     _running: RunningPipeline | None = None
@@ -135,7 +134,6 @@ class PipelineStrategy(MultiGPUStrategy):
         gather_at_end: bool = True,
         **options: Any,
     ) -> None:
-        option_checks.check_options(type(self).__name__, options, type(self).option_names())
         self.pipeline_options = PipelineOptions(**option_checks.own_options(PipelineStrategy, locals()))
         super().__init__(**options)
 
@@ -332,12 +330,6 @@ class PipelineStrategy(MultiGPUStrategy):
     def _updating(self) -> AbstractContextManager[None]:
         return self._pipeline.stepping()
 
-    @override
-    def on_optimizer_step_end(self) -> None:
-        super().on_optimizer_step_end()
-        if (data_axis := self._pipeline.data_axis) is not None:
-            data_axis.end_step(self._loss_scaler_scale())
-
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Within the block gradients are only accumulated."""
@@ -357,17 +349,10 @@ class PipelineStrategy(MultiGPUStrategy):
 
     @override
     def on_train_end(self) -> None:
-        if (data_axis := self._pipeline.data_axis) is not None and (saved := data_axis.compression_summary()):
-            rank_zero_info(saved)
         super().on_train_end()
         self._pipeline.outputs.leave()  # a Tuner expects its own callback to be the first
 
     # Evaluation
-
-    @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._pipeline.share_buffers()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

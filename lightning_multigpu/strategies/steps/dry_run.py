@@ -11,10 +11,9 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
 
-from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
 from lightning_multigpu.engine.gradient_check import gradient_tolerance
 from lightning_multigpu.engine.replaced_attributes import replaced
-from lightning_multigpu.engine.step_state import preserved_state
+from lightning_multigpu.engine.step_state import preserved_random_state, preserved_state
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -43,14 +42,12 @@ def without_trace(module: pl.LightningModule) -> Iterator[None]:
     """
     trainer = module.trainer
     stops, loggers = trainer.should_stop, trainer.loggers
-    states = collect_rng_states(include_cuda=module.device.type == "cuda")
-    with preserved_state(module), warnings.catch_warnings():
+    with preserved_random_state(module.device), preserved_state(module), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.loggers = [DummyLogger() for _ in loggers]
         try:
             yield
         finally:
-            set_rng_states(states)  # Lightning's isolate_rng does not if the block raises an error
             trainer.should_stop, trainer.loggers = stops, loggers
 
 
@@ -88,12 +85,8 @@ def traceless(module: pl.LightningModule) -> Iterator[None]:
 
 def unlogged_loss(plugin: Precision, module: pl.LightningModule, call: Callable[[], Any]) -> Any:
     """The loss of a training step that ``call`` runs, under the Trainer's precision; logs are dropped."""
-    object.__setattr__(module, "log", lambda *args, **options: None)
-    try:
-        with plugin.train_step_context():
-            output = call()
-    finally:
-        object.__delattr__(module, "log")
+    with replaced(module, log=lambda *args, **options: None), plugin.train_step_context():
+        output = call()
     return output.get("loss") if isinstance(output, Mapping) else output
 
 

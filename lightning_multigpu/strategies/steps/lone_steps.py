@@ -57,7 +57,6 @@ class LoneRank:
 
     Attributes:
         phases: of the median step.
-        steps: that were timed.
         samples: of a batch; None if they cannot be counted.
         held: bytes of parameters, gradients and optimizer states.
         activations_bytes: saved for backward.
@@ -68,7 +67,6 @@ class LoneRank:
     """
 
     phases: Phases
-    steps: int
     samples: int | None
     held: HeldBytes
     activations_bytes: int
@@ -231,7 +229,6 @@ class _Watch(pl.Callback):
         detailed = steps[-_DETAILED:]
         found = LoneRank(
             phases=_phases(clock, steps[_WARM_UP : 1 - _DETAILED]),
-            steps=len(steps) - _WARM_UP - _DETAILED,
             samples=strategy.samples,
             held=held_bytes(module.parameters(), strategy.optimizers),
             activations_bytes=strategy.activations_bytes,

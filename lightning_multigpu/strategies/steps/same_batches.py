@@ -13,9 +13,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_multigpu._lightning_internals import collect_rng_states, set_rng_states
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.micro_batches import checksum_of
+from lightning_multigpu.engine.step_state import random_states, restore_random_states
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -44,12 +44,7 @@ def share_random_states(device: torch.device, broadcast: Callable[[Any], Any]) -
         device: the device of this rank.
         broadcast: returns that rank's object on every rank; a collective.
     """
-    on_gpu = device.type == "cuda"
-    mine = (collect_rng_states(include_cuda=False), torch.cuda.get_rng_state(device) if on_gpu else None)
-    states, gpu_state = broadcast(mine)
-    set_rng_states(states)
-    if gpu_state is not None:
-        torch.cuda.set_rng_state(gpu_state, device)
+    restore_random_states(broadcast(random_states(device)), device)
 
 
 def are_equal(checksum: int, peers: MeteredGroup) -> bool:

@@ -14,6 +14,7 @@ from torchmetrics import Metric
 
 from lightning_multigpu._lightning_internals import logging_as
 from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.replaced_attributes import replaced
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -55,11 +56,8 @@ class StepLogs:
             if pass_on:
                 original(name, value, *args, **options)
 
-        object.__setattr__(self._module, "log", log)
-        try:
+        with replaced(self._module, log=log):
             yield records
-        finally:
-            object.__delattr__(self._module, "log")
 
     def replay(self, records: Sequence[Record], hook: str) -> None:
         """Logs the records as if ``hook`` had called ``self.log``."""
@@ -185,11 +183,8 @@ def uncounted_logs(module: pl.LightningModule) -> Iterator[None]:
             value = torch.full_like(torch.as_tensor(value, dtype=torch.get_default_dtype()), neutral)
         original(name, value, **options)
 
-    object.__setattr__(module, "log", log)
-    try:
+    with replaced(module, log=log):
         yield
-    finally:
-        object.__delattr__(module, "log")
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 
 from lightning_multigpu._lightning_internals import is_compiled
 from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice, recomputing
+from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.step_state import OwnDraws
 from lightning_multigpu.strategies.steps.step_logs import uncounted_logs, uncounted_metrics
 
@@ -78,14 +79,9 @@ class UserSteps:
             yield
         strategy.common.values.look()
 
-    @contextmanager
-    def weighing(self) -> Iterator[None]:
+    def weighing(self) -> AbstractContextManager[None]:
         """Within the block :attr:`weighs` is true, unless losses are sums."""
-        self.weighs = self._strategy.feed.loss_reduction != "sum"
-        try:
-            yield
-        finally:
-            self.weighs = False
+        return replaced(self, weighs=self._strategy.feed.loss_reduction != "sum")
 
     def weighted(self, value: Any, reduce_op: Any, group: Any) -> Any:
         """A value that the ranks of the data axis are about to reduce; for a mean, times the weight of this batch."""

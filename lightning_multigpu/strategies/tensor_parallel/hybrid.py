@@ -50,8 +50,6 @@ class HybridStrategy(PipelineStrategy):
             several hosts; before the first step, no layer can be split, or an optimizer needs whole tensors.
     """
 
-    _transport: GradientTransport
-
     def __init__(
         self,
         *,
@@ -70,7 +68,6 @@ class HybridStrategy(PipelineStrategy):
         for name, value in (("activation_checkpointing", checkpointed), ("verify_steps", verified)):
             if value:
                 raise ValueError(f"{name}={value!r}: it is an option of the pipeline; pass pipeline={{'{name}': ...}}")
-        option_checks.check_options(type(self).__name__, options, type(self).option_names())
         option_checks.check_bools(shared_memory=shared_memory)
         self._asked = (data_parallel_size, pipeline_parallel_size, tensor_parallel_size)
         for name, size in zip(_SIZES, self._asked, strict=True):

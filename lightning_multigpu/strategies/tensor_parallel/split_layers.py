@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP, is_compiled, plain_optimizer
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.tensor_split.blocks import (
     Applied,
     Block,
@@ -202,7 +203,8 @@ class SplitLayers:
         proof.check()
         self.split, self._regions = trials.split, trials.regions
         for optimizer in optimizers:
-            self.cut_state(optimizer)
+            for parameter, state in held_states(plain_optimizer(optimizer)).items():
+                own_state(parameter, state)  # this rank's parts of it
         self.check_optimizers(optimizers)
         if self._sequence_split and not self._regions:
             reasons = "; ".join(trials.notes) or "no list of layers (nn.ModuleList, nn.Sequential) has a block in each"
@@ -322,11 +324,6 @@ class SplitLayers:
         states = {n: self._whole_state(parameters[n], state) for n, state in found["state"].items()}
         return {**found, "state": states}
 
-    def cut_state(self, optimizer: Optimizer) -> None:
-        """Replaces whole states of an optimizer by this rank's parts."""
-        for parameter, state in held_states(plain_optimizer(optimizer)).items():
-            own_state(parameter, state)
-
     def follow_updates(self, plugin: Precision, before: Callable[[], None]) -> PluginMethods:
         """Has an optimizer's own step read its state as it is, from the end of the hooks before it.
 
@@ -345,7 +342,7 @@ class SplitLayers:
             for parameter in self._module.parameters():
                 local(parameter)  # raises if a view of what was gathered has changed, and no rank's part with it
             self._update.enter_context(torch._C.DisableTorchFunctionSubclass())
-            self._is_updating = True
+            self._update.enter_context(replaced(self, _is_updating=True))
 
         methods: dict[str, Any] = {HOOKS_BEFORE_STEP: then_update}
         return PluginMethods(plugin, **methods)
@@ -353,11 +350,8 @@ class SplitLayers:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Within the block an optimizer steps; its own step, which comes last, sees parts."""
-        try:
-            with ExitStack() as self._update:
-                yield
-        finally:
-            self._is_updating = False
+        with ExitStack() as self._update:
+            yield
 
     def shown_state(self, parameter: Tensor, state: Any) -> Any:
         """A parameter's state for who reads it now."""

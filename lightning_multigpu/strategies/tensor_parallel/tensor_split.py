@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -25,6 +23,7 @@ from lightning_multigpu._lightning_internals import averaged_copy, plain_optimiz
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.optimizer_state import release, watch
+from lightning_multigpu.engine.step_state import other_random_states, torch_random_states
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import whole
@@ -105,7 +104,6 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
                 option_checks.check_positive(name, size, whole=True)
         check_plan(plan)
         option_checks.check_bools(sequence_split=sequence_split)
-        option_checks.check_options(type(self).__name__, options, type(self).option_names())
         averaging = option_checks.own_options(RingDDPStrategy, options)
         self.averaging = AveragedGradients(self, averaging, options)
         options = {name: value for name, value in options.items() if name not in averaging}
@@ -187,7 +185,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
     def model_to_device(self) -> None:
         super().model_to_device()
         module = self._module
-        self.collectives.world.broadcast_tensors([*module.parameters(), *module.buffers()], src=0)
+        self.common.share_values(self.collectives.world)
         first = self.global_rank - self.tensor_parallel_rank
         hosts = {rank // self.num_processes for rank in (first, first + self.tensor_parallel_size - 1)}
         shared_memory = self.averaging.transport.shared_memory and len(hosts) == 1  # emulated hosts have one /dev/shm
@@ -298,10 +296,9 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
 
     @override
     def _watch_states(self) -> None:
-        layers = self._layers
-        for optimizer in map(plain_optimizer, self.optimizers if layers is not None else ()):
-            assert layers is not None
-            watch(optimizer, lambda parameter: parameter, layers.shown_state, own_state)
+        if (layers := self._layers) is not None:
+            for optimizer in map(plain_optimizer, self.optimizers):
+                watch(optimizer, lambda parameter: parameter, layers.shown_state, own_state)
 
     @override
     def _check_new(self, optimizers: Sequence[Optimizer]) -> None:
@@ -382,10 +379,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
 
 def _checksum_of_random_states(device: torch.device) -> int:
     """A checksum of the random states of torch, Python and NumPy."""
-    numpy_state: Any = numpy.random.get_state()
-    _, numbers, *position = numpy_state
-    checksum = zlib.crc32(repr((random.getstate(), position)).encode(), zlib.crc32(numbers.data))
-    checksum = zlib.crc32(torch.get_rng_state().numpy().data, checksum)
-    if device.type == "cuda":
-        checksum = zlib.crc32(torch.cuda.get_rng_state(device).numpy().data, checksum)
+    checksum = zlib.crc32(repr(other_random_states()).encode())
+    for state in torch_random_states(device):
+        checksum = zlib.crc32(state.numpy().data, checksum)
     return checksum

@@ -200,7 +200,7 @@ def test_clocks() -> None:
     assert clocks.may_go_on(0)
     for _ in range(4):
         clocks.completes(0)
-    clocks.enters(1)
+    clocks.completes(1)
     assert clocks.may_go_on(0), "who comes back begins beside the slowest"
     assert Clocks(range(2), None).may_go_on(0)
 

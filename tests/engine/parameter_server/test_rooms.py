@@ -94,9 +94,9 @@ def test_no_socket_carries_gradients_and_weights(is_synchronous: bool, monkeypat
     carried: set[bool] = set()
     isend = Pair.isend
 
-    def send(pair: Pair, tensor: Tensor, tag: int, *, is_shared: bool) -> Any:
-        carried.add(not is_shared)
-        return isend(pair, tensor, tag, is_shared=is_shared)
+    def send(pair: Pair, tensor: Tensor, tag: int) -> Any:
+        carried.add(not pair.shares_memory)
+        return isend(pair, tensor, tag)
 
     monkeypatch.setattr(Pair, "isend", send)
     before = num_mapped()
@@ -189,9 +189,9 @@ class TestSegment:
         segment = OfferedSegment(100)
         pid, descriptor, token = segment.offer
         with (tmp_path / "other").open("w+b") as other, pytest.raises(OSError, match="different containers"):
-            mapped([pid, other.fileno(), token])
+            mapped((pid, other.fileno(), token))
         with pytest.raises(OSError, match="different containers"):
-            mapped([pid, descriptor, bytes(16).hex()])
+            mapped((pid, descriptor, bytes(16)))
 
 
 def test_what_is_longer_than_the_memory_travels() -> None:
@@ -213,7 +213,7 @@ def test_synchronous_workers_read_the_weights_of_the_server() -> None:
     with job() as found:
         trained(found)
         (shard,) = found.servers[0]._shards.values()
-        for bucket in shard._buckets:
+        for bucket in shard._buckets.values():
             assert {room.pulled.data_ptr() for room in bucket.rooms.values()} == {bucket.weights.data_ptr()}
             assert len({room.memory.data_ptr() for room in bucket.rooms.values()}) == 2
             assert all(torch.equal(bucket.part(bucket.weights, i), p) for i, p in enumerate(bucket.pieces))

@@ -111,10 +111,10 @@ def by_stages(forward: Forward, cuts: tuple[int, ...]) -> Any:
     x = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.5, 2.0]])
     received: Activations | None = None
     for start, stop in zip((0, *cuts), (*cuts, 4), strict=True):
-        stage = LayerInterception(chain, start, stop)
-        carried = received
+        stage = LayerInterception(chain)
+        receive = None if received is None else lambda carried=received: carried
         with stage.installed():
-            left, result = stage.run(lambda: forward(module, x), None if carried is None else lambda c=carried: c)
+            left, result = stage.run((start, stop), lambda: forward(module, x), receive)
         assert left == (stop < 4)
         received = Activations.of(result) if left else None
     return result
@@ -124,13 +124,10 @@ def test_values_are_asked_for_as_the_first_layer_needs_them() -> None:
     module = Model()
     said: list[str] = []
     chain = find_chain(module, "auto", 2)
-    first, second = (
-        LayerInterception(chain, 0, 2),
-        LayerInterception(chain, 2, 4, lambda part: said.append(f"part {part}")),
-    )
+    first, second = LayerInterception(chain), LayerInterception(chain, lambda part: said.append(f"part {part}"))
     x = torch.tensor([[1.0, 2.0, 3.0]])
     with first.installed():
-        _, handed_on = first.run(lambda: plain(module, x), None)
+        _, handed_on = first.run((0, 2), lambda: plain(module, x), None)
     sent = Activations.of(handed_on)
     empty = Activations(sent.structure, tuple(torch.full_like(tensor, torch.nan) for tensor in sent.tensors))
 
@@ -143,7 +140,7 @@ def test_values_are_asked_for_as_the_first_layer_needs_them() -> None:
     module.layers[1].register_forward_hook(lambda *_: said.append("a hook of another stage's layer"))
     module.layers[2].register_forward_hook(lambda *_: said.append("a hook"))
     with second.installed():
-        _, result = second.run(lambda: plain(module, x), lambda: empty, values)
+        _, result = second.run((2, 4), lambda: plain(module, x), lambda: empty, values)
     hooks = ["before", "a hook of another stage's layer", "part 3", "values", "a hook"]
     assert said == ["part 0", "embedded", *hooks, "part 4", "part 5"]
     torch.testing.assert_close(result, plain(Model(), x))
@@ -183,7 +180,7 @@ def test_what_is_no_chain_is_refused_within_a_stage_too(forward: Forward) -> Non
 def test_a_checkpoint_around_a_layer_is_refused() -> None:
     """Its backward called the layer again, and the message was that another layer was due."""
     module = Model()
-    stage = LayerInterception(find_chain(module, "layers", 2), 0, 4)
+    stage = LayerInterception(find_chain(module, "layers", 2))
 
     def step() -> Tensor:
         x = module.embedding(torch.ones(2, 3))
@@ -192,7 +189,7 @@ def test_a_checkpoint_around_a_layer_is_refused() -> None:
         return module.head(x).sum()
 
     with stage.installed():
-        _, loss = stage.run(step, None)
+        _, loss = stage.run((0, 4), step, None)
         with pytest.raises(
             PipelineError, match=r"layers.3 is called outside of the step.*activation_checkpointing=True"
         ):
@@ -203,9 +200,9 @@ def test_layers_are_as_before_afterwards() -> None:
     module = Model()
     x = torch.ones(2, 3)
     expected = plain(module, x)
-    stage = LayerInterception(find_chain(module, "layers", 2), 0, 2)
+    stage = LayerInterception(find_chain(module, "layers", 2))
     with pytest.raises(PipelineError), stage.installed():
-        stage.run(lambda: residual(module, x), None)
+        stage.run((0, 2), lambda: residual(module, x), None)
     assert not any({"forward", "_compiled_call_impl"} & set(vars(layer)) for layer in module.layers)
     assert plain(module, x) == expected
 
@@ -214,10 +211,10 @@ def test_parts_begin_where_random_states_do() -> None:
     module = Model()
     begun: list[int] = []
     chain = find_chain(module, "layers", 2)
-    stage = LayerInterception(chain, 2, 4, begun.append)
+    stage = LayerInterception(chain, begun.append)
     received = Activations.of((torch.ones(2, 4), torch.ones(())))
     with stage.installed():
-        stage.run(lambda: plain(module, torch.ones(2, 3)), lambda: received)
+        stage.run((2, 4), lambda: plain(module, torch.ones(2, 3)), lambda: received)
     assert begun == [0, 3, 4, 5]
 
 

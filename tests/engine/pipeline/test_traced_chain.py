@@ -233,9 +233,9 @@ def test_what_arrives_may_be_changed_in_place() -> None:
     expected = outer.net(x)
     arrived = Activations((), ())
     for stage in range(3):
-        stage_layers = LayerInterception(chain, stage, stage + 1)
+        stage_layers = LayerInterception(chain)
         with stage_layers.installed():
-            left, result = stage_layers.run(lambda: outer.net(x), lambda received=arrived: received)
+            left, result = stage_layers.run((stage, stage + 1), lambda: outer.net(x), lambda received=arrived: received)
         if left:
             leaves = tuple(tensor.detach().requires_grad_() for tensor in Activations.of(result).tensors)
             arrived = Activations(Activations.of(result).structure, leaves)

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient, GuardianError
-from lightning_multigpu.job.guardian.client import find
-from lightning_multigpu.job.guardian.start import AddressTakenError, address_of_job, start_at
+from lightning_multigpu.job.guardian.start import AddressTakenError, address_of_job
 from tests.job.guardian.job import WORK, eventually, is_alive, start_rank
 
 JOB: dict[str, Any] = {"node_rank": 0, "attempt": 0, "variables": {}}
@@ -28,8 +27,7 @@ def address() -> str:
 
 @pytest.fixture
 def guardian(address: str) -> Iterator[Guardian]:
-    started = start_at(address, num_ranks=2, failure_timeout_s=3)
-    assert started is not None
+    started = Guardian.start(address=address, num_ranks=2, failure_timeout_s=3)
     yield started
     started.stop()
     assert eventually(lambda: not is_alive(started.pid))
@@ -57,13 +55,14 @@ class TestAddress:
 
 def test_a_rank_waits_for_the_guardian_to_come(address: str) -> None:
     found: list[GuardianClient] = []
-    thread = threading.Thread(
-        target=lambda: found.append(find(address, rank=0, on_failure=lambda failure: None, timeout_s=30))
-    )
+
+    def come() -> None:
+        found.append(GuardianClient(address, rank=0, on_failure=lambda failure: None, start_timeout_s=30))
+
+    thread = threading.Thread(target=come)
     thread.start()
     time.sleep(0.3)
-    started = start_at(address, num_ranks=1, failure_timeout_s=3)
-    assert started is not None
+    started = Guardian.start(address=address, num_ranks=1, failure_timeout_s=3)
     thread.join(30)
     found[0].leave()
     started.stop()
@@ -71,18 +70,17 @@ def test_a_rank_waits_for_the_guardian_to_come(address: str) -> None:
 
 def test_no_guardian_comes(address: str) -> None:
     with pytest.raises(GuardianError, match=r"rank 1 has found no guardian .* within 0.2 s: .*LOCAL_RANK=0"):
-        find(address, rank=1, on_failure=lambda failure: None, timeout_s=0.2)
+        GuardianClient(address, rank=1, on_failure=lambda failure: None, start_timeout_s=0.2)
 
 
 def test_a_living_process_has_started_it_already(guardian: Guardian, address: str) -> None:
-    assert start_at(address, num_ranks=2, failure_timeout_s=3) is None
     with pytest.raises(AddressTakenError):
         Guardian.start(num_ranks=2, address=address)
 
 
 def test_two_processes_claim_one_rank_while_another_is_missing(guardian: Guardian, address: str) -> None:
     told: list[Failure] = []
-    client = find(address, rank=0, on_failure=told.append, timeout_s=5)
+    client = GuardianClient(address, rank=0, on_failure=told.append)
     second = start_rank(0, "", address)
     refused = second.communicate(timeout=60)[1]
     assert f"rank 0 is the process {os.getpid()} already, and {second.pid} says that it is rank 0" in refused
@@ -92,7 +90,7 @@ def test_two_processes_claim_one_rank_while_another_is_missing(guardian: Guardia
 
 
 def test_a_rank_that_comes_after_the_failure_is_told(guardian: Guardian, address: str) -> None:
-    client = find(address, rank=0, on_failure=lambda failure: None, timeout_s=5)
+    client = GuardianClient(address, rank=0, on_failure=lambda failure: None)
     client.failed(Failure("raised ValueError: no such file", 0))
     client.leave()
     time.sleep(0.5)
@@ -123,9 +121,9 @@ def test_a_guardian_of_another_user_is_none(address: str) -> None:
         finally:
             os.seteuid(0)
         with pytest.raises(GuardianError, match=r"has found no guardian .* belong to one user"):
-            find(address, rank=1, on_failure=lambda failure: None, timeout_s=0.2)
+            GuardianClient(address, rank=1, on_failure=lambda failure: None, start_timeout_s=0.2)
         with pytest.raises(GuardianError, match=rf"belongs to a process of user {NOBODY}.*choose another MASTER_PORT"):
-            start_at(address, num_ranks=2, failure_timeout_s=3)
+            Guardian.start(address=address, num_ranks=2, failure_timeout_s=3)
 
 
 @as_other_user

@@ -14,12 +14,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from lightning_multigpu.job.guardian.hang import waits as waits_module
+from lightning_multigpu.job.guardian.hang import hang_reports
 from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, BROKEN, PAGE_BYTES, Entry
-from lightning_multigpu.job.guardian.hang.hang_reports import HangReports
+from lightning_multigpu.job.guardian.hang.hang_reports import HangReports, HangWatch
 from lightning_multigpu.job.guardian.hang.stacks import Frame, Stacks
 from lightning_multigpu.job.guardian.hang.waiting_graph import View
-from lightning_multigpu.job.guardian.hang.waits import HangWatch, last_waits
 from lightning_multigpu.job.guardian.proc import RUNNING
 from tests.job.guardian.job import WORK, Job, eventually, go_on, is_alive
 from tests.job.guardian.test_host_links import LEAVE, two_hosts
@@ -108,12 +107,18 @@ class Watched:
     """Waits as a test says, in place of a host's ranks."""
 
     waits: ClassVar[dict[str, float]] = {}
+    limit_s = 60.0
+    views: list[View] | None = None
 
     def observe(self, now_s: float) -> dict[str, float]:
         return dict(self.waits)
 
-    def look(self, seen: Any) -> None:
-        seen([View(0, "host", 1, 2)])
+    def look(self) -> None:
+        self.views = [View(0, "host", 1, 2)]
+
+    def seen(self) -> list[View] | None:
+        views, self.views = self.views, None
+        return views
 
 
 A, B, C, D = {"a": 0.0}, {"b": 2.0}, {"c": 105.0}, {"d": 107.0}
@@ -153,7 +158,8 @@ def test_when_a_report_is_made_again(
 ) -> None:
     """When what was waited for has ended; other waits that join it change nothing, and are reported if they go on."""
     watch: Any = Watched()
-    reports = HangReports(limit_s, watch, Alone(), lambda: None)  # type: ignore[arg-type]
+    watch.limit_s = limit_s
+    reports = HangReports(watch, Alone(), lambda: None)  # type: ignore[arg-type]
     told = []
     for now_s, waits in seen:
         watch.waits = waits
@@ -176,17 +182,17 @@ class InCollective(Watched):
         self.now_s = now_s
         return super().observe(now_s)
 
-    def look(self, seen: Any) -> None:
+    def look(self) -> None:
         self.looks_s.append(self.now_s)
         main = (Frame("/x/torch/distributed/distributed_c10d.py", 1, "all_reduce"), Frame("train.py", 7, "step"))
-        seen([View(0, "host", 1, 2, stacks=Stacks("", main), cpu_ticks=self._ticks * len(self.looks_s))])
+        self.views = [View(0, "host", 1, 2, stacks=Stacks("", main), cpu_ticks=self._ticks * len(self.looks_s))]
 
 
 @pytest.mark.parametrize("ticks", [0, 100])
 def test_two_looks_at_a_collective_that_nobody_has_noted(ticks: int, capfd: pytest.CaptureFixture[str]) -> None:
     """The second one is soon, so that the report is; and no third one, however the second one is."""
     watch: Any = InCollective(ticks)
-    reports = HangReports(60.0, watch, Alone(), lambda: None)  # type: ignore[arg-type]
+    reports = HangReports(watch, Alone(), lambda: None)  # type: ignore[arg-type]
     for half_seconds in range(120, 240):
         reports.observe(half_seconds / 2)
     assert watch.looks_s == [60.0, 62.5]
@@ -268,7 +274,7 @@ def test_a_pause_of_the_whole_job_is_no_wait(tmp_path: Path, capfd: pytest.Captu
 def test_a_wait_that_was_too_long_before_a_pause_has_not_ended(noted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After Ctrl-Z and fg a hung run was said to go on, and reported once more."""
     entry = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
-    monkeypatch.setattr(waits_module, "read_entries", lambda memory, slot: [entry] if noted else [])
+    monkeypatch.setattr(hang_reports, "read_entries", lambda memory, slot: [entry] if noted else [])
     process = SimpleNamespace(state=lambda: RUNNING, cpu_ticks=lambda: 7)
     ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=process)])
     watch = HangWatch(10.0, ranks, bytes(PAGE_BYTES))
@@ -396,11 +402,11 @@ class Late:
 def test_a_rank_that_answers_late_on_a_busy_machine_is_named_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guardian had waited 0.4 s by the clock, most of them for a core, and told no place."""
     waiting = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
-    monkeypatch.setattr(waits_module, "read_entries", lambda memory, slot: [waiting])
-    monkeypatch.setattr(waits_module, "Question", Late)
-    monkeypatch.setattr(waits_module, "_PAUSE_S", 0.5)
-    ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=None)])
-    assert last_waits(ranks, b"", {}, failed=1, now_s=8.0) == [
+    monkeypatch.setattr(hang_reports, "read_entries", lambda memory, slot: [waiting])
+    monkeypatch.setattr(hang_reports, "Question", Late)
+    monkeypatch.setattr(hang_reports, "_PAUSE_S", 0.5)
+    ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=None, stack_signal=None)])
+    assert HangWatch(None, ranks, b"").last_waits(failed=1, now_s=8.0) == [
         "rank 0 waited in barrier #14 of group world for 3.0 s, train.py:7 in step"
     ]
 
@@ -408,31 +414,32 @@ def test_a_rank_that_answers_late_on_a_busy_machine_is_named_with_its_place(monk
 def test_a_hang_report_gives_ranks_three_seconds_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """They had the 0.4 s of a failure, by a second constant of the same name."""
     now_s = 0.0
-    monkeypatch.setattr(waits_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-    monkeypatch.setattr(waits_module, "Question", lambda *_: SimpleNamespace(is_answered=lambda: False))
+    monkeypatch.setattr(hang_reports, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(hang_reports, "Question", lambda *_: SimpleNamespace(is_answered=lambda: False))
     monkeypatch.setattr(HangWatch, "_view", lambda self, rank, question: "view")
-    rank = SimpleNamespace(rank=0, finished=False, lost_since_s=None, process=SimpleNamespace(state=lambda: RUNNING))
+    process = SimpleNamespace(state=lambda: RUNNING)
+    rank = SimpleNamespace(rank=0, finished=False, lost_since_s=None, process=process, stack_signal=None)
     ranks: Any = [rank]
-    watch, seen = HangWatch(None, ranks, b""), []
+    watch = HangWatch(None, ranks, b"")
+    assert watch.seen() is None
     for _ in range(3):
-        watch.look(seen.append)  # one at a time
+        watch.look()  # one at a time
     now_s = 2.9
-    watch.observe(0.0)
-    assert not seen
+    assert watch.seen() is None
     now_s = 3.0
-    watch.observe(0.0)
-    watch.observe(0.0)
-    assert seen == [["view"]]
+    assert watch.seen() == ["view"]
+    assert watch.seen() is None
 
 
 def test_a_rank_that_the_failure_reaches_meanwhile_is_named_where_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine it is asked for its stack after it has left the collective."""
     waiting = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
     looks = [[waiting], [waiting._replace(state=BROKEN, place="train.py:7 in validation_step")]]
-    monkeypatch.setattr("lightning_multigpu.job.guardian.hang.waits.read_entries", lambda memory, slot: looks.pop(0))
-    ranks: Any = SimpleNamespace(
-        at_work=[SimpleNamespace(rank=0, slot=0, process=SimpleNamespace(pid=1, state=lambda: "S"))]
+    monkeypatch.setattr(
+        "lightning_multigpu.job.guardian.hang.hang_reports.read_entries", lambda memory, slot: looks.pop(0)
     )
-    assert last_waits(ranks, b"", {}, failed=1, now_s=8.0) == [
+    process = SimpleNamespace(pid=1, state=lambda: "S")
+    ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=process, stack_signal=None)])
+    assert HangWatch(None, ranks, b"").last_waits(failed=1, now_s=8.0) == [
         "rank 0 waited in barrier #14 of group world for 3.0 s, train.py:7 in validation_step"
     ]

@@ -62,10 +62,10 @@ def test_messages_arrive_whole_and_in_order(pair: tuple[Connection, Connection])
     line = encode("b", text="ä\n")
     pair[0].send("a", number=1)
     pair[0].socket.send(line[:5])
-    assert pair[1].receive() == [{"kind": "a", "number": 1}]
+    assert list(pair[1].arriving()) == [{"kind": "a", "number": 1}]
     pair[0].socket.send(line[5:])
-    assert pair[1].receive() == [{"kind": "b", "text": "ä\n"}]
-    assert pair[1].receive() == []
+    assert list(pair[1].arriving()) == [{"kind": "b", "text": "ä\n"}]
+    assert list(pair[1].arriving()) == []
     assert not pair[1].closed
 
 
@@ -73,13 +73,13 @@ def test_messages_arrive_whole_and_in_order(pair: tuple[Connection, Connection])
 def test_a_path_that_is_not_utf8_arrives_as_it_is(path: str, pair: tuple[Connection, Connection]) -> None:
     """The failure file was written to another directory."""
     pair[0].send("directory", directory=path)
-    assert pair[1].receive() == [{"kind": "directory", "directory": path}]
+    assert list(pair[1].arriving()) == [{"kind": "directory", "directory": path}]
 
 
 def test_what_was_sent_before_the_end_still_arrives(pair: tuple[Connection, Connection]) -> None:
     pair[0].send("leave")
     pair[0].close()
-    assert pair[1].receive() == [{"kind": "leave"}]
+    assert list(pair[1].arriving()) == [{"kind": "leave"}]
     assert pair[1].closed
 
 
@@ -88,14 +88,14 @@ def test_what_is_no_message_closes_the_connection(line: bytes, pair: tuple[Conne
     with pytest.raises(ProtocolError, match="not a message of a guardian"):
         decode(line)
     pair[0].socket.send(line + b"\n")
-    assert pair[1].receive() == []
+    assert list(pair[1].arriving()) == []
     assert pair[1].closed
 
 
 def test_a_line_without_end_is_not_read_for_ever(pair: tuple[Connection, Connection]) -> None:
     for _ in range(2):
         pair[0].socket.send(b"x" * (MAX_LINE_BYTES // 2 + 1))
-        pair[1].receive()
+        list(pair[1].arriving())
     assert pair[1].closed
     with pytest.raises(ProtocolError, match=f"the limit is {MAX_LINE_BYTES}"):
         encode("a", text="x" * MAX_LINE_BYTES)

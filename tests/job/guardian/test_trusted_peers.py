@@ -17,8 +17,8 @@ from lightning_multigpu.job.guardian import proc
 from lightning_multigpu.job.guardian.blocking import append, done_within, show
 from lightning_multigpu.job.guardian.failure import Failure
 from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, PAGE_BYTES, Entry, parse_ranks
+from lightning_multigpu.job.guardian.hang.hang_reports import in_message
 from lightning_multigpu.job.guardian.hang.waiting_graph import View, verdict
-from lightning_multigpu.job.guardian.hang.waits import in_message
 from lightning_multigpu.job.guardian.protocol import Connection, encode
 from lightning_multigpu.job.guardian.watchdog import Watchdog
 from lightning_multigpu.job.guardian.workers import Workers, remove_temporary
@@ -127,7 +127,7 @@ def test_a_rank_whose_stacks_signal_lost_its_descriptor_stays(guarded: Guarded) 
     guarded.turn()
     (rank,) = guarded.watchdog._connections.values()
     assert rank.at_end
-    assert not guarded.watchdog._hang_watch.signals
+    assert rank.stack_signal is None
     client.close()
 
 

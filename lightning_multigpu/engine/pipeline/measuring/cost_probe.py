@@ -77,7 +77,7 @@ class CostProbe:
         self._fewest_runs = fewest_runs
         self._enough_s = enough_s
         self._agreed = agreed
-        self._layers = LayerInterception(self._chain, 0, 0, self._begin_part, self._measure_layer)
+        self._layers = LayerInterception(self._chain, self._begin_part, self._measure_layer)
         self.elsewhere_s: float | None = None
         self._parts: dict[int, list[PartCost]] = {}
         self._is_warm = False
@@ -113,8 +113,7 @@ class CostProbe:
 
     def _measure_stage(self, stage: int, step: Callable[[], Any]) -> None:
         ownership = self._ownership
-        start, stop = ownership.bounds[stage]
-        self._layers.select(start, stop)
+        bounds = ownership.bounds[stage]
 
         @functools.cache
         def received() -> Activations:
@@ -134,10 +133,10 @@ class CostProbe:
                 break
             self._saved = SavedTensors(held if run == 0 else None)
             with self._saved.counted():
-                ended, result = self._layers.run(step, None if start == 0 else receive)
+                ended, result = self._layers.run(bounds, step, None if stage == 0 else receive)
             if ended:
                 continue
-            if not self._layers.is_last:
+            if stage < len(ownership.bounds) - 1:
                 raise PipelineError("training_step returned without running the split part; every step must run it")
             self._end_part(1 + len(self._chain), [result] if isinstance(result, Tensor) else [], output_bytes=0)
         self._saved = SavedTensors(None)

@@ -46,9 +46,9 @@ class UseProbe:
         self._seed = seed
         self._last_part = len(ownership.chain) + 1
         self._watch = _Watch(ownership, self._last_part)
-        self._layers = LayerInterception(ownership.chain, 0, 0, self._begin_part, self._run_layer)
+        self._layers = LayerInterception(ownership.chain, self._begin_part, self._run_layer)
 
-    def watch(self, step: Callable[[], Any], left: Callable[[], Any] = lambda: None) -> Uses:
+    def watch(self, step: Callable[[], Any], left: Callable[[], Any]) -> Uses:
         """The tensors that this rank's stages use; a collective of the pipeline. Random states are left unchanged.
 
         A step stops where it needs values that the rank lacks; these values count as used.
@@ -76,7 +76,6 @@ class UseProbe:
     def _run_stage(self, stage: int, step: Callable[[], Any], left: Callable[[], Any]) -> None:
         ownership = self._ownership
         start, stop = ownership.bounds[stage]
-        self._layers.select(start, stop)
 
         @functools.cache
         def receive() -> Activations:
@@ -91,10 +90,10 @@ class UseProbe:
         self._watch.runs_first_stage = start == 0
         try:
             with self._watch:
-                ended, result = self._layers.run(step, None if start == 0 else receive)
+                ended, result = self._layers.run((start, stop), step, None if start == 0 else receive)
             if ended:
                 output = Activations.of(result)
-            elif self._layers.is_last:
+            elif stop == len(ownership.chain):
                 self._watch.take((result, self._watch.left_in(left())), self._last_part)
         except _Abandoned:
             pass

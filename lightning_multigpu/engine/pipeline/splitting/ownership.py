@@ -31,9 +31,7 @@ from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.placeholder import Placeholder, exchange
 from lightning_multigpu.engine.training_memory import held_bytes
-
-Bounds = list[tuple[int, int]]
-"""The layers ``[start, stop)`` of each stage."""
+from lightning_multigpu.planning.pipelines.balance import Bounds
 
 
 @dataclass
@@ -274,11 +272,7 @@ class Ownership:
         for position, rank in enumerate(self.group.ranks):
             self._share([h for h in self.holdings if h.holders[-1] == position], peers, rank, everywhere=True)
 
-    def split_again(
-        self,
-        bounds: Bounds,
-        moved: Callable[[Holding, int, list[int]], None] = lambda holding, sender, receivers: None,
-    ) -> bool:
+    def split_again(self, bounds: Bounds, moved: Callable[[Holding, int, list[int]], None]) -> bool:
         """Moves tensors to their holders from now on, and returns whether any moved; a collective of the pipeline.
 
         Parameters stay the same Python objects. A tensor that moves passes through the host's memory of its sender and

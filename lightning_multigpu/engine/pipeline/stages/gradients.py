@@ -179,7 +179,7 @@ class DataAxis:
                 "sparse=False, or use one pipeline"
             )
         pieces: dict[int, GradientPiece] = {}
-        if self._reducer.compresses:
+        if self._reducer.compressed is not None:
             names = {parameter: name for name, parameter in self._module.named_parameters()}
             pieces = {id(g): GradientPiece(names[p], tuple(p.shape)) for p, g in zip(averaged, gradients, strict=True)}
         # Ranks of a tensor group have different parts, and the same whole gradients, which must stay equal to the bit.
@@ -189,26 +189,6 @@ class DataAxis:
             for bucket in alike(alike_ones, full_bytes=_BUCKET_BYTES):
                 of_bucket = [pieces[id(gradient)] for gradient in bucket] if pieces else []
                 apply_flat(functools.partial(self._reducer.average, pieces=of_bucket), bucket)
-
-    def share_buffers(self, buffers: list[Tensor]) -> None:
-        """Gives every rank the buffers of the first rank: BatchNorm's statistics."""
-        if buffers:
-            self._bookkeeping.broadcast_tensors(buffers, src=self._bookkeeping.first_rank)
-
-    def end_step(self, scale: float) -> None:
-        """Keeps the errors of compression after an optimizer step, whose losses had this factor."""
-        if self._reducer.compresses and self._reducer.all_reduce is not None:
-            self._reducer.all_reduce.end_step(scale)
-
-    def compression_summary(self) -> str:
-        """What compression has saved, as text; empty without compression."""
-        all_reduce = self._reducer.all_reduce if self._reducer.compresses else None
-        compressed = None if all_reduce is None else all_reduce.compressed
-        return "" if compressed is None else compressed.summary()
-
-    def close(self) -> None:
-        """Ends the thread that sends gradients."""
-        self._reducer.close()
 
 
 class RemoteGradient(Placeholder):

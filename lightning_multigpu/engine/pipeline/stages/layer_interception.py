@@ -109,7 +109,6 @@ class LayerInterception:
 
     Args:
         chain: all layers of the pipeline.
-        start, stop: the stage has the layers ``[start, stop)``.
         begin_part: called to set a new random state: with 0 before the step, with 1 + i before layer i of this stage,
             and with 1 + n after the last of n layers.
         run_layer: called as ``run_layer(i, own, args, kwargs)`` to run layer i of this stage; ``own`` is its own call,
@@ -119,14 +118,11 @@ class LayerInterception:
     def __init__(
         self,
         chain: Chain,
-        start: int,
-        stop: int,
         begin_part: Callable[[int], None] = lambda part: None,
         run_layer: Callable[..., Any] | None = None,
     ) -> None:
         self.chain = chain
-        self.start = start
-        self.stop = stop
+        self._start = self._stop = 0  # of the running stage
         self._begin_part = begin_part
         self._run_layer = run_layer
         self._receive: Callable[[], Activations] | None = None
@@ -144,15 +140,6 @@ class LayerInterception:
         self._arrived: Activations | None = None
         self._skipped: Any = None
 
-    @property
-    def is_last(self) -> bool:
-        return self.stop == len(self.chain)
-
-    @property
-    def is_past_chain(self) -> bool:
-        """Whether the running step has passed the last layer; only the last stage does."""
-        return self._next == len(self.chain)
-
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Intercepts the calls of the layers within the block."""
@@ -166,19 +153,17 @@ class LayerInterception:
             undo.enter_context(self.chain.entered())
             yield
 
-    def select(self, start: int, stop: int) -> None:
-        """Continues with another stage of this rank."""
-        self.start, self.stop = start, stop
-
     def run(
         self,
+        bounds: tuple[int, int],
         step: Callable[[], Any],
         receive: Callable[[], Activations] | None,
         values: Callable[[], tuple[Tensor, ...]] | None = None,
     ) -> tuple[bool, Any]:
-        """Runs ``step`` up to the end of this stage; call it within :meth:`installed`.
+        """Runs ``step`` up to the end of a stage; call it within :meth:`installed`.
 
         Args:
+            bounds: the stage has the layers ``[start, stop)``.
             step: the user's step.
             receive: returns the previous stage's output; called when the step reaches the chain. None on the first
                 stage.
@@ -191,6 +176,7 @@ class LayerInterception:
         Raises:
             PipelineError: the layers are not used as a chain, or a result needs values of another stage.
         """
+        self._start, self._stop = bounds
         self._receive, self._values = receive, values
         self._with_grad = torch.is_grad_enabled()
         self._next = 0
@@ -246,11 +232,11 @@ class LayerInterception:
         given = tensors_of((args, kwargs))
         self._check_input(index, given)
         self._next = index + 1
-        if index < self.start:
+        if index < self._start:
             output = self._skip(index)
             self._show_to_hooks(index, args, kwargs, output)
             return output
-        arriving = self._incoming if index == self.start else {}
+        arriving = self._incoming if index == self._start else {}
         missing = next((t for t in given if isinstance(t, Placeholder) and id(t) not in arriving), None)
         self._begin_part(1 + index)
         if missing is not None:
@@ -271,7 +257,7 @@ class LayerInterception:
                 f"layer {self._name(index)} returns {type(output).__name__}, in which a pipeline finds no tensors to "
                 "pass on: return tensors, or tuples, named tuples, lists or dictionaries of tensors"
             )
-        if index == self.stop - 1 and not self.is_last:
+        if index == self._stop - 1 and self._stop < len(self.chain):
             raise _StageEnd(output)
         if index == len(self.chain) - 1:
             self._begin_part(2 + index)
@@ -297,7 +283,7 @@ class LayerInterception:
         if self._arrived is None:
             assert self._receive is not None
             self._arrived = self._receive()
-        if not self._previous or index == self.start - 1:
+        if not self._previous or index == self._start - 1:
             source = f"the output of layer {self._name(index)}"
             placeholders = [Placeholder(each, source, fixed=True) for each in self._placed(self._arrived.tensors)]
             self._skipped = map_only(Slot, lambda slot: placeholders[slot.index], self._arrived.structure)
@@ -337,12 +323,13 @@ class LayerInterception:
     def _check_order(self, index: int) -> None:
         if index == self._next:
             return
-        if index == 0 and self.is_past_chain:
+        is_past_chain = self._next == len(self.chain)  # on the last stage only
+        if index == 0 and is_past_chain:
             raise PipelineError(
                 f"the step runs the split part {self.chain.name!r} twice, and a pipeline can run it once a step: keep "
                 "the result of the first call, or split another part with module="
             )
-        expected = "no further layer" if self.is_past_chain else self._name(self._next)
+        expected = "no further layer" if is_past_chain else self._name(self._next)
         raise PipelineError(
             f"the step calls {self._name(index)} where {expected} was due: the layers of {self.chain.name!r} must run "
             "one after the other, each once; name another part with module="

@@ -56,11 +56,8 @@ class PipelineRunner:
         self._seed: tuple[int, ...] = ()  # of the step and of its micro-batch that runs
         self._step_seed: tuple[int, ...] = ()
         self._recompute = recompute
-        self._layers = LayerInterception(chain, 0, 0, self._begin_part, self._recomputed if recompute else None)
-        self.stages = [
-            Stage(self._layers, self._begin_step, self._end_step, ownership, index, recorder)
-            for index in ownership.stages
-        ]
+        self._layers = LayerInterception(chain, self._begin_part, self._recomputed if recompute else None)
+        self.stages = [Stage(self._forward, ownership, index, recorder) for index in ownership.stages]
         self._order = (
             TorchSchedules(self.stages, group.process_group, ownership.device, schedule)
             if group.in_batches
@@ -117,23 +114,18 @@ class PipelineRunner:
         self._step = lambda micro_batch: None
         return [self._losses[m] for m in sorted(self._losses)]
 
-    def evaluate(self, step: Callable[[], Any], seed: tuple[int, ...]) -> tuple[bool, Any]:
-        """Runs a step on a whole batch, forward only.
-
-        Returns:
-            Whether the rest of the step runs on later stages; if not, what the step returned.
-        """
+    def evaluate(self, step: Callable[[], Any], seed: tuple[int, ...]) -> Any:
+        """Runs a step on a whole batch, forward only; returns its output on the last stage, elsewhere None."""
         self._seed = seed
         group, previous, following = self._ownership.group, self._ownership.previous, self._ownership.following
         with preserved_random_state(self._device), self._layers.installed():
             for stage in self.stages:
-                self._layers.select(*self._bounds[stage.index])
                 receive = functools.partial(group.receive_activations, previous, self._device)
-                ended, output = self._layers.run(step, None if stage.is_first else receive)
+                ended, output = self._layers.run(self._bounds[stage.index], step, None if stage.is_first else receive)
                 if not ended:
-                    return False, output
+                    return output
                 group.send_activations(Activations.of(output), following)
-        return True, None
+        return None
 
     def _groups(self, kinds: Sequence[Any]) -> list[list[int]]:
         """Micro-batches that run together: the first of each new kind runs alone, and its headers are sent ahead.
@@ -150,16 +142,20 @@ class PipelineRunner:
                 groups.append([micro_batch])
         return [*groups, others] if others else groups
 
-    def _begin_step(self, stage: int, chunk: int) -> Callable[[], Any]:
-        """The user's step on a micro-batch, given by its number in the schedule, for one of this rank's stages."""
+    def _forward(self, stage: Stage, chunk: int) -> Activations | Tensor:
+        """Runs a stage's part of the user's step on a micro-batch, given by its number in the schedule.
+
+        Returns:
+            The output of the stage, on the last stage the scaled loss.
+        """
         micro_batch = self._micro_batches[chunk]
         self._seed = (*self._step_seed, micro_batch)
-        self._layers.select(*self._bounds[stage])
-        return functools.partial(self._step, micro_batch)
-
-    def _end_step(self, stage: Stage, chunk: int, ended: bool, result: Any) -> Activations | Tensor:
-        """The output of a stage, on the last stage the scaled loss."""
-        micro_batch = self._micro_batches[chunk]
+        ended, result = self._layers.run(
+            self._bounds[stage.index],
+            functools.partial(self._step, micro_batch),
+            None if stage.is_first else functools.partial(stage.expected, chunk),
+            functools.partial(stage.arrived, chunk),
+        )
         if ended:
             output = Activations.of(result)
             if self._schedule == "zero_bubble":  # it detaches outputs in place, which views forbid

@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from lightning_multigpu.engine.activation_checkpointing import works_in_place
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations, LayerInterception
+from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations
 from lightning_multigpu.engine.pipeline.stages.stage_messages import (
     Header,
     HostMessages,
@@ -49,11 +49,9 @@ class Stage:
     before the pass, and posts what :meth:`outgoing` returns after it.
 
     Args:
-        layers: runs the part of a step that this stage computes.
-        begin_step: called with the index of the stage and a micro-batch's number in the schedule before its forward
-            pass; returns the user's step.
-        end_step: called as ``end_step(stage, number, *layers.run(...))`` after it; returns the output, on the last
-            stage the loss.
+        run: called as ``run(stage, number)`` in a forward pass, with the micro-batch's number in the schedule. Runs the
+            part of the user's step that this stage computes, on the tensors of :meth:`expected` and :meth:`arrived`,
+            and returns the output, on the last stage the loss.
         ownership: the stages of the rank.
         index: the index of the stage.
         recorder: records the stage's work.
@@ -64,9 +62,7 @@ class Stage:
 
     def __init__(
         self,
-        layers: LayerInterception,
-        begin_step: Callable[[int, int], Callable[[], Any]],
-        end_step: Callable[[Stage, int, bool, Any], Activations | Tensor],
+        run: Callable[[Stage, int], Activations | Tensor],
         ownership: Ownership,
         index: int,
         recorder: Recorder,
@@ -76,7 +72,7 @@ class Stage:
         self.device = ownership.device
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
-        self._layers, self._begin_step, self._end_step = layers, begin_step, end_step
+        self._run = run
         start, _ = ownership.bounds[index]
         # An operation in place must not overwrite a received tensor: its gradient is needed.
         self._clones_input = index > 0 and works_in_place(ownership.chain.layers[start])
@@ -164,12 +160,7 @@ class Stage:
         """Runs the forward pass; returns the output, on the last stage the loss."""
         needed = None if self.is_first else Message("forward", self.index - 1, micro_batch)
         self._begin_pass("forward", micro_batch, needed)
-        ended, result = self._layers.run(
-            self._begin_step(self.index, micro_batch),
-            None if self.is_first else functools.partial(self.expected, micro_batch),
-            functools.partial(self.arrived, micro_batch),
-        )
-        output = self._end_step(self, micro_batch, ended, result)
+        output = self._run(self, micro_batch)
         if isinstance(output, Tensor):
             self._outputs[micro_batch] = (output,)
         else:

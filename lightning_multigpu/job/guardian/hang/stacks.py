@@ -151,11 +151,6 @@ class Stacks(NamedTuple):
         """The most useful line of the main thread's stack."""
         return place(self.main) if self.main else self.text
 
-    @property
-    def collective(self) -> CollectiveCall | None:
-        """The collective in which the main thread is, if its stack shows one."""
-        return collective_call(self.main)
-
 
 def parse(text: str, main_thread: int) -> Stacks:
     """Reads a dump of ``faulthandler``; ``main_thread`` is the identity of the rank's main thread."""
@@ -193,7 +188,7 @@ def answer_stack_signal() -> StackSignal | None:
             faulthandler.register(_own.number, file=_own.descriptor, all_threads=True)
         return _own
     number = next((n for n in range(signal.SIGRTMAX - 3, signal.SIGRTMIN, -1) if not _is_used(n)), None)
-    if number is None or threading.main_thread().ident is None:
+    if number is None:
         return None
     descriptor = os.memfd_create("rank-stacks")
     # The guardian empties the file before it asks: each answer is appended.

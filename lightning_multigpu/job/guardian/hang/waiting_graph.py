@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
 from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, DEVICE, UNDER_WAY, Entry, parse_ranks
-from lightning_multigpu.job.guardian.hang.stacks import Frame, Stacks
+from lightning_multigpu.job.guardian.hang.stacks import Frame, Stacks, collective_call
 
 _MAX_FRAMES = 40
 _MAX_STACKS = 8_000  # characters
@@ -94,7 +94,7 @@ def calls(view: View) -> list[Call]:
     for e in noted:
         place = view.stacks.place if e.thread == DEVICE or _is_main(e, view) else ""
         found.append(Call(view.rank, e.operation, e.group, e.ranks, e.number, e.since_s, place))
-    seen = view.stacks.collective
+    seen = collective_call(view.stacks.main)
     if seen is not None and not any(_is_main(e, view) or (e.thread, e.operation) == (DEVICE, seen[0]) for e in noted):
         found.append(Call(view.rank, seen.operation, "", "", 0, 0.0, seen.place))
     return found

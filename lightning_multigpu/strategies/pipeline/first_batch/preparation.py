@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_multigpu.engine.micro_batches import cloned, first_part, num_micro_batches_of
+from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
 from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
-from lightning_multigpu.engine.pipeline.splitting.ownership import Bounds
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
 from lightning_multigpu.engine.step_state import seed_of, without_differentiation
 from lightning_multigpu.planning.numbers import ms, size
+from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.stage_costs import MeasuredBalance, PartCost, StageCosts
 from lightning_multigpu.strategies.pipeline.first_batch.proof import Proof, copied
 from lightning_multigpu.strategies.pipeline.first_batch.whole_copy import WholeCopy
@@ -31,7 +30,7 @@ from lightning_multigpu.strategies.steps.dry_run import without_trace
 from lightning_multigpu.strategies.steps.step_logs import Record
 
 if TYPE_CHECKING:
-    from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline
+    from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline, TrainingBatch
 
 
 class Preparation:
@@ -45,65 +44,57 @@ class Preparation:
         self._balance_due = self._options.measured_balance if measures else None
         self._is_watched = False
         self._is_split = False
+        self._prepared: set[Any] = set()  # the kinds of training steps, and the loaders of others
         self._lines: set[str] = set()
 
-    def prepare(
-        self, state: Any, batch: Any, others: Sequence[Any], weights: Sequence[float], multiplier: float
-    ) -> None:
-        """Does the work of the first batch before its step, and proves steps in another ``state``.
-
-        Args:
-            state: what the proof rests on.
-            batch: the same on every stage, with its samples along dimension 0.
-            others: further arguments of ``training_step``.
-            weights: the weights of its micro-batches' losses.
-            multiplier: the factor of the loss before its backward; 0 for a batch that does not count.
+    def prepare(self, batch: TrainingBatch) -> None:
+        """Does the work of the first batch before its step, and proves steps of another kind.
 
         Raises:
             ValueError: the losses or the gradients of the micro-batches do not add up to those of the batch.
             PipelineError: the step cannot be split, or depends on values that an earlier step has kept elsewhere.
         """
-        proves = self._options.verify_steps > 0 and multiplier != 0
+        trainer = self._model.module.trainer
+        # What a proof that steps equal those of one device rests on; the second epoch may train in another way.
+        kind = (self._pipeline.trainable(), tuple(map(id, trainer.optimizers)), min(trainer.current_epoch, 1))
+        if kind in self._prepared:
+            return
+        proves = self._options.verify_steps > 0 and batch.counts
         splits = self._tensor_axis is not None  # after that a copy would have parts of layers
         one = copied(self._pipeline) if proves and splits else None
         if not self._is_split:
             self._is_split = True
-            self._split(batch, others)
+            self._split(batch)
         if proves:
-            self.prove(batch, others, weights, multiplier, one)
-        if multiplier != 0:
-            self._pipeline.prepared.add(state)
+            self.prove(batch, one)
+        if batch.counts:
+            self._prepared.add(kind)
 
-    def prove(
-        self,
-        batch: Any,
-        others: Sequence[Any],
-        weights: Sequence[float],
-        multiplier: float,
-        one: tuple[bool, WholeCopy | None] | None = None,
-    ) -> None:
-        """Proves the step of a batch; arguments and errors as for :meth:`prepare`, and ``one`` that is copied."""
+    def prove(self, batch: TrainingBatch, one: tuple[bool, WholeCopy | None] | None = None) -> None:
+        """Proves the step of a batch; errors as for :meth:`prepare`, and ``one`` that is copied."""
         is_there, copy = one or copied(self._pipeline)
         if not is_there:
             return
-        line = Proof(self._pipeline, copy, batch, others, weights, multiplier).run()
+        line = Proof(self._pipeline, copy, batch).run()
         if copy is not None:
             copy.free()
         if line and line not in self._lines:  # a later proof would only repeat it
             self._lines.add(line)
             rank_zero_info(line)
 
-    def prepare_evaluation(self, key: Any, hook: str, *args: Any, **kwargs: Any) -> None:
+    def prepare_evaluation(self, hook: str, *args: Any, **kwargs: Any) -> None:
         """Traces the model, unless that is done, and finds the uses of parameters by the first step of a loader."""
+        if (loader := (hook, *args[2:])) in self._prepared:
+            return
         if not self._model.chain.is_arranged:
             self._trace(hook, *args, will_train=self._will_train, **kwargs)
         self._find_uses(hook, *args, **kwargs)
-        self._pipeline.prepared.add(key)
+        self._prepared.add(loader)
 
     # The split
 
-    def _split(self, batch: Any, others: Sequence[Any]) -> None:
-        part = first_part(batch, self._pipeline.num_micro_batches)
+    def _split(self, batch: TrainingBatch) -> None:
+        part, others = cloned(batch.parts[0]), batch.others
         if self._tensor_axis is not None:
             self._tensor_axis.split(lambda: self._pipeline.loss_of(cloned(part), others), self._world)
         with self._pipeline.strategy.precision_plugin.train_step_context():
@@ -113,7 +104,7 @@ class Preparation:
                 self._find_uses("training_step", part, *others)
         if self._balance_due is not None:
             balance, self._balance_due = self._balance_due, None
-            self._split_by_costs(balance, batch, others)
+            self._split_by_costs(balance, batch)
 
     def _split_again(self, bounds: Bounds) -> None:
         self._model.split_again(bounds)
@@ -164,10 +155,10 @@ class Preparation:
         if (is_first or has_moved) and self._balance_due is None and model.group.num_ranks > 1:
             rank_zero_info(model.describe())
 
-    def _split_by_costs(self, balance: MeasuredBalance, batch: Any, others: Sequence[Any]) -> None:
+    def _split_by_costs(self, balance: MeasuredBalance, batch: TrainingBatch) -> None:
         """Measures the layers, splits them to minimise the largest cost of a rank, and prints the prediction."""
         model, before = self._model, self._model.bounds
-        costs = self._measured_costs(batch, others)
+        costs = self._measured_costs(batch)
         self._split_again(self._world.broadcast_object(costs.bounds(balance), 0))
         model.meter.discard()
 
@@ -184,9 +175,9 @@ class Preparation:
             f"{model.describe_ranks()}"
         )
 
-    def _measured_costs(self, batch: Any, others: Sequence[Any]) -> StageCosts:
+    def _measured_costs(self, batch: TrainingBatch) -> StageCosts:
         """The costs of the layers, the same on all stages."""
-        model, part = self._model, first_part(batch, self._pipeline.num_micro_batches)
+        model, part = self._model, cloned(batch.parts[0])
         probe = CostProbe(
             model.ownership,
             self._pipeline.seed,
@@ -195,7 +186,7 @@ class Preparation:
         )
         with without_trace(model.module):
             found = (
-                probe.measure(lambda: self._pipeline.loss_of(part, others)),
+                probe.measure(lambda: self._pipeline.loss_of(part, batch.others)),
                 slowest_link(model.group),
                 probe.elsewhere_s,
             )
@@ -209,7 +200,7 @@ class Preparation:
             schedule=self._options.schedule,
             num_ranks=model.group.num_ranks,
             stages_per_rank=self._options.num_stages_of_rank,
-            num_micro_batches=num_micro_batches_of(batch, self._pipeline.num_micro_batches),
+            num_micro_batches=len(batch.parts),
             end_bytes=model.ownership.end_bytes(optimizers),
             elsewhere_s=max((seconds for seconds in elsewhere if seconds is not None), default=None),
         )

@@ -38,7 +38,7 @@ from lightning_multigpu.strategies.pipeline.first_batch.whole_copy import WholeC
 from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, precision_dtypes, without_trace
 
 if TYPE_CHECKING:
-    from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline
+    from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline, TrainingBatch
 
 _NOT_PROVED = "Whether the first steps equal those of one device is not proved"
 _ONCE_A_BATCH = (
@@ -56,27 +56,14 @@ class Proof:
     Args:
         pipeline: before a step.
         one: on the last stage, the copy of the module, before it was split over a tensor group; None elsewhere.
-        batch: the same on every stage, with its samples along dimension 0.
-        others: further arguments of ``training_step``.
-        weights: of the losses of its micro-batches.
-        multiplier: the factor of the loss before its backward.
+        batch: whose step is proved, before or after that step has run.
     """
 
-    def __init__(
-        self,
-        pipeline: RunningPipeline,
-        one: WholeCopy | None,
-        batch: Any,
-        others: Sequence[Any],
-        weights: Sequence[float],
-        multiplier: float,
-    ) -> None:
+    def __init__(self, pipeline: RunningPipeline, one: WholeCopy | None, batch: TrainingBatch) -> None:
         self._pipeline, self._model = pipeline, pipeline.model
-        self._one, self._batch, self._others = one, batch, others
-        self._weights, self._multiplier = weights, multiplier
-        self._parts = split_batch(batch, len(weights))
-        self._scales = [weight * multiplier for weight in weights]
-        model = pipeline.model
+        self._one, self._batch, self._others = one, batch, batch.others
+        self._parts = split_batch(batch.whole, len(batch.parts))  # again: a step may change lists in its micro-batch
+        model = self._model
         self._runner = pipeline.new_runner(Recorder(model.meter, model.device, model.ownership.held))
 
     def run(self) -> str:
@@ -153,7 +140,7 @@ class Proof:
             with without_differentiation():
                 return pipeline.loss_of(cloned(self._parts[number]), self._others)
 
-        self._runner.train(run, [signature_of(part) for part in self._parts], self._scales, self._seed(step))
+        self._runner.train(run, [signature_of(part) for part in self._parts], self._batch.scales, self._seed(step))
         pipeline.agreement.sums.sum_gradients(model.ownership.common())
         model.group.finish()
 
@@ -181,7 +168,7 @@ class Proof:
         """The message that gradients of a step differ from those of one device, and why that cannot be told."""
 
         def run(seed: int) -> Gradients:
-            one.backward(self._parts, self._others, self._scales, self._seed(seed), self._runner.order)
+            one.backward(self._parts, self._others, self._batch.scales, self._seed(seed), self._runner.order)
             return one.taken()
 
         try:
@@ -302,7 +289,7 @@ class Proof:
 
         def losses_of(attempt: int) -> list[Any]:
             found = []
-            for number, part in enumerate((self._batch, *self._parts)):
+            for number, part in enumerate((self._batch.whole, *self._parts)):
                 with preserved_state(module):
                     module.eval()
                     try:
@@ -330,7 +317,7 @@ class Proof:
         rtol = relative_tolerance(sorted(dtypes | precision_dtypes(module), key=str), losses[0].device.type)
         given = getattr(reduction, "__name__", "a function") if callable(reduction) else repr(reduction)
         samples = [leading_size(part) or 1 for part in self._parts]
-        return disagreement(whole, rest, self._weights, samples, given=given, rtol=rtol)
+        return disagreement(whole, rest, self._batch.weights, samples, given=given, rtol=rtol)
 
     def _gradients(self, one: WholeCopy) -> GradientFinding | None:
         """Compares the gradients of two parts with those of both together, in training mode.
@@ -340,7 +327,7 @@ class Proof:
         pipeline = self._pipeline
 
         def run(parts: Sequence[Any], weights: Sequence[float], seed: int) -> None:
-            one.backward(parts, self._others, [w * self._multiplier for w in weights], (pipeline.seed, 5, seed))
+            one.backward(parts, self._others, [w * self._batch.multiplier for w in weights], (pipeline.seed, 5, seed))
 
         check = GradientCheck(
             one.module,
@@ -351,7 +338,7 @@ class Proof:
             loss_reduction=pipeline.loss_reduction,
             rtol=gradient_rtol(pipeline.model.module, pipeline.model.device),
         )
-        return check.find(self._batch, len(self._parts))
+        return check.find(self._batch.whole, len(self._parts))
 
 
 def _same(loss: Tensor, other: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -71,7 +72,7 @@ class WholeCopy:
         self.changed: dict[str, None] = {}
         self._pipeline, self._device = pipeline, device
         self._seed: tuple[int, ...] = ()
-        self._layers = LayerInterception(self._chain, 0, len(self._chain), self._begin_part)
+        self._layers = LayerInterception(self._chain, self._begin_part)
 
     def free(self) -> None:
         """Gives back the memory: references in cycles keep the copy until Python's garbage collector runs."""
@@ -94,8 +95,8 @@ class WholeCopy:
         pipeline.in_step = True  # a metric gathers from the last stages, which all run this
         try:
             with preserved_random_state(self._device), self._layers.installed():
-                step = lambda: unlogged_loss(plugin, module, lambda: module.training_step(part, *others))  # noqa: E731
-                return self._layers.run(step, None)[1]
+                step = partial(unlogged_loss, plugin, module, partial(module.training_step, part, *others))
+                return self._layers.run((0, len(self._chain)), step, None)[1]
         finally:
             pipeline.in_step = False
 
