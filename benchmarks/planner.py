@@ -33,7 +33,8 @@ from lightning_multigpu.bench.jobs.host_agents import HostAgents
 from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, Contender, contender
 from lightning_multigpu.bench.strategies.models import BenchGPT, BenchMLP, Subject, repeated
-from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan, StrategyRun, take_turns
+from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan
+from lightning_multigpu.bench.strategies.strategy_run import StrategyRun, take_turns
 from lightning_multigpu.commands.plans.measured_model import PlannedModule, measured_model
 from lightning_multigpu.commands.plans.scaling_cli import strategy_of
 from lightning_multigpu.planning.scaling.machine_model import Machine, World, from_json

@@ -27,7 +27,8 @@ from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.bench.sizes import size_text
 from lightning_multigpu.bench.strategies.contenders import contender
 from lightning_multigpu.bench.strategies.models import BenchGPT, Subject
-from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan, StrategyResult, StrategyRun, take_turns
+from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan
+from lightning_multigpu.bench.strategies.strategy_run import StrategyResult, StrategyRun, take_turns
 from lightning_multigpu.communication.compression import make_compressor
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.metering.clocks import synchronise, timed

@@ -28,7 +28,8 @@ from lightning_multigpu.bench.jobs.host_agents import HostAgents
 from lightning_multigpu.bench.strategies import strategy_rank
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, Contender, contender
 from lightning_multigpu.bench.strategies.models import BenchMLP, Subject
-from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan, StrategyResult, StrategyRun, take_turns
+from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan
+from lightning_multigpu.bench.strategies.strategy_run import StrategyResult, StrategyRun, take_turns
 from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders, step_time
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.links import fitted

@@ -76,7 +76,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
         contenders = [Contender(NO_COMMUNICATION), *map(contender, options.strategies)]
     except ValueError as error:
         raise UsageError(str(error)) from error
-    from lightning_multigpu.bench.strategies.strategy_run import StrategyPlan, StrategyRun, take_turns
+    from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan
+    from lightning_multigpu.bench.strategies.strategy_run import StrategyRun, take_turns
     from lightning_multigpu.bench.strategies.strategy_table import StrategiesTable
 
     plan = StrategyPlan(
