@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy
@@ -453,7 +454,7 @@ def test_unusual_steps(world2: World) -> None:
 
 def test_an_optimizer_that_evaluates_the_loss_is_refused() -> None:
     with pytest.raises(ValueError, match="LBFGS evaluates the loss several times within a step"):
-        host_step(optim.LBFGS(weights()), None)  # type: ignore[arg-type]
+        host_step(optim.LBFGS(weights()), SimpleNamespace(ranks=None))  # type: ignore[arg-type]
 
 
 class Stream:
