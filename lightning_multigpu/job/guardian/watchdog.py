@@ -82,6 +82,14 @@ class Watchdog:
         self._hosts.close()
         if self._shutdown is not None and not self._is_caught():
             self._shutdown.show(self._ranks, is_first=self._hosts.is_first)
+        self._remove_temporary()
+
+    def _remove_temporary(self) -> None:
+        """Removes the directories of ranks that could not; one may have been killed right after it had named its."""
+        for connection, rank in self._connections.items():
+            for message in connection.arriving():
+                if message["kind"] == "temporary":
+                    rank.temporary = message["directory"]
         for rank in self._ranks:
             if rank.temporary is not None and rank.process.state() == ENDED:
                 remove_temporary(rank.temporary)

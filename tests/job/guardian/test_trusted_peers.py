@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -19,6 +20,7 @@ from lightning_multigpu.job.guardian.failure import Failure
 from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, PAGE_BYTES, Entry, parse_ranks
 from lightning_multigpu.job.guardian.hang.hang_reports import in_message
 from lightning_multigpu.job.guardian.hang.waiting_graph import View, verdict
+from lightning_multigpu.job.guardian.proc import ENDED
 from lightning_multigpu.job.guardian.protocol import Connection, encode
 from lightning_multigpu.job.guardian.watchdog import Watchdog
 from lightning_multigpu.job.guardian.workers import Workers, remove_temporary
@@ -128,6 +130,23 @@ def test_a_rank_whose_stacks_signal_lost_its_descriptor_stays(guarded: Guarded) 
     (rank,) = guarded.watchdog._connections.values()
     assert rank.at_end
     assert rank.stack_signal is None
+    client.close()
+
+
+def test_a_directory_that_a_rank_names_right_before_it_is_killed_is_removed(guarded: Guarded, tmp_path: Path) -> None:
+    """While the guardian collects the waits of a failure, torchrun kills the other ranks."""
+    client = _introduced(guarded, 0)
+    (rank,) = guarded.watchdog._ranks
+    for name in ("pymp-first", "pymp-own"):
+        (tmp_path / name).mkdir()
+        client.send("temporary", directory=str(tmp_path / name))
+    guarded.watchdog._remove_temporary()
+    assert len(list(tmp_path.iterdir())) == 2, "the rank still runs"
+    client.send("temporary", directory=str(tmp_path / "pymp-own"))
+    rank.process.close()
+    rank.process = SimpleNamespace(state=lambda: ENDED, close=lambda: None)  # type: ignore[assignment]
+    guarded.watchdog._remove_temporary()
+    assert [path.name for path in tmp_path.iterdir()] == ["pymp-first"]
     client.close()
 
 
