@@ -149,6 +149,7 @@ def job(
             found.servers[number] = Server(found.client(), served, number)
             found.problems[number] = found.servers[number].serve()
             if found.problems[number]:
+                found.servers[number]._shards.clear()  # their transfers keep connections open
                 end(found.servers[number]._pairs.values())
         except Exception as error:
             found.problems[number] = str(error)
