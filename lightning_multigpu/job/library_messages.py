@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _LIBRARIES = r"(lightning|torch|torchmetrics)(\.|$)"
 _LEAF_SPEC = r"`isinstance\(treespec, LeafSpec\)` is deprecated"  # Lightning 2.6 uses it, torch 2.13 deprecates it
@@ -23,11 +25,11 @@ def silence_deprecations(rank: int) -> None:
         warnings.filterwarnings("ignore", "The dirpath has changed from", UserWarning)  # of a resumed ModelCheckpoint
 
 
-def silence_repeats() -> None:
-    """Ignores Lightning's warning that evaluation repeats samples, until :func:`show_repeats`."""
+@contextmanager
+def without_repeats() -> Iterator[None]:
+    """Within the block Lightning's warning that evaluation repeats samples is ignored; other strategies still warn."""
     warnings.filterwarnings("ignore", _REPEATS, UserWarning)
-
-
-def show_repeats() -> None:
-    """Shows the warning again, for other strategies of this process."""
-    warnings.filters[:] = [each for each in warnings.filters if getattr(each[1], "pattern", "") != _REPEATS]  # type: ignore[index]
+    try:
+        yield
+    finally:
+        warnings.filters[:] = [each for each in warnings.filters if getattr(each[1], "pattern", "") != _REPEATS]  # type: ignore[index]
