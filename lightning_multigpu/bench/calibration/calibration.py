@@ -53,6 +53,7 @@ from lightning_multigpu.planning.scaling.step_model import (
 )
 
 RANK_MODULES = (collective_run.__name__, strategy_rank.__name__)
+"""What the ranks of a calibration import; kernels come first, and do not need them."""
 _SIZES = (4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20, 32 << 20)
 _SLOW_BYTES_PER_S = 4e8
 _LONGEST_CALL_S = 0.5
