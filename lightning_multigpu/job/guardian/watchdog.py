@@ -15,7 +15,8 @@ from typing import Any
 from lightning_multigpu.job.guardian.blocking import show
 from lightning_multigpu.job.guardian.failure import Failure, closing_lines, host_name
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, read_steps
-from lightning_multigpu.job.guardian.hang.hang_reports import KINDS, HangReports, HangWatch
+from lightning_multigpu.job.guardian.hang.hang_reports import KINDS, HangReports
+from lightning_multigpu.job.guardian.hang.hang_watch import HangWatch
 from lightning_multigpu.job.guardian.hang.stacks import StackSignal
 from lightning_multigpu.job.guardian.host_links import Hosts
 from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, Interrupts, signal_of

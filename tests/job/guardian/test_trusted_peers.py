@@ -18,7 +18,7 @@ from lightning_multigpu.job.guardian import proc
 from lightning_multigpu.job.guardian.blocking import append, done_within, show
 from lightning_multigpu.job.guardian.failure import Failure
 from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, PAGE_BYTES, Entry, parse_ranks
-from lightning_multigpu.job.guardian.hang.hang_reports import in_message
+from lightning_multigpu.job.guardian.hang.hang_watch import in_message
 from lightning_multigpu.job.guardian.hang.waiting_graph import View, verdict
 from lightning_multigpu.job.guardian.proc import ENDED
 from lightning_multigpu.job.guardian.protocol import Connection, encode
