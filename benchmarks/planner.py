@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ import lightning.pytorch as pl
 import torch
 
 from benchmarks.heading import heading
+from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.bench.jobs.host_agents import HostAgents
 from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, Contender, contender
@@ -191,8 +191,7 @@ def _profile(name: str, worlds: list[World]) -> ModelProfile:
         callbacks=[],
         device=torch.device("cpu"),
     )
-    cores = len(os.sched_getaffinity(0))
-    emulated = Machine(name="hosts that share cores", device_type="cpu", shares_cores=True, devices=cores)
+    emulated = Machine(name="hosts that share cores", device_type="cpu", shares_cores=True, devices=usable_cores())
     names = [strategy_of(text.partition(" ")[0])[0] for text in _OF_MODEL if text != "one_device"]
     return measured_model(subject, emulated, worlds, names, num_micro_batches=[4])
 

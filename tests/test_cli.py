@@ -453,7 +453,7 @@ class TestRefused:
     def test_more_ranks_than_cores_warn_and_go_on(
         self, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(option_checks, "available_cpu_count", lambda: 1)
+        monkeypatch.setattr(option_checks, "usable_cores", lambda: 1)
         ending_it_here = "--trainer.sync_batchnorm=true"
         with pytest.warns(UserWarning, match=r"devices=2: this process may use 1 CPU core, so that ranks share cores"):
             message = error_of(

@@ -67,14 +67,14 @@ LAYERS = {
     "strategies": {
         *(f"{_OURS}.{layer}" for layer in ("strategies", "job", "engine", "placement", "communication")),
         *(f"{_OURS}.{module}" for module in ("planning", "report", "_lightning_internals", "_suggest")),
-        f"{_OURS}._torch_compat",
+        *(f"{_OURS}.{module}" for module in ("_torch_compat", "_usable_cores")),
         "lightning",
         "torch",
         "torchmetrics",
     },
     "callbacks": {
         *(f"{_OURS}.{layer}" for layer in ("callbacks", "strategies", "engine", "communication", "planning", "report")),
-        *(f"{_OURS}.{module}" for module in ("_lightning_internals", "__version__")),
+        *(f"{_OURS}.{module}" for module in ("_lightning_internals", "_usable_cores", "__version__")),
         "lightning",
         "torch",
         "torchmetrics",

@@ -15,6 +15,8 @@ import psutil
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_multigpu._usable_cores import usable_cores
+
 
 class HostProbe:
     """This process and its host.
@@ -162,13 +164,6 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def usable_cores() -> int:
-    """Cores that the scheduler may give to this process."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _host_seconds() -> tuple[float, float]:

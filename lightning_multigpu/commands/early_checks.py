@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lightning_multigpu._suggest import did_you_mean, nearest
+from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.commands.fit_help import ALL_OPTIONS, page
 from lightning_multigpu.commands.settings import Settings, options, sources
 from lightning_multigpu.commands.usage import COMMAND, PROGRAM, UsageError
@@ -151,8 +152,7 @@ def ranks_to_start(settings: Settings, environment: Mapping[str, str]) -> int:
     devices = str(settings.get("trainer.devices", environment.get("PL_TRAINER_DEVICES")))
     if not devices.isdigit() or not _runs_script_again(settings):
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(int(devices), cores))
+    return max(1, min(int(devices), usable_cores()))
 
 
 def _runs_script_again(settings: Settings) -> bool:

@@ -19,6 +19,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.commands.topology_report import gpus_and_pairs, read_nvml
 from lightning_multigpu.communication.interface import interface_towards
 from lightning_multigpu.communication.rendezvous import own_host
@@ -64,7 +65,7 @@ def facts_of_host(main_address: str, num_ranks: int) -> Facts:
     return {
         "host": own_host(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "usable_cores": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "python": platform.python_version(),
         "torch": torch.__version__,

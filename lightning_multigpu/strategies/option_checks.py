@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import get_all_start_methods
@@ -19,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_multigpu._lightning_internals import asked_precision
 from lightning_multigpu._suggest import did_you_mean
+from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.shared_gpus import refusal_of_nccl, share_a_gpu
 
@@ -263,7 +263,7 @@ def check_machine(devices: Sequence[torch.device], *, precision: str, local_rank
     The GPU of ``local_rank`` is asked for bfloat16 units; with None they are assumed.
     """
     on_gpus = any(device.type == "cuda" for device in devices)
-    check_devices(devices, cpu_count=available_cpu_count(), gpu_count=torch.cuda.device_count() if on_gpus else 0)
+    check_devices(devices, cpu_count=usable_cores(), gpu_count=torch.cuda.device_count() if on_gpus else 0)
     device_type = devices[0].type
     if precision == "bf16-mixed" and asked_precision() in ("16", "16-mixed"):
         check_precision("16-mixed", device_type, explicit=False)
@@ -300,13 +300,6 @@ def check_pipeline(run: RunContext, num_stages: int, *, sync_batchnorm: bool, fe
         raise ValueError(
             "sync_batchnorm=True: the stages of a pipeline have no BatchNorm in common; pass sync_batchnorm=False"
         )
-
-
-def available_cpu_count() -> int:
-    """CPU cores that this process may use: in a container or under taskset fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _plural(count: int, noun: str) -> str:

@@ -49,7 +49,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["lightning-multigpu"])
-    monkeypatch.setattr(option_checks, "available_cpu_count", lambda: 8)
+    monkeypatch.setattr(option_checks, "usable_cores", lambda: 8)
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "LOCAL_RANK", "NODE_RANK", "SLURM_LOCALID"):
         monkeypatch.setenv(name, "")  # so that it is taken away again when a run sets it
         monkeypatch.delenv(name)

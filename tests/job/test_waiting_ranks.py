@@ -128,13 +128,13 @@ class TestStarting:
         self, trainer: object, environment: dict[str, str], count: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """At most one for each core: on a machine with fewer they would delay the error message of a wrong setting."""
-        monkeypatch.setattr(early_checks.os, "sched_getaffinity", lambda _: {0, 1, 2})
+        monkeypatch.setattr(early_checks, "usable_cores", lambda: 3)
         assert ranks_to_start(flat({"trainer": trainer}), environment) == count
 
     def test_a_system_that_tells_no_affinity(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """On macOS every fit with several ranks ended with an AttributeError."""
-        monkeypatch.delattr(early_checks.os, "sched_getaffinity")
-        monkeypatch.setattr(early_checks.os, "cpu_count", lambda: 2)
+        monkeypatch.delattr(os, "sched_getaffinity")
+        monkeypatch.setattr(os, "cpu_count", lambda: 2)
         assert ranks_to_start(flat({"trainer": {**RING, "devices": 64}}), {}) == 2
 
 

@@ -50,7 +50,6 @@ def test_what_is_right_passes(recwarn: pytest.WarningsRecorder) -> None:
             checks.check_precision(precision, device_type)
     checks.check_sync_batchnorm(True, "cuda")
     checks.check_sync_batchnorm(False, "cpu")
-    assert checks.available_cpu_count() >= 1
     assert not recwarn.list
 
 

@@ -21,7 +21,8 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler, PyTorchProfiler
 from typing_extensions import override
 
-from lightning_multigpu.callbacks.probes import host_memory, usable_cores
+from lightning_multigpu._usable_cores import usable_cores
+from lightning_multigpu.callbacks.probes import host_memory
 from lightning_multigpu.callbacks.profile.operator_trace import OperatorTrace
 from lightning_multigpu.callbacks.profile.value_reads import ValueReads
 from lightning_multigpu.callbacks.run_report import gather, memory_of

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_multigpu._torch_compat import job_store
+from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.engine.parameter_server.server import EXTERNAL, RUNS, Job
@@ -224,7 +225,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
         """Starts this host's servers on its first rank."""
         own = range(self.node_rank, job.num_servers, self.num_nodes) if self.local_rank == 0 else range(0)
         computing = len(own) + (self.num_processes if self.root_device.type == "cpu" else 0)
-        threads = max(1, option_checks.available_cpu_count() // max(1, computing))
+        threads = max(1, usable_cores() // max(1, computing))
         self._processes = [ServerProcess(store.host, store.port, job.name, k, num_threads=threads) for k in own]
         for process in self._processes:
             self._undo.callback(process.close)

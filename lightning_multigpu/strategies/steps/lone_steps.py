@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
+from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.communication.metering.clocks import CoreWait, clock_of
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.batch_size import leading_size
@@ -370,8 +371,7 @@ def _train(
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // crowd))
+    torch.set_num_threads(max(1, usable_cores() // crowd))
     endless = {
         "accumulate_grad_batches": 1 + module.automatic_optimization, "max_epochs": -1, "max_steps": -1,
         "max_time": None, "min_epochs": None, "min_steps": None, "devices": 1, "num_nodes": 1,
