@@ -241,7 +241,7 @@ def _measured(name: str, world: World, repetitions: int) -> dict[str, Any] | Non
             k = ACCUMULATED if text.endswith("x4") else 1
             plan = StrategyPlan(
                 subject=replace(subject, accumulate=k), device_type="cpu", repetitions=repetitions,
-                steps=ACCUMULATED, warm_up=k, timeout_s=300.0,
+                steps=ACCUMULATED, warm_up=k, timeout_s=300.0, counts_memory=True,
             )  # fmt: skip
             none = text == NO_COMMUNICATION
             run = StrategyRun(hosts, Contender(text) if none else contender(text.partition(" ")[0]), plan)

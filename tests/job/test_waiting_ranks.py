@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,6 +132,32 @@ class TestStarting:
         """At most one for each core: on a machine with fewer they would delay the error message of a wrong setting."""
         monkeypatch.setattr(early_checks, "usable_cores", lambda: 3)
         assert ranks_to_start(flat({"trainer": trainer}), environment) == count
+
+    @pytest.mark.parametrize(
+        ("argv", "count"),
+        [
+            (["/bin/lightning-multigpu", "fit", "--x"], 1),
+            (["lightning_multigpu/__main__.py", "fit", "--x"], 1),
+            (["program.py", "fit", "--x"], 0),  # it calls main(arguments): a rank would run the program
+            (["lightning-multigpu", "compare", "--x"], 0),
+        ],
+    )
+    def test_only_this_command_line_is_run_again(
+        self, argv: list[str], count: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        started: list[int] = []
+
+        def ranks_started(local_ranks: Sequence[int], command: object) -> AbstractContextManager[None]:
+            started.extend(local_ranks)
+            return nullcontext()
+
+        monkeypatch.setattr(sys, "argv", argv)
+        monkeypatch.setattr(early_checks, "checked_settings", lambda *_: {})
+        monkeypatch.setattr(early_checks, "ranks_to_start", lambda *_: 2)
+        monkeypatch.setattr(early_checks, "ranks_started", ranks_started)
+        monkeypatch.setattr(early_checks, "import_module", lambda _: SimpleNamespace(run=lambda *_: 0))
+        assert early_checks.run("fit", ["--x"]) == 0
+        assert started == [1][:count]
 
     def test_a_system_that_tells_no_affinity(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """On macOS every fit with several ranks ended with an AttributeError."""

@@ -38,6 +38,7 @@ class StrategyPlan:
         warm_up: steps before them, in each turn.
         timeout_s: for a turn.
         start_timeout_s: from the start to the first turn.
+        counts_memory: also count the bytes that a step holds.
     """
 
     subject: Subject
@@ -47,6 +48,7 @@ class StrategyPlan:
     warm_up: int
     timeout_s: float
     start_timeout_s: float = 180.0
+    counts_memory: bool = False
 
     @property
     def num_steps(self) -> int:
@@ -67,7 +69,7 @@ class Taken:
     """A turn of one rank: seconds of each timed step, and the figures of the strategy's meter, if it has one.
 
     ``owns_batch`` is False where its batch is a copy of another rank's, as under a pipeline. ``devices_per_rank``
-    devices share its batch, as under ``dp``. ``memory`` has bytes by kind in the second step.
+    devices share its batch, as under ``dp``. ``memory`` has bytes by kind in the second step, where they are counted.
     """
 
     seconds: list[float]
@@ -92,6 +94,7 @@ class TakesTurns(Callback):
     """
 
     turns: Turns
+    counts_memory: bool = False
     _turn: Turn | None = None
     _marks: list[Any] = field(default_factory=list)
     _first_metered: int = 0
@@ -105,7 +108,7 @@ class TakesTurns(Callback):
         if self._turn is not None:
             self._marks.append(timeline.mark())
             self._note_first_metered(trainer)
-            if self._saved is None:  # in the second step of the first turn, which is not counted
+            if self.counts_memory and self._saved is None:  # in the second step of the first turn, which is not counted
                 held = [p for p in pl_module.parameters() if not isinstance(p, Placeholder)]
                 self._saved = SavedActivations([*held, *pl_module.buffers()])
                 self._counting.enter_context(self._saved.counted())
@@ -170,7 +173,7 @@ def serve(settings: tuple[Contender, StrategyPlan, int], seat: Seat, turns: Turn
         batch = model.example_batch(batch_size)  # type: ignore[operator]
         ranks = 1 if contender.strategy is None or one_process else seat.placement.world_size
         loader = repeated(batch, batch_size, num_batches, ranks)
-    trainer = _trainer(contender, plan, num_devices, seat, [TakesTurns(turns)])
+    trainer = _trainer(contender, plan, num_devices, seat, [TakesTurns(turns, plan.counts_memory)])
     trainer.fit(model, train_dataloaders=loader, datamodule=data)
 
 

@@ -33,8 +33,8 @@ class StrategyResult:
     ``seconds`` are the steps of that rank, in order. ``rank_medians_s`` are the medians of all ranks. ``metered`` is
     what the strategy's own meter says of a step, on the rank that communicates longest: total_ms, hidden_ms, exposed_ms
     and sent_bytes. ``samples_per_s`` is of all ranks together, from their medians; None where the samples of a batch
-    are not known. ``memory`` has the bytes of the rank that holds most, by kind. A row whose status is
-    not "ok" has a reason in place of figures.
+    are not known. ``memory`` has the bytes of the rank that holds most, by kind, where the plan counts them. A row
+    whose status is not "ok" has a reason in place of figures.
     """
 
     label: str
