@@ -49,6 +49,7 @@ from lightning_multigpu.planning.scaling.step_model import (
     Prediction,
     bucketed,
     compressed_name,
+    owner_messages,
     predict,
 )
 
@@ -60,8 +61,8 @@ _LONGEST_CALL_S = 0.5
 _ON_ONE_HOST = ("cpu_ps", "dp")
 _DATA_PARALLEL = ("ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps")
 _SMALL_BUCKET_MB = 0.01
-_SMALL_BUCKETS = f"ring_ddp:bucket_cap_mb={_SMALL_BUCKET_MB}"
-"""Each layer of the deep model is a bucket."""
+_SMALL_BUCKETS = {name: f"{name}:bucket_cap_mb={_SMALL_BUCKET_MB}" for name in ("ring_ddp", "ddp_sharded")}
+"""Each layer of the deep model is a bucket, or a message to its owner."""
 _MOST_SAMPLES, _MOST_ON_CPU = 1024, 256
 _TURNS = 8
 _REPETITIONS = 3
@@ -205,8 +206,8 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
     groups = [
         [(large, each) for each in (*every, *also)],
         [(tiny, each) for each in every],
-        [(deep, each) for each in (*every, contender(_SMALL_BUCKETS))],
-        [*((tiny, each) for each in (*pipelines, split)), (deep, split)],
+        [(deep, each) for each in (*every, *map(contender, _SMALL_BUCKETS.values()))],
+        [*((tiny, each) for each in (*pipelines, split)), *((deep, each) for each in (pipelines[0], split))],
         *([[(parts, every[0])]] if shares_cores else []),
     ]
     rows: dict[tuple[str, str], StrategyResult] = {}
@@ -291,7 +292,7 @@ class _Fit:
     def _cost(self, name: str) -> ReferenceCost:
         """The costs that explain the steps of all reference models, found in turn until they agree.
 
-        Between hosts and on accelerators ``busy`` explains what does not hide; else ``scale`` explains all.
+        Between hosts and on accelerators ``busy`` explains what does not hide; on one host ``scale`` explains all.
         """
         on_cores = self._machine.device_type == "cpu" and self._world.nodes == 1
         cost, large_s = ReferenceCost(strategy=name, world=self._world, busy=float(on_cores)), self._step("large", name)
@@ -302,9 +303,15 @@ class _Fit:
         return cost
 
     def _hidden(self, cost: ReferenceCost, large_s: float) -> ReferenceCost:
-        """The cost with the share of transfers that hides, or another ``scale`` where that cannot explain the step."""
-        cost = self._solved(replace(cost, scale=1.0), "busy", 1.0, large_s)
-        return self._solved(cost, "scale", 20.0, large_s) if cost.busy in (0.0, 1.0) else cost
+        """The cost with the share of transfers that hides.
+
+        Where a step is shorter than if all hid, transfers are faster than alone; where it is longer than if none did,
+        they slow computation down.
+        """
+        cost = self._solved(replace(cost, scale=1.0, slowing=0.0), "busy", 1.0, large_s)
+        if cost.busy in (0.0, 1.0):
+            return self._solved(cost, "slowing" if cost.busy else "scale", 20.0, large_s)
+        return cost
 
     def _compressed(self) -> None:
         """Encoding and decoding take the cores that backward needs, so that less hides than of plain transfers."""
@@ -321,19 +328,26 @@ class _Fit:
         few, many = (2 * (layers + 1) for layers in (_TINY_LAYERS, _DEEP_LAYERS))
         tensor_s = max(0.0, (extra[1] - extra[0]) / (many - few))
         cost = replace(cost, fixed_s=max(0.0, extra[0] - few * tensor_s), tensor_s=tensor_s)
-        if cost.strategy == "ring_ddp" and self._step("deep", _SMALL_BUCKETS) is not None:
-            buckets = len(bucketed(self._small["deep"].gradients, _SMALL_BUCKET_MB * 2**20))
-            more_s = self._beyond("deep", cost, _SMALL_BUCKETS, bucket_cap_mb=_SMALL_BUCKET_MB) - extra[1]
-            cost = replace(cost, bucket_s=max(0.0, more_s / (buckets - 1)))
-            cost = replace(cost, fixed_s=max(0.0, cost.fixed_s - cost.bucket_s))
+        small = _SMALL_BUCKETS.get(cost.strategy)
+        if small is not None and self._step("deep", small) is not None:
+            usual, many = (self._messages(cost.strategy, size_mb) for size_mb in (1.0, _SMALL_BUCKET_MB))
+            more_s = self._beyond("deep", cost, small, bucket_cap_mb=_SMALL_BUCKET_MB) - extra[1]
+            cost = replace(cost, bucket_s=more_s / (many - usual))
+            cost = replace(cost, fixed_s=max(0.0, cost.fixed_s - usual * cost.bucket_s))
         return cost
+
+    def _messages(self, strategy: str, size_mb: float) -> int:
+        """The buckets, or the messages to owners, of the deep model."""
+        gradients, size = self._small["deep"].gradients, size_mb * 2**20
+        owned = strategy == "ddp_sharded"
+        return len(owner_messages(gradients, size, self._world.size) if owned else bucketed(gradients, size))
 
     def _beyond(self, subject: str, cost: ReferenceCost, label: str = "", **options: Any) -> float:
         """Seconds that a step of a small model takes beyond that without communication and beyond its transfers."""
         with_s, without_s = self._step(subject, label or cost.strategy), self._step(subject, NO_COMMUNICATION)
         assert with_s is not None
         assert without_s is not None
-        transfers = replace(cost, fixed_s=0.0, tensor_s=0.0, bucket_s=0.0)
+        transfers = replace(cost, fixed_s=0.0, tensor_s=0.0, bucket_s=0.0, slowing=0.0)
         return with_s - without_s - self._predicted(self._small[subject], transfers, **options).exposed_s
 
     def _solved(self, cost: ReferenceCost, field: str, most: float, step_s: float) -> ReferenceCost:
@@ -349,15 +363,25 @@ class _Fit:
     def _pipeline(self) -> None:
         """From the time that more micro-batches of the tiny model take, whose passes compute nearly nothing.
 
-        With more ranks than cores, a rank that has got a message waits for a core; the large model tells how long. What
-        its micro-batches compute is measured apart: small batches use a core worse.
+        Layers of the deep model, which compute as little, take time for the hooks of their parameters. With more ranks
+        than cores, ranks that wait for messages slow down those that compute; the large model tells how much. What its
+        micro-batches compute is measured apart: small batches use a core worse.
         """
         machine, world = self._machine, self._world
         few_s, many_s = (self._step("tiny", label) for label in _PIPELINES)
-        if few_s is None or many_s is None:
+        deep_s = self._step("deep", _PIPELINES[0])
+        if few_s is None or many_s is None or deep_s is None:
             return
         link = machine.link_inside(world) if world.nodes == 1 else machine.link_between(world)
         cores = machine.cores(world)
+        together = min(1.0, cores / world.size)  # at most as many ranks as cores compute at once
+        few, many = _MICRO_BATCHES
+        alone_s = self._step("tiny", NO_COMMUNICATION) or 0.0
+        deeper_s = (self._step("deep", NO_COMMUNICATION) or 0.0) - alone_s
+        deeper_s *= together * (few + world.size - 1) / world.size
+        tensors, more_tensors = 2 * (_TINY_LAYERS + 1), 2 * (_DEEP_LAYERS - _TINY_LAYERS)
+        tensor_s = max(0.0, (deep_s - few_s - deeper_s) / few / more_tensors)
+        few_s, many_s = few_s - few * tensors * tensor_s, many_s - many * tensors * tensor_s
 
         def passes_s(number: int, pass_s: float, scale: float, subject: str = "tiny", whole_s: float = 0.0) -> float:
             orders = schedule_orders("1f1b", world.size, 1, number)
@@ -367,30 +391,30 @@ class _Fit:
             return step_time(orders, [forward_s] * world.size, [backward_s] * world.size, cuts_s, cores)
 
         def more_s(pass_s: float, scale: float) -> float:
-            few, many = (passes_s(number, pass_s, scale) for number in _MICRO_BATCHES)
-            return many - few
+            return passes_s(many, pass_s, scale) - passes_s(few, pass_s, scale)
 
         wanted_s, scale, pass_s = max(0.0, many_s - few_s), 1.0, 0.0
         if more_s(0.0, 1.0) > wanted_s:
             scale = bisected(lambda factor: more_s(0.0, factor), 0.0, 1.0, wanted_s)
         else:
             pass_s = bisected(lambda each_s: more_s(each_s, 1.0), 0.0, 1.0, wanted_s)
-        alone_s = self._step("tiny", NO_COMMUNICATION) or 0.0
-        fixed_s = max(0.0, few_s - alone_s - passes_s(_MICRO_BATCHES[0], pass_s, scale))
+        fixed_s, slowing = max(0.0, few_s - alone_s - passes_s(few, pass_s, scale)), 0.0
         large_s, part_s = self._step("large", _PIPELINES[0]), self._step("parts", NO_COMMUNICATION)
         if large_s is not None and part_s is not None:
-            together = cores / world.size  # as many ranks as cores compute at once
-            passes_of_all_s = _MICRO_BATCHES[0] * max(0.0, part_s - alone_s) * together
+            passes_of_all_s = few * max(0.0, part_s - alone_s) * together
             optimizer_s = _OPTIMIZER_SHARE * (self._step("large", NO_COMMUNICATION) or 0.0) * together
-            large_s -= fixed_s + optimizer_s / world.size
+            large_s -= fixed_s + optimizer_s / world.size + few * tensors * tensor_s
 
-            def step_s(factor: float) -> float:
-                return passes_s(_MICRO_BATCHES[0], pass_s, factor, "large", passes_of_all_s)
+            def step_s(share: float) -> float:
+                return passes_s(few, pass_s, scale, "large", (1 + share) * passes_of_all_s)
 
-            scale = bisected(step_s, scale, 20.0, large_s)
+            slowing = bisected(step_s, 0.0, 20.0, large_s)
         self._costs.append(
-            ReferenceCost(strategy="pipeline_1f1b", world=world, fixed_s=fixed_s, pass_s=pass_s, scale=scale)
-        )
+            ReferenceCost(
+                strategy="pipeline_1f1b", world=world,
+                fixed_s=fixed_s, scale=scale, slowing=slowing, tensor_s=tensor_s, pass_s=pass_s,
+            )
+        )  # fmt: skip
 
     def _tensor_split(self) -> None:
         """Each collective costs more or less than alone; n pairs of layers need 2n - 1: the input needs no gradient.

@@ -47,8 +47,9 @@ class ReferenceCost:
             the link's.
         busy: the share of a transfer in which the rank that computes beside it makes no progress: 0 on an accelerator,
             1 where the same core moves the bytes.
-        tensor_s: seconds that each parameter tensor adds.
-        bucket_s: seconds that each bucket adds.
+        slowing: the share by which computation takes longer than without transfers, where that hides none of them.
+        tensor_s: seconds that each parameter tensor adds; for pipelines, to each micro-batch.
+        bucket_s: seconds that each bucket takes in addition; less than 0 where several travel at once.
         pass_s: seconds that each pass of a pipeline stage, or each collective of a split layer, takes in addition; less
             than 0 for collectives that took longer alone.
     """
@@ -58,6 +59,7 @@ class ReferenceCost:
     fixed_s: float = 0.0
     scale: float = 1.0
     busy: float = 0.0
+    slowing: float = 0.0
     tensor_s: float = 0.0
     bucket_s: float = 0.0
     pass_s: float = 0.0

@@ -277,14 +277,17 @@ class _Step:
             else:
                 messages = bucketed(model.gradients, bucket_bytes)
             end_s, transfers_s = bucket_timeline(
-                messages, phases.backward_s, lambda b: cost.scale * seconds(b) + cost.bucket_s, cost.busy
+                messages,
+                phases.backward_s,
+                lambda b: max(0.0, cost.scale * seconds(b) + cost.bucket_s),
+                cost.busy,
             )
             end_s, transfers_s = end_s + cost.scale * at_end_s, transfers_s + cost.scale * at_end_s
         if name in ("ddp_sharded", "cpu_ps"):
             optimizer_s /= world.size
         elif name == "sharded_ps":
             optimizer_s /= max(2, world.nodes)
-        exposed_s = end_s - phases.backward_s
+        exposed_s = end_s - phases.backward_s + cost.slowing * (phases.forward_s + phases.backward_s)
         if name != "async_ps":  # every rank waits for the slowest one of each step
             exposed_s += straggling_s(phases, world.size, cost.world.size)
         compute_s = k * (phases.forward_s + phases.backward_s) + (k - 1) * phases.adding_s
@@ -426,7 +429,10 @@ class _Step:
         crowd = round(min(machine.crowd(world), machine.cores(World(1, world.devices))))
         phases = self.model.at_once(crowd, machine.slowdown_of(crowd))
         both_s = (phases.forward_s + phases.backward_s) / plan.one_device_s if machine.device_type == "cpu" else 1.0
-        cost = replace(machine.reference("pipeline_1f1b", world), tensor_s=0.0)
+        cost = machine.reference("pipeline_1f1b", world)
+        tensors_s = micro_batches * len(self.model.gradients) * cost.tensor_s
+        cost = replace(cost, fixed_s=cost.fixed_s + tensors_s, tensor_s=0.0)
+        both_s *= 1 + cost.slowing
         adding_s = phases.adding_s * (micro_batches - 1) / micro_batches / max(1, self.model.held.parameters_bytes)
         forward_s = [factor * both_s * stage.forward_s + cost.pass_s for stage in stages]
         backward_s = [

@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from lightning_multigpu.job.guardian.hang import hang_reports
+from lightning_multigpu.job.guardian.hang import hang_watch
 from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, BROKEN, PAGE_BYTES, Entry
-from lightning_multigpu.job.guardian.hang.hang_reports import HangReports, HangWatch
+from lightning_multigpu.job.guardian.hang.hang_reports import HangReports
+from lightning_multigpu.job.guardian.hang.hang_watch import HangWatch
 from lightning_multigpu.job.guardian.hang.stacks import Frame, Stacks
 from lightning_multigpu.job.guardian.hang.waiting_graph import View
 from lightning_multigpu.job.guardian.proc import RUNNING
@@ -274,7 +275,7 @@ def test_a_pause_of_the_whole_job_is_no_wait(tmp_path: Path, capfd: pytest.Captu
 def test_a_wait_that_was_too_long_before_a_pause_has_not_ended(noted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After Ctrl-Z and fg a hung run was said to go on, and reported once more."""
     entry = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
-    monkeypatch.setattr(hang_reports, "read_entries", lambda memory, slot: [entry] if noted else [])
+    monkeypatch.setattr(hang_watch, "read_entries", lambda memory, slot: [entry] if noted else [])
     process = SimpleNamespace(state=lambda: RUNNING, cpu_ticks=lambda: 7)
     ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=process)])
     watch = HangWatch(10.0, ranks, bytes(PAGE_BYTES))
@@ -402,9 +403,9 @@ class Late:
 def test_a_rank_that_answers_late_on_a_busy_machine_is_named_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guardian had waited 0.4 s by the clock, most of them for a core, and told no place."""
     waiting = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
-    monkeypatch.setattr(hang_reports, "read_entries", lambda memory, slot: [waiting])
-    monkeypatch.setattr(hang_reports, "Question", Late)
-    monkeypatch.setattr(hang_reports, "_PAUSE_S", 0.5)
+    monkeypatch.setattr(hang_watch, "read_entries", lambda memory, slot: [waiting])
+    monkeypatch.setattr(hang_watch, "Question", Late)
+    monkeypatch.setattr(hang_watch, "_PAUSE_S", 0.5)
     ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=None, stack_signal=None)])
     assert HangWatch(None, ranks, b"").last_waits(failed=1, now_s=8.0) == [
         "rank 0 waited in barrier #14 of group world for 3.0 s, train.py:7 in step"
@@ -414,8 +415,8 @@ def test_a_rank_that_answers_late_on_a_busy_machine_is_named_with_its_place(monk
 def test_a_hang_report_gives_ranks_three_seconds_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """They had the 0.4 s of a failure, by a second constant of the same name."""
     now_s = 0.0
-    monkeypatch.setattr(hang_reports, "time", SimpleNamespace(monotonic=lambda: now_s))
-    monkeypatch.setattr(hang_reports, "Question", lambda *_: SimpleNamespace(is_answered=lambda: False))
+    monkeypatch.setattr(hang_watch, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(hang_watch, "Question", lambda *_: SimpleNamespace(is_answered=lambda: False))
     monkeypatch.setattr(HangWatch, "_view", lambda self, rank, question: "view")
     process = SimpleNamespace(state=lambda: RUNNING)
     rank = SimpleNamespace(rank=0, finished=False, lost_since_s=None, process=process, stack_signal=None)
@@ -436,7 +437,7 @@ def test_a_rank_that_the_failure_reaches_meanwhile_is_named_where_it_waited(monk
     waiting = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
     looks = [[waiting], [waiting._replace(state=BROKEN, place="train.py:7 in validation_step")]]
     monkeypatch.setattr(
-        "lightning_multigpu.job.guardian.hang.hang_reports.read_entries", lambda memory, slot: looks.pop(0)
+        "lightning_multigpu.job.guardian.hang.hang_watch.read_entries", lambda memory, slot: looks.pop(0)
     )
     process = SimpleNamespace(pid=1, state=lambda: "S")
     ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=process, stack_signal=None)])
