@@ -202,9 +202,8 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
     parts = replace(large, name="parts", batch_size=max(1, batch_size // few), accumulate=few)
     if world.nodes > 1:
         also += [contender(compressed_name("ring_ddp", each.name)) for each in machine.codings]
-        also += [] if shares_cores else [split]
     groups = [
-        [(large, each) for each in (*every, *also)],
+        [(large, each) for each in (*every, *also, split)],
         [(tiny, each) for each in every],
         [(deep, each) for each in (*every, *map(contender, _SMALL_BUCKETS.values()))],
         [*((tiny, each) for each in (*pipelines, split)), *((deep, each) for each in (pipelines[0], split))],
@@ -421,34 +420,40 @@ class _Fit:
 
         The difference of the deep and the tiny model gives the seconds of a small collective. Between hosts the large
         model gives those of a large one: a rank computes its part of that model, and what the tiny one takes anyway. On
-        one host large collectives are so short that the part's computation is not known well enough, and where ranks
-        share cores it takes most of the step: there a large collective takes longer by its bytes alone.
+        one host large collectives are short, and where ranks share cores computation takes most of the step: there a
+        large collective takes longer by its bytes alone, and what is left slows computation down.
         """
-        has_large = self._world.nodes > 1 and self._step("large", "tensor_split") is not None
+        machine, size = self._machine, self._world.size
+        has_large = self._step("large", "tensor_split") is not None
         extra: dict[str, float] = {}
         tiny_s = self._step("tiny", NO_COMMUNICATION) or 0.0
         for name in ("tiny", "deep", "large") if has_large else ("tiny", "deep"):
             step_s, alone_s = self._step(name, "tensor_split"), self._step(name, NO_COMMUNICATION)
             if step_s is None or alone_s is None:
                 return
-            extra[name] = step_s - (tiny_s + (alone_s - tiny_s) / self._world.size if name == "large" else alone_s)
+            extra[name] = step_s - (tiny_s + (alone_s - tiny_s) / size if name == "large" else alone_s)
         few, many, large = (2 * ((layers + 1) // 2) - 1 for layers in (_TINY_LAYERS, _DEEP_LAYERS, _LARGE_LAYERS))
         small_s = max(0.0, (extra["deep"] - extra["tiny"]) / (many - few))
         fixed_s = max(0.0, extra["tiny"] - few * small_s)
         at_small_s, at_large_s = (
-            self._machine.all_reduce_s(self._world, self._activation_bytes[name], OF_ACTIVATIONS)
+            machine.all_reduce_s(self._world, self._activation_bytes[name], OF_ACTIVATIONS)
             for name in ("tiny", "large")
         )
-        scale = 1.0
-        if has_large and at_large_s > at_small_s:
+        scale, slowing = 1.0, 0.0
+        if has_large and self._world.nodes > 1 and size <= machine.cores(self._world) and at_large_s > at_small_s:
             large_s = max(small_s, (extra["large"] - fixed_s) / large)
             scale = (large_s - small_s) / (at_large_s - at_small_s)
+        elif has_large:
+            part_s = (1 - _OPTIMIZER_SHARE) * (self._step("large", NO_COMMUNICATION) or 0.0) / size
+            left_s = extra["large"] - fixed_s - large * (small_s + max(0.0, at_large_s - at_small_s))
+            slowing = max(0.0, left_s / part_s)
         self._costs.append(
             ReferenceCost(
                 strategy="tensor_split",
                 world=self._world,
                 fixed_s=fixed_s,
                 scale=scale,
+                slowing=slowing,
                 pass_s=small_s - scale * at_small_s,
             )
         )

@@ -47,7 +47,7 @@ class ReferenceCost:
             the link's.
         busy: the share of a transfer in which the rank that computes beside it makes no progress: 0 on an accelerator,
             1 where the same core moves the bytes.
-        slowing: the share by which computation takes longer than without transfers, where that hides none of them.
+        slowing: the share by which computation takes longer than without transfers, where none of them hides.
         tensor_s: seconds that each parameter tensor adds; for pipelines, to each micro-batch.
         bucket_s: seconds that each bucket takes in addition; less than 0 where several travel at once.
         pass_s: seconds that each pass of a pipeline stage, or each collective of a split layer, takes in addition; less

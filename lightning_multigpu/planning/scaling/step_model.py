@@ -319,6 +319,7 @@ class _Step:
             max(0.0, cost.scale * machine.all_reduce_s(world, size, OF_ACTIVATIONS) + cost.pass_s)
             for _, size in part.collectives
         )
+        collectives_s += cost.slowing * (phases.forward_s + phases.backward_s)
         bytes_ = float(sum(size for _, size in part.collectives))
         sent = {"network": 2 * (world.nodes - 1) / world.nodes * bytes_} if world.nodes > 1 else {"host": bytes_}
         compute_s = k * (phases.forward_s + phases.backward_s) + (k - 1) * phases.adding_s
