@@ -34,6 +34,7 @@ from lightning_multigpu.planning.scaling.step_model import Candidate, predict
 HOSTS, ONE_HOST = World(2, 1), World(1, 2)
 ALONE = {"tiny": 1e-3, "deep": 4e-3, "large": 50e-3}
 LAYERS = {"tiny": (64, 6), "deep": (64, 30), "large": (512, 6)}
+TENSOR_S = 2e-5
 
 
 def rows(machine: Machine, world: World, label: str, strategy: str, **options: Any) -> dict[Any, StrategyResult]:
@@ -61,9 +62,10 @@ def found_again(
 ) -> Machine:
     true = Machine(**{**vars(machine), "references": [cost]})
     steps = {(subject, NO_COMMUNICATION): row("", alone_s, 0.0) for subject, alone_s in ALONE.items()}
-    steps |= rows(true, world, "ring_ddp", "ring_ddp")
-    steps |= rows(true, world, calibration._SMALL_BUCKETS, "ring_ddp", bucket_cap_mb=0.01)
-    return calibration._Fit(machine, world, {**steps, **further}, 512, 64, ["ring_ddp"]).machine()
+    name = cost.strategy
+    steps |= rows(true, world, name, name)
+    steps |= rows(true, world, calibration._SMALL_BUCKETS[name], name, bucket_cap_mb=0.01)
+    return calibration._Fit(machine, world, {**steps, **further}, 512, 64, [name]).machine()
 
 
 def machine(world: World) -> Machine:
@@ -86,11 +88,20 @@ def test_costs_of_one_host_are_found_again() -> None:
     assert found.fixed_s == pytest.approx(3e-3, rel=0.05)
 
 
-def test_between_hosts_the_share_that_does_not_hide_is_found_again() -> None:
-    true = ReferenceCost(strategy="ring_ddp", world=HOSTS, fixed_s=2e-3, busy=0.6)
-    found = found_again(machine(HOSTS), HOSTS, true)
-    assert found.reference("ring_ddp", HOSTS).busy == pytest.approx(0.6, abs=0.05)
-    assert found.reference("ring_ddp", HOSTS).scale == 1.0
+@pytest.mark.parametrize(("busy", "slowing"), [(0.6, 0.0), (1.0, 0.3)])
+def test_between_hosts_the_share_that_does_not_hide_is_found_again(busy: float, slowing: float) -> None:
+    true = ReferenceCost(strategy="ring_ddp", world=HOSTS, fixed_s=2e-3, busy=busy, slowing=slowing)
+    found = found_again(machine(HOSTS), HOSTS, true).reference("ring_ddp", HOSTS)
+    assert (found.busy, found.slowing, found.scale) == pytest.approx((busy, slowing, 1.0), abs=0.05)
+
+
+@pytest.mark.parametrize("message_s", [3e-4, -5e-5])
+def test_the_time_of_a_message_to_an_owner_is_found_again(message_s: float) -> None:
+    """Less than that of one alone, where several travel at once."""
+    true = ReferenceCost(strategy="ddp_sharded", world=ONE_HOST, fixed_s=2e-3, busy=1.0, bucket_s=message_s)
+    found = found_again(machine(ONE_HOST), ONE_HOST, true).reference("ddp_sharded", ONE_HOST)
+    assert found.bucket_s == pytest.approx(message_s, rel=0.02)
+    assert found.fixed_s == pytest.approx(2e-3, rel=0.02)
 
 
 def test_less_of_a_compressed_transfer_hides() -> None:
@@ -110,38 +121,44 @@ def test_less_of_a_compressed_transfer_hides() -> None:
 def test_the_time_of_a_pass_or_of_its_messages_is_found_again(size: int, pass_s: float, scale: float) -> None:
     world = World(size, 1)
     hosts = replace(machine(world), shares_cores=True)
+    steps = tiny_pipelines(size, pass_s, scale)
+    found = found_again(hosts, world, ReferenceCost(strategy="ring_ddp", world=world), steps)
+    cost = found.reference("pipeline_1f1b", world)
+    assert (cost.pass_s, cost.scale, cost.fixed_s) == pytest.approx((pass_s, scale, 5e-3), abs=1e-6)
+    assert cost.tensor_s == pytest.approx(TENSOR_S)
+
+
+def tiny_pipelines(size: int, pass_s: float, scale: float) -> dict[Any, StrategyResult]:
+    """The steps of the tiny and the deep model, with 5 ms and a time for each of their 14 and 62 tensors."""
     steps = {}
     for number in (4, 16):
         label = f"pipeline_1f1b:num_micro_batches={number}"
         messages_s = [scale * 1e-4 + 1e-8 * 16 * 64 * 4 / number] * (size - 1)
-        passes_s = step_time(
-            schedule_orders("1f1b", size, 1, number), [pass_s] * size, [pass_s] * size, messages_s, cores=2
-        )
-        steps["tiny", label] = row(label, ALONE["tiny"] + 5e-3 + passes_s, 0.0)
-    cost = found_again(hosts, world, ReferenceCost(strategy="ring_ddp", world=world), steps)
-    found = cost.reference("pipeline_1f1b", world)
-    assert (found.pass_s, found.scale, found.fixed_s) == pytest.approx((pass_s, scale, 5e-3), abs=1e-6)
+        orders = schedule_orders("1f1b", size, 1, number)
+        step_s = ALONE["tiny"] + 5e-3 + step_time(orders, [pass_s] * size, [pass_s] * size, messages_s, cores=2)
+        steps["tiny", label] = row(label, step_s + number * 14 * TENSOR_S, 0.0)
+        # Each pass of the deep model takes longer; two ranks compute at once.
+        deeper_s = (number + size - 1) / size * min(1.0, 2 / size) * (ALONE["deep"] - ALONE["tiny"])
+        steps["deep", label] = row(label, step_s + deeper_s + number * 62 * TENSOR_S, 0.0)
+    return steps
 
 
-def test_with_more_ranks_than_cores_the_large_model_tells_the_latency_of_messages() -> None:
+def test_with_more_ranks_than_cores_the_large_model_tells_how_much_slower_passes_are() -> None:
     world = World(4, 1)
     hosts = replace(machine(world), shares_cores=True)
-    steps = {}
-    for number in (4, 16):
-        label = f"pipeline_1f1b:num_micro_batches={number}"
-        orders = schedule_orders("1f1b", 4, 1, number)
-        tiny_s = step_time(orders, [2e-3] * 4, [2e-3] * 4, [1e-4 + 1e-8 * 16 * 64 * 4 / number] * 3, cores=2)
-        steps["tiny", label] = row(label, ALONE["tiny"] + 5e-3 + tiny_s, 0.0)
+    steps = tiny_pipelines(4, 2e-3, 1.0)
     part_s = ALONE["large"] / 3  # four of them take longer than the large batch
     steps["parts", NO_COMMUNICATION] = row(NO_COMMUNICATION, ALONE["tiny"] + part_s, 0.0)
-    passes_s = [[2e-3 + share / 0.95 * part_s * 2 / 4 / 4] * 4 for share in (0.35, 0.6)]  # two ranks at once
-    messages_s = [3 * 1e-4 + 1e-8 * 64 * 512 * 4 / 4] * 3
+    passes_s = [[2e-3 + 1.5 * share / 0.95 * part_s * 2 / 4 / 4] * 4 for share in (0.35, 0.6)]  # two ranks at once
+    messages_s = [1e-4 + 1e-8 * 64 * 512 * 4 / 4] * 3
     large_s = step_time(schedule_orders("1f1b", 4, 1, 4), *passes_s, messages_s, cores=2)
     label = "pipeline_1f1b:num_micro_batches=4"
-    steps["large", label] = row(label, 5e-3 + large_s + 0.05 * ALONE["large"] * 2 / 4 / 4, 0.0)
+    also_s = 4 * 14 * TENSOR_S + 0.05 * ALONE["large"] * 2 / 4 / 4
+    steps["large", label] = row(label, 5e-3 + large_s + also_s, 0.0)
     found = found_again(hosts, world, ReferenceCost(strategy="ring_ddp", world=world), steps)
     cost = found.reference("pipeline_1f1b", world)
-    assert (cost.pass_s, cost.scale, cost.fixed_s) == pytest.approx((2e-3, 3.0, 5e-3), rel=1e-3)
+    assert (cost.pass_s, cost.scale, cost.fixed_s) == pytest.approx((2e-3, 1.0, 5e-3), rel=1e-3)
+    assert cost.slowing == pytest.approx(0.5, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +166,7 @@ def test_with_more_ranks_than_cores_the_large_model_tells_the_latency_of_message
     [
         (ONE_HOST, set()),
         (World(1, 4), {calibration._PIPELINES[0]}),
-        (HOSTS, {"ring_ddp:compression=int8", "tensor_split"}),
+        (HOSTS, {"ring_ddp:compression=int8"}),
         (World(4, 1), {"ring_ddp:compression=int8", calibration._PIPELINES[0]}),
     ],
 )
@@ -167,7 +184,7 @@ def test_the_large_model_is_measured_where_a_cost_needs_it(
     hosts = replace(machine(world), codings=[coding], shares_cores=world.nodes > 1)
     calibration._with_references(None, "cpu", hosts, world)  # type: ignore[arg-type]
     labels = {label for subject, label in measured if subject == "large"}
-    own = {"ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps", "cpu_ps", "dp", NO_COMMUNICATION}
+    own = {"ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps", "cpu_ps", "dp", "tensor_split", NO_COMMUNICATION}
     assert labels - own == further
     assert (("parts", NO_COMMUNICATION) in measured) == (world.size > 2)
 
@@ -234,6 +251,22 @@ def test_the_time_of_a_split_layers_collective_is_found_again() -> None:
     )
     small_s = 0.5 * alone.link.seconds(tiny_bytes) - 1e-3
     assert (cost.pass_s + alone.link.seconds(tiny_bytes), cost.scale) == pytest.approx((small_s, 1.0))
+
+
+def test_what_computation_of_split_layers_takes_longer_is_found_again() -> None:
+    alone = MeasuredCollective(operation="all_reduce", world=ONE_HOST, link=Link(1e-4, 1e-9))
+    host = replace(machine(ONE_HOST), collectives=[alone])
+    steps = {
+        (subject, "tensor_split"): row("tensor_split", computing_s + 3e-3 + number * alone.link.seconds(size), 0.0)
+        for subject, number, size, computing_s in (
+            ("tiny", 5, 4 * 16 * 64, ALONE["tiny"]),
+            ("deep", 29, 4 * 16 * 64, ALONE["deep"]),
+            ("large", 5, 4 * 64 * 512, ALONE["tiny"] + (ALONE["large"] - ALONE["tiny"]) / 2 + 0.2 * 0.95 * 25e-3),
+        )
+    }
+    found = found_again(host, ONE_HOST, ReferenceCost(strategy="ring_ddp", world=ONE_HOST), steps)
+    cost = found.reference("tensor_split", ONE_HOST)
+    assert (cost.scale, cost.slowing, cost.fixed_s) == pytest.approx((1.0, 0.2, 3e-3))
 
 
 def test_a_strategy_that_failed_has_no_cost() -> None:

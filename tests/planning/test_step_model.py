@@ -124,10 +124,12 @@ class TestDataParallel:
         assert step("ring_ddp", average_every=4).exposed_s == pytest.approx(1.0)
 
     def test_costs_of_the_calibration(self) -> None:
-        cost = ReferenceCost(strategy="ring_ddp", world=HOSTS, fixed_s=3.0, scale=2.0, tensor_s=0.5)
-        found = step("ring_ddp", machine=replace(MACHINE, references=[cost]))
-        assert found.exposed_s == pytest.approx(8.0)
-        assert found.other_s == pytest.approx(1.0 + 3.0 + 2 * 0.5)
+        cost = ReferenceCost(
+            strategy="ring_ddp", world=HOSTS, fixed_s=3.0, scale=2.0, slowing=0.5, tensor_s=0.5, bucket_s=-1.0
+        )
+        found = step("ring_ddp", machine=replace(MACHINE, references=[cost]), accumulate=4)
+        assert found.exposed_s == pytest.approx(2 * 4.0 - 1.0 + 0.5 * 14)  # beside the last batch only
+        assert found.other_s == pytest.approx(4 * (1.0 + 3.0) + 2 * 0.5)
 
     def test_ranks_that_share_cores_are_slower(self) -> None:
         cpus = replace(MACHINE, device_type="cpu", shares_cores=True)
@@ -264,9 +266,10 @@ class TestSplitModels:
         assert self.found("model_parallel", HOSTS).exposed_s == pytest.approx(2.0)
 
     def test_each_pass_costs_what_the_calibration_found(self) -> None:
-        cost = ReferenceCost(strategy="pipeline_1f1b", world=World(1, 2), pass_s=0.5)
+        cost = ReferenceCost(strategy="pipeline_1f1b", world=World(1, 2), pass_s=0.5, slowing=1.0, tensor_s=0.25)
         found = self.found("gpipe", machine=replace(MACHINE, references=[cost]))
-        assert found.compute_s == pytest.approx(4 * (1.5 + 2.5))
+        assert found.compute_s == pytest.approx(4 * (2 * 1 + 0.5 + 2 * 2 + 0.5))
+        assert found.other_s == pytest.approx(1.0 + 4 * 2 * 0.25)
 
     def test_the_latency_of_messages_is_as_many_times_as_long_as_calibrated(self) -> None:
         cost = ReferenceCost(strategy="pipeline_1f1b", world=HOSTS, scale=3.0)
@@ -296,9 +299,9 @@ class TestSplitModels:
         assert found.exposed_s == pytest.approx(0.0)
 
     def test_collectives_of_split_layers_take_as_many_times_as_long_as_calibrated(self) -> None:
-        cost = ReferenceCost(strategy="tensor_split", world=HOSTS, scale=0.5, pass_s=0.25)
+        cost = ReferenceCost(strategy="tensor_split", world=HOSTS, scale=0.5, slowing=0.5, pass_s=0.25)
         found = self.found("tensor_split", HOSTS, replace(MACHINE, references=[cost]))
-        assert found.exposed_s == pytest.approx(3 * (0.5 * 2.0 + 0.25))
+        assert found.exposed_s == pytest.approx(3 * (0.5 * 2.0 + 0.25) + 0.5 * 7.0)
 
     def test_a_part_of_the_layers_and_its_collectives(self) -> None:
         found = self.found("tensor_split", HOSTS)
