@@ -148,10 +148,11 @@ def lines(machine: Machine) -> Iterator[str]:
         shown = (f"{1e6 * link.latency_s:.0f}", near, *bend, f"{100 * link.residual:.1f} %")
         rows.append([each.operation, str(World(*each.world)), *shown])
     yield from ("", *columns(rows, "left", "right"))
-    rows = [["strategy", "hosts x devices", "fixed ms", "tensor us", "bucket us", "transfers x", "busy", "pass us"]]
+    names = ["fixed ms", "tensor us", "bucket us", "transfers x", "busy", "slowing", "pass us"]
+    rows = [["strategy", "hosts x devices", *names]]
     for cost in sorted(machine.references, key=lambda row: (row.world, row.strategy)):
         times = (f"{1e3 * cost.fixed_s:.2f}", f"{1e6 * cost.tensor_s:.0f}", f"{1e6 * cost.bucket_s:.0f}")
-        figures = (*times, f"{cost.scale:.2f}", f"{cost.busy:.2f}", f"{1e6 * cost.pass_s:.0f}")
+        figures = (*times, f"{cost.scale:.2f}", f"{cost.busy:.2f}", f"{cost.slowing:.2f}", f"{1e6 * cost.pass_s:.0f}")
         rows.append([cost.strategy, str(World(*cost.world)), *figures])
     yield from ("", *columns(rows, "left", "right"), "")
     for coding in machine.codings:
