@@ -37,7 +37,7 @@ ERRORS = {
 
 # The second of the further ranks cannot be started; the program catches that and goes on, as a notebook does.
 SCRIPT = """
-import errno, multiprocessing.util, os, psutil, subprocess, sys, time
+import errno, multiprocessing.util, os, subprocess, sys, time
 from lightning_multigpu import RingDDPStrategy
 from tests.launch.job import marked
 from tests.launch.without_memory import without_memory
@@ -70,7 +70,7 @@ if __name__ == "__main__":
     except OSError as error:
         print(f"raised {error}: {error.__notes__}")
     until = time.monotonic() + 5  # the guardian is no child: nobody can wait until SIGKILL has ended it
-    while (left := others()) and all(map(is_guardian, left)) and time.monotonic() < until:
+    while (left := others()) and time.monotonic() < until:
         time.sleep(0.02)
     print("left", left)
 """.replace(
@@ -78,14 +78,8 @@ if __name__ == "__main__":
     """def is_tracker(process):  # multiprocessing's own: it ends with the program
     return "resource_tracker" in " ".join(process.cmdline())
 
-def is_guardian(process):
-    try:
-        return "guardian" in " ".join(process.cmdline())
-    except psutil.Error:
-        return True  # it has ended meanwhile
-
 def others():
-    return [p for p in marked(os.environ["JOB_MARK"]) if p.pid != os.getpid() and not is_tracker(p)]
+    return [p.pid for p in marked(os.environ["JOB_MARK"]) if p.pid != os.getpid() and not is_tracker(p)]
 
 if __name__ == "__main__":""",
 )
