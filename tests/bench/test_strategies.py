@@ -123,11 +123,11 @@ class TestTurns:
         monkeypatch.setattr(clock, lambda timeline, after=None: model.now_s)
         return model
 
-    def fit(self, tmp_path: Path, model: LightningModule, requests: Any) -> None:
+    def fit(self, tmp_path: Path, model: LightningModule, requests: Any, **options: bool) -> None:
         trainer = Trainer(
             accelerator="cpu", devices=1, max_epochs=-1, logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-            callbacks=[TakesTurns(requests)],
+            callbacks=[TakesTurns(requests, **options)],
         )  # fmt: skip
         trainer.fit(model, repeated(torch.ones(3, 2), 3, 20, 1))
 
@@ -140,6 +140,21 @@ class TestTurns:
         assert [taken.seconds for taken in requests.answers] == [[3.0, 4.0, 5.0], [6.0], [8.0, 9.0]]
         assert requests.answers[0].parameters == 2
         assert requests.answers[0].metered is None
+
+    def test_memory_is_counted_where_the_plan_asks_for_it(self, tmp_path: Path) -> None:
+        """The hooks that count what is saved for backward do not work within transforms of torch.func."""
+
+        class Transformed(Counting):
+            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+                assert torch.func.grad(lambda x: x.square().sum())(batch.detach()).shape == batch.shape
+                return super().training_step(batch, batch_idx)
+
+        plain, counted = Transformed(), Counting()
+        requests = FakeRequests(plain, Turn(0, 3)), FakeRequests(counted, Turn(0, 3))
+        self.fit(tmp_path, plain, requests[0])
+        self.fit(tmp_path, counted, requests[1], counts_memory=True)
+        assert requests[0].answers[0].memory == {}
+        assert requests[1].answers[0].memory["parameters_bytes"] == 8
 
     def test_the_meter_tells_of_timed_steps_only(
         self, tmp_path: Path, model: Counting, monkeypatch: pytest.MonkeyPatch

@@ -47,9 +47,9 @@ from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phas
 from lightning_multigpu.planning.scaling.step_model import (
     Candidate,
     Prediction,
-    bucketed,
     compressed_name,
-    owner_messages,
+    default_bucket_bytes,
+    messages_of,
     predict,
 )
 
@@ -329,17 +329,16 @@ class _Fit:
         cost = replace(cost, fixed_s=max(0.0, extra[0] - few * tensor_s), tensor_s=tensor_s)
         small = _SMALL_BUCKETS.get(cost.strategy)
         if small is not None and self._step("deep", small) is not None:
-            usual, many = (self._messages(cost.strategy, size_mb) for size_mb in (1.0, _SMALL_BUCKET_MB))
+            deep, world = self._small["deep"], self._world
+            usual_bytes = default_bucket_bytes(cost.strategy, deep.gradient_bytes, world)
+            usual, most = (
+                len(messages_of(cost.strategy, deep.gradients, size, world.size))
+                for size in (usual_bytes, _SMALL_BUCKET_MB * 2**20)
+            )
             more_s = self._beyond("deep", cost, small, bucket_cap_mb=_SMALL_BUCKET_MB) - extra[1]
-            cost = replace(cost, bucket_s=more_s / (many - usual))
+            cost = replace(cost, bucket_s=more_s / (most - usual))
             cost = replace(cost, fixed_s=max(0.0, cost.fixed_s - usual * cost.bucket_s))
         return cost
-
-    def _messages(self, strategy: str, size_mb: float) -> int:
-        """The buckets, or the messages to owners, of the deep model."""
-        gradients, size = self._small["deep"].gradients, size_mb * 2**20
-        owned = strategy == "ddp_sharded"
-        return len(owner_messages(gradients, size, self._world.size) if owned else bucketed(gradients, size))
 
     def _beyond(self, subject: str, cost: ReferenceCost, label: str = "", **options: Any) -> float:
         """Seconds that a step of a small model takes beyond that without communication and beyond its transfers."""

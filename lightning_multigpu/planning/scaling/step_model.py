@@ -220,6 +220,15 @@ def owner_messages(
     return sorted([*alone, *(each for each in buffers if each[0])], key=lambda message: message[1])
 
 
+def messages_of(
+    name: str, gradients: Sequence[tuple[int, float]], bucket_bytes: float, num_ranks: int
+) -> list[tuple[float, float]]:
+    """The buckets of a strategy, or its messages to owners, as :func:`bucketed` gives them."""
+    if name == "ddp_sharded":
+        return owner_messages(gradients, bucket_bytes, num_ranks)
+    return bucketed(gradients, bucket_bytes)
+
+
 def bucket_timeline(
     messages: Sequence[tuple[float, float]], backward_s: float, seconds: Callable[[float], float], busy: float
 ) -> tuple[float, float]:
@@ -265,19 +274,16 @@ class _Step:
         options = {**self.candidate.options}
         named = compressed_name(name, options.get("compression"))
         cost = machine.reference(named, world) if world.size > 1 else ReferenceCost(strategy=name, world=world)
-        bucket_bytes = options.get("bucket_cap_mb", 0) * 2**20 or _bucket_bytes(name, model.gradient_bytes, world)
+        asked_bytes = options.get("bucket_cap_mb", 0) * 2**20
+        bucket_bytes = asked_bytes or default_bucket_bytes(name, model.gradient_bytes, world)
         optimizer_s = phases.optimizer_s
         sent: dict[str, float] = {}
         if world.size == 1:
             end_s, transfers_s = phases.backward_s, 0.0
         else:
             seconds, sent, at_end_s = self._transfers(name, options, bucket_bytes)
-            if name == "ddp_sharded":
-                messages = owner_messages(model.gradients, bucket_bytes, world.size)
-            else:
-                messages = bucketed(model.gradients, bucket_bytes)
             end_s, transfers_s = bucket_timeline(
-                messages,
+                messages_of(name, model.gradients, bucket_bytes, world.size),
                 phases.backward_s,
                 lambda b: max(0.0, cost.scale * seconds(b) + cost.bucket_s),
                 cost.busy,
@@ -315,11 +321,10 @@ class _Step:
             raise ImpossibleError(f"no split of the layers over {self.world.size} ranks is known")
         machine, world, k, phases = self.machine, self.world, self.candidate.accumulate, self._phases(part.phases)
         cost = machine.reference("tensor_split", world)
-        collectives_s = sum(
+        exposed_s = cost.slowing * (phases.forward_s + phases.backward_s) + sum(
             max(0.0, cost.scale * machine.all_reduce_s(world, size, OF_ACTIVATIONS) + cost.pass_s)
             for _, size in part.collectives
         )
-        collectives_s += cost.slowing * (phases.forward_s + phases.backward_s)
         bytes_ = float(sum(size for _, size in part.collectives))
         sent = {"network": 2 * (world.nodes - 1) / world.nodes * bytes_} if world.nodes > 1 else {"host": bytes_}
         compute_s = k * (phases.forward_s + phases.backward_s) + (k - 1) * phases.adding_s
@@ -327,9 +332,9 @@ class _Step:
             phases,
             cost,
             compute_s=compute_s,
-            exposed_s=k * collectives_s,
+            exposed_s=k * exposed_s,
             optimizer_s=phases.optimizer_s,
-            uncertainty=self._uncertainty(phases, compute_s, collectives_s),
+            uncertainty=self._uncertainty(phases, compute_s, exposed_s),
             samples=k * self.model.samples,
             memory=part.held,
             activations_bytes=part.activations_bytes,
@@ -534,8 +539,8 @@ def straggling_s(phases: Phases, num_ranks: int, of_reference: int) -> float:
     return max(0.0, deviation_s * (largest(num_ranks) - largest(of_reference)))
 
 
-def _bucket_bytes(name: str, gradient_bytes: int, world: World) -> int:
-    """The default of a strategy; for owners that of a buffer."""
+def default_bucket_bytes(name: str, gradient_bytes: int, world: World) -> int:
+    """Bytes of a bucket of a strategy without options; for owners of a buffer."""
     if name == "ddp_sharded":
         return _OWNER_BYTES
     if name in _SERVED:
