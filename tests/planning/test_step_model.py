@@ -130,6 +130,8 @@ class TestDataParallel:
         found = step("ring_ddp", machine=replace(MACHINE, references=[cost]), accumulate=4)
         assert found.exposed_s == pytest.approx(2 * 4.0 - 1.0 + 0.5 * 14)  # beside the last batch only
         assert found.other_s == pytest.approx(4 * (1.0 + 3.0) + 2 * 0.5)
+        at_once = replace(cost, bucket_s=-100.0)
+        assert step("ring_ddp", machine=replace(MACHINE, references=[at_once])).exposed_s == pytest.approx(0.5 * 14)
 
     def test_ranks_that_share_cores_are_slower(self) -> None:
         cpus = replace(MACHINE, device_type="cpu", shares_cores=True)
