@@ -274,9 +274,7 @@ def _fork_what_is_started(namespace: str | None) -> None:
         _, what = _parts(command)
         if not what or (what[0].startswith("-") and what[0] not in ("-m", "-c")):
             return False
-        # Where the kernel is to refuse a fork (launch/without_memory.py), it must be asked.
-        own, next_child = (os.readlink(f"/proc/thread-self/ns/{name}") for name in ("pid", "pid_for_children"))
-        return os.getpid() == own_pid and own == next_child
+        return os.getpid() == own_pid
 
     def execute_child(process: Any, args: Any, executable: Any, preexec_fn: Any, *given: Any) -> None:
         if preexec_fn is None and is_forked(args):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 _LIBRARIES = r"(lightning|torch|torchmetrics)(\.|$)"
 _LEAF_SPEC = r"`isinstance\(treespec, LeafSpec\)` is deprecated"  # Lightning 2.6 uses it, torch 2.13 deprecates it
@@ -19,17 +17,8 @@ def silence_deprecations(rank: int) -> None:
     """
     warnings.filterwarnings("ignore", _LEAF_SPEC, FutureWarning)
     warnings.filterwarnings("ignore", _ONE_CYCLE, UserWarning)
+    warnings.filterwarnings("ignore", _REPEATS, UserWarning)
     if rank != 0:
         for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
             warnings.filterwarnings("ignore", category=category, module=_LIBRARIES)
         warnings.filterwarnings("ignore", "The dirpath has changed from", UserWarning)  # of a resumed ModelCheckpoint
-
-
-@contextmanager
-def without_repeats() -> Iterator[None]:
-    """Within the block Lightning's warning that evaluation repeats samples is ignored; other strategies still warn."""
-    warnings.filterwarnings("ignore", _REPEATS, UserWarning)
-    try:
-        yield
-    finally:
-        warnings.filters[:] = [each for each in warnings.filters if getattr(each[1], "pattern", "") != _REPEATS]  # type: ignore[index]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_multigpu.communication.main_store import hold_port
 from lightning_multigpu.job.library_messages import silence_deprecations
 
 
@@ -65,19 +61,6 @@ class RunContext:
     @property
     def main_port(self) -> int:
         return self.environment.main_port
-
-    @contextmanager
-    def chosen_port_held(self) -> Iterator[None]:
-        """Holds :attr:`main_port` until the end of the context, and names it to ranks, unless the user has."""
-        if "MASTER_PORT" in os.environ:
-            yield
-            return
-        with hold_port(self.main_port) if self.node_rank == 0 else nullcontext():
-            os.environ["MASTER_PORT"] = str(self.main_port)
-            try:
-                yield
-            finally:
-                os.environ.pop("MASTER_PORT", None)
 
     def tell_ranks(self) -> None:
         """Sets this rank in the cluster environment, Lightning's rank-zero helpers and the filters of messages."""

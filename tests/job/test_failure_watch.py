@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -90,15 +91,22 @@ def test_a_failure_of_this_rank(watch: FailureWatch) -> None:
     assert "last completed step 3" in error.__notes__[0]
 
 
-def test_a_thread_that_the_system_refuses(watch: FailureWatch) -> None:
-    """Under pids.max a rank said "can't start new thread" alone."""
-    under(watch)
-    error = RuntimeError("can't start new thread")
+@pytest.mark.parametrize(
+    ("error", "limit"),
+    [
+        (RuntimeError("can't start new thread"), "`ulimit -u`, and pids.max of the container; or lower num_workers"),
+        (OSError(errno.EAGAIN, "again"), "`ulimit -u`, and pids.max of the container; or lower num_workers"),
+        (OSError(errno.ENOMEM, "no memory"), "`free`, and memory.max of the container; or lower num_workers"),
+        (OSError(errno.ENOENT, "no file"), ""),
+        (RuntimeError(3), ""),
+    ],
+)
+def test_a_process_or_a_thread_that_the_system_refuses(error: Exception, limit: str, watch: FailureWatch) -> None:
+    """Under pids.max a rank said "can't start new thread" alone, and a loader "Cannot allocate memory"."""
+    client = under(watch)
     watch.settle(error, RUN, 3)
-    assert any("`ulimit -u`, and pids.max of the container; or lower num_workers" in note for note in error.__notes__)
-    other = RuntimeError(3)
-    watch.settle(other, RUN, 3)
-    assert not any("ulimit" in note for note in getattr(other, "__notes__", ()))
+    assert any(note.startswith("rank 0: ") and limit in note for note in error.__notes__) == bool(limit)
+    assert ("rank 0: " in client.told[0].traceback) == bool(limit), "the other ranks are told"
 
 
 def test_news_of_a_worker_does_not_keep_a_failure_from_being_told(
@@ -122,38 +130,6 @@ def test_news_of_a_worker_does_not_keep_a_failure_from_being_told(
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert [failure.what for failure in client.told] == ["raised ConnectionResetError: a queue"]
-
-
-def test_news_of_a_second_worker_before_the_first_failure_is_settled(watch: FailureWatch) -> None:
-    """Two workers were killed: the error of the second left the run untold, and a callback saved with other ranks."""
-
-    def raise_(*_: Any) -> None:
-        raise RuntimeError("a second worker has died")
-
-    class Interrupted:
-        def __init__(self) -> None:
-            self.news = [signal.SIGCHLD]
-
-        @property
-        def global_step(self) -> int:
-            while self.news:
-                os.kill(os.getpid(), self.news.pop())
-            return 3
-
-    def fail() -> None:
-        signal.signal(signal.SIGCHLD, raise_)
-        raise RuntimeError("a worker has died")
-
-    client, trainer = under(watch), Interrupted()
-    watch.joined(lambda: signal.signal(signal.SIGCHLD, signal.SIG_DFL), 2)
-    before = signal.getsignal(signal.SIGCHLD)
-    try:
-        with pytest.raises(RuntimeError, match="a second worker has died"):
-            watch.guarded(fail, (), {}, run=RUN, trainer=trainer)  # type: ignore[arg-type]
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-    assert watch.failed
-    assert [failure.what for failure in client.told] == ["raised RuntimeError: a second worker has died"]
 
 
 def test_two_ranks_fail_at_once(watch: FailureWatch) -> None:

@@ -96,12 +96,7 @@ def trace() -> None:
 
 def pause() -> None:
     """All processes of the job stop, guardians included, and go on one after the other: a laptop's lid."""
-    _aside(_pause, os.environ[_MARK], "with guardians")
-
-
-def suspend() -> None:
-    """All ranks stop and go on, and guardians do not: Ctrl-Z in the terminals of all hosts, and fg."""
-    _aside(_pause, os.environ[_MARK], "")
+    _aside(_pause, os.environ[_MARK])
 
 
 def _aside(function: object, *arguments: object) -> None:
@@ -112,11 +107,9 @@ def _aside(function: object, *arguments: object) -> None:
     subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=True)
 
 
-def _pause(mark: str, guardians: str) -> None:
+def _pause(mark: str) -> None:
     marked = f"{_MARK}={mark}".encode()
     pids = [pid for pid in _pids() if marked in _read(pid, "environ").split(b"\0")]
-    if not guardians:
-        pids = [pid for pid in pids if not _is_guardian(pid)]
     for number in (signal.SIGSTOP, signal.SIGCONT):
         random.shuffle(pids)
         for pid in pids:

@@ -31,7 +31,7 @@ SEVERAL_HOSTS = [
     Combination("vanish", "validation", 0, "hosts"),
     Combination("sever", "training", 1, "hosts"),
     Combination("stop-guardian", "training", 1, "hosts"),
-    Combination("suspend", "training", 0, "hosts"),
+    Combination("pause", "training", 0, "hosts"),
 ]
 STAGES = [
     Combination("terminate", "validation", 0, "external"),  # between batches, where only one stage has heard of it

@@ -22,9 +22,7 @@ class CollectiveNote(Protocol):
 class CollectiveObserver(Protocol):
     """An observer of each collective that begins; the guardian's ``FlightRecorder`` is one."""
 
-    def began(
-        self, operation: str, *, group: str, ranks: str, group_size: int, size_bytes: int, awaited: bool = True
-    ) -> CollectiveNote | None: ...
+    def began(self, operation: str, *, group: str, ranks: str, awaited: bool = True) -> CollectiveNote | None: ...
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -119,9 +119,7 @@ class Meter:
         note = None
         if noted and self._notes is not None:
             awaited = awaited and not on_stream
-            note = self._notes.began(
-                operation, group=group, ranks=ranks, group_size=group_size, size_bytes=size_bytes, awaited=awaited
-            )
+            note = self._notes.began(operation, group=group, ranks=ranks, awaited=awaited)
         if sent_bytes is None:
             sent_bytes = round(sent_share(operation, group_size) * size_bytes)
         origin = self._origin() if on_stream else self._host_clock.origin()

@@ -133,17 +133,12 @@ class Failure(NamedTuple):
         return cls(**values)
 
 
-def closing_lines(failure: Failure, waited: list[str], *, goes_on: bool = False, in_one: bool = False) -> list[str]:
+def closing_lines(failure: Failure, waited: list[str], *, goes_on: bool = False) -> list[str]:
     """The collectives in which ranks waited and, last, the failure: what a terminal shows of it, beside a traceback.
 
-    Args:
-        goes_on: whether the job goes on without the failed rank.
-        in_one: in one line: many hosts may share a terminal.
+    ``goes_on``: the job goes on without the failed rank.
     """
     headline = f"The job {'goes on without a rank' if goes_on else 'failed'}: {failure.sentence()}"
-    if in_one:
-        more = f", and {len(waited) - 1} more ranks waited too" if len(waited) > 1 else ""
-        return [f"{headline}; meanwhile {waited[0]}{more}" if waited else headline]
     shown = [f"Meanwhile {line}" for line in waited[:_MAX_LINES]]
     if len(waited) > _MAX_LINES:
         shown.append(f"Meanwhile {len(waited) - _MAX_LINES} more ranks waited too")

@@ -78,7 +78,7 @@ class Ranks:
     """All ranks of the host that have connected so far, of ``num_ranks``.
 
     A rank may be stopped for ``stopped_limit_s`` while others are not. ``run`` is the number of the run that ranks have
-    begun last; ``others_wait``: ranks on other hosts are not stopped; ``all_stopped``: those at work here are.
+    begun last; ``others_wait``: ranks on other hosts may wait for those here.
     """
 
     def __init__(self, num_ranks: int, stopped_limit_s: float) -> None:
@@ -86,7 +86,6 @@ class Ranks:
         self.stopped_limit_s = stopped_limit_s
         self.run = 1
         self.others_wait = False
-        self.all_stopped = False
         self._ranks: dict[int, WatchedRank] = {}
 
     def __iter__(self) -> Iterator[WatchedRank]:
@@ -209,7 +208,6 @@ class Ranks:
         for rank in self.at_work:
             if rank.joining_until_s is not None and now_s > rank.joining_until_s:
                 return Found(rank.failure("has not joined the others in time (join_timeout_s)"), now_s)
-        self.all_stopped = 0 < len(stopped) == len(self.at_work)
         if not self.others_wait and len(stopped) == len(self.at_work):
             self.restart_timers()  # the whole job is suspended, by Ctrl-Z for example: no rank waits
             return None

@@ -82,7 +82,7 @@ class Watchdog:
             self._observe()
         self._hosts.close()
         if self._shutdown is not None and not self._is_caught():
-            self._shutdown.show(self._ranks, is_first=self._hosts.is_first)
+            self._shutdown.show(self._ranks)
         self._remove_temporary()
 
     def _remove_temporary(self) -> None:
@@ -142,7 +142,6 @@ class Watchdog:
             return
         shutdown.show(
             self._ranks,
-            is_first=self._hosts.is_first,
             has_traceback=self._owner_raises or any(rank == shutdown.failure.rank for rank, _ in asked),
             advice=asked[0][1] if asked else self._owner_advice,
         )
@@ -176,7 +175,7 @@ class Watchdog:
         found = None
         if self._shutdown is None:
             resting = not self._ranks.at_work and bool(self._ranks.resting)
-            found = self._hosts.observe(self._now_s, paused=self._ranks.all_stopped, resting=resting)
+            found = self._hosts.observe(self._now_s, resting=resting)
         if self._shutdown is None and found is None:
             found = self._ranks.observe(self._now_s)
             if found is not None:
@@ -337,7 +336,7 @@ class Watchdog:
     def _accept(self) -> None:
         for sock in accepted(self._listener):
             connection = Connection(sock)
-            if why := foreign(sock, may_have_ended=False):
+            if why := foreign(sock):
                 connection.send("refused", why=f"it is {why}")
                 connection.close()
             else:

@@ -38,7 +38,6 @@ from lightning_multigpu.job.guardian.failure import host_name
 from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, SAME_INTERRUPT_S
 from lightning_multigpu.job.guardian.proc import ended_text, note_refusal
 from lightning_multigpu.job.joining import Joining, start_guardian
-from lightning_multigpu.job.loader_workers import note_refused_worker
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.uncaught_errors import FailureReport, is_reported, print_if_uncaught
 
@@ -81,8 +80,8 @@ class SpawnLauncher(MultiProcessingLauncher):
         if trainer is not None:
             args = self.joining.resume(function, args, trainer)
         states = GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
-        with self.run.chosen_port_held():  # a later run chooses again: another program may have taken the port by then
-            result = self._run_guarded(_Task(self, trainer, function, args, kwargs, states))
+        _ = self.run.environment.main_port  # chosen now, for the copies that the ranks get
+        result = self._run_guarded(_Task(self, trainer, function, args, kwargs, states))
         if trainer is not None:
             self._already_fit |= trainer.state.fn == TrainerFn.FITTING
             self._take_over(result, trainer)
@@ -234,7 +233,7 @@ class _Task:
                 error = ValueError(_TUNED_IN_VAIN)
                 watch.settle(error, run, None)
             if watch.failure is None:  # it has not joined
-                note_refused_worker(error, run.rank)
+                note_refusal(error, f"rank {run.rank}")
                 watch.failure = Failure.of(error, rank=run.rank, step=None)
             report = watch.report(run, None)
             if watch.is_lost:  # the process that has started the ranks goes on
@@ -300,7 +299,7 @@ class _Ranks:
             guardian.kill()
             self._signal(signal.SIGKILL)
             self._join(self._timeout_s)
-            note_refusal(error, len(self.processes), run.ranks_per_host)
+            note_refusal(error, f"rank {len(self.processes)} of {run.ranks_per_host} on this host cannot start")
             raise
 
     def await_end(self) -> None:

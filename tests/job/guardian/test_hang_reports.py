@@ -28,7 +28,7 @@ pytestmark = pytest.mark.launch
 
 LIMIT_S = 1.0
 END = "The wait that was reported has ended"
-NOTE = "note = client.flight_recorder.began('{operation}', group='data', ranks='0-1', group_size=2, size_bytes=8); "
+NOTE = "note = client.flight_recorder.began('{operation}', group='data', ranks='0-1'); "
 # A rank that waits until it is told by the test.
 UNTIL = "exec('''while not os.path.exists({file!r}): time.sleep(0.05)'''); "
 
@@ -203,10 +203,7 @@ def test_two_looks_at_a_collective_that_nobody_has_noted(ticks: int, capfd: pyte
 
 def test_a_rank_under_way_or_at_work_is_no_hang(capfd: pytest.CaptureFixture[str]) -> None:
     """One has an announcement under way that nobody waits for, the other computes."""
-    under_way = (
-        "client.flight_recorder.began('all_gather', group='data', ranks='', group_size=2, size_bytes=8, "
-        "awaited=False); "
-    )
+    under_way = "client.flight_recorder.began('all_gather', group='data', ranks='', awaited=False); "
     busy = "end = time.time() + 3.5; exec('while time.time() < end: pass'); "
     with Job(under_way + "time.sleep(3.5); " + LEAVE, busy + LEAVE, hang_report_s=LIMIT_S) as job:
         assert job.outcome()[0] == [0, 0]
@@ -274,7 +271,7 @@ def test_a_pause_of_the_whole_job_is_no_wait(tmp_path: Path, capfd: pytest.Captu
 @pytest.mark.parametrize("noted", [True, False])
 def test_a_wait_that_was_too_long_before_a_pause_has_not_ended(noted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After Ctrl-Z and fg a hung run was said to go on, and reported once more."""
-    entry = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
+    entry = Entry("world", "0-1", AWAITED, 14, 14, "barrier", 5.0, 1, "")
     monkeypatch.setattr(hang_watch, "read_entries", lambda memory, slot: [entry] if noted else [])
     process = SimpleNamespace(state=lambda: RUNNING, cpu_ticks=lambda: 7)
     ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=process)])
@@ -371,7 +368,7 @@ def test_a_failing_rank_lets_a_guardian_that_takes_its_time_look(capfd: pytest.C
     assert "Meanwhile rank 0 waited" in capfd.readouterr().err
 
 
-def test_another_host_says_in_one_line_what_its_ranks_waited_in(
+def test_another_host_says_what_its_ranks_waited_in(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     waits = NOTE.format(operation="all_reduce") + "told.wait(60) and time.sleep(1); sys.exit(1)"
@@ -381,9 +378,8 @@ def test_another_host_says_in_one_line_what_its_ranks_waited_in(
         assert two.guardian_ends()
         assert one.guardian_ends()
     lines = capfd.readouterr().err.splitlines()
-    (line,) = [line for line in lines if "; meanwhile rank 1 waited in all_reduce #1 of group data" in line]
-    assert line.startswith("The job failed: rank 0")
-    assert len(lines) == 2, "a line of each host"
+    assert sum(line.startswith("Meanwhile rank 1 waited in all_reduce #1 of group data") for line in lines) == 1, lines
+    assert sum(line.startswith("The job failed: rank 0") for line in lines) == 2, "a line of each host"
 
 
 class Late:
@@ -402,7 +398,7 @@ class Late:
 
 def test_a_rank_that_answers_late_on_a_busy_machine_is_named_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guardian had waited 0.4 s by the clock, most of them for a core, and told no place."""
-    waiting = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
+    waiting = Entry("world", "0-1", AWAITED, 14, 14, "barrier", 5.0, 1, "")
     monkeypatch.setattr(hang_watch, "read_entries", lambda memory, slot: [waiting])
     monkeypatch.setattr(hang_watch, "Question", Late)
     monkeypatch.setattr(hang_watch, "_PAUSE_S", 0.5)
@@ -434,7 +430,7 @@ def test_a_hang_report_gives_ranks_three_seconds_to_answer(monkeypatch: pytest.M
 
 def test_a_rank_that_the_failure_reaches_meanwhile_is_named_where_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine it is asked for its stack after it has left the collective."""
-    waiting = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
+    waiting = Entry("world", "0-1", AWAITED, 14, 14, "barrier", 5.0, 1, "")
     looks = [[waiting], [waiting._replace(state=BROKEN, place="train.py:7 in validation_step")]]
     monkeypatch.setattr(
         "lightning_multigpu.job.guardian.hang.hang_watch.read_entries", lambda memory, slot: looks.pop(0)

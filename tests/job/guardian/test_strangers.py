@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import socket
 import time
@@ -130,15 +129,3 @@ def test_a_stranger_that_never_ends_its_line() -> None:
             sock.send(b"x" * (MAX_STRANGER_BYTES // 4))
             time.sleep(0.02)
         assert sock.recv(1000) == b"", "closed"
-
-
-def test_without_descriptors_no_rank_has_ended() -> None:
-    """Another program may have used up all of the machine, and the guardian could not look at its ranks."""
-    with Job(WAITS, WAITS, failure_timeout_s=20) as job:
-        limit = resource.prlimit(job.guardian.pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(job.guardian.pid, resource.RLIMIT_NOFILE, (3, limit[1]))
-        time.sleep(3)
-        resource.prlimit(job.guardian.pid, resource.RLIMIT_NOFILE, limit)
-        job.go_on()
-        assert job.outcome()[0] == [0, 0]
-        assert job.guardian_ends()

@@ -36,7 +36,7 @@ IN_BACKWARD = (
 def entry(name: str, *, state: int = AWAITED, begun: int | None = None, thread: int = RING, ranks: str = "") -> Entry:
     """ "data all_reduce 118" as a row of a page."""
     group, operation, number = name.split()
-    return Entry(group, ranks, 3, state, begun or int(number), int(number), operation, 4096, 63.0, thread, "")
+    return Entry(group, ranks, state, begun or int(number), int(number), operation, 63.0, thread, "")
 
 
 def own_call(operation: str, line: int) -> tuple[Frame, ...]:
