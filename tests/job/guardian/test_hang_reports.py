@@ -227,7 +227,7 @@ def test_a_collective_that_nobody_has_noted_is_found_by_two_looks(
     code = LIBRARY.format(file=str(go))
     own = f"exec(compile({code!r}, '/x/torch/distributed/distributed_c10d.py', 'exec'), globals()); all_reduce(); "
     with Job(own + "time.sleep(1); " + LEAVE, UNTIL.format(file=str(go)) + LEAVE, hang_report_s=LIMIT_S) as job:
-        assert terminal.shows("Only rank 0 is in all_reduce, called at ")
+        assert terminal.shows("Rank 0 waits in all_reduce, called at ")
         assert terminal.shows("rank 1 has not come: it is at ")
         go.touch()
         assert job.outcome()[0] == [0, 0]
