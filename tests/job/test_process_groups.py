@@ -46,7 +46,6 @@ def groups_of(monkeypatch: pytest.MonkeyPatch, *members: Any) -> ProcessGroups:
         _port=1,
         _is_stuck=False,
         _cutting=threading.Lock(),
-        _before={},
     )
     return groups
 
@@ -110,7 +109,6 @@ def groups_of_a_run(shape: tuple[int, int, int]) -> dict[str, tuple[int, ...]]:
         settle_control=lambda: True,
         _control=None,
         _timeout=None,
-        _before={},
         _cutting=threading.Lock(),
     )
     groups.mesh = groups._connect(None, None, None, shape)  # type: ignore[arg-type]  # the ranks have met

@@ -189,7 +189,7 @@ class Watchdog:
             self._observe_end()
         if self._shutdown is None and (hang := self._hangs.observe(self._now_s)) is not None:
             self._fail(hang.failure, hang.since_s)
-        pids = self._pids()
+        pids = {rank.process.pid for rank in self._ranks}
         for rank in self._ranks.at_work:
             self._workers.note(rank.process.pid, pids)
             self._observe_workers(rank)
@@ -237,7 +237,7 @@ class Watchdog:
             self._shutdown.hurry(self._now_s)
 
     def _workers_have_ended(self, ranks: list[WatchedRank]) -> bool:
-        pids = self._pids()
+        pids = {rank.process.pid for rank in self._ranks}
         left = [rank for rank in ranks if not self._workers.end(rank.process.pid, pids)]
         for rank in ranks:
             if rank.temporary is not None and not left:
@@ -252,9 +252,6 @@ class Watchdog:
             if self._now_s - (rank.lost_since_s or 0.0) > OWN_TIME * self._timeout_s:
                 rank.process.kill()
         return self._workers_have_ended(ended) and not left
-
-    def _pids(self) -> set[int]:
-        return {rank.process.pid for rank in self._ranks}
 
     def _file(self) -> str | None:
         """The path of this host's failure file; hosts may share the directory, so the names differ."""

@@ -81,7 +81,7 @@ class SpawnLauncher(MultiProcessingLauncher):
             args = self.joining.resume(function, args, trainer)
         states = GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
         _ = self.run.environment.main_port  # chosen now, for the copies that the ranks get
-        result = self._run_guarded(_Task(self, trainer, function, args, kwargs, states))
+        result = self._run_ranks(_Task(self, trainer, function, args, kwargs, states))
         if trainer is not None:
             self._already_fit |= trainer.state.fn == TrainerFn.FITTING
             self._take_over(result, trainer)
@@ -100,35 +100,30 @@ class SpawnLauncher(MultiProcessingLauncher):
                 "and pass fit(ckpt_path=...) to go on where the first one ended"
             )
 
-    def _run_guarded(self, task: _Task) -> _Result:
+    def _run_ranks(self, task: _Task) -> _Result:
+        """Starts the ranks and waits for all of them; raises the failed rank's exception, or SystemExit at SIGTERM."""
         guardian = start_guardian(self.run)
         guardian.shows()
+        ranks: _Ranks | None = None
         try:
-            result = self._run_ranks(task, guardian)
+            ranks = _Ranks(self.run, self._start_method, task, guardian)
+            self.procs = ranks.processes
+            ranks.await_end()
+            result = ranks.result()
         except BaseException as error:
             self.joining.watch.ranks_have_ended = True  # callbacks that save at exceptions do not know
+            if isinstance(error, KeyboardInterrupt) and ranks is not None:
+                ranks.interrupt()
+            elif ranks is not None:
+                ranks.end()
             if not is_reported(error):
                 guardian.stop()
             raise
+        finally:
+            if ranks is not None and ranks.were_cut_off:
+                os._exit(INTERRUPTED_STATUS)
         guardian.stop()
         return result
-
-    def _run_ranks(self, task: _Task, guardian: Guardian) -> _Result:
-        """Starts the ranks and waits for all of them; raises the failed rank's exception, or SystemExit at SIGTERM."""
-        ranks = _Ranks(self.run, self._start_method, task, guardian)
-        self.procs = ranks.processes
-        try:
-            ranks.await_end()
-            return ranks.result()
-        except KeyboardInterrupt:
-            ranks.interrupt()
-            raise
-        except BaseException:
-            ranks.end()
-            raise
-        finally:
-            if ranks.were_cut_off:
-                os._exit(INTERRUPTED_STATUS)
 
     def _take_over(self, result: _Result, trainer: pl.Trainer) -> None:
         """Copies the state of rank 0's Trainer to this process's Trainer."""
@@ -239,10 +234,11 @@ class _Task:
             if watch.is_lost:  # the process that has started the ranks goes on
                 report.print(error)
                 raise SystemExit(1) from None
-            pickled, is_shown = _pickled(error, watch.failure), report.show is None
-            answers.send_bytes(
-                pickle.dumps(_Failed(watch.failure, report.in_full, is_shown, self._checkpoint(), pickled))
-            )
+            pickled = b""
+            with contextlib.suppress(Exception):
+                pickled = pickle.dumps(error) if watch.failure.pid == os.getpid() else b""
+            failed = _Failed(watch.failure, report.in_full, report.show is None, self._checkpoint(), pickled)
+            answers.send_bytes(pickle.dumps(failed))
             raise SystemExit(1) from None
         answers.send_bytes(answer)
 
@@ -252,14 +248,6 @@ class _Task:
             with contextlib.suppress(Exception):  # as when the message is printed
                 return last_checkpoint_of(self.trainer)
         return None
-
-
-def _pickled(error: Exception, failure: Failure) -> bytes:
-    """The exception of this rank; empty if it is about another rank's failure, or cannot be pickled."""
-    with contextlib.suppress(Exception):
-        if failure.pid == os.getpid():
-            return pickle.dumps(error)
-    return b""
 
 
 def _exception_of(failed: _Failed) -> Exception:

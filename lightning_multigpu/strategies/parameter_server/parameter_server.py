@@ -197,7 +197,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
         number = max(2, self.num_nodes) if self._num_servers == "nodes" else self._num_servers
         job = Job(
             name=self.broadcast(f"{RUNS}/{store.add(RUNS, 1) if self.global_rank == 0 else 0}"),
-            address=self.run_context.main_address,
+            address=self.run_context.environment.main_address,
             num_workers=self.world_size,
             num_servers=number,
             is_synchronous=not self._is_asynchronous,

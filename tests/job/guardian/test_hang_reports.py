@@ -378,7 +378,7 @@ def test_another_host_says_what_its_ranks_waited_in(
         assert two.guardian_ends()
         assert one.guardian_ends()
     lines = capfd.readouterr().err.splitlines()
-    assert sum(line.startswith("Meanwhile rank 1 waited in all_reduce #1 of group data") for line in lines) == 1, lines
+    assert any(line.startswith("Meanwhile rank 1 waited in all_reduce #1 of group data") for line in lines), lines
     assert sum(line.startswith("The job failed: rank 0") for line in lines) == 2, "a line of each host"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from lightning_multigpu.job.library_messages import silence_deprecations
+from lightning_multigpu.job.run_context import silence_deprecations
 
 LEAF_SPEC = "`isinstance(treespec, LeafSpec)` is deprecated, use `isinstance(treespec, TreeSpec) and ...` instead."
 ONE_CYCLE = "Warning: Profiler clears events at the end of each cycle.Only events from the current cycle ..."
