@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +18,11 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.communication.rendezvous import RendezvousError
 from lightning_multigpu.job.failure_watch import FailureWatch
 from lightning_multigpu.job.guardian import Failure, RankFailedError
+from lightning_multigpu.job.launchers.spawn_launcher import _Task
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.run_signals import RunSignals
 from tests import preforked
@@ -107,6 +111,21 @@ def test_a_process_or_a_thread_that_the_system_refuses(error: Exception, limit: 
     watch.settle(error, RUN, 3)
     assert any(note.startswith("rank 0: ") and limit in note for note in error.__notes__) == bool(limit)
     assert ("rank 0: " in client.told[0].traceback) == bool(limit), "the other ranks are told"
+
+
+def test_a_spawned_rank_cannot_be_tuned(watch: FailureWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that has spawned it keeps its own module."""
+
+    def tune() -> None:
+        raise EndOfRun
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    sent: list[bytes] = []
+    launcher: Any = SimpleNamespace(run=RUN, joining=SimpleNamespace(watch=watch, begin=lambda run, address: None))
+    answers: Any = SimpleNamespace(send_bytes=sent.append)
+    with pytest.raises(SystemExit):
+        _Task(launcher, None, tune, (), {}, None)(0, answers, "")
+    assert "raised ValueError: a Tuner changes the module of the process" in pickle.loads(sent[0]).failure.what
 
 
 def test_news_of_a_worker_does_not_keep_a_failure_from_being_told(

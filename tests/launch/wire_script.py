@@ -1,4 +1,4 @@
-"""One rank a host: all-reduces of known sizes, then a fit with ring_ddp and fits with parameter servers.
+"""One rank a host: a fit with ring_ddp and fits with parameter servers.
 
 Writes what meter and interface counted.
 """
@@ -15,18 +15,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from lightning_multigpu import MultiGPUStrategy, ParameterServerStrategy, RingDDPStrategy
 from lightning_multigpu.communication.interface import interface_towards
-from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.emulation import InterfaceCounters
 from tests.launch.wide import Wide, fit_wide
 
-# The last is odd on purpose: the two halves differ by one element.
-SIZES = (1_000, 1_000_000, 8_000_000, 2_500_001)
 NUM_FEATURES = 1000
 NUM_STEPS = 4
 
@@ -76,27 +71,6 @@ def sent_by_tcp() -> tuple[int, int]:
     return payload_bytes, sent_again_bytes
 
 
-def all_reduces(interface: str) -> list[dict[str, Any]]:
-    """One entry a size, in float32 elements: payload by the meter, and the interface's counters around it."""
-    ring = RingAllReduce(dist.group.WORLD)
-    ring(torch.ones(1))  # the first call connects
-    found = []
-    for numel in SIZES:
-        tensor = torch.full((numel,), float(dist.get_rank() + 1))
-        meter = Meter()
-        dist.barrier()
-        before = counters(interface)
-        size_bytes, sent_bytes = numel * tensor.element_size(), ring.sent_bytes(tensor)
-        with meter.blocking("all_reduce", group="data", group_size=2, size_bytes=size_bytes, sent_bytes=sent_bytes):
-            ring(tensor)
-        dist.barrier()
-        after = counters(interface)
-        meter.end_step()
-        assert torch.equal(tensor, torch.full((numel,), 3.0))
-        found.append({"numel": numel, "sent_bytes": meter.steps[0].sent_bytes, "before": before, "after": after})
-    return found
-
-
 class Counted(Wide):
     """Reads the interface's counters after each step."""
 
@@ -131,7 +105,7 @@ def main() -> None:
     assert interface is not None
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    report = {"all_reduces": all_reduces(interface), "training": training(interface, root, RingDDPStrategy())}
+    report = {"training": training(interface, root, RingDDPStrategy())}
     for number in (1, 2):
         servers = ParameterServerStrategy(num_servers=number)
         report[f"{number} servers"] = training(interface, root, servers)

@@ -175,6 +175,16 @@ def test_two_with_one_node_rank() -> None:
         assert network.nodes[0].found == []
 
 
+def test_another_job_is_refused() -> None:
+    with Network(1, expected=2) as network:
+        network.nodes.append(Node(1))
+        network.join(network.nodes[1], secret="of another job")
+        network.go_on(0.5)
+        (found,) = network.nodes[1].found
+        assert found.startswith(f"the guardian of node 0 has refused that of {name(1)}: its secret is not this job's")
+        assert network.nodes[0].found == [], "a stranger is nobody's loss"
+
+
 def test_strangers_are_nobodys_loss_and_do_not_stay() -> None:
     with Network(2, expected=3) as network:
         address = network.listener.getsockname()
