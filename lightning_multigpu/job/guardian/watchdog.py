@@ -70,20 +70,24 @@ class Watchdog:
         """Watches until all ranks have finished, or until all have ended after a failure."""
         self._interrupts.install()
         while not self._is_over():
-            self._serve()
-            now_s = clock_s()
-            if now_s - self._now_s > max(_SHORTEST_PAUSE_S, 4 * self._tick_s):
-                # This process and the ranks were stopped, or the machine asleep; they are resumed at other times.
-                self._ranks.restart_timers()
-                self._workers.restart_timers()
-                self._hosts.restart_timers(now_s)
-                self._hang_watch.restart_timers(now_s)
-            self._now_s = now_s
-            self._observe()
+            self.turn()
         self._hosts.close()
         if self._shutdown is not None and not self._is_caught():
             self._shutdown.show(self._ranks)
         self._remove_temporary()
+
+    def turn(self) -> None:
+        """Handles messages until the next look at the ranks, and looks at them."""
+        self._serve()
+        now_s = clock_s()
+        if now_s - self._now_s > max(_SHORTEST_PAUSE_S, 4 * self._tick_s):
+            # This process and the ranks were stopped, or the machine asleep; they are resumed at other times.
+            self._ranks.restart_timers()
+            self._workers.restart_timers()
+            self._hosts.restart_timers(now_s)
+            self._hang_watch.restart_timers(now_s)
+        self._now_s = now_s
+        self._observe()
 
     def _remove_temporary(self) -> None:
         """Removes the directories of ranks that could not; one may have been killed right after it had named its."""

@@ -47,12 +47,6 @@ class Guarded:
         })  # fmt: skip
         self.watchdog._tick_s = 0.0
 
-    def turn(self) -> None:
-        """What :meth:`Watchdog.run` does, once."""
-        self.watchdog._serve()
-        self.watchdog._now_s = proc.clock_s()
-        self.watchdog._observe()
-
     def end(self) -> None:
         watchdog = self.watchdog
         for rank in watchdog._ranks:
@@ -113,11 +107,11 @@ def test_a_process_that_cannot_be_looked_at_ends_no_guardian(guarded: Guarded, m
     monkeypatch.setattr(proc, "read_stat", refuse)
     owner = Connection(guarded.owner)
     owner.send("started", rank=0, pid=os.getpid())
-    guarded.turn()
+    guarded.watchdog.turn()
     assert len(guarded.watchdog._ranks) == 0
     monkeypatch.undo()
     owner.send("started", rank=0, pid=os.getpid())
-    guarded.turn()
+    guarded.watchdog.turn()
     assert len(guarded.watchdog._ranks) == 1
 
 
@@ -126,7 +120,7 @@ def test_a_rank_whose_stacks_signal_lost_its_descriptor_stays(guarded: Guarded) 
     client = _introduced(guarded, 0)
     client.send("stacks", number=10, main_thread=1)
     client.send("at end")
-    guarded.turn()
+    guarded.watchdog.turn()
     (rank,) = guarded.watchdog._connections.values()
     assert rank.at_end
     assert rank.stack_signal is None
@@ -153,7 +147,7 @@ def test_a_directory_that_a_rank_names_right_before_it_is_killed_is_removed(guar
 def test_a_rank_that_is_started_when_another_has_its_place_ends_the_job_and_not_the_guardian(guarded: Guarded) -> None:
     client = _introduced(guarded, 7)
     Connection(guarded.owner).send("started", rank=0, pid=os.getpid())
-    guarded.turn()
+    guarded.watchdog.turn()
     assert guarded.watchdog._shutdown is not None
     assert "rank 0" in (what := guarded.watchdog._shutdown.failure.what)
     assert "one too many" in what
@@ -166,7 +160,7 @@ def _introduced(guarded: Guarded, rank: int) -> Connection:
     sock.connect("\0" + guarded.address)
     connection = Connection(sock)
     connection.send("hello", rank=rank)
-    assert eventually(lambda: guarded.turn() or guarded.watchdog._connections)
+    assert eventually(lambda: guarded.watchdog.turn() or guarded.watchdog._connections)
     return connection
 
 
