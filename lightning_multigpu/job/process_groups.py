@@ -84,8 +84,9 @@ class ProcessGroups:
         self._control: dist.ProcessGroup | None = None
         # The host's name may resolve to an interface that other hosts cannot reach; the route to rank 0 never does.
         interface = interface_towards(environment.main_address)
-        if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
+        self._names_interface = interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ
+        if self._names_interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = str(interface)
         try:
             self.mesh = self._connect(environment, interface, store, shape)
         except BaseException:
@@ -189,6 +190,9 @@ class ProcessGroups:
         elif dist.is_initialized():
             for group in own:
                 dist.destroy_process_group(group)
+        if self._names_interface:  # programs that are started later must not inherit it
+            os.environ.pop("GLOO_SOCKET_IFNAME", None)
+            self._names_interface = False
 
     def _connect(
         self, environment: ClusterEnvironment, interface: str | None, store: Store | None, shape: tuple[int, int, int]
