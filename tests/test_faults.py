@@ -72,6 +72,6 @@ class TestPlaces:
     @pytest.mark.parametrize("step", [5])
     def test_in_a_worker_of_the_loader(self, step: int, tmp_path: Path) -> None:
         fault = faults.plant(RAISES, rank=0, step=step, where="data")
-        events = train(fault, tmp_path, num_workers=2).events
+        events = train(fault, tmp_path, num_workers=1).events
         assert [event for event in events if "trained" in event] == [f"trained {i + 1}" for i in range(step)]
         assert events[-1] == "raised"

@@ -11,7 +11,7 @@ import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_multigpu import ParameterServerStrategy  # importing the pack makes its strategies known
+from lightning_multigpu import ParameterServerStrategy, RingDDPStrategy  # importing the pack makes its strategies known
 from lightning_multigpu.callbacks import RunReport
 from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
 
@@ -46,14 +46,21 @@ class Saves(L.Callback):
         trainer.save_checkpoint(os.path.join(os.environ["SAVE_TO"], "on_exception.ckpt"))
 
 
-def main() -> None:
-    strategy, devices, rank, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    epochs = 1000 if how == "stop server" else 3  # workers of async_ps may leave a rank few batches
-    chosen: Any = strategy
+def chosen(strategy: str, how: str) -> Any:
+    """The strategy of a name; failures of ranks for which others wait are to be found soon."""
     if how == "stop server":
         servers = 2 if strategy == "sharded_ps" else 1
         mode: Any = "async" if strategy == "async_ps" else "sync"
-        chosen = ParameterServerStrategy(mode=mode, num_servers=servers, failure_timeout_s=6.0)
+        return ParameterServerStrategy(mode=mode, num_servers=servers, failure_timeout_s=6.0)
+    if how == "again":
+        method: Any = "spawn" if strategy.endswith("_spawn") else "popen"
+        return RingDDPStrategy(start_method=method, failure_timeout_s=5.0)
+    return strategy
+
+
+def main() -> None:
+    strategy, devices, rank, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    epochs = 1000 if how == "stop server" else 3  # workers of async_ps may leave a rank few batches
     place = os.environ["SAVE_TO"]
     case = Case(num_samples=48, max_epochs=epochs)
     report = RunReport(print_table=False)
@@ -62,7 +69,7 @@ def main() -> None:
     if saves:
         callbacks.append(ModelCheckpoint(os.path.join(place, "checkpoints"), every_n_train_steps=1))
     options = {"enable_checkpointing": saves, "default_root_dir": place}
-    trainer = make_trainer(case, chosen, devices, callbacks=callbacks, **options)
+    trainer = make_trainer(case, chosen(strategy, how), devices, callbacks=callbacks, **options)
     module = Breaks(rank, how)
     loader = train_loader(Case(num_samples=48), trainer)
     try:
@@ -71,7 +78,7 @@ def main() -> None:
         if how != "again":
             raise
         print("caught OwnError", flush=True)
-        make_trainer(case, chosen, devices, default_root_dir=place).fit(Breaks(rank, "nothing"), loader)
+        make_trainer(case, chosen(strategy, how), devices, default_root_dir=place).fit(Breaks(rank, "nothing"), loader)
     weights = sum(float(parameter.double().sum()) for parameter in module.parameters())
     if how == "nothing" and trainer.is_global_zero:
         print(f"report of {report.report and report.report['strategy']['name']} in {report.path}", flush=True)

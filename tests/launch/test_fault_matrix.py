@@ -26,7 +26,6 @@ ONE_HOST = [
     Combination("hold", "training", 1, "popen"),
     Combination("kill", "training", 0, "popen"),
     Combination("kill", "training", 1, "spawn"),
-    Combination("exit", "training", 1, "popen"),
 ]
 SEVERAL_HOSTS = [
     Combination("kill", "saving", 1, "hosts"),
@@ -91,7 +90,7 @@ def test_every_process_ends_with_a_message_or_nothing_happens(job: Job, outcomes
         assert re.search(r"^Resume with ckpt_path='.*\.ckpt'$", outcome.output, re.MULTILINE), (
             "also where rank 0 is gone"
         )
-    if combination.kind in ("kill", "exit", "stop") and combination.where == "training":
+    if combination.kind in ("kill", "stop") and combination.where == "training":
         assert "last completed step 5" in outcome.output
     if combination.kind in ("drop", "sever"):
         assert "has received nothing from" in outcome.of_process(1), "whoever is cut off says so by itself"

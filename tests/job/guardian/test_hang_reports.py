@@ -261,7 +261,7 @@ def test_a_collective_that_nobody_has_noted_is_found_by_two_looks(
 def test_ranks_of_two_hosts_in_one_report(waiting: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     terminal, go = Terminal(capfd), tmp_path / "go"
     work = [UNTIL.format(file=str(go)) + "time.sleep(1); " + LEAVE] * 2
-    work[WAITING] = waits_in("all_reduce", go) + work[WAITING]
+    work[waiting] = waits_in("all_reduce", go) + work[waiting]
     with two_hosts(*work, hang_report_s=LIMIT_S) as (one, two):
         assert terminal.shows(f"Rank {waiting} waits in all_reduce #1 of group data")
         assert terminal.shows(f"rank {1 - waiting} has not come: it is at ")
