@@ -308,7 +308,6 @@ class GuardianClient:
         self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 10)  # between checks for a stopped guardian
 
     def _exit(self) -> None:
-        """At the end of the process."""
         if self.rests:
             self.leave()
         else:

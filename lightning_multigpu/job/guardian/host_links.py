@@ -245,7 +245,6 @@ class Hosts:
     # Failures
 
     def _find(self, what: str, since_s: float | None = None) -> None:
-        """Notes a failure, if it is the first."""
         if self._found is None:
             self._found = Found(Failure(what), self._now_s if since_s is None else since_s)
 
@@ -327,7 +326,6 @@ class Hosts:
             self._on_message(peer, message)
 
     def _introduce(self, peer: Peer, message: Message) -> None:
-        """Handles the answer of node 0's guardian."""
         if message["kind"] == "refused":
             self._find(
                 f"the guardian of {peer.name} has refused that of {self._own_name}: {message.get('why')!s:.1000}"

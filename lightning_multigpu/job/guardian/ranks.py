@@ -211,9 +211,6 @@ class Ranks:
         if not self.others_wait and len(stopped) == len(self.at_work):
             self.restart_timers()  # the whole job is suspended, by Ctrl-Z for example: no rank waits
             return None
-        return self._stopped_too_long(stopped, now_s)
-
-    def _stopped_too_long(self, stopped: list[WatchedRank], now_s: float) -> Found | None:
         for rank in stopped:
             since_s = now_s if rank.stopped_since_s is None else rank.stopped_since_s
             if now_s - since_s > self.stopped_limit_s:

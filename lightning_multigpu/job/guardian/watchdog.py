@@ -462,7 +462,6 @@ class Watchdog:
             )
 
     def _read_owner(self) -> None:
-        """Reads messages of the process that started the guardian, about the ranks that it has started."""
         for message in self._owner_link.arriving():
             kind = message["kind"]
             if kind == "started":

@@ -126,7 +126,6 @@ class SpawnLauncher(MultiProcessingLauncher):
         return result
 
     def _take_over(self, result: _Result, trainer: pl.Trainer) -> None:
-        """Copies the state of rank 0's Trainer to this process's Trainer."""
         if result.weights is not None:
             # The module of rank 0 may have got other parts.
             trainer.lightning_module.load_state_dict(result.weights, strict=False)

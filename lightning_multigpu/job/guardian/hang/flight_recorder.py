@@ -162,7 +162,8 @@ class FlightRecorder:
                 self._write(row, row.pending[0], row.pending[0].state)
 
     def _remove(self, row: _Row, note: Note, state: int) -> None:
-        place = _main_place() if state == BROKEN else ""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0) if state == BROKEN else None
+        place = "" if frame is None else place_of_frame(frame)
         with self._lock:
             if note not in row.pending:
                 return
@@ -230,11 +231,6 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     except (ValueError, OverflowError):  # the length of a range, too, has a limit
         return ()
     return tuple(ranks)
-
-
-def _main_place() -> str:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return "" if frame is None else place_of_frame(frame)
 
 
 def _text(text: str, size_bytes: int) -> bytes:

@@ -228,15 +228,15 @@ def _awaited(by_rank: dict[int, View], view: View, call: Call) -> set[int]:
     """The ranks that certainly have not come to ``call``, or have come with another operation."""
     if not call.number:
         # Only the stack shows it, and not its group: ranks in the same operation may be all of the group.
-        same = {rank for rank, other in by_rank.items() if _calls_unnoted(other, call.operation)}
+        same = {
+            other.rank
+            for other in by_rank.values()
+            if any(each.operation == call.operation and not each.number for each in calls(other))
+        }
         of_all_ranks = any(frame.function == _OF_ALL_RANKS for frame in view.stacks.main)
         return set(by_rank) - same if same == {call.rank} or of_all_ranks else set()
     members = parse_ranks(call.ranks) or by_rank
     return {rank for rank in members if rank in by_rank and rank != call.rank and _is_elsewhere(by_rank[rank], call)}
-
-
-def _calls_unnoted(view: View, operation: str) -> bool:
-    return any(call.operation == operation and not call.number for call in calls(view))
 
 
 def _is_elsewhere(view: View, call: Call) -> bool:
