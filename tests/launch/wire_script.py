@@ -15,12 +15,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_multigpu import MultiGPUStrategy, ParameterServerStrategy, RingDDPStrategy
 from lightning_multigpu.communication.interface import interface_towards
 from lightning_multigpu.emulation import InterfaceCounters
-from tests.launch.wide import Wide, fit_wide
+from tests.strategies.tasks import Case, make_trainer
 
 NUM_FEATURES = 1000
 NUM_STEPS = 4
@@ -71,13 +75,20 @@ def sent_by_tcp() -> tuple[int, int]:
     return payload_bytes, sent_again_bytes
 
 
-class Counted(Wide):
-    """Reads the interface's counters after each step."""
+class Counted(L.LightningModule):
+    """A layer whose gradients are large against all else that travels; reads the interface's counters after a step."""
 
     def __init__(self, interface: str) -> None:
-        super().__init__(NUM_FEATURES)
+        super().__init__()
+        self.layer = nn.Linear(NUM_FEATURES, NUM_FEATURES)
         self.interface = interface
         self.counted: list[dict[str, int]] = []
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
 
     def on_train_batch_end(self, *args: Any) -> None:
         dist.barrier()
@@ -88,7 +99,9 @@ class Counted(Wide):
 def training(interface: str, root: Path, strategy: MultiGPUStrategy) -> dict[str, Any]:
     """Sent bytes of each step by the meter, all operations, and the interface's counters after each step."""
     module = Counted(interface)
-    fit_wide(module, root, strategy, max_steps=NUM_STEPS)
+    case = Case(precision="32-true", max_epochs=-1)
+    trainer = make_trainer(case, strategy, 1, num_nodes=2, max_steps=NUM_STEPS, default_root_dir=root)
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(8 * NUM_STEPS, NUM_FEATURES)), batch_size=4))
     strategy.meter.flush()
     return {
         "all_reduce_bytes": [sum(t.sent_bytes for t in s.of("all_reduce", "data")) for s in strategy.meter.steps],
