@@ -60,7 +60,6 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """The name in messages."""
         return node_name(self.node_rank, self.host)
 
     def trust(self, message: Message) -> None:

@@ -109,7 +109,6 @@ class WatchedProcess:
         self.send_signal(signal.SIGKILL)
 
     def resume(self) -> None:
-        """Resumes the process if it is stopped."""
         self.send_signal(signal.SIGCONT)
 
     def send_signal(self, number: int) -> bool:
@@ -133,7 +132,6 @@ class WatchedProcess:
             return -1
 
     def close(self) -> None:
-        """Closes the pidfd."""
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None

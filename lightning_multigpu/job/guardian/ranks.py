@@ -70,7 +70,6 @@ class WatchedRank:
         self.stack_signal = how
 
     def failure(self, what: str) -> Failure:
-        """A failure of this rank."""
         return Failure(what, rank=self.rank, host=host_name(), pid=self.process.pid)
 
 

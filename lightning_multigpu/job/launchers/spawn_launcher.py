@@ -358,7 +358,6 @@ class _Ranks:
             os._exit(INTERRUPTED_STATUS)
 
     def end(self) -> None:
-        """Ends the remaining processes."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             self._signal(number)
             self._join(self._timeout_s)

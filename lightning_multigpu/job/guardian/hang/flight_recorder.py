@@ -88,7 +88,6 @@ class Note:
         self._recorder._changed(self._row)
 
     def ended(self) -> None:
-        """Notes that it has ended."""
         self._recorder._remove(self._row, self, ENDED)
 
     def broke(self) -> None:
