@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+from typing_extensions import Self
 
 from lightning_multigpu.emulation import Host
 from tests import preforked
@@ -126,7 +127,7 @@ class Job:
             assert time.monotonic() < deadline, f"{what} did not come within {timeout_s} s\n{self._outputs()}"
             time.sleep(0.02)
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
