@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import psutil
-from typing_extensions import Self
 
 from lightning_multigpu.emulation import Host
 from tests import preforked
