@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from lightning_multigpu.callbacks import ProfilerReport, RunReport
 from lightning_multigpu.callbacks.stopwatch import Stopwatch
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.training_memory import SavedActivations
 from tests.strategies.tasks import (
     NUM_CLASSES,
     NUM_FEATURES,
@@ -170,11 +172,13 @@ class Peak(Callback):
 
     Attributes:
         peak_bytes: these bytes.
+        saved_bytes: the most bytes that autograd kept for backward at a time in the third batch.
         all_bytes: torch's own figure at the end of training, when the report takes it. Later the module becomes whole.
     """
 
     def __init__(self) -> None:
-        self.before_bytes = self.peak_bytes = self.all_bytes = 0
+        self.before_bytes = self.peak_bytes = self.all_bytes = self.saved_bytes = 0
+        self._counting = ExitStack()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         gc.collect()
@@ -186,6 +190,12 @@ class Peak(Callback):
             self.before_bytes = torch.cuda.memory_allocated(self._device) - held
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int) -> None:
+        if index == 2:
+            self._saved = SavedActivations([*pl_module.parameters(), *pl_module.buffers()])
+            self._counting.enter_context(self._saved.counted())
+        if index == 3:
+            self._counting.close()
+            self.saved_bytes = self._saved.peak_bytes
         if index == 3 and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -219,6 +229,8 @@ def _memory(card: Card, name: str, width: int) -> tuple[dict[str, Any], int, int
         found = report.report
         ranks = found["pipeline"]["pipelines"][0]["ranks"] if "pipeline" in found else found["memory"]
         own = next(row for row in ranks if row["rank"] == trainer.global_rank)
+    if "pipeline" in found:
+        own["activations_bytes"] = peak.saved_bytes
     return own, peak.peak_bytes, peak.all_bytes
 
 

@@ -64,8 +64,6 @@ class RunReport(SilentMonitors):
     Args:
         print_table: whether rank 0 prints the table; without colours and lines when the output is no terminal.
         write_file: whether rank 0 writes the file.
-        count_activations: whether the activations that autograd keeps for backward are counted in one step of a
-            pipeline; pass False if the step calls ``torch.func.grad`` or related functions, which raise an error then.
     """
 
     def __init__(
@@ -73,7 +71,6 @@ class RunReport(SilentMonitors):
         *,
         print_table: bool = True,
         write_file: bool = True,
-        count_activations: bool = True,
     ) -> None:
         super().__init__()
         self.report: dict[str, Any] | None = None
@@ -89,7 +86,6 @@ class RunReport(SilentMonitors):
         self._gathered: list[Any] | None = None
         self._print_table = print_table
         self._write_file = write_file
-        self._count_activations = count_activations
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -101,7 +97,7 @@ class RunReport(SilentMonitors):
         self._monitors = (self._throughput, self._communication, devices)
         self._stages, self._servers, self._gathered, self._memory = None, None, None, None
         if isinstance(trainer.strategy, MultiGPUStrategy):
-            trainer.strategy.record_stages(count_activations=self._count_activations)
+            trainer.strategy.record_stages()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -212,7 +208,7 @@ def memory_of(trainer: Trainer) -> StageMemory | None:
     if held is None:
         return None
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return StageMemory(**asdict(held), activations_bytes=None, device_peak_bytes=peak_bytes)
+    return StageMemory(**asdict(held), device_peak_bytes=peak_bytes)
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:

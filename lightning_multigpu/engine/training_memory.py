@@ -151,7 +151,7 @@ class SavedActivations:
     def __init__(self, held: Sequence[Tensor]) -> None:
         self.size_bytes = 0
         self.peak_bytes = 0
-        self._held = {_address(tensor) for tensor in held}
+        self._held = {_address(tensor) for tensor in held if not isinstance(tensor, Placeholder)}
         self._users: dict[int, int] = {}
         self._lock = RLock()  # replicas save in threads; a tensor may be freed while another is packed
 

@@ -111,8 +111,6 @@ class HeldMemory:
         rank: the rank.
         parameters_bytes, gradients_bytes, optimizer_bytes: as they say. Buffers in which gradients travel count as
             gradients; optimizer states that are offloaded to the host do not count.
-        activations_bytes: of a pipeline: the most that autograd kept for backward at a time in the first step that ran
-            all micro-batches together, without parameters and buffers, each piece of memory once.
         device_peak_bytes: on GPUs, the most that torch had allocated.
     """
 
@@ -120,7 +118,6 @@ class HeldMemory:
     parameters_bytes: Absent[int] = None
     gradients_bytes: Absent[int] = None
     optimizer_bytes: Absent[int] = None
-    activations_bytes: Absent[int] = None
     device_peak_bytes: Absent[int] = None
 
 

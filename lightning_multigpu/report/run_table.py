@@ -47,7 +47,6 @@ _MEMORY = {
     "parameters_bytes": "parameters",
     "gradients_bytes": "gradients",
     "optimizer_bytes": "optimizer",
-    "activations_bytes": "activations",
     "device_peak_bytes": "GPU, at most",
 }
 _PREDICTED = ("parameters_bytes", "gradients_bytes", "optimizer_bytes")

@@ -168,7 +168,7 @@ class ProfiledWindow:
             with reads.watched():
                 yield
         self._reads = reads
-        if self._activations and self._stages is None:  # a pipeline has counted them
+        if self._activations:
             module = trainer.lightning_module
             saved = SavedActivations([*module.parameters(), *module.buffers()])
             with saved.counted():

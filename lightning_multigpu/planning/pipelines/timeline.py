@@ -80,11 +80,9 @@ class StageMemory(HeldBytes):
     """Measured bytes that a rank holds.
 
     Attributes:
-        activations_bytes: the most bytes that autograd has saved for backward at a time; None if not measured.
         device_peak_bytes: the most bytes that torch had allocated on the GPU; None on the CPU.
     """
 
-    activations_bytes: int | None
     device_peak_bytes: int | None = None
 
 

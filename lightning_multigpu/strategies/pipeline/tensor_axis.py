@@ -42,9 +42,7 @@ class TensorAxis:
     """The ranks that split the layers of this rank's stages; to make one is a collective of the world.
 
     Attributes:
-        group: the ranks, for communication within layers.
-        peers: the same ranks, for everything else.
-        layers: the split layers, which also translate checkpoints.
+        peers: collectives of the group's ranks outside of layers.
         plan: the plan of the split; None before the first batch.
     """
 
@@ -68,10 +66,6 @@ class TensorAxis:
 
     def split(self, step: Callable[[], Any], world: MeteredGroup) -> None:
         """Splits the module by its first training batch, and prints the split; a collective of all ranks.
-
-        Args:
-            step: runs the training step and returns its loss.
-            world: all ranks, of all pipelines.
 
         Raises:
             ValueError: no layer can be split, the plan does not fit, or an optimizer needs whole tensors.

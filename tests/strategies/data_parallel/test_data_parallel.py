@@ -459,7 +459,7 @@ def test_callbacks_get_the_answers_of_a_strategy_with_one_rank() -> None:
     assert not isinstance(strategy, MultiGPUStrategy)
     assert (strategy.owns_batch, strategy.loss_scale, strategy.holds(parameter)) == (True, 1.0, True)
     assert strategy.is_common(KeyboardInterrupt())
-    strategy.record_stages(count_activations=False)
+    strategy.record_stages()
     assert strategy.newest_of_ranks("name", 1) is strategy.gather_at_end(int) is strategy.server_statistics() is None
     assert strategy.stage_record() is strategy.split_plan() is None
 
