@@ -75,7 +75,7 @@ ALL = [make_strategy(row.name) for row in STRATEGIES]
 CHOSEN = [
     SingleDeviceStrategy(),
     DDPStrategy(),
-    *(make_strategy(name, compression="int8") for name in ("ring_ddp", "sharded_ps", "tensor_split")),
+    *(make_strategy(name, compression="int8") for name in ("ring_ddp", "sharded_ps")),
     make_strategy("ring_ddp", average_every=4),
     ShardedStrategy(reduce_dtype="fp16", offload_optimizer=True, start_method="popen"),
     PipelineStrategy(balance="time", activation_checkpointing=True),
@@ -107,7 +107,7 @@ def test_the_right_option_for_each_strategy() -> None:
     found = {row.name: remedies(make_strategy(row.name)) for row in STRATEGIES}
     compressed = {name: re.findall(r'\w+Strategy\([^)]*"bf16"\)', of["communication"]) for name, of in found.items()}
     assert {name for name, of in compressed.items() if of} == {
-        "ring_ddp", "ring_ddp_spawn", "tensor_split", "hybrid", "ddp_sharded", "ddp_sharded_spawn",
+        "ring_ddp", "ring_ddp_spawn", "hybrid", "ddp_sharded", "ddp_sharded_spawn",
         "sync_ps", "sharded_ps", "async_ps",
     }  # fmt: skip
     assert compressed["sharded_ps"] == ['ParameterServerStrategy(num_servers="nodes", compression="bf16")']

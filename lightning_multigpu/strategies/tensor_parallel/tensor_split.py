@@ -106,6 +106,12 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         option_checks.check_bools(sequence_split=sequence_split)
         averaging = option_checks.own_options(RingDDPStrategy, options)
         self.averaging = AveragedGradients(self, averaging, options)
+        if (compressor := self.averaging.transport.compressor) is not None:
+            raise ValueError(
+                f"compression={compressor!r}: parameters that the ranks of a tensor group hold alike would drift apart, "
+                "compressed with other parts on each rank; leave it out, or use "
+                "HybridStrategy(pipeline_parallel_size=1, compression=...)"
+            )
         options = {name: value for name, value in options.items() if name not in averaging}
         super().__init__(**self.averaging.lightnings_options, **options)
         self._asked_sizes = tensor_parallel_size, data_parallel_size
@@ -157,13 +163,6 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
                 if value
             )
             raise ValueError(f"{given} does not make the {world} ranks that there are; leave one out, or change it")
-        compressor = self.averaging.transport.compressor
-        if compressor is not None and world > size:
-            raise ValueError(
-                f"compression={compressor!r} with {world // size} tensor groups: parameters that the ranks of a group "
-                "hold alike would drift apart, compressed with other parts on each rank; use "
-                f"HybridStrategy(pipeline_parallel_size=1, tensor_parallel_size={size}, compression=...)"
-            )
 
     @override
     def check_before_launch(self, trainer: pl.Trainer) -> None:

@@ -110,6 +110,20 @@ def test_after_the_run_a_read_of_what_other_ranks_have_is_refused(world2: World)
             assert re.search("needs the values of up .* the run has ended: read them before the end", message)
 
 
+def test_an_optimizer_updates_them_together_as_on_one_device() -> None:
+    """On GPUs, the default: it updated them one by one, since torch did not know their class."""
+    parameter = _parameter()
+    cut(parameter, PartLayout(ParameterSplit.even(SHAPE[0], 2), mock.Mock(rank=0, size=2, shows_parts=True), "up"))
+    parameter.grad = torch.ones(8, 8)
+    expected, optimizer = parameter.detach().clone() - 0.5, torch.optim.SGD([parameter], lr=0.5)
+    with (
+        mock.patch.object(torch.optim.optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]),
+        mock.patch.object(torch.optim.sgd, "_single_tensor_sgd", side_effect=AssertionError),
+    ):
+        optimizer.step()
+    assert torch.equal(parameter.detach(), expected)
+
+
 def test_a_users_attribute_is_no_mark_of_a_cut() -> None:
     parameter = _parameter()
     parameter.placed = True  # type: ignore[attr-defined]
