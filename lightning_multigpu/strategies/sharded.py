@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -115,7 +115,6 @@ class ShardedStrategy(MultiGPUStrategy):
         self._group: MeteredGroup | None = None
         self._gradients: ShardedGradients | None = None
         self._trained: TrainedParameters | None = None
-        self._missed: list[Parameter] = []
         self._rounded = False  # whether parameters of other ranks are
         self._in_parts: list[Optimizer] = []  # of an earlier run, with this rank's states
 
@@ -245,7 +244,6 @@ class ShardedStrategy(MultiGPUStrategy):
             if self._gradients is not None:
                 self._gradients.close()
             self._group = self._gradients = self._trained = None
-            self._missed.clear()
             self._rounded = False
             super().teardown()
 
@@ -291,32 +289,24 @@ class ShardedStrategy(MultiGPUStrategy):
             self._gradients.finish_accumulating()
         elif self._gradients is not None:
             self._gradients.finish()
-            self._average_missed()
+            self._check_missed()
             self.common.note_averages()
         yield
 
-    def _average_missed(self) -> None:
-        """Averages gradients of parameters that were unfrozen within the step, or frozen after accumulation."""
+    def _check_missed(self) -> None:
+        """Raises RuntimeError for a parameter whose gradient each rank has for itself."""
         assert self._trained is not None
-        assert self._group is not None
-        missed = self._trained.missed(self.optimizers)
-        if not missed:
-            return
-        self.common.compare_changes(dict.fromkeys(missed, "trained"))
-        for transport in self.owned.transports:
-            for parameter in filter(transport.has, missed.values()):
-                assert parameter.grad is not None
-                average = self._group.all_reduce(parameter.grad, "mean")
-                parameter.grad = average if transport.owns(parameter) else None
-        self._missed.extend(missed.values())
+        if missed := self._trained.missed(self.optimizers):
+            raise RuntimeError(
+                f"{', '.join(missed)} was unfrozen within the step, or frozen while batches are accumulated: its "
+                "gradients are not averaged. Freeze and unfreeze layers in on_train_batch_start, before the first "
+                "batch of a step"
+            )
 
     @override
     def on_optimizer_step_end(self) -> None:
         super().on_optimizer_step_end()
         self._rounded = self._given["broadcast_dtype"] is not None
-        for transport in self.owned.transports:
-            transport.share_values_of(filter(transport.has, self._missed))
-        self._missed.clear()
 
     @property
     @override

@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 
-from lightning_multigpu import PipelineStrategy, RingDDPStrategy
+from lightning_multigpu import PipelineStrategy, RingDDPStrategy, TensorSplitStrategy
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from tests.strategies.tasks import (
     Case,
@@ -95,6 +95,11 @@ def add_layer(module: Frozen, *, is_alike: bool = False) -> None:
         module.trainer.optimizers[0].add_param_group({"params": module.extra.parameters()})
 
 
+def unfreeze_and_add(module: Frozen) -> None:
+    unfreeze(module)
+    add_layer(module)
+
+
 def take_another_optimizer(module: Frozen) -> None:
     if module.current_epoch == 1:
         module.trainer.optimizers = [torch.optim.Adam(module.parameters(), lr=0.05)]
@@ -122,6 +127,7 @@ STORIES = {
     "in the training step": Story(hook="training_step"),
     "frozen and unfrozen in turns": Story(swap),
     "a new layer": Story(add_layer, trainer={"gradient_clip_val": 0.1}),
+    "unfrozen with a new layer": Story(unfreeze_and_add),
     "a new layer, the same on all ranks": Story(partial(add_layer, is_alike=True)),
     "unfrozen while batches are accumulated": Story(
         unfreeze_while_accumulating, "on_train_batch_start", trainer=ACCUMULATING
@@ -189,13 +195,25 @@ WHILE_ACCUMULATING = ("unfrozen while batches are accumulated", "frozen while ba
     ("strategy", "names"),
     [
         ("pipeline_1f1b", (*IN_TURNS, *OTHER_OPTIMIZERS)),
+        ("ddp_sharded", (*IN_TURNS, WHILE_ACCUMULATING[0], "unfrozen with a new layer", "unused parameters")),
         ("cpu_ps", (*IN_TURNS, *WHILE_ACCUMULATING, "in the training step", "a new layer, the same on all ranks")),
         ("sync_ps", (*IN_TURNS, *WHILE_ACCUMULATING, "in the training step", "a new layer, the same on all ranks")),
     ],
 )
 def test_stages_and_servers_follow_the_changes(strategy: str, names: tuple[str, ...], world2: World) -> None:
-    """Parameter servers failed at the first parameter that was frozen when training began."""
+    """Parameter servers failed at the first parameter that was frozen when training began.
+
+    FairScale deals all parameters out anew where a layer comes that is trained after others were unfrozen.
+    """
     assert_as_on_one_device({name: STORIES[name] for name in names}, strategy, world2)
+
+
+def test_sharded_gradients_cannot_follow_changes_within_a_step(world2: World) -> None:
+    """Ranks would update the parameter with gradients of their own."""
+    words = r"layers\.[02]\.weight.*was unfrozen within the step, or frozen.*in on_train_batch_start, before the first"
+    while_accumulating = Story(freeze_while_accumulating, "on_train_batch_start", trainer=ACCUMULATING)
+    for story in (Story(hook="training_step"), while_accumulating):
+        world2.run_raising(RuntimeError, words, train, story, 2, "ddp_sharded")
 
 
 @pytest.mark.parametrize("strategy", ["ddp_sharded", "cpu_ps", "sync_ps"])
@@ -281,11 +299,11 @@ class UnfreezingError(Frozen):
 
 
 class NoiseError(Frozen):
-    """Adds random numbers to a weight; ranks draw different ones."""
+    """Adds random numbers to a bias; ranks draw different ones."""
 
     def on_train_batch_end(self, *args: Any) -> None:
         with torch.no_grad():
-            self.second.weight += 1e-9 * torch.randn(3, 16, generator=torch.Generator().manual_seed(rank()))
+            self.second.bias += 1e-9 * torch.randn(3, generator=torch.Generator().manual_seed(rank()))
 
 
 class NoiseOfStagesError(Frozen):
@@ -347,13 +365,19 @@ FAILURES: dict[str, tuple[type[Frozen], Any, str, int]] = {
     "a hook draws random numbers": (
         NoiseError,
         RingDDPStrategy(check_replicas_every_n_steps=3),
-        r"same parameters any more:\n  layers\.2\.weight: norm .* rank 0; norm .* rank 1\n.*hook that draws random",
+        r"same parameters any more:\n  layers\.2\.bias: norm .* rank 0; norm .* rank 1\n.*hook that draws random",
+        2,
+    ),
+    "a hook draws random numbers for what ranks of a tensor group hold whole": (
+        NoiseError,
+        TensorSplitStrategy(check_replicas_every_n_steps=3),
+        r"same parameters any more:\n  layers\.2\.bias: norm",
         2,
     ),
     "noticed with the batch after the next": (
         NoiseError,
         RingDDPStrategy(),
-        r"layers\.2\.weight: changed to .* on rank 0; changed",
+        r"layers\.2\.bias: changed to .* on rank 0; changed",
         3,
     ),
     "a hook draws random numbers on each stage": (

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -119,12 +119,6 @@ class ShardTransport:
 
     def close(self) -> None:
         """Does nothing: OSS has no hooks."""
-
-    def share_values_of(self, parameters: Iterable[Tensor]) -> None:
-        """Gives every rank the owners' values of these parameters, which may be frozen; a collective."""
-        for parameter in parameters:
-            source = self._group.ranks[self.shards.owners[parameter]]
-            self._group.broadcast_tensors([parameter.detach()], src=source)
 
     def place(self, new: list[Parameter], given: Mapping[Any, Any]) -> None:
         self.shards.follow(self._optimizer)
