@@ -1,5 +1,4 @@
-"""Newer parts of torch for older versions, each with the version that makes it needless; and what has no public name."""
-
+"""Newer parts of torch for older ones, each with the version that makes it needless; and what has no public name."""
 
 from __future__ import annotations
 

@@ -228,9 +228,9 @@ class ReadsBeforeSteps(Changes):
 
 
 def gather(module: Changes, optimizer: Any) -> None:
-    whole = getattr(module.trainer.strategy, "whole", lambda parameter, value: value)
-    for parameter, each in optimizer.state.items():
-        module.found.append(float(whole(parameter, each["momentum_buffer"]).norm()))
+    whole = getattr(module.trainer.strategy, "whole", lambda value: value)
+    for each in optimizer.state.values():
+        module.found.append(float(whole(each["momentum_buffer"]).norm()))
 
 
 def read(strategy: str | None, ranks: int) -> tuple[list[float], dict[str, Tensor]]:

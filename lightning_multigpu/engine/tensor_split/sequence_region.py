@@ -22,8 +22,8 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.engine.tensor_split.block_input import sequence_placement
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block
+from lightning_multigpu.engine.tensor_split.layers import sequence_placement
 from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local, own_of, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 

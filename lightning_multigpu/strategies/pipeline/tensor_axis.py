@@ -55,7 +55,7 @@ class TensorAxis:
         model.chain.tensor_group = group
         group.shows_parts = model.group.num_ranks > 1  # stages move parameters outside of steps, too
         self._on_split = strategy.on_split
-        self._verify_steps = strategy.pipeline_options.verify_steps
+        self._proves = strategy.pipeline_options.verify_steps > 0
         self.layers = layers_within(model.chain, model.module, group, options["plan"], options["sequence_split"])
         self.plan: SplitPlan | None = None
         held = [*model.ownership.held(), *model.ownership.buffers()]
@@ -87,7 +87,7 @@ class TensorAxis:
                 TracelessStep(module, self.group, step, traceless=traceless, gather=world.gather_objects),
                 module.trainer.optimizers,
                 rtol=gradient_rtol(module, model.device),
-                verify_steps=min(1, self._verify_steps),  # on whole layers each one is the same again, at other weights
+                proves=self._proves,
             )
             gc.collect()  # reference cycles hold autograd graphs, and these hold parameters
             model.ownership.drop()

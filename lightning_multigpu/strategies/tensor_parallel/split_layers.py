@@ -27,7 +27,6 @@ from lightning_multigpu.engine.tensor_split.blocks import (
     Block,
     find_blocks,
     find_pairs,
-    kind_of,
     planned_blocks,
 )
 from lightning_multigpu.engine.tensor_split.layers import is_linear
@@ -56,7 +55,7 @@ Plan = Literal["auto"] | Mapping[str, str]
 _STYLES = ("column", "row", "vocab", "head")
 
 _SMALLEST_SHARE = 0.1
-"""Of the parameters' bytes; "auto" refuses a module of which less would be split."""
+"""Of the parameters' bytes; "auto" warns of a module of which less is split."""
 
 
 def check_plan(plan: Plan) -> None:
@@ -69,23 +68,15 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_patterns(plan: Plan, module: Module) -> None:
-    """Checks that each pattern of the option ``plan`` decides the split of a layer of the module."""
-    if plan == "auto":
-        return
-    names = [name for name, _ in module.named_modules()]
-    for number, (pattern, style) in enumerate(plan.items()):
-        matched = [name for name in names if fnmatchcase(name, pattern)]
-        if not matched:
-            near = ", ".join(map(repr, _nearest_layers(pattern, module))) or "none that can be split"
+    """Checks that each pattern of the option ``plan`` matches a module."""
+    names = dict(module.named_modules())
+    for pattern, style in {} if plan == "auto" else plan.items():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            layers = [name for name, part in names.items() if is_linear(part) or isinstance(part, Embedding)]
+            near = ", ".join(map(repr, get_close_matches(pattern, layers, cutoff=0.0))) or "none that can be split"
             raise ValueError(
                 f"plan: {{{pattern!r}: {style!r}}} matches no module of {type(module).__name__}; the nearest of its "
                 f"layers: {near}. Change the pattern, or leave it out"
-            )
-        earlier = list(plan)[:number]
-        if all(any(fnmatchcase(name, other) for other in earlier) for name in matched):
-            raise ValueError(
-                f"plan: {{{pattern!r}: {style!r}}} changes nothing, as earlier patterns match all of its modules, "
-                f"{matched[0]!r} for example; put it before them, or leave it out"
             )
 
 
@@ -101,15 +92,6 @@ def check_uncompiled(module: LightningModule) -> None:
                 "torch.compile cannot follow: compile only what has no nn.Linear or nn.Embedding, or use "
                 "strategy='ring_ddp'"
             )
-
-
-def _nearest_layers(pattern: str, module: Module) -> list[str]:
-    """Names, with * for numbers, of layers that could be split, those first whose ends are most like the pattern's."""
-    known = [name for name, part in module.named_modules() if is_linear(part) or isinstance(part, Embedding)]
-    end = pattern.lstrip("*.")
-    num_words = 1 + end.count(".")
-    by_end = {".".join(kind.split(".")[-num_words:]): kind for kind in (kind_of([name]) for name in reversed(known))}
-    return [by_end[each] for each in get_close_matches(end, by_end, n=3, cutoff=0.0)]
 
 
 def open_tensor_group(strategy: MultiGPUStrategy, *, shared_memory: bool) -> tuple[TensorGroup, MeteredGroup]:
@@ -172,9 +154,7 @@ class SplitLayers:
     # The split
 
     @_of_parts
-    def decide(
-        self, step: TracelessStep, optimizers: Iterable[Optimizer], *, rtol: float, verify_steps: int
-    ) -> SplitPlan:
+    def decide(self, step: TracelessStep, optimizers: Iterable[Optimizer], *, rtol: float, proves: bool) -> SplitPlan:
         """Splits the module by its first training batch; a collective of all ranks.
 
         Returns the plan, with the memory of the first ranks that ``step.gather`` returns.
@@ -183,7 +163,7 @@ class SplitLayers:
             step: of the module.
             optimizers: the module's optimizers; their states are split too.
             rtol: as for :class:`.SplitProof`.
-            verify_steps: steps whose gradients are compared; 0 for none.
+            proves: compare gradients of a step.
 
         Raises:
             ValueError: no layer can be split, the plan does not fit, an optimizer needs whole tensors, or split layers
@@ -191,16 +171,17 @@ class SplitLayers:
         """
         optimizers, module, num_ranks = list(optimizers), self._module, self._group.size
         held = held_bytes(module.parameters(), optimizers)
-        proof = SplitProof(step, rtol=rtol, num_steps=verify_steps)
+        proof = SplitProof(step, rtol=rtol) if proves else None
         trials = Trials(step, sequence_split=self._sequence_split, keeps_whole=self._keeps_whole)
         trials.run(self._blocks, *([partial(find_pairs, module)] if self._plan == "auto" else []))
         ranks = step.gather(held_bytes(module.parameters(), optimizers))[:num_ranks]
         rows = rows_of_plan(module, trials.split, trials.traffic, num_ranks)
         plan = SplitPlan(num_ranks, rows, _whole_rows(trials.split, trials.left), trials.notes, held, ranks)
-        self._check(plan, trials.left)
-        if proof.obstacle:
+        self._check(plan)
+        if proof is not None and proof.obstacle:
             rank_zero_info(proof.obstacle)
-        proof.check()
+        elif proof is not None:
+            proof.check()
         self.split, self._regions = trials.split, trials.regions
         for optimizer in optimizers:
             for parameter, state in held_states(plain_optimizer(optimizer)).items():
@@ -223,7 +204,7 @@ class SplitLayers:
                 roles[name] = style
         return planned_blocks(self._module, roles, found)
 
-    def _check(self, plan: SplitPlan, left: Iterable[Left]) -> None:
+    def _check(self, plan: SplitPlan) -> None:
         reasons = "; ".join(f"{each.names}: {each.reason}" for each in plan.whole)
         if plan.whole and self._plan != "auto":
             raise ValueError(f"plan={self._plan!r} does not work. {reasons}")
@@ -234,29 +215,13 @@ class SplitLayers:
                 f"what computes on parts. {reasons or 'It has found none of these'}. Name layers yourself: "
                 "TensorSplitStrategy(plan={'*.first': 'column', '*.second': 'row'}), or use strategy='ring_ddp'"
             )
-        if self._plan == "auto":
-            self._check_share(plan, left)
-
-    def _check_share(self, plan: SplitPlan, left: Iterable[Left]) -> None:
-        """Checks that enough of the module is split to be worth the communication."""
         split, total = sum(each.whole_bytes for each in plan.blocks), plan.one_device.parameters_bytes
-        if split >= _SMALLEST_SHARE * total:
-            return
-        reasons = {kind_of([name]): reason for block, reason in left for name in block.roles}
-        sizes: dict[str, int] = {}
-        for name, parameter in self._module.named_parameters():
-            if split_of(parameter) is None:
-                kind = kind_of([name.rpartition(".")[0]])
-                sizes[kind] = sizes.get(kind, 0) + parameter.nbytes
-        largest = sorted(sizes, key=lambda kind: sizes[kind], reverse=True)[:3]
-        layers = "; ".join(f"{kind}, {size(sizes[kind])} ({reasons.get(kind, 'in no such block')})" for kind in largest)
-        raise ValueError(
-            f"tensor_split would split {size(split)} of the {size(total)} of parameters, less than a tenth. It splits "
-            "pairs of nn.Linear, attention with an attribute that counts its heads, nn.MultiheadAttention, and "
-            f"embeddings with their heads. The largest layers that stay whole: {layers}. Change their module, name "
-            "layers yourself by plan={'*.first': 'column', '*.second': 'row'}, or use strategy='ring_ddp', or "
-            "'pipeline_1f1b' to save memory"
-        )
+        if self._plan == "auto" and split < _SMALLEST_SHARE * total:
+            rank_zero_warn(
+                f"tensor_split splits {size(split)} of the {size(total)} of parameters, less than a tenth: name more "
+                "layers by plan={'*.first': 'column', '*.second': 'row'}, or use strategy='ring_ddp', or "
+                "'pipeline_1f1b' to save memory"
+            )
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Raises ValueError for an optimizer that may need whole tensors, and gets parts."""

@@ -77,8 +77,8 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
             results raises an error.
         sequence_split: split activations between blocks along the sequence, in lists of layers. Where a list would then
             gather more, its activations stay whole.
-        verify_steps: so many steps are computed on the first batch, before it trains, on whole layers and on split
-            ones, and their gradients compared; 0 for none.
+        verify_steps: 1 to compare, before the first batch trains, its gradients on whole layers with those on split
+            ones; 0 not to.
         options: options of :class:`RingDDPStrategy` and of
             :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
@@ -98,7 +98,8 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         verify_steps: int = 1,
         **options: Any,
     ) -> None:
-        option_checks.check_verify_steps(verify_steps)
+        if verify_steps not in (0, 1):
+            raise ValueError(f"verify_steps={verify_steps!r}: pass 1 to compare a step with one on whole layers, or 0")
         for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
             if size is not None:
                 option_checks.check_positive(name, size, whole=True)
@@ -108,8 +109,8 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         self.averaging = AveragedGradients(self, averaging, options)
         if (compressor := self.averaging.transport.compressor) is not None:
             raise ValueError(
-                f"compression={compressor!r}: parameters that the ranks of a tensor group hold alike would drift apart, "
-                "compressed with other parts on each rank; leave it out, or use "
+                f"compression={compressor!r}: parameters that the ranks of a tensor group hold alike would drift "
+                "apart, compressed with other parts on each rank; leave it out, or use "
                 "HybridStrategy(pipeline_parallel_size=1, compression=...)"
             )
         options = {name: value for name, value in options.items() if name not in averaging}
@@ -263,7 +264,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
                 ),
                 self.optimizers,
                 rtol=gradient_rtol(module, self.root_device),
-                verify_steps=self._verify_steps,
+                proves=self._verify_steps > 0,
             )
         self._split_plan = plan
         for copy in filter(None, map(averaged_copy, module.trainer.callbacks)):  # type: ignore[attr-defined]
@@ -337,7 +338,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         self._agree_on_random_states()
         return tree_map(whole, step())
 
-    def whole(self, tensor: Tensor, value: Tensor | None = None) -> Tensor:
+    def whole(self, tensor: Tensor) -> Tensor:
         """The gathered, plain tensor of a parameter, a hidden activation, a gradient or a state that is split.
 
         Code gets the same values without it; it names the place where ranks communicate. A collective of the tensor
@@ -345,10 +346,8 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
 
         Args:
             tensor: one that is not split is returned as it is.
-            value: a tensor that is split as a parameter is, whose whole is returned instead: its ``grad``, for example,
-                or an optimizer's state.
         """
-        found: Tensor = whole(tensor if value is None else value)
+        found: Tensor = whole(tensor)
         return found
 
     @override
