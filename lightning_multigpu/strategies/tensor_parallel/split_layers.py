@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP, is_compiled, plain_optimizer
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.tensor_split.blocks import (
     Applied,
     Block,
@@ -148,7 +147,6 @@ class SplitLayers:
         self._copies: list[tuple[Module, RemovableHandle]] = []
         self._gathered: set[str] = set()
         self._update = ExitStack()
-        self._is_updating = False
         group.on_gather = self._note
 
     # The split
@@ -307,7 +305,6 @@ class SplitLayers:
             for parameter in self._module.parameters():
                 local(parameter)  # raises if a view of what was gathered has changed, and no rank's part with it
             self._update.enter_context(torch._C.DisableTorchFunctionSubclass())
-            self._update.enter_context(replaced(self, _is_updating=True))
 
         methods: dict[str, Any] = {HOOKS_BEFORE_STEP: then_update}
         return PluginMethods(plugin, **methods)
@@ -319,8 +316,9 @@ class SplitLayers:
             yield
 
     def shown_state(self, parameter: Tensor, state: Any) -> Any:
-        """A parameter's state for who reads it now."""
-        return state if self._is_updating or self._group.shows_parts else state_of(parameter, state)
+        """A parameter's state for who reads it now; the optimizer's own step reads parts."""
+        is_step = not torch._C._is_torch_function_enabled()
+        return state if is_step or self._group.shows_parts else state_of(parameter, state)
 
     @_of_parts
     def cut_copy(self, copy: Module, gathers: Callable[[], bool]) -> None:

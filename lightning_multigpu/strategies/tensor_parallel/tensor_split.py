@@ -324,19 +324,18 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated(lambda: super(TensorSplitStrategy, self).validation_step(*args, **kwargs))
+        self._agree_on_random_states()
+        return tree_map(whole, super().validation_step(*args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated(lambda: super(TensorSplitStrategy, self).test_step(*args, **kwargs))
+        self._agree_on_random_states()
+        return tree_map(whole, super().test_step(*args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated(lambda: super(TensorSplitStrategy, self).predict_step(*args, **kwargs))
-
-    def _evaluated(self, step: Callable[[], Any]) -> Any:
         self._agree_on_random_states()
-        return tree_map(whole, step())
+        return tree_map(whole, super().predict_step(*args, **kwargs))
 
     def whole(self, tensor: Tensor) -> Tensor:
         """The gathered, plain tensor of a parameter, a hidden activation, a gradient or a state that is split.

@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     Callback,
     ModelCheckpoint,
-    StochasticWeightAveraging,
 )
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -156,7 +155,6 @@ KINDS = {
     "manual optimization of two optimizers": TwoOptimizers,
     "weights that a callback changes": lambda: Classifier("adamw"),
     "a backbone that is unfrozen": WithBackbone,
-    "stochastic weight averaging": lambda: Classifier("adamw"),
 }
 
 
@@ -164,7 +162,6 @@ def trained(kind: str, strategy: str | None, ranks: int) -> dict[str, Any]:
     callbacks: dict[str, Callback] = {
         "weights that a callback changes": ScalesWeights(),
         "a backbone that is unfrozen": BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=0.05),
-        "stochastic weight averaging": StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1),
     }
     module = KINDS[kind]()
     case = Case(max_epochs=3, strategy={"find_unused_parameters": True} if strategy == "ring_ddp" else {})
@@ -182,7 +179,7 @@ def all_kinds(strategy: str | None, ranks: int) -> dict[str, Any]:
     return {kind: trained(kind, strategy, ranks) for kind in KINDS}
 
 
-@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist", "ignore:Swapping")
+@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")
 def test_unmodified_modules(world2: World) -> None:
     reference = all_kinds(None, 1)
     for result in world2.run(all_kinds, "ddp_sharded", 2):

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -117,7 +118,7 @@ def language(block: Callable[[], nn.Module]) -> nn.Module:
     return Language(block(), block())
 
 
-def planned(model: Callable[[], nn.Module]) -> SplitPlan:
+def planned(model: Callable[[], nn.Module], *, plan: Any = "auto", optimizer: Any = torch.optim.SGD) -> SplitPlan:
     """The plan of the first of two ranks, which tries the split without the other one."""
     with mock.patch.dict(MODELS, {"own": model}):
         task = Task("own")
@@ -130,7 +131,8 @@ def planned(model: Callable[[], nn.Module]) -> SplitPlan:
         traceless=partial(preserved_state, task),
         gather=lambda value: [value],
     )
-    return SplitLayers(task, group, "auto").decide(step, [], rtol=0.0, proves=False)
+    optimizers = [optimizer(task.parameters())]
+    return SplitLayers(task, group, plan).decide(step, optimizers, rtol=0.0, proves=False)
 
 
 MODELS_AND_BLOCKS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
@@ -155,6 +157,25 @@ def test_a_whole_attention_is_told_what_to_change() -> None:
     (row,) = plan.whole
     assert (row.shape, row.num_blocks) == ("attention", 2)
     assert words in row.reason
+
+
+def without_blocks() -> nn.Module:
+    model = Language(nn.LayerNorm(WIDTH))
+    model.embedding.max_norm = 100.0
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (MODELS["fused"], {"optimizer": torch.optim.Adafactor}, "Adafactor may need whole tensors"),
+        (MODELS["fused"], {"plan": {"*.quv": "column"}}, r"'\*\.quv': 'column'} matches no module"),
+        (without_blocks, {}, "has found no layer to split"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(model: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        planned(model, **options)
 
 
 def test_a_split_of_little_warns() -> None:

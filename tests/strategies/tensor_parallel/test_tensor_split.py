@@ -596,33 +596,6 @@ def test_a_report_and_the_meter_tell_what_each_block_sends(world2: World) -> Non
     assert ("all_reduce", f"{layer}.k_proj") not in found
 
 
-def refused(problem: str) -> None:
-    options: dict[str, Any] = {}
-    task, trainer_options = Task("fused"), {"use_distributed_sampler": False}
-    if problem == "optimizer":
-        task.configure_optimizers = lambda: torch.optim.Adafactor(task.parameters())  # type: ignore[method-assign]
-    elif problem == "pattern":  # of layers that setup() builds
-        options["plan"] = {"*.quv": "column"}
-        task.setup = lambda stage: None  # type: ignore[method-assign]
-    elif problem == "nothing":
-        task.model = Language(nn.LayerNorm(WIDTH))
-        task.model.embedding.max_norm = 100.0
-    trainer = make_trainer(Case(max_epochs=1), make_strategy("tensor_split", **options), 2, **trainer_options)
-    trainer.fit(task, text())
-
-
-@pytest.mark.parametrize(
-    ("problem", "words"),
-    [
-        ("optimizer", "Adafactor may need whole tensors"),
-        ("pattern", r"'\*\.quv': 'column'} matches no module"),
-        ("nothing", "has found no layer to split"),
-    ],
-)
-def test_what_cannot_be_split_is_refused(world2: World, problem: str, words: str) -> None:
-    world2.run_raising(ValueError, words, refused, problem)
-
-
 class Scored(Task):
     """Computes an accuracy of logits."""
 
