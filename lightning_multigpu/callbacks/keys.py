@@ -27,7 +27,6 @@ KEYS: dict[str, Aggregation] = {
     "communication/busbw_gb_per_sec": "mean",
     "parameter_server/push_ms": "mean",
     "parameter_server/pull_ms": "mean",
-    "parameter_server/queue_ms": "max",
     "parameter_server/staleness_median": "max",
     "parameter_server/staleness_p95": "max",
     "parameter_server/staleness_max": "max",

@@ -126,11 +126,6 @@ class Layout:
         return sorted(found, key=lambda piece: piece.offset)
 
 
-def imbalance_of(sizes: Sequence[int]) -> float:
-    """The largest size in proportion to an even one; 1.0 is even."""
-    return max(sizes) * len(sizes) / sum(sizes) if sum(sizes) else 1.0
-
-
 def bucket_parts(
     numels: Sequence[int], num_servers: int, split: Split, *, full_numel: float
 ) -> list[list[list[Piece]]]:

@@ -188,12 +188,11 @@ class PipelineSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFigures:
-    """A parameter server: bytes from and to all ranks, and the mean wait of an update for others under async_ps."""
+    """A parameter server: bytes from and to all ranks."""
 
     server: int
     bytes_in: int
     bytes_out: int
-    queue_ms: float
 
 
 @dataclass(frozen=True, kw_only=True)

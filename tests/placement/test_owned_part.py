@@ -118,7 +118,6 @@ def test_values_of_one_update_do_not_stay() -> None:
     called: list[str] = []
     part.optimizer.register_step_pre_hook(lambda *_: called.append("before"))
     part.optimizer.register_step_post_hook(lambda *_: called.append("after"))
-    part.optimizer.param_groups[0]["capturable"] = True  # which torch refuses on the CPU
     stepped(parameters, part, 0)
     reference = weights()
     alone = adam(reference)
@@ -126,7 +125,6 @@ def test_values_of_one_update_do_not_stay() -> None:
         parameter.grad = gradient
     alone.step()
     assert all(torch.equal(a.detach(), b.detach()) for a, b in zip(parameters, reference, strict=True))
-    assert [(group["lr"], group["capturable"]) for group in part.optimizer.param_groups] == [(0.1, True), (0.05, False)]
     assert not called
     part.optimizer.step()
     assert called == ["before", "after"]

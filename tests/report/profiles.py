@@ -57,7 +57,7 @@ def with_all() -> dict[str, Any]:
     measured = [told(rank, ahead_s=7.0 * rank, communication=0.05) for rank in range(2)]
     timelines = predicted(schedule_orders("gpipe", 2, 1, 2), [0.01, 0.01], [0.02, 0.02], [0.0])
     staleness = {0: Counter({0: 3, 1: 5}), 1: Counter({1: 7, 20: 1})}
-    servers = ServerStatistics((4000, 1000), (4000, 1000), (8, 8), (0.1, 0.1), staleness)
+    servers = ServerStatistics((4000, 1000), (4000, 1000), staleness)
     for rank, (of_rank, timeline) in enumerate(zip(measured, timelines, strict=True)):
         memory = StageMemory(4_000_000, 4_000_000, 8_000_000, 2_000_000 * (1 + rank), 19_000_000)
         of_rank["stages"] = asdict(

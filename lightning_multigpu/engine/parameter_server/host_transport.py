@@ -32,7 +32,7 @@ from lightning_multigpu.placement.gradient_kinds import ABSENT, DENSE, SPARSE, k
 from lightning_multigpu.placement.optimizer_split import Split, split_of
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
 from lightning_multigpu.placement.owned_step import Update, call_on_gradient
-from lightning_multigpu.placement.table import Layout, Piece, elements, imbalance_of, placed
+from lightning_multigpu.placement.table import Layout, Piece, elements, placed
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,6 @@ class HostTransport:
         self._memory, self._ranks = memory, memory.ranks
         self._flats: list[_Flat] = []
         self._copies = EarlyCopies()
-
-    @property
-    def imbalance(self) -> float:
-        sizes = [0] * self._ranks.world_size
-        for flat in self._flats:
-            for rank, (first, last) in enumerate(flat.layout.bounds):
-                sizes[rank] += (last - first) * flat.weights.element_size()
-        return imbalance_of(sizes)
 
     def view(self) -> StateElsewhere:
         return StateElsewhere(type(self._optimizer).__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -153,14 +152,12 @@ class ServedShard:
     Attributes:
         staleness: how often the updates of each asynchronous worker had which staleness: the number of updates that
             others had made since the worker got the weights.
-        waited_s: how long updates of asynchronous workers waited for each other.
     """
 
     def __init__(self, pairs: Mapping[int, Pair], job: Job, changing: threading.Condition) -> None:
         self._pairs, self._job, self._changing = pairs, job, changing
         self._clocks = Clocks(pairs, job.max_staleness)
         self.staleness: dict[int, Counter[int]] = defaultdict(Counter)
-        self.waited_s = 0.0
         self.plans: list[Plan] = []
         self._buckets: dict[int, _Bucket] = {}
         self._num_known = dict.fromkeys(pairs, 0)  # plans of each worker
@@ -406,9 +403,7 @@ class ServedShard:
         for together in self._portions(request):
             gradients = [self._gradients(bucket, {worker: request}) for bucket in together]
             self._clip(gradients, request.update, self._pairs[worker])
-            start_s = time.perf_counter()
             with self._changing:  # after the updates of other workers
-                self.waited_s += time.perf_counter() - start_s
                 stale = max((bucket.version - bucket.pulled[worker] for bucket in together), default=0)
                 self._update(gradients)
                 for bucket in together:

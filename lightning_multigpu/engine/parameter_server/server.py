@@ -100,7 +100,6 @@ class Server:
         self._pairs = {worker: self._joined(store, worker, own) for worker in range(job.num_workers)}
         self._shards: dict[int, ServedShard] = {}
         self._bytes_in = self._bytes_out = 0  # of workers that have left
-        self._num_steps = 0
         # Asynchronous training
         self._queue = BatchQueue()
         self._has_started = self._has_stopped = self._is_ending = False
@@ -190,7 +189,6 @@ class Server:
                 if kind == "place":
                     answers = {worker: self._answer(worker, *message) for worker, message in messages.items()}
                 else:
-                    self._num_steps += sum(message[2].is_step for message in messages.values())
                     answer = self._shards[arguments[0]].together({w: message[2] for w, message in messages.items()})
                     answers = dict.fromkeys(messages, answer)
                 for worker, answer in answers.items():
@@ -234,8 +232,6 @@ class Server:
         return {
             "bytes_in": self._bytes_in + sum(pair.bytes_in for pair in self._pairs.values()),
             "bytes_out": self._bytes_out + sum(pair.bytes_out for pair in self._pairs.values()),
-            "num_steps": self._num_steps,
-            "waited_s": sum(shard.waited_s for shard in self._shards.values()),
             "staleness": dict(sorted(counts.items())),
         }
 
@@ -283,7 +279,6 @@ class Server:
         """What servers of asynchronous workers answer; for some kinds after a wait for other workers."""
         if kind == "ask":
             optimizer, request = arguments
-            self._num_steps += 1
             return self._shards[optimizer].alone(worker, request)
         if kind == "pull":
             return self._shards[arguments[0]].pull(worker)

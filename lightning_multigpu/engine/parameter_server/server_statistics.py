@@ -1,4 +1,4 @@
-"""Figures of parameter servers: bytes, the time that workers waited, and the staleness of each worker's updates."""
+"""Figures of parameter servers: bytes, and the staleness of each worker's updates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-_COUNTED = ("bytes_in", "bytes_out", "num_steps", "waited_s")
+_COUNTED = ("bytes_in", "bytes_out")
 
 
 @dataclass(frozen=True)
@@ -18,16 +18,12 @@ class ServerStatistics:
     Args:
         bytes_in: received by each server, through sockets or memory.
         bytes_out: sent by each server, likewise.
-        num_steps: that workers have asked each server for.
-        waited_s: time that messages of workers waited at each server for those of others, added up.
         staleness: how often the updates of each asynchronous worker had which staleness; empty where training is
             synchronous.
     """
 
     bytes_in: Sequence[int]
     bytes_out: Sequence[int]
-    num_steps: Sequence[int]
-    waited_s: Sequence[float]
     staleness: Mapping[int, Counter[int]]
 
     @classmethod
@@ -45,17 +41,12 @@ class ServerStatistics:
                        for worker, found in self.staleness.items()},
         )  # fmt: skip
 
-    def queue_ms(self) -> list[float]:
-        """The time that a worker waited in a step for each server, which was busy with others, on average."""
-        return [1e3 * waited_s / max(1, steps) for waited_s, steps in zip(self.waited_s, self.num_steps, strict=True)]
-
     def section(self) -> dict[str, Any]:
         """The section ``parameter_servers`` of a run's report."""
-        figures = zip(self.bytes_in, self.bytes_out, self.queue_ms(), strict=True)
         return {
             "servers": [
-                {"server": k, "bytes_in": bytes_in, "bytes_out": bytes_out, "queue_ms": queue_ms}
-                for k, (bytes_in, bytes_out, queue_ms) in enumerate(figures)
+                {"server": k, "bytes_in": bytes_in, "bytes_out": bytes_out}
+                for k, (bytes_in, bytes_out) in enumerate(zip(self.bytes_in, self.bytes_out, strict=True))
             ],
             "workers": [
                 {"rank": worker, "updates": counts.total(), "staleness": summary(counts)}

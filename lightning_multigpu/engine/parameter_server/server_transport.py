@@ -43,7 +43,6 @@ from lightning_multigpu.placement.table import (
     bucket_parts,
     elements,
     fill,
-    imbalance_of,
     joined_state,
     part_of_state,
 )
@@ -154,13 +153,6 @@ class ServerTransport:
         self._hooks: list[Any] = []
         self._copying: torch.cuda.Stream | None = None
         self._number = next(servers.numbers_of_optimizers)
-
-    @property
-    def imbalance(self) -> float:
-        sizes = [0] * self._servers.job.num_servers
-        for part in self._parts():
-            sizes[part.server] += part.nbytes
-        return imbalance_of(sizes)
 
     def view(self) -> StateElsewhere:
         return StateElsewhere(type(self._optimizer).__name__)

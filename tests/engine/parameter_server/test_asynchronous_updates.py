@@ -43,7 +43,7 @@ class Worker:
         self.optimizer = make(groups_of(self.parameters))
         self.remote = server_step(self.optimizer, self.connections, bucket_bytes=int(SMALL))
         self.coordination = Coordination(self.connections)
-        assert self.remote.imbalance >= 1.0  # the servers know its parameters from now on
+        self.remote.place_new()  # the servers know its parameters from now on
 
     def step(self, of_step: list[Tensor]) -> None:
         for parameter, gradient in zip(self.parameters, of_step, strict=True):

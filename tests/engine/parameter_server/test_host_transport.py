@@ -168,8 +168,6 @@ def scheduled_steps(
     """Steps of Adam whose values are tensors, or numpy's numbers, which a scheduler changes."""
     parameters = weights()
     optimizer = VALUES[name]([{"params": parameters}])
-    if serve:  # on GPUs; it changes no weight, and torch refuses it on the CPU
-        optimizer.param_groups[0]["capturable"] = True
     scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: numpy.float64(0.5) ** step)
     served = serve(optimizer) if serve else None
     for step in range(STEPS):

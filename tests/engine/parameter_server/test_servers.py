@@ -33,7 +33,6 @@ from lightning_multigpu.engine.parameter_server.pair import Pair
 from lightning_multigpu.engine.parameter_server.rooms import Room
 from lightning_multigpu.engine.parameter_server.server import Job as ServedJob
 from lightning_multigpu.engine.parameter_server.server import Server
-from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.engine.parameter_server.server_transport import ServerTransport
 from lightning_multigpu.engine.parameter_server.servers import ServerError, Servers
 from lightning_multigpu.placement.optimizer_split import Split
@@ -263,7 +262,6 @@ def test_tensors_of_several_dtypes_are_divided_evenly() -> None:
                     parameter.grad = torch.full_like(parameter, 0.5 * worker)
                 optimizer.step()
                 assert all(torch.equal(p.detach(), torch.full_like(p, 0.75)) for p in parameters)
-                assert remote.imbalance == 1.0
                 return [[part.nbytes for part in bucket.parts] for bucket in remote.transport._buckets]
 
         sizes = found.workers.run(work)[0]
@@ -393,7 +391,7 @@ def test_buckets_are_pushed_while_backward_goes_on(monkeypatch: pytest.MonkeyPat
                 optimizer = optim.SGD(model.parameters(), lr=0.1)
                 remote = server_step(optimizer, connections, bucket_bytes=1024)
                 remote.transport.pushes_early = True
-                assert remote.imbalance == 1.0
+                remote.place_new()
                 x = torch.randn(5, 8, dtype=torch.float64, generator=generator)
                 for halved in (True, False):
                     before = [p.detach().clone() for p in model.parameters()]
@@ -505,7 +503,7 @@ def test_options_that_cannot_be_pickled_are_refused() -> None:
         optimizer.param_groups[0]["rule"] = lambda: None
         remote = server_step(optimizer, connections)
         with pytest.raises(ValueError, match=r"a value for parameter server 0 of 1 .* cannot be pickled: .*no lambda"):
-            _ = remote.imbalance
+            remote.place_new()
 
 
 def test_an_optimizer_that_changes_values_of_its_groups_is_refused() -> None:
@@ -515,44 +513,6 @@ def test_an_optimizer_that_changes_values_of_its_groups_is_refused() -> None:
     optimizer = DecayingSGD(parameters, lr=0.1, momentum=0.9)
     with job(num_workers=1) as found, found.connections(0) as connections, pytest.raises(ServerError, match=words):
         train(connections, parameters, optimizer, range(STEPS))
-
-
-class Slow(optim.SGD):
-    """Its step on a server takes until the other worker has pushed."""
-
-    pushed = threading.Event()
-
-    def step(self, closure: Any = None) -> Any:
-        self.pushed.wait(10)
-        return super().step(closure)
-
-
-def test_the_time_that_workers_wait_for_a_busy_server_is_counted() -> None:
-    """Worker 1 pushes while the server computes the update of worker 0."""
-
-    def work(worker: int) -> ServerStatistics | None:
-        with found.connections(worker) as connections:
-            parameters = weights()
-            Slow.pushed.set()
-            train(connections, parameters, optimizer := Slow(parameters, lr=0.1), range(1))
-            found.workers.gather(worker, None)
-            Slow.pushed.clear()
-            found.workers.gather(worker, None)
-            if worker == 1:
-                time.sleep(0.2)  # worker 0 is in its step
-                threading.Timer(1.5, Slow.pushed.set).start()  # on a busy machine a push takes a while to come
-            optimizer.step()
-            found.workers.gather(worker, None)
-            return connections.statistics() if worker == 0 else None
-
-    with job(is_synchronous=False) as found:
-        counted, _ = found.workers.run(work)
-    assert counted is not None
-    assert counted.num_steps == [4]
-    assert counted.queue_ms()[0] > 50  # about 1,500 ms of one of four steps
-    assert sum(of_worker.total() for of_worker in counted.staleness.values()) == 4
-    pushed = 4 * sum(parameter.nbytes for parameter in weights())
-    assert counted.bytes_in[0] == pushed < counted.bytes_out[0]
 
 
 def test_frozen_parameters_do_not_travel() -> None:

@@ -112,7 +112,6 @@ def test_figures_of_the_servers_are_logged_and_reported(world2: World, tmp_path:
         for way in ("bytes_in", "bytes_out"):
             assert server[way] >= report["steps"] * shard_bytes
             assert 0 < logged[f"parameter_server/{way}/{server['server']}"] < server[way]
-    assert logged["parameter_server/queue_ms"] >= 0
     parts = [rank["metrics"]["throughput/samples_per_sec"]["mean"] for rank in report["ranks"]]
     assert report["aggregate"]["metrics"]["throughput/samples_per_sec"]["mean"] == pytest.approx(sum(parts))
     if name == "async_ps":
