@@ -335,7 +335,7 @@ class ServedShard:
         def reduce_sum(squares: Tensor) -> Tensor | float:
             if self._job.num_servers == 1:
                 return squares
-            pair.send((float(squares), None))
+            pair.send(float(squares))
             return float(pair.receive())
 
         clip((found for each in gradients for found in each.present()), update.clip_value, update.clip_norm, reduce_sum)

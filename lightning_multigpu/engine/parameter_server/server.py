@@ -150,7 +150,7 @@ class Server:
         finally:
             for pair in [*self._pairs.values()] if self._problem else []:
                 with suppress(PairEndedError):
-                    pair.send(LastWords(self._problem), _LAST_WORDS)
+                    pair.send(LastWords(self._problem), timeout=_LAST_WORDS)
         return self._problem
 
     def end(self, problem: str) -> None:
@@ -179,7 +179,7 @@ class Server:
                 messages = {0: self._pairs[0].receive()}
                 kind, *arguments = messages[0]
                 if kind in _OF_WORKER_0:
-                    self._pairs[0].send((self._answer(0, kind, *arguments), None))
+                    self._pairs[0].send(self._answer(0, kind, *arguments))
                     continue
                 messages |= {worker: pair.receive() for worker, pair in self._pairs.items() if worker != 0}
                 if len(kinds := {message[0] for message in messages.values()}) > 1:
@@ -192,7 +192,7 @@ class Server:
                     answer = self._shards[arguments[0]].together({w: message[2] for w, message in messages.items()})
                     answers = dict.fromkeys(messages, answer)
                 for worker, answer in answers.items():
-                    self._pairs[worker].send((answer, None))
+                    self._pairs[worker].send(answer)
         except (PairEndedError, UpdateError) as error:
             self.end(str(error))
         except Exception as error:
@@ -246,14 +246,14 @@ class Server:
                 if message[0] not in _WITHOUT_ANSWER:
                     with self._changing:
                         news = self._has_stopped, self._lost if worker == 0 else []
-                    pair.send((answer, news))
+                    pair.send(answer, news)
         except Exception as error:
             known = isinstance(error, PairEndedError | UpdateError)
             problem = str(error) if known else "".join(traceback.format_exception(error))
             if worker == 0 or self._ended.is_set():
                 return self.end(problem)
             with suppress(PairEndedError):
-                pair.send(LastWords(problem), _LAST_WORDS)
+                pair.send(LastWords(problem), timeout=_LAST_WORDS)
             self._leaves(worker, is_lost=True)
         else:
             self._leaves(worker, is_lost=False)

@@ -32,9 +32,10 @@ from lightning_multigpu.communication.compression.compressors import Elementwise
 from lightning_multigpu.communication.shared_memory.segment import mapped
 from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.optimizer_state import StateElsewhere
+from lightning_multigpu.engine.parameter_server.pair import Reply
 from lightning_multigpu.engine.parameter_server.rooms import Room, cut, room_bytes, wire_bytes
 from lightning_multigpu.engine.parameter_server.served_shard import Contents, Plan, Pushed, Request
-from lightning_multigpu.engine.parameter_server.servers import Answer, Servers
+from lightning_multigpu.engine.parameter_server.servers import Servers
 from lightning_multigpu.placement.gradient_kinds import kind_of, rows_of, take_average
 from lightning_multigpu.placement.optimizer_split import Split, split_of
 from lightning_multigpu.placement.owned_step import Update, call_on_gradient
@@ -454,13 +455,13 @@ class ServerTransport:
         start_s = servers.meter.now()
         size_bytes = sum(part.nbytes for part in parts)
         pull = servers.meter.begin("pull", group="servers", group_size=servers.job.num_workers, size_bytes=size_bytes)
-        with pull, servers.reported():
-            answers: dict[int, Answer] = {}
+        with pull:
+            answers: dict[int, Reply] = {}
             norms = update.clip_norm is not None and servers.job.num_servers > 1
-            squares: dict[int, Answer] = {}
+            squares: dict[int, Reply] = {}
             for server in self._asked:
                 if norms and (servers.worker == 0 or not servers.is_synchronous):
-                    squares[server] = servers.expect(server)
+                    squares[server] = servers.pairs[server].expect()
                 values = [_values(g) for g in self._optimizer.param_groups] if is_step and servers.worker == 0 else []
                 pushed = {part.bucket: _pushed(bucket, part)
                           for bucket in active for part in bucket.parts if part.server == server}  # fmt: skip
@@ -489,12 +490,12 @@ class ServerTransport:
                 part.errors = part.next_errors
         return [*found.values()]
 
-    def _arrived(self, part: _Part, answers: Mapping[int, Answer], *, averages: bool) -> Tensor:
+    def _arrived(self, part: _Part, answers: Mapping[int, Reply], *, averages: bool) -> Tensor:
         """Waits for the weights, or averages, of a part."""
         with answers[part.server].arriving():
             return part.room.await_pull(averages=averages)
 
-    def _take_weights(self, parts: Iterable[_Part], answers: Mapping[int, Answer]) -> None:
+    def _take_weights(self, parts: Iterable[_Part], answers: Mapping[int, Reply]) -> None:
         """Waits for weights, and takes them as they come."""
         for part in parts:
             weights = self._arrived(part, answers, averages=False)

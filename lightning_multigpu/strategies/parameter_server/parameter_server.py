@@ -22,10 +22,11 @@ from lightning_multigpu._torch_compat import job_store
 from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.compression.factory import make_compressor
+from lightning_multigpu.engine.parameter_server.pair import PairEndedError
 from lightning_multigpu.engine.parameter_server.server import EXTERNAL, RUNS, Job
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.engine.parameter_server.server_transport import ServerTransport
-from lightning_multigpu.engine.parameter_server.servers import ServerError, Servers
+from lightning_multigpu.engine.parameter_server.servers import Servers
 from lightning_multigpu.job.process_groups import leave_world
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.server_process import ServerProcess
@@ -245,7 +246,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
                     f"of the {job.num_servers} servers (num_servers)"
                 )
                 late = f"{what} did not come within {job.join_timeout_s:g} s (join_timeout_s)"
-                raise ServerError(late + fix if self._are_external else late)
+                raise PairEndedError(late + fix if self._are_external else late)
             if waited_s > _LATE_S and self._are_external and not is_told:
                 is_told = True
                 limit = f"for {job.join_timeout_s:g} s at most (join_timeout_s)"

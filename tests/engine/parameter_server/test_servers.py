@@ -29,12 +29,12 @@ from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.parameter_server import server as server_module
 from lightning_multigpu.engine.parameter_server import servers as servers_module
-from lightning_multigpu.engine.parameter_server.pair import Pair
+from lightning_multigpu.engine.parameter_server.pair import Pair, PairEndedError
 from lightning_multigpu.engine.parameter_server.rooms import Room
 from lightning_multigpu.engine.parameter_server.server import Job as ServedJob
 from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_transport import ServerTransport
-from lightning_multigpu.engine.parameter_server.servers import ServerError, Servers
+from lightning_multigpu.engine.parameter_server.servers import Servers
 from lightning_multigpu.placement.optimizer_split import Split
 from lightning_multigpu.placement.owned_step import OwnedStep
 from tests.engine.parameter_server.test_host_transport import (
@@ -473,7 +473,7 @@ def test_workers_with_other_models_are_refused() -> None:
                 parameters = weights()[: 3 - worker]
                 train(connections, parameters, optim.SGD(parameters, lr=0.1), range(1))
 
-        with pytest.raises(ServerError, match="worker 1 has other parameters, or another optimizer, than worker 0"):
+        with pytest.raises(PairEndedError, match="worker 1 has other parameters, or another optimizer, than worker 0"):
             found.workers.run(work)
 
 
@@ -511,7 +511,7 @@ def test_an_optimizer_that_changes_values_of_its_groups_is_refused() -> None:
     words = "DecayingSGD changes 'momentum' of its groups in its step, .*: use strategy='cpu_ps'"
     parameters = weights()
     optimizer = DecayingSGD(parameters, lr=0.1, momentum=0.9)
-    with job(num_workers=1) as found, found.connections(0) as connections, pytest.raises(ServerError, match=words):
+    with job(num_workers=1) as found, found.connections(0) as connections, pytest.raises(PairEndedError, match=words):
         train(connections, parameters, optimizer, range(STEPS))
 
 
@@ -539,7 +539,7 @@ def test_a_server_that_has_failed_says_why(when: str) -> None:
                 optimizer.step()
 
     words = "parameter server 0 of 1 .127.0.0.1. has (failed: (the step of Fails .*it cannot|it was told to)|ended)"
-    with job(num_workers=1) as found, pytest.raises(ServerError, match=f"(?s){words}"):
+    with job(num_workers=1) as found, pytest.raises(PairEndedError, match=f"(?s){words}"):
         train_on(found)
 
 
@@ -562,7 +562,7 @@ def test_a_worker_that_is_gone_ends_the_job(worker: int) -> None:
                 else:
                     train(connections, parameters, optim.SGD(parameters, lr=0.1), range(1))
 
-        with pytest.raises(ServerError, match=f"worker {worker} has ended, or the connection to it|has ended"):
+        with pytest.raises(PairEndedError, match=f"worker {worker} has ended, or the connection to it|has ended"):
             found.workers.run(work)
     assert all(problem.startswith(f"worker {worker} has ended") for problem in found.problems)
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_multigpu import ParameterServerStrategy
-from lightning_multigpu.engine.parameter_server.coordination import Coordination
+from lightning_multigpu.engine.parameter_server.servers import Servers
 from tests.modules import ReadsGradients, ScalesWeights, Stream, TwoOptimizers, WithBackbone
 from tests.strategies.tasks import (
     IS_LIGHTNING_2_5,
@@ -203,14 +203,14 @@ class Accumulates(Seen):
 
 def accumulates(automatic: bool) -> dict[str, Any]:
     module = Accumulates(automatic=automatic)
-    trained = Coordination.trained
+    trained = Servers.trained
 
-    def told(coordination: Coordination, epoch: int, number: int) -> None:
+    def told(servers: Servers, epoch: int, number: int) -> None:
         module.when_told[module.accumulated] += 1
-        trained(coordination, epoch, number)
+        trained(servers, epoch, number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Coordination, "trained", told)
+        patch.setattr(Servers, "trained", told)
         return {**fit(module, accumulate_grad_batches=2 if automatic else 1), "told": module.when_told}
 
 
@@ -497,16 +497,16 @@ def end_of_cycle(total: int) -> float:
 
 def loses_word() -> dict[str, Any]:
     """Rank 1 tells nobody of one update in the last epoch, as if it were lost after it: others make it again."""
-    trained, untold = Coordination.trained, []
+    trained, untold = Servers.trained, []
 
-    def told(coordination: Coordination, epoch: int, number: int) -> None:
+    def told(servers: Servers, epoch: int, number: int) -> None:
         if rank() == 1 and epoch == EPOCHS - 1 and not untold:
             untold.append(number)
         else:
-            trained(coordination, epoch, number)
+            trained(servers, epoch, number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Coordination, "trained", told)
+        patch.setattr(Servers, "trained", told)
         return fit(OneCycle(slow_rank=0))
 
 
