@@ -373,12 +373,15 @@ class MultiGPUStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self.averaging.close()
-        self._run.leave()
-        self.common.reset()
-        self.saves.remote = None
-        super().teardown()
-        self.collectives.leave()
+        with self.saves.keeping_states(self._owned):
+            self.owned.end()
+            self._undo.close()
+            self.averaging.close()
+            self._run.leave()
+            self.common.reset()
+            self.saves.remote = None
+            super().teardown()
+            self.collectives.leave()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_multigpu.placement.optimizer_split import Split, split_of
-from lightning_multigpu.placement.table import Layout, bucket_parts
+from lightning_multigpu.placement.table import Layout, Split, bucket_parts, split_of
 
 NUMELS = [5, 40, 1, 0, 17, 8]
 

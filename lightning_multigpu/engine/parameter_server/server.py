@@ -205,19 +205,14 @@ class Server:
         optimizer, *rest = arguments
         if kind == "place":
             return self._place(worker, optimizer, *rest)
-        if kind == "state":
-            return self._shards[optimizer].state()
-        if kind == "load":
-            return self._shards[optimizer].load(*rest)
-        raise UpdateError(f"worker {worker} asks for {kind!r}")
-
-    def _place(self, worker: int, optimizer: int, plan: Plan, contents: Any) -> Any:
-        """Takes new parameters; worker 0 has their weights."""
-        if optimizer not in self._shards:
-            self._shards[optimizer] = ServedShard(self._pairs, self.job, self._changing)
         shard = self._shards[optimizer]
+        return shard.state() if kind == "state" else shard.load(*rest)
+
+    def _place(self, worker: int, optimizer: int, plan: Plan) -> Any:
+        """Takes new parameters; worker 0 has their weights."""
+        shard = self._shards.setdefault(optimizer, ServedShard(self._pairs, self.job, self._changing))
         if worker == 0:
-            shard.place(plan, contents)
+            shard.place(plan)
             with self._changing:
                 self._changing.notify_all()
         elif not self.job.is_synchronous:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-_COUNTED = ("bytes_in", "bytes_out")
-
 
 @dataclass(frozen=True)
 class ServerStatistics:
@@ -29,17 +27,17 @@ class ServerStatistics:
     @classmethod
     def of(cls, answers: Sequence[Mapping[str, Any]]) -> ServerStatistics:
         """Reads the answers of the servers. Every server that holds weights counts every update."""
-        counts = {name: [answer[name] for answer in answers] for name in _COUNTED}
-        return cls(**counts, staleness=next((a["staleness"] for a in answers if a["staleness"]), {}))
+        staleness = next((answer["staleness"] for answer in answers if answer["staleness"]), {})
+        return cls([answer["bytes_in"] for answer in answers], [answer["bytes_out"] for answer in answers], staleness)
 
     def since(self, before: ServerStatistics) -> ServerStatistics:
         """The counts since earlier ones."""
-        return ServerStatistics(
-            **{name: [b - a for a, b in zip(getattr(before, name), getattr(self, name), strict=True)]
-               for name in _COUNTED},
-            staleness={worker: found - before.staleness.get(worker, Counter())
-                       for worker, found in self.staleness.items()},
-        )  # fmt: skip
+        bytes_in, bytes_out = (
+            [now - then for now, then in zip(*counts, strict=True)]
+            for counts in ((self.bytes_in, before.bytes_in), (self.bytes_out, before.bytes_out))
+        )
+        staleness = {worker: now - before.staleness.get(worker, Counter()) for worker, now in self.staleness.items()}
+        return ServerStatistics(bytes_in, bytes_out, staleness)
 
     def section(self) -> dict[str, Any]:
         """The section ``parameter_servers`` of a run's report."""

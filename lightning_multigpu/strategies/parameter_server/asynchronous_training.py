@@ -371,10 +371,6 @@ class AsynchronousTraining(Callback):
             found = ", ".join(map(str, summary(counts).values()))
             rank_zero_info(f"  worker {worker}: {counts.total()} updates, staleness {found}")
 
-    def newest(self, name: str, value: Any) -> list[Any]:
-        """See :meth:`.MultiGPUStrategy.newest_of_ranks`."""
-        return self._servers.newest(name, value, of_all=False)
-
     def gather_at_end(self, value: Callable[[], Any]) -> list[Any]:
         """See :meth:`.MultiGPUStrategy.gather_at_end`."""
         found: list[Any] = []

@@ -30,7 +30,7 @@ from lightning_multigpu.engine.parameter_server.servers import Servers
 from lightning_multigpu.job.process_groups import leave_world
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.server_process import ServerProcess
-from lightning_multigpu.placement.optimizer_split import Split
+from lightning_multigpu.placement.table import Split
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.parameter_server.asynchronous_training import AsynchronousTraining
@@ -276,7 +276,9 @@ class ParameterServerStrategy(MultiGPUStrategy):
 
     @override
     def newest_of_ranks(self, name: str, value: Any) -> list[Any] | None:
-        return None if self._asynchronous is None else self._asynchronous.newest(name, value)
+        if self._asynchronous is None or self._connections is None:
+            return None
+        return self._connections.newest(name, value, of_all=False)
 
     @override
     def gather_at_end(self, value: Callable[[], Any]) -> list[Any] | None:
@@ -299,11 +301,8 @@ class ParameterServerStrategy(MultiGPUStrategy):
         training, self._asynchronous = self._asynchronous, None
         if training is not None:
             training.end(self._module.trainer)
-        with self.saves.keeping_states(self._owned):
-            self.owned.end()
-            self._undo.close()
-            self._connections = None
-            super().teardown()
+        super().teardown()
+        self._connections = None
 
     @property
     @override

@@ -39,7 +39,7 @@ from lightning_multigpu.engine.tensor_split.split_proof import SplitProof
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import Left, TracelessStep, Trials, rows_of_plan
 from lightning_multigpu.engine.training_memory import held_bytes
-from lightning_multigpu.placement.optimizer_split import split_of as shards_of
+from lightning_multigpu.placement.table import split_of as shards_of
 from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.planning.split_plan import SplitPlan, WholeBlocks
 from lightning_multigpu.strategies import option_checks

@@ -16,7 +16,8 @@ from torch import Tensor, optim
 from lightning_multigpu.engine.parameter_server.batch_queue import BatchQueue
 from lightning_multigpu.engine.parameter_server.pair import PairEndedError
 from lightning_multigpu.engine.parameter_server.worker_clocks import Clocks
-from tests.engine.parameter_server.test_host_transport import (
+from tests.engine.parameter_server.test_servers import ALL, SMALL, Job, job, server_step, vanish
+from tests.engine.parameter_server.updates import (
     OPTIMIZERS,
     NormedSGD,
     OrderedSGD,
@@ -25,7 +26,6 @@ from tests.engine.parameter_server.test_host_transport import (
     groups_of,
     weights,
 )
-from tests.engine.parameter_server.test_servers import ALL, SMALL, Job, job, server_step, vanish
 
 
 class Worker:
@@ -301,25 +301,6 @@ def test_a_hook_that_changes_weights_is_refused_and_a_checkpoint_is_sent() -> No
         halved = [p.detach() * (0.5 if i == 1 else 1.0) for i, p in enumerate(weights())]
         assert_equal(first.now, halved)
         assert_equal(second.now, halved)
-
-
-def test_the_state_goes_on() -> None:
-    make = OPTIMIZERS["AdamW"]
-    with workers(make) as (first, second):
-        first.step(gradients(0, 0))
-        second.step(gradients(1, 0))
-        saved = first.remote.state_dict()
-        assert second.remote.state_dict()["state"] == {}
-    with workers(make) as (first, second):
-        with torch.no_grad():
-            for parameter, value in zip(first.parameters, alone(make, [gradients(0, 0), gradients(1, 0)]), strict=True):
-                parameter.copy_(value)
-        first.remote.transport.send_changed_weights()
-        for worker in (first, second):
-            worker.remote.load_state_dict(saved)
-        second.remote.transport.pull()
-        second.step(gradients(2, 0))
-        assert_equal(second.now, alone(make, [gradients(step, 0) for step in range(3)]))
 
 
 def test_the_first_worker_clears_the_state() -> None:
