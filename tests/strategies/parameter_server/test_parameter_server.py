@@ -250,8 +250,17 @@ class Fails(Classifier):
             raise ValueError("the second rank is spoilt")
 
 
-def test_the_rank_that_fails_is_named_and_not_the_server(world2: World) -> None:
-    for error in world2.run_raising(ValueError, "the second rank is spoilt", lambda: fit(Fails(), "sync_ps")):
+class SavesAtExceptions(Callback):
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint("never.ckpt")
+
+
+@both
+@pytest.mark.filterwarnings("ignore:.*is not written")
+def test_the_rank_that_fails_is_named_and_not_the_server(world2: World, name: str) -> None:
+    """A checkpoint at the exception would read states that are lost, and hide it."""
+    words, callbacks = "the second rank is spoilt", [SavesAtExceptions()]
+    for error in world2.run_raising(ValueError, words, lambda: fit(Fails(), name, callbacks=callbacks)):
         assert "rank 1" in "".join(error.__notes__)
 
 
