@@ -34,7 +34,7 @@ class Room:
         number: of the bucket, in the job.
         memory: for pushed gradients, compressed or not: :func:`room_bytes` of uint8.
         pulled: for weights, flat.
-        compressor: of pushed gradients; None to push them as they are.
+        compressor: of pushed gradients, if they are float32 as the weights; None to push them as they are.
 
     Attributes:
         wire_bytes: of pushed gradients.
@@ -47,8 +47,10 @@ class Room:
     compressor: ElementwiseCompressor | None
 
     def __post_init__(self) -> None:
-        self.compressor = _compressor_of(self.pulled, self.compressor)
-        self.wire_bytes = _wire_bytes(self.pulled, self.compressor)
+        if self.pulled.dtype != torch.float32:
+            self.compressor = None
+        compressed = None if self.compressor is None else self.compressor.encoded_bytes(self.pulled.numel())
+        self.wire_bytes = self.pulled.nbytes if compressed is None else compressed
         self._expected: Any = None
 
     @property
@@ -110,18 +112,9 @@ class Room:
         return self.pair.isend(tensor, 2 * self.number)
 
 
-def _compressor_of(flat: Tensor, compressor: ElementwiseCompressor | None) -> ElementwiseCompressor | None:
-    """Gradients are compressed if they are float32, as their weights."""
-    return compressor if flat.dtype == torch.float32 else None
-
-
-def _wire_bytes(flat: Tensor, compressor: ElementwiseCompressor | None) -> int:
-    return flat.nbytes if compressor is None else compressor.encoded_bytes(flat.numel())
-
-
 def room_bytes(flat: Tensor, compressor: ElementwiseCompressor | None) -> int:
     """The memory for a bucket's gradients: a single element takes less than the scale of its chunk."""
-    return max(flat.nbytes, _wire_bytes(flat, _compressor_of(flat, compressor)))
+    return max(flat.nbytes, 0 if compressor is None else compressor.encoded_bytes(flat.numel()))
 
 
 def offered(sizes: Sequence[int]) -> tuple[OfferedSegment, list[Tensor]]:

@@ -174,7 +174,7 @@ class ServerTransport:
         return sorted({part.server for part in self._parts()})
 
     def average(self, num_changed: int) -> bool:
-        if not self._servers.is_synchronous:  # a worker's gradients are its own
+        if not self._servers.job.is_synchronous:  # a worker's gradients are its own
             return False
         self._ask(Update(num_changed=num_changed), is_step=False)
         return True
@@ -184,14 +184,14 @@ class ServerTransport:
         if update.options:
             raise TypeError(f"a step on servers takes a closure only, not {', '.join(update.options)}")
         changed = self._changed()
-        if changed and not self._servers.is_synchronous:
+        if changed and not self._servers.job.is_synchronous:
             raise ValueError(
                 "a hook has changed weights in place, and other workers have made updates to them meanwhile, which "
                 "would be lost: use strategy='sync_ps' with that hook"
             )
         answers = self._ask(update, is_step=True, changed=changed)
         self._sums.update(_sums_of(changed))
-        if not self._servers.is_synchronous:
+        if not self._servers.job.is_synchronous:
             self.version = max([self.version, *[version for version, _ in answers]])
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as its own step would tell LR schedulers
 
@@ -239,7 +239,7 @@ class ServerTransport:
             return
         parameters, before = self._parameters(), {}
         if len(states) < len(parameters):
-            if not self._servers.is_synchronous:
+            if not self._servers.job.is_synchronous:
                 raise ValueError(
                     f"the states of {len(states)} of {len(parameters)} parameters were changed in optimizer.state, "
                     "and other workers update the others meanwhile: change all of them (optimizer.state.clear()), or "
@@ -283,7 +283,7 @@ class ServerTransport:
         for parameters in alike(p for p in new if p.is_floating_point() or p.is_complex()):
             self._make_buckets(parameters)  # type: ignore[arg-type]
         self._tell_plans(self._buckets[first:], {p: state for p in new if (state := given.get(p))})
-        if not self._servers.is_synchronous:
+        if not self._servers.job.is_synchronous:
             self.pull()
         if self._servers.worker == 0:  # it takes checksums of the new parts
             self._sums.update(_sums_of(part for part in self._parts() if part not in self._sums))
@@ -450,7 +450,7 @@ class ServerTransport:
             norms = update.clip_norm is not None and servers.job.num_servers > 1
             squares: dict[int, Reply] = {}
             for server in self._asked:
-                if norms and (servers.worker == 0 or not servers.is_synchronous):
+                if norms and (servers.worker == 0 or not servers.job.is_synchronous):
                     squares[server] = servers.pairs[server].expect()
                 values = [_values(g) for g in self._optimizer.param_groups] if is_step and servers.worker == 0 else []
                 pushed = {part.bucket: _pushed(bucket, part)

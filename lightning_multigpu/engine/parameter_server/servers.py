@@ -57,10 +57,6 @@ class Servers:
         self._asked: tuple[_Question, Reply] | None = None
         self.numbers_of_optimizers, self.numbers_of_buckets = itertools.count(), itertools.count()
 
-    @property
-    def is_synchronous(self) -> bool:
-        return self.job.is_synchronous
-
     def join(self, store: Store, await_server: Callable[[int], None]) -> None:
         """Connects to all servers; :meth:`cut` ends it.
 

@@ -111,22 +111,18 @@ class ParameterServerStrategy(MultiGPUStrategy):
         self.common.averages_buffers = True
         self._mode, self._max_staleness = mode, max_staleness
         self._is_asynchronous = mode == "async" and max_staleness != 0
-        if self._is_asynchronous:
-            self._check_that_no_rank_waits(options)
+        if self._is_asynchronous and (self.feed.uneven_inputs != "stop" or self.common.check_every):
+            name = "uneven_inputs" if self.feed.uneven_inputs != "stop" else "check_replicas_every_n_steps"
+            raise ValueError(
+                f"{name}={options[name]!r}: with mode='async' no rank waits for another one, and their weights differ; "
+                "leave it out, or use mode='sync'"
+            )
         self._asynchronous: AsynchronousTraining | None = None
         self._compressor = _elementwise(compression)
         self._num_servers, self._are_external = num_servers, servers == "external"
         self._bucket_cap_mb = bucket_cap_mb
         self._processes: list[ServerProcess] = []
         self._connections: Servers | None = None
-
-    def _check_that_no_rank_waits(self, options: Mapping[str, Any]) -> None:
-        if self.feed.uneven_inputs != "stop" or self.common.check_every:
-            name = "uneven_inputs" if self.feed.uneven_inputs != "stop" else "check_replicas_every_n_steps"
-            raise ValueError(
-                f"{name}={options[name]!r}: with mode='async' no rank waits for another one, and their weights differ; "
-                "leave it out, or use mode='sync'"
-            )
 
     @property
     @override

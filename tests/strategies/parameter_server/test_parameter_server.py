@@ -186,13 +186,13 @@ def test_statistics_of_the_ranks_are_averaged_at_the_end(world2: World, name: st
     assert batches == 14
 
 
-@both
-def test_one_device_trains_with_its_optimizer_elsewhere(name: str) -> None:
+def test_one_device_trains_with_its_optimizer_elsewhere() -> None:
     reference = Classifier("adamw")
     fit(reference, None)
     with contextlib.closing(World(1)) as world:
-        [result] = world.run(alone, name)
-    assert_same_weights({"weights": result}, {"weights": state(reference)})
+        for name in ("cpu_ps", "sync_ps"):
+            [result] = world.run(alone, name)
+            assert_same_weights({"weights": result}, {"weights": state(reference)})
 
 
 def alone(name: str) -> dict[str, Tensor]:
