@@ -27,7 +27,9 @@ class ServerStatistics:
     @classmethod
     def of(cls, answers: Sequence[Mapping[str, Any]]) -> ServerStatistics:
         """Reads the answers of the servers. Every server that holds weights counts every update."""
-        staleness = next((answer["staleness"] for answer in answers if answer["staleness"]), {})
+        staleness: Mapping[int, Counter[int]] = next(
+            (answer["staleness"] for answer in answers if answer["staleness"]), {}
+        )
         return cls([answer["bytes_in"] for answer in answers], [answer["bytes_out"] for answer in answers], staleness)
 
     def since(self, before: ServerStatistics) -> ServerStatistics:
