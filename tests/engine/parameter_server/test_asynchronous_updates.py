@@ -353,12 +353,6 @@ class TestBatchQueue:
         queue.give_back(1, 0)
         assert [self.taken(queue, 0) for _ in range(4)] == [0, 1, 3, None]
 
-    def test_a_run_takes_so_many_batches(self) -> None:
-        queue = BatchQueue()
-        queue.left = 2
-        assert [self.taken(queue, 0) for _ in range(3)] == [0, 1, None]
-        assert queue.is_over(0, 0)
-
     def test_worker_0_gets_a_batch_of_each_epoch_of_a_run_that_is_limited(self) -> None:
         """Others took all batches of the run, and worker 0 never validated."""
         queue = BatchQueue()

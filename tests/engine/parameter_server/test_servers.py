@@ -367,22 +367,15 @@ def test_an_optimizer_that_no_server_can_make_is_refused() -> None:
             server_step(optim.LBFGS(weights()), connections)
 
 
-def test_options_of_any_kind_travel() -> None:
+def test_options_of_any_kind_travel_and_those_that_cannot_be_pickled_are_refused() -> None:
     """Numbers and texts alone did, in JSON."""
     with job(num_workers=1) as found, found.connections(0) as connections:
-        parameters = weights()
-        optimizer = optim.SGD(parameters, lr=0.1)
+        optimizer = optim.SGD(parameters := weights(), lr=0.1)
         optimizer.param_groups[0]["rule"] = {"scale": torch.tensor(2.0), "function": torch.nn.functional.gelu}
-        train(connections, parameters, optimizer, range(1))
-
-
-def test_options_that_cannot_be_pickled_are_refused() -> None:
-    with job(num_workers=1) as found, found.connections(0) as connections:
-        optimizer = optim.SGD(weights(), lr=0.1)
+        train(connections, parameters, optimizer, range(1)).close()
         optimizer.param_groups[0]["rule"] = lambda: None
-        remote = server_step(optimizer, connections)
         with pytest.raises(ValueError, match=r"a value for parameter server 0 of 1 .* cannot be pickled: .*no lambda"):
-            remote.place_new()
+            server_step(optimizer, connections).place_new()
 
 
 def test_an_optimizer_that_changes_values_of_its_groups_is_refused() -> None:

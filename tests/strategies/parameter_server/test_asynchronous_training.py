@@ -518,22 +518,19 @@ def test_a_schedule_ends_where_it_was_planned_to_also_with_an_update_more(world2
     assert results[0]["rate"] == pytest.approx(end_of_cycle(EPOCHS * NUM_BATCHES))
 
 
-def own_stream() -> Stream:
-    return Stream(range(rank(), SAMPLES, 2), SAMPLES)
-
-
 def own_batches(kind: str) -> dict[str, Any]:
     module = OneCycle()
     case = Case(max_epochs=2, trainer=OWN_BATCHES[kind][0])
-    data = own_stream() if kind == "stream" else dataset(SAMPLES)
+    data = Stream(range(rank(), SAMPLES, 2), SAMPLES) if kind == "stream" else dataset(SAMPLES)
     trainer = fit_module(module, "async_ps", 2, case, DataLoader(data, batch_size=BATCH))
-    return {"steps": trainer.global_step, "rate": trainer.optimizers[0].param_groups[0]["lr"]}
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    return {"steps": trainer.global_step, "rate": rate, "samples": module.samples}
 
 
-# Options, and the steps of each rank.
-OWN_BATCHES: dict[str, tuple[dict[str, Any], int]] = {
-    "stream": ({"max_steps": 9, "max_epochs": -1}, 9),
-    "loader": ({"use_distributed_sampler": False}, 2 * NUM_BATCHES),
+# Options, the steps of each rank, and how often a sample is trained on in an epoch.
+OWN_BATCHES: dict[str, tuple[dict[str, Any], int, int]] = {
+    "stream": ({"max_steps": 9, "max_epochs": -1}, 9, 1),
+    "loader": ({"use_distributed_sampler": False}, 2 * NUM_BATCHES, 2),
 }
 
 
@@ -541,9 +538,9 @@ OWN_BATCHES: dict[str, tuple[dict[str, Any], int]] = {
 @pytest.mark.parametrize("kind", OWN_BATCHES)
 def test_schedules_count_a_ranks_own_steps_where_its_batches_are_its_own(world2: World, kind: str) -> None:
     """They counted the updates of all ranks, and ended after a part of the run."""
-    for result in world2.run(own_batches, kind):
-        steps = OWN_BATCHES[kind][1]
-        assert result == {"steps": steps, "rate": pytest.approx(end_of_cycle(steps))}
+    results, (_, steps, times) = world2.run(own_batches, kind), OWN_BATCHES[kind]
+    assert [(found["steps"], found["rate"]) for found in results] == [(steps, pytest.approx(end_of_cycle(steps)))] * 2
+    assert trained_on(results)[0] == Counter({sample: times * count for sample, count in EVERY.items()})
 
 
 def losses() -> tuple[float, float]:
@@ -576,18 +573,6 @@ def pairs() -> None:
 
 def test_several_training_loaders_are_refused(world2: World) -> None:
     world2.run_raising(ValueError, "there are several training loaders", pairs)
-
-
-def streams() -> dict[str, Any]:
-    module = Seen()
-    fit_module(module, "async_ps", 2, Case(max_epochs=2), DataLoader(own_stream(), batch_size=BATCH), eval_loader())
-    return {"samples": module.samples, "validated": len(module.versions)}
-
-
-def test_streams_are_each_workers_own(world2: World) -> None:
-    results = world2.run(streams)
-    assert trained_on(results) == dict.fromkeys(range(2), EVERY)
-    assert [result["validated"] for result in results] == [2, 0]
 
 
 def twice() -> list[float]:

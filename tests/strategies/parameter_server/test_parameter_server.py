@@ -128,34 +128,22 @@ def test_gradients_that_are_read_come_back_once_a_step(world2: World, name: str)
     assert world2.run(returned, name) == [[2, 2, 2]] * 2
 
 
-def other_weights(name: str) -> dict[str, Tensor]:
+def begins_apart(name: str, path: str) -> dict[str, Any]:
     module = Classifier("adamw")
     with torch.no_grad():
         module.first.weight.add_(rank())
-    fit(module, name)
-    return state(module)
+    fit(module, name).save_checkpoint(path)
+    return {"weights": state(module)}
 
 
 @both
-def test_ranks_begin_with_the_weights_of_the_first(world2: World, name: str) -> None:
-    reference = Classifier("adamw")
-    fit(reference, None)
-    for result in world2.run(other_weights, name):
-        assert_same_weights({"weights": result}, {"weights": state(reference)})
-
-
-def saved_after_the_fit(name: str, directory: str) -> list[str]:
-    trainer = fit(Classifier("adamw"), name)
-    path = str(Path(directory) / "after.ckpt")
-    trainer.save_checkpoint(path)
-    return [path]
-
-
-@both
-def test_the_whole_state_is_there_after_the_fit(world2: World, tmp_path: Path, name: str) -> None:
-    [path], _ = world2.run(saved_after_the_fit, name, str(tmp_path))
-    module = Classifier("adamw")
-    wanted = fit(module, None).optimizers[0].state_dict()
+def test_ranks_begin_with_the_weights_of_the_first_and_the_whole_state_is_there_after_the_fit(
+    world2: World, tmp_path: Path, name: str
+) -> None:
+    reference, path = Classifier("adamw"), str(tmp_path / "after.ckpt")
+    wanted = fit(reference, None).optimizers[0].state_dict()
+    for result in world2.run(begins_apart, name, path):
+        assert_same_weights(result, {"weights": state(reference)})
     found = torch.load(path, weights_only=False)["optimizer_states"][0]
     assert found["state"].keys() == wanted["state"].keys()
     for number, values in wanted["state"].items():
