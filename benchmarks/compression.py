@@ -280,7 +280,7 @@ def between_hosts(given: argparse.Namespace) -> dict[str, Any]:
     """The times of rank 0 of two."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        EmulatedHosts(2, bandwidth=given.bandwidth, burst=given.burst, wire_frames=False) as hosts,
+        EmulatedHosts(2, bandwidth=given.bandwidth, burst=given.burst) as hosts,
     ):
         path = Path(folder) / "results.json"
         arguments = ["--rounds", str(given.rounds), "--bucket-mb", str(given.bucket_mb)]

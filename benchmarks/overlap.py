@@ -168,7 +168,7 @@ def between_hosts(given: argparse.Namespace) -> list[dict[str, Any]]:
     """The medians of rank 0 of two."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        EmulatedHosts(2, bandwidth=given.bandwidth, burst=given.burst, wire_frames=False) as hosts,
+        EmulatedHosts(2, bandwidth=given.bandwidth, burst=given.burst) as hosts,
     ):
         path = Path(folder) / "results.json"
         ranks: list[subprocess.Popen[Any]] = []

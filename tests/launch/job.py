@@ -95,7 +95,7 @@ class Job:
             environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path(), **env}
             options: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "cwd": cwd}
             if forked or host is None:
-                options["namespace"] = None if host is None else host.namespace
+                options["namespace"] = None if host is None else host.namespace.pid
                 self.processes.append(preforked.Process(command, env={**os.environ, **environment}, **options))
             else:
                 self.processes.append(host.popen(command, env=environment, **options))

@@ -20,7 +20,6 @@ import pytest
 from lightning_multigpu import find_last_checkpoint
 from lightning_multigpu.emulation import EmulatedHosts, Host, HostsUnavailable
 from lightning_multigpu.emulation.job import HostsJob
-from lightning_multigpu.emulation.namespaces import existing, remove_leftovers
 from lightning_multigpu.job.guardian import Guardian, GuardianError, start
 from tests.launch import job
 from tests.launch.without_memory import without_memory
@@ -172,30 +171,27 @@ def test_a_worker_of_a_loader_that_cannot_be_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.hosts
-def test_emulated_hosts_that_cannot_be_put_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has been made stays while nothing can be started, and the next use takes it down."""
-    before = existing()
-    build = EmulatedHosts._build_host
+@pytest.mark.parametrize("method", ["_build", "_connect"])
+def test_emulated_hosts_that_cannot_be_put_up(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a process that holds a namespace, nor one that connects it."""
+    build = getattr(EmulatedHosts, method)
 
-    def build_or_refuse(hosts: EmulatedHosts, namespaces: Any, switch: str, node_rank: int) -> Host:
-        if node_rank == 1:
-            without_memory()
-        return build(hosts, namespaces, switch, node_rank)
+    def build_or_refuse(*arguments: Any) -> None:
+        without_memory()
+        build(*arguments)
 
     def enter() -> None:
         with EmulatedHosts(2):
             pass
 
-    monkeypatch.setattr(EmulatedHosts, "_build_host", build_or_refuse)
-    with pytest.raises(HostsUnavailable, match=rf"`ip .*` cannot be started: \[Errno 12\] .*; {re.escape(MEMORY)}"):
+    monkeypatch.setattr(EmulatedHosts, method, build_or_refuse)
+    with pytest.raises(HostsUnavailable, match=rf"`.*` cannot be started: \[Errno 12\] .*; {re.escape(MEMORY)}"):
         in_a_thread(enter)
-    remove_leftovers()
-    assert existing() == before
 
 
 @pytest.mark.hosts
 def test_a_command_on_a_host_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command on the hosts before it went on, and was ended only if the namespaces could be deleted."""
+    """The command on the hosts before it went on, and was ended only with the hosts."""
     started: list[subprocess.Popen[str]] = []
     popen = Host.popen
 
