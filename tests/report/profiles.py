@@ -33,7 +33,7 @@ def told(rank: int, *, ahead_s: float = 0.0, **phases_s: float) -> dict[str, Any
         steps.append({**step, "transfers": transfers})
     return {
         "rank": rank, "node": 0, "host": f"host<{rank}>", "threads": 1, "cores": 2, "data_workers": 0,
-        "clock": {"offset_s": ahead_s, "error_s": 1e-4}, "callbacks_s": {}, "steps": steps, "reads": [],
+        "clock_offset_s": ahead_s, "callbacks_s": {}, "steps": steps, "reads": [],
         "operators": [("aten::mm", 7, 0.003, 0.0)], "stages": None,
     }  # fmt: skip
 

@@ -51,9 +51,8 @@ class ProfilerReport(SilentMonitors):
     take longer: keep its schedule apart from the window.
 
     The figures come from the actions that Lightning reports to its profiler, which still receives them, from the
-    strategy's meter and the record of a pipeline's stages. Clocks of ranks are compared within the window. Under
-    ``async_ps`` ranks of other hosts keep their own clock. On GPUs the phases are those of the host, which runs ahead
-    of the device.
+    strategy's meter and the record of a pipeline's stages. Tracks of several hosts are as well aligned as the hosts'
+    clocks. On GPUs the phases are those of the host, which runs ahead of the device.
 
     Args:
         wait: optimizer steps before the window; the first ones pay for allocations and for what is compiled.

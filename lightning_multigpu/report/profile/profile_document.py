@@ -82,14 +82,6 @@ class RunFigure(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClockError:
-    """A rank's clock minus that of rank 0, and the most by which that can be wrong, in seconds."""
-
-    offset_s: float
-    error_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class ProfiledStep:
     """An optimizer step of a rank; its parts have no gaps and do not overlap."""
 
@@ -131,7 +123,7 @@ class MeasuredRank:
         threads: intra-op threads.
         cores: cores that the processes of its host may use.
         data_workers: worker processes of its DataLoader; null if unknown.
-        clock: its clock.
+        clock_offset_s: the clock of its times minus the clock of its host, in seconds.
         callbacks_s: seconds of a step by hook, medians, of the hooks that take the most time.
         operators: of one step: those with the most time of their own.
         reads: values of tensors that are read in a step.
@@ -151,7 +143,7 @@ class MeasuredRank:
     threads: int
     cores: int
     data_workers: int | None
-    clock: ClockError
+    clock_offset_s: float
     callbacks_s: Mapping[str, float]
     operators: Sequence[OperatorTime]
     reads: Sequence[LineReads]
@@ -220,11 +212,11 @@ class ProfiledOperation:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileDocument:
-    """``profile.json``, version 1. Times are in seconds on the clock of rank 0, from the first counted step.
+    """``profile.json``, version 1. Times are in seconds by the clocks of the hosts, from the first counted step.
 
     Attributes:
         strategy, versions: as in ``multigpu_report.json``.
-        origin_s: that beginning on the clock of rank 0.
+        origin_s: that beginning, since 1970.
         step_s: median optimizer step of the slowest rank.
         ranks: one a rank, in rank order.
         operations: transfers between ranks, of the rank that sends most.
@@ -269,11 +261,6 @@ class ProfileDocument:
         return (
             f'{self.strategy.name} does not measure its transfers, which count as backward; strategy="ring_ddp" does.'
         )
-
-    @property
-    def clock_error_s(self) -> float:
-        """The largest possible error of a rank's times on the clock of rank 0; 0 where clocks were not compared."""
-        return max(rank.clock.error_s for rank in self.ranks)
 
     @cached_property
     def pipelines(self) -> PipelineReport:

@@ -40,8 +40,8 @@ def build(
         strategy_options: the strategy by its class, whose options remedies name.
     """
     measured = [from_json(MeasuredRank, rank, f"rank {rank.get('rank')}") for rank in told]
-    origin_s = min(rank.steps[0].start_s - rank.clock.offset_s for rank in measured)
-    ranks = [_with_medians(rank, origin_s + rank.clock.offset_s) for rank in measured]
+    origin_s = min(rank.steps[0].start_s - rank.clock_offset_s for rank in measured)
+    ranks = [_with_medians(rank, origin_s + rank.clock_offset_s) for rank in measured]
     figures = [_figures(rank) for rank in ranks]
     servers = told[0].get("servers") and from_json(ServersSection, told[0]["servers"])
     return ProfileDocument(
@@ -70,7 +70,7 @@ def medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _with_medians(rank: MeasuredRank, behind_s: float) -> ProfiledRank:
-    """The rank on the clock of rank 0, and its medians."""
+    """The rank with times from the first counted step, and its medians."""
     steps = [step.earlier(behind_s) for step in rank.steps]
     step_s = median(step.seconds for step in steps)
     phases_s = medians([seconds_of(Span(a, b, phase) for phase, a, b in step.parts) for step in steps])

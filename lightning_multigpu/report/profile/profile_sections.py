@@ -132,7 +132,6 @@ def _phases(profile: ProfileDocument) -> Iterator[ReportSection]:
     for rank in ranks:
         times_s = [*(rank.phases_s.get(phase, 0.0) for phase in used), rank.step_s, rank.hidden_s]
         rows.append([f"{rank.rank} ({rank.host})", *(number(1e3 * seconds) for seconds in times_s)])
-    error_s = profile.clock_error_s
     yield ReportSection(
         title="A step of each rank, in ms",
         legend={phase: PHASE_COLOURS[phase] for phase in used},
@@ -143,8 +142,7 @@ def _phases(profile: ProfileDocument) -> Iterator[ReportSection]:
             ms,
         ),
         table=[["rank", *map(words, used), "step, ms", "hidden transfers"], *rows],
-        note="Communication is what nothing hides; hidden transfers run beside the other phases."
-        + (f"\nclocks of ranks are compared to within {ms(error_s)}" if error_s else ""),
+        note="Communication is what nothing hides; hidden transfers run beside the other phases.",
     )
 
 
@@ -169,10 +167,9 @@ def _timeline(profile: ProfileDocument) -> Iterator[ReportSection]:
             meaning = f"{who}: {t.operation} ({t.group}), {ms(t.end_s - t.start_s)}"
             figure.box(t.start_s - start_s, t.end_s - start_s, "#000", meaning, top=17, height=5)
     figure.axis()
-    error = f", to within {ms(profile.clock_error_s)}" if profile.clock_error_s else ""
     yield ReportSection(
         title=f"One step over all ranks: {ms(span_s)}",
-        lead=f"On the clock of rank 0{error}, from the start of the first rank to the end of the last, which may be "
+        lead="By the clocks of the hosts, from the start of the first rank to the end of the last, which may be "
         "longer than a rank's step. Transfers between ranks below each rank's phases.",
         figure=figure.part_of_page("Timeline of one step, a row for each rank"),
     )
