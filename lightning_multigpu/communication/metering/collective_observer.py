@@ -1,30 +1,8 @@
-"""The interface of an observer of collectives that are under way."""
+"""The members of a group as text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
-
-
-class CollectiveNote(Protocol):
-    """One collective under way; exactly one of :meth:`ended` and :meth:`broke` is called."""
-
-    def awaited(self, *, by_device: bool = False) -> None:
-        """The calling thread, or this rank's device, begins to wait for it."""
-
-    def ended(self) -> None:
-        """It has ended."""
-
-    def broke(self) -> None:
-        """It has raised an error."""
-
-
-class CollectiveObserver(Protocol):
-    """An observer of each collective that begins; the guardian's ``FlightRecorder`` is one."""
-
-    def began(
-        self, operation: str, *, group: str, ranks: str, group_size: int, size_bytes: int, awaited: bool = True
-    ) -> CollectiveNote | None: ...
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
