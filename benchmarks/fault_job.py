@@ -13,7 +13,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -106,10 +106,6 @@ class Outcome:
     def of_process(self, index: int) -> str:
         """The output of one of the processes that the user started."""
         return self.output.split(f"--- {index} ---\n")[1].split("\n--- ")[0]
-
-    def to_json(self) -> dict[str, object]:
-        """All but the output."""
-        return {name: value for name, value in asdict(self).items() if name != "output"}
 
 
 class FaultJob:
