@@ -75,13 +75,6 @@ def test_what_nobody_waits_for_need_not_be_told() -> None:
     assert meter.steps[0].operations[0].sent_bytes == 4
 
 
-def test_without_anybody_to_tell() -> None:
-    meter = Meter()
-    transfer = meter.begin("barrier", group="world", group_size=2, size_bytes=0)
-    transfer.awaited()
-    transfer.finish()
-
-
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [([0, 1, 2, 3], "0-3"), ([1, 3, 5], "1-5:2"), ([0, 3, 4], "0,3,4"), ([7], "7"), ([4, 2], "4,2"), ([], "")],
