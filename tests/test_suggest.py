@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-
 from lightning_multigpu._suggest import did_you_mean, nearest
 
 SETTINGS = ["max_epochs", "min_epochs", "max_steps", "strategy", "num_sanity_val_steps", "callbacks"]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        ("max_epoch", "max_epochs"),
-        ("max-epochs", "max_epochs"),
-        ("MAX_EPOCHS", "max_epochs"),
-        ("startegy", "strategy"),
-        ("callback", "callbacks"),
-        ("sanity", "num_sanity_val_steps"),
-        ("zzz", None),
-        ("", None),
-    ],
-)
-def test_nearest(wrong: str, right: str | None) -> None:
-    assert nearest(wrong, SETTINGS) == right
-
-
-def test_hyphens_are_underscores() -> None:
-    """Four of nine characters differ, which alone would be too many."""
-    assert nearest("a-b-c-d-e", ["a_b_c_d_e"]) == "a_b_c_d_e"
-
-
-def test_a_part_of_several_names_is_near_to_none() -> None:
-    assert nearest("max", SETTINGS) is None
-
-
-def test_nothing_is_known() -> None:
+def test_nearest() -> None:
+    for wrong in ("max_epoch", "max-epochs", "MAX_EPOCHS"):
+        assert nearest(wrong, SETTINGS) == "max_epochs"
+    assert nearest("a-b-c-d-e", ["a_b_c_d_e"]) == "a_b_c_d_e", "four of nine characters differ"
+    assert nearest("sanity", SETTINGS) == "num_sanity_val_steps"
+    assert [nearest(wrong, SETTINGS) for wrong in ("zzz", "", "max")] == [None] * 3, "max is a part of several"
     assert nearest("max_epochs", []) is None
 
 
