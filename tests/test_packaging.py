@@ -291,10 +291,12 @@ class TestImport:
 
 @pytest.mark.launch
 def test_the_wheel_has_the_package_alone_and_trains_from_any_directory(tmp_path: Path) -> None:
-    def run(*command: str) -> str:
+    def run(*command: str, cwd: str = "") -> str:
         path = f"{tmp_path / 'installed'}:{Path(__file__).with_name('environment')}"
         environment = {**os.environ, "PYTHONPATH": path}
-        process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+        process = subprocess.run(
+            command, cwd=tmp_path / cwd, env=environment, capture_output=True, text=True, timeout=400
+        )
         assert process.returncode == 0, f"exit status {process.returncode}\n{process.stdout}\n{process.stderr}"
         return process.stdout
 
@@ -309,9 +311,9 @@ def test_the_wheel_has_the_package_alone_and_trains_from_any_directory(tmp_path:
     assert run(sys.executable, "-c", f"import {_OURS} as m; print(m.__file__)").startswith(f"{tmp_path}/installed")
     program = str(tmp_path / "installed/bin/lightning-multigpu")
     run(program, "new", "project")
-    few = ("--trainer.max_steps=3", "--trainer.limit_val_batches=1", "--trainer.default_root_dir=runs")
-    run(program, "fit", "--config", "project/config.yaml", *few)
-    [report] = map(json.loads, (path.read_text() for path in tmp_path.rglob("multigpu_report.json")))
+    few = ("--trainer.max_steps=3", "--trainer.limit_val_batches=1")
+    run(program, "fit", "--config", "config.yaml", *few, cwd="project")
+    report = json.loads((tmp_path / "project/runs/version_0/multigpu_report.json").read_text())
     assert (report["strategy"]["name"], report["world"]["size"], report["steps"]) == ("ring_ddp", 2, 3)
     assert len(list(tmp_path.rglob("checkpoints/*.ckpt"))) == 1
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece, make_compressor
 from lightning_multigpu.communication.ring import sent_elements
-from tests.communication.shared import errors_of, total_errors
+from tests.communication.shared import own_errors, total_errors
 from tests.world import World, init_group
 
 SETTINGS: dict[str, Any] = {
@@ -130,8 +130,8 @@ def test_with_error_feedback_results_approach_what_was_given(world2: World, name
 
 
 def _steps_with_one_bad(name: str, bad: float | None, where: int, who: int) -> list[Tensor]:
-    """Five steps of two tensors each; in one step a rank gives a number that is not finite. What came after that step
-    and the state; and the result of the bad step, if there was one."""
+    """Five steps of two tensors each, in one of which a rank gives a number that is not finite: the results of all, the
+    errors that are kept, and the step count."""
     reduce = engine(name)
     results: list[Tensor] = []
     for step in range(5):
@@ -145,9 +145,7 @@ def _steps_with_one_bad(name: str, bad: float | None, where: int, who: int) -> l
             reduce(tensor, pieces, average=True)
         reduce.end_step()
         results += tensors
-    kept = [] if reduce._errors is None else [errors_of(reduce._errors, sum(_two_buckets(), ()))]
-    starts = reduce._warm_starts._factors if name == "powersgd" else {}
-    return [*results, *kept, *(starts[key] for key in sorted(starts)), torch.tensor(reduce.step)]
+    return [*results, own_errors(reduce, sum(_two_buckets(), ())), torch.tensor(reduce.step)]
 
 
 def _two_buckets() -> list[tuple[GradientPiece, ...]]:
