@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from lightning_multigpu.job.guardian.proc import refusal
 
@@ -122,7 +123,7 @@ def check_available() -> None:
     _check_programs(ip="iproute2", tc="iproute2", mount="util-linux", nsenter="util-linux", unshare="util-linux")
 
 
-def become_root_of_a_user_namespace(command: Sequence[str]) -> None:
+def become_root_of_a_user_namespace(command: Sequence[str]) -> NoReturn:
     """Goes on as the command, which sees itself as user 0 and may make namespaces; its files belong to this user.
 
     Raises:

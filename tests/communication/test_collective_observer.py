@@ -12,7 +12,6 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.data_parallel.agreement import Announcer
-from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.job.guardian.hang.flight_recorder import parse_ranks
 from tests.world import World, init_group
 
@@ -122,17 +121,3 @@ def test_an_announcement_is_awaited_only_when_it_is_collected(world2: World) -> 
     for events in world2.run(_announcer_events):
         assert events[0] == "began, not awaited"
         assert sorted(events[1:]) == ["awaited", "ended"]
-
-
-def _reducer_events() -> tuple[list[str], list[dict[str, Any]]]:
-    meter, told = noted_meter()
-    group = _group()
-    reducer = GradientReducer(group, meter)
-    reducer.average(torch.ones(5))
-    return told.events, told.fields
-
-
-def test_an_average_of_the_ring(world2: World) -> None:
-    for events, fields in world2.run(_reducer_events):
-        assert events == ["began", "ended"]
-        assert [(f["operation"], f["group"], f["ranks"]) for f in fields] == [("all_reduce", "data", "0-1")]

@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 
 from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.main_store import MainStore, hold_port, kept_by_torchrun, listening_socket
-from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError, conflict
+from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError
 from tests.world import free_port
 
 OTHER_LOOPBACK = "127.0.0.2"  # an address of its own, as those of networks are
@@ -95,11 +95,6 @@ class TestRendezvous:
             assert "two processes claim to be rank 1: " in str(message)
             assert "pid 7)" in str(message)
             assert "pid 8)" in str(message)
-
-    def test_a_rank_more_than_there_are(self) -> None:
-        found = conflict([arrival(0, 1), arrival(1, 2)])
-        assert found is not None
-        assert "world size" in found
 
     def test_an_earlier_attempt_in_the_same_store_does_not_count(self) -> None:
         store = HashStore()
