@@ -81,7 +81,7 @@ def test_a_signal_ends_the_command_on_all_hosts_and_leaves_nothing(
 ) -> None:
     """After SIGKILL of ``emulate`` its commands went on, and the processes that they had started."""
     mark = {**os.environ, "EMULATE_MARK": tmp_path.name}
-    command = "sleep 1000 & echo started; wait"
+    command = "sleep 1000 >/dev/null 2>&1 & echo started; wait"
     with subprocess.Popen(
         [*before, *EMULATE, "--nodes", "2", "--", "sh", "-c", command], env=mark, stdout=subprocess.PIPE, text=True
     ) as running:
