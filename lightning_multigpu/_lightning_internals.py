@@ -211,6 +211,11 @@ def tell_device(module: Module, device: torch.device) -> None:
             part._device = device
 
 
+def forget_loader_states(trainer: Trainer) -> None:
+    """Leaves out the positions that a checkpoint has of loaders: Lightning would ask ours to load them."""
+    trainer.fit_loop._combined_loader_states_to_load = []
+
+
 @cache
 def attributes_of_lightning() -> frozenset[str]:
     """Names of attributes that Lightning sets in a LightningModule."""

@@ -23,6 +23,8 @@ from tests.modules import Stream
 from tests.strategies.tasks import (
     Case,
     Classifier,
+    assert_same_weights,
+    dataset,
     fit,
     fit_module,
     make_strategy,
@@ -196,6 +198,30 @@ def test_the_next_epoch_of_a_stream_is_whole(world2: World, tmp_path: Path) -> N
     """After a save at the last batch of an epoch the next epoch had no batches."""
     assert world2.run(streams, str(tmp_path), None) == [6, 6]
     assert world2.run(streams, str(tmp_path), str(tmp_path / "step=3.ckpt")) == [3, 3]
+
+
+class KeepsPosition(DataLoader[Any]):
+    """A loader that saves and loads its own position."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Loads nothing."""
+
+
+def test_a_loader_that_keeps_its_own_position_continues_as_any_other(tmp_path: Path) -> None:
+    """Also from a file in which Lightning has saved that position."""
+    results = []
+    for strategy, devices, path in ((None, 1, None), ("dp", 2, tmp_path / "step=3.ckpt")):
+        module, saving = Classifier(), saver(tmp_path, 3, False)
+        data = KeepsPosition(dataset(29), batch_size=8)
+        options: dict[str, Any] = {"callbacks": [saving], "enable_checkpointing": True, "ckpt_path": path}
+        fit_module(module, strategy, devices, Case(max_epochs=2), data, **options)
+        results.append((module.learning_rates, {"weights": state(module)}))
+    (whole, expected), (resumed, found) = results
+    assert len(resumed) == len(whole) - 3
+    assert_same_weights(found, expected)
 
 
 @rows
