@@ -20,7 +20,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import attributes_of_lightning, forget_loader_states, is_compiled, tell_device
+from lightning_multigpu._lightning_internals import (
+    attributes_of_lightning,
+    forget_loader_states,
+    is_compiled,
+    tell_device,
+)
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice, recomputing
 from lightning_multigpu.engine.batch_size import leading_size, tensors_in
