@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.communication.compression import make_compressor
-from lightning_multigpu.communication.tensors import alike, apply_flat
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
 from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport, pieces_of
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
@@ -220,7 +219,12 @@ class AveragedGradients:
         strategy.common.buffers_due = self._synchronises
 
     def end_backward(self) -> None:
-        """Waits for the averages, of which none may lack; averages parameters unfrozen within the step here."""
+        """Waits for the averages.
+
+        Raises:
+            RuntimeError: the average of a parameter lacks: the loss does not depend on it, or it was unfrozen within
+                the step.
+        """
         if self.reducer is None:
             return
         is_complete = self.reducer.finish()
@@ -229,11 +233,11 @@ class AveragedGradients:
         assert self._trained is not None
         if not is_complete:
             raise unused_error(self._trained.without_gradient(), "RingDDPStrategy")
-        missed = self._trained.missed(self._strategy.optimizers)
-        if missed:
-            self._strategy.common.compare_changes(dict.fromkeys(missed, "trained"))
-            for gradients in alike(parameter.grad for parameter in missed.values() if parameter.grad is not None):
-                apply_flat(self.reducer.average, gradients)
+        for name in self._trained.missed(self._strategy.optimizers):
+            raise RuntimeError(
+                f"{name} was unfrozen within the step, and nobody averages its gradients: unfreeze layers in "
+                "on_train_batch_start or on_train_epoch_start, or take turns with self.toggle_optimizer(optimizer)"
+            )
 
     def end_step(self) -> None:
         """Keeps error feedback, and averages models when it is their turn, after an optimizer step."""

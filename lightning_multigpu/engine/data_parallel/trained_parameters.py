@@ -56,11 +56,8 @@ class TrainedParameters:
         return [name for parameter, name in self.averaged.items() if parameter.grad is None]
 
     def missed(self, optimizers: Iterable[Optimizer]) -> dict[str, Parameter]:
-        """Optimized parameters, by name, whose gradients nobody averages.
-
-        They were unfrozen within the step, or frozen while batches were being accumulated.
-        """
-        found = [parameter for parameter in self._others if parameter.grad is not None]
+        """Optimized parameters, by name, whose gradients nobody averages: they were unfrozen within the step."""
+        found = [p for p in self._others if p.requires_grad and p.grad is not None]
         optimized = {id(parameter) for parameter in _of(optimizers)} if found else set()
         return {self._names[parameter]: parameter for parameter in found if id(parameter) in optimized}
 
