@@ -240,11 +240,18 @@ class UnfreezingError(Frozen):
 
 
 class NoiseError(Frozen):
-    """Adds random numbers to a weight; ranks draw different ones."""
+    """Adds random numbers to a weight that all ranks and stages have; they draw different ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.shared(x))
 
     def on_train_batch_end(self, *args: Any) -> None:
         with torch.no_grad():
-            self.second.weight += 1e-9 * torch.randn(3, 16, generator=torch.Generator().manual_seed(rank()))
+            self.shared.weight += 1e-9 * torch.randn(6, 6, generator=torch.Generator().manual_seed(rank()))
 
 
 def fail(module: Frozen, strategy: Any) -> tuple[str, int]:
@@ -270,14 +277,20 @@ FAILURES: dict[str, tuple[type[Frozen], Any, str, int]] = {
     "a hook draws random numbers": (
         NoiseError,
         RingDDPStrategy(check_replicas_every_n_steps=3),
-        r"same parameters any more:\n  layers\.2\.weight: norm .* rank 0; norm .* rank 1\n.*hook that draws random",
+        r"same parameters any more:\n  shared\.weight: norm .* rank 0; norm .* rank 1\n.*hook that draws random",
         2,
     ),
     "noticed with the batch after the next": (
         NoiseError,
         RingDDPStrategy(),
-        r"layers\.2\.weight: changed to .* on rank 0; changed",
+        r"shared\.weight: changed to .* on rank 0; changed",
         3,
+    ),
+    "a hook draws random numbers on each stage": (
+        NoiseError,
+        PipelineStrategy(balance=[4, 4], replicated=["shared"], check_replicas_every_n_steps=3),
+        r"shared\.weight: norm .* rank 0; norm .* rank 1",
+        2,
     ),
 }
 
