@@ -393,7 +393,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         super().on_train_start()
         trainer = self._module.trainer
         complete_resumed_epoch(trainer)
-        text = global_batch_text([full_batch_size(trainer.train_dataloader)], 1, trainer)
+        text = global_batch_text([full_batch_size(trainer.train_dataloader)], trainer)
         rank_zero_info(f"{text}; dp cuts each batch into parts for {len(self.devices)} devices")
         self.meter.discard()
 

@@ -624,7 +624,7 @@ def test_what_travels_is_measured(caplog: pytest.LogCaptureFixture, tmp_path: An
     module = Normalised()
     report = RunReport(print_table=False)
     trainer = train(module, 2, callbacks=[CommunicationMonitor(log=False), report], default_root_dir=str(tmp_path))
-    assert "Global batch: 7 samples a step = 1 rank x 7 (batch_size of the loader); dp cuts each batch" in caplog.text
+    assert "Global batch: 7 samples a step (data ranks: 1 x 7); dp cuts each batch" in caplog.text
     meter = trainer.strategy.meter  # type: ignore[attr-defined]
     buffers = 6 * 8 + 6 * 8 + 8  # of BatchNorm: mean, variance, number of batches
     gradients = 8 * sum(parameter.numel() for parameter in module.parameters())
