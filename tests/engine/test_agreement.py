@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -96,23 +95,3 @@ def attributes() -> tuple[Any, Any, int]:
 def test_attributes_are_those_of_the_loader(world2: World) -> None:
     """Lightning seeds the workers of a loader by setting its ``worker_init_fn``."""
     assert world2.run(attributes) == [(len, 2, 2)] * 2
-
-
-class Work:
-    """A transfer that ends when it has been looked at so many times, or never."""
-
-    def __init__(self, looks: float) -> None:
-        self.looks = looks
-
-    def is_completed(self) -> bool:
-        self.looks -= 1
-        return self.looks < 0
-
-
-@pytest.mark.parametrize(("looks", "ends"), [(0, True), (3, True), (math.inf, False)])
-def test_an_announcement_under_way_gets_a_moment(looks: float, ends: bool) -> None:
-    announcer = object.__new__(Announcer)
-    announcer._pending = None
-    assert announcer.settle()
-    announcer._pending = (Work(looks), torch.empty(0), None)  # type: ignore[assignment]
-    assert announcer.settle() is ends

@@ -125,10 +125,6 @@ STORIES = {
     "another optimizer": Story(take_another_optimizer),
     "optimizers that are set up again": Story(set_up_again),
     "accumulating, over sockets": Story(strategy={"shared_memory": False}, trainer=ACCUMULATING),
-    "without views of buckets": Story(strategy={"gradient_as_bucket_view": False}),
-    "unused parameters": Story(strategy={"find_unused_parameters": True}),
-    "a static graph": Story(strategy={"static_graph": True}),
-    "buckets of a given size": Story(strategy={"bucket_cap_mb": 1}),
     "compressed": Story(strategy={"compression": "int8", "shared_memory": False}, is_exact=False),
     "local SGD": Story(strategy={"average_every": 2}, is_exact=False),
 }
