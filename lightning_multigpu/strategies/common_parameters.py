@@ -9,9 +9,7 @@ from torch import Tensor
 
 from lightning_multigpu.communication.digest import compared
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.engine.data_parallel.common_values import CommonValues
-from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradients
-from lightning_multigpu.engine.data_parallel.replicas import check_replicas
+from lightning_multigpu.engine.data_parallel.replicas import CommonValues, GivenGradients, check_replicas
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, check_belong
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.job.batch_feed import batches_trained_on
