@@ -174,7 +174,8 @@ class AveragedGradients:
             listed = (parameter for group in optimizer.param_groups for parameter in group["params"])
             given.average(parameter for parameter in listed if parameter not in left_out)
 
-        self._methods = PluginMethods(plugin, post_backward=noted, **{HOOKS_BEFORE_STEP: averaged})
+        methods: dict[str, Any] = {"post_backward": noted, HOOKS_BEFORE_STEP: averaged}
+        self._methods = PluginMethods(plugin, **methods)
 
     def close(self) -> None:
         """Ends the transfers of a run, and forgets it."""
