@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,10 +172,12 @@ class Peak(Callback):
     Attributes:
         peak_bytes: these bytes.
         all_bytes: torch's own figure at the end of training, when the report takes it. Later the module becomes whole.
+        predicted: the bytes by kind that the rank of a pipeline should hold.
     """
 
     def __init__(self) -> None:
         self.before_bytes = self.peak_bytes = self.all_bytes = 0
+        self.predicted: dict[str, int] = {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         gc.collect()
@@ -190,6 +193,9 @@ class Peak(Callback):
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        stages = trainer.strategy.stage_record()  # type: ignore[attr-defined]
+        if stages is not None:
+            self.predicted = asdict(stages.predicted)
         if self._device.type == "cuda":
             self.all_bytes = torch.cuda.max_memory_allocated(self._device)
             allocated = torch.cuda.memory_allocated(self._device)
@@ -205,6 +211,7 @@ def _memory(card: Card, name: str, width: int) -> tuple[dict[str, Any], int, int
     """
     for each in (32, width):
         strategy, peak = make_strategy(name), Peak()
+        strategy.record_stages()
         report = RunReport(print_table=False, write_file=False)
         options = card.place(strategy, 2)
         trainer = make_trainer(
@@ -216,10 +223,8 @@ def _memory(card: Card, name: str, width: int) -> tuple[dict[str, Any], int, int
         )
         trainer.fit(Deep(each))
         assert report.report is not None
-        found = report.report
-        ranks = found["pipeline"]["pipelines"][0]["ranks"] if "pipeline" in found else found["memory"]
-        own = next(row for row in ranks if row["rank"] == trainer.global_rank)
-    return own, peak.peak_bytes, peak.all_bytes
+        own = report.report["memory"][trainer.global_rank]
+    return {**own, "predicted": peak.predicted}, peak.peak_bytes, peak.all_bytes
 
 
 def predicted_memory(place: Place, *, name: str) -> str:
@@ -230,7 +235,7 @@ def predicted_memory(place: Place, *, name: str) -> str:
         kinds = ("parameters_bytes", "gradients_bytes", "optimizer_bytes")
         held = sum(own[kind] for kind in kinds) + own.get("activations_bytes", 0)
         for kind in kinds:
-            predicted = own.get(f"predicted_{kind}", own[kind])
+            predicted = own["predicted"].get(kind, own[kind])
             assert abs(predicted - own[kind]) <= 0.05 * own[kind], f"{kind}: {predicted} predicted, {own[kind]} held"
         if not place.card.is_gpu:
             notes.append(f"{held / _MEBI:.2f} MiB held")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_multigpu.planning.pipelines.timeline import StageMemory, StageRecord
+from lightning_multigpu.planning.pipelines.timeline import StageMemory
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.schema import Absent, ReportError
 from lightning_multigpu.report.statistics import Aggregation, Statistics, aggregate_ranks
@@ -111,8 +111,8 @@ class HeldMemory:
         rank: the rank.
         parameters_bytes, gradients_bytes, optimizer_bytes: as they say. Buffers in which gradients travel count as
             gradients; optimizer states that are offloaded to the host do not count.
-        activations_bytes: of a pipeline: the most that autograd kept for backward at a time in the first step that ran
-            all micro-batches together, without parameters and buffers, each piece of memory once.
+        activations_bytes: of a pipeline, where something else had them counted: the most that autograd kept for
+            backward at a time in one step.
         device_peak_bytes: on GPUs, the most that torch had allocated.
     """
 
@@ -122,68 +122,6 @@ class HeldMemory:
     optimizer_bytes: Absent[int] = None
     activations_bytes: Absent[int] = None
     device_peak_bytes: Absent[int] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineRank(HeldMemory):
-    """A rank of a pipeline in one step; passes and times are absent if no such step was timed.
-
-    Attributes:
-        stages: its stages.
-        forward_passes, backward_passes, weight_passes: their number.
-        forward_s, backward_s, weight_s, send_s, receive_s, idle_s: seconds, together ``wall_s`` of the step.
-        bubble, theoretical_bubble: as in :class:`PipelineStep`.
-        predicted_parameters_bytes, predicted_gradients_bytes, predicted_optimizer_bytes: what ``plan --micro-batches``
-            predicts for the rank, by the split and the optimizers' classes; absent in reports of earlier versions.
-    """
-
-    stages: Sequence[int]
-    predicted_parameters_bytes: Absent[int] = None
-    predicted_gradients_bytes: Absent[int] = None
-    predicted_optimizer_bytes: Absent[int] = None
-    forward_passes: Absent[int] = None
-    backward_passes: Absent[int] = None
-    weight_passes: Absent[int] = None
-    forward_s: Absent[float] = None
-    backward_s: Absent[float] = None
-    weight_s: Absent[float] = None
-    send_s: Absent[float] = None
-    receive_s: Absent[float] = None
-    idle_s: Absent[float] = None
-    bubble: Absent[float] = None
-    theoretical_bubble: Absent[float] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineStep:
-    """A pipeline's step with the median wall time among the newest nine that ran all micro-batches together.
-
-    On GPUs one step in 16 is timed. All but ``ranks`` is absent if no such step was timed, in a fit of fewer than three
-    batches of a shape for example.
-
-    Attributes:
-        num_micro_batches: of the step.
-        wall_s: from the first pass of any rank of the pipeline to the last.
-        bubble: 1 - busy / wall, where forward, backward and weight passes are busy.
-        theoretical_bubble: that of equal stages, whose messages take no time, see
-            :func:`lightning_multigpu.planning.pipelines.timeline.theoretical`.
-        ranks: by position.
-    """
-
-    num_micro_batches: Absent[int] = None
-    wall_s: Absent[float] = None
-    bubble: Absent[float] = None
-    theoretical_bubble: Absent[float] = None
-    ranks: Sequence[PipelineRank]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineSection:
-    """The schedule, and the pipelines side by side."""
-
-    schedule: str
-    stages_per_rank: int
-    pipelines: Sequence[PipelineStep]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,8 +182,7 @@ class RunDocument(RunFacts):
             batch are not known, and under ``async_ps``.
         communication_ms: the parts of ``communication/total_ms`` by purpose, means over the steps but the first and
             over the ranks; parts that overlap in time add up to more than the total. Only where a meter measured.
-        memory: one a rank; absent with stages, and if servers have the optimizer states.
-        pipeline: only where the model was split into stages.
+        memory: one a rank; absent if servers have the optimizer states.
         parameter_servers: only where servers made the updates.
         tensor_split: only where layers were split over ranks: the object of ``plan --blocks --json``, without its
             version.
@@ -261,7 +198,6 @@ class RunDocument(RunFacts):
     global_batch: Absent[int] = None
     communication_ms: Absent[Mapping[str, float]] = None
     memory: Absent[Sequence[HeldMemory]] = None
-    pipeline: Absent[PipelineSection] = None
     parameter_servers: Absent[ServersSection] = None
     tensor_split: Absent[SplitPlan] = None
 
@@ -279,10 +215,8 @@ class RankRecord:
     """The most samples that it has trained on in one optimizer step; None where that is not known."""
     communication_ms: Mapping[str, float] = field(default_factory=dict)
     """Its communication in a step by purpose, in ms."""
-    stages: StageRecord | None = None
-    """The steps and the memory of its stages, under a pipeline."""
     memory: StageMemory | None = None
-    """The memory that it held at the end of training; None under a pipeline."""
+    """The memory that it held at the end of training."""
 
 
 def build(
@@ -293,7 +227,7 @@ def build(
     versions: Mapping[str, str],
     aggregations: Mapping[str, Aggregation],
     parameter_servers: ServersSection | None = None,
-    **sections: Any,
+    tensor_split: SplitPlan | None = None,
 ) -> RunDocument:
     """The report of a run.
 
@@ -302,8 +236,7 @@ def build(
         facts: what ran.
         strategy, versions: as in :class:`RunDocument`.
         aggregations: how each key's values become the run's; the keys of the report come in this order.
-        parameter_servers: the servers' figures, if any.
-        sections: ``pipeline`` and ``tensor_split``; None leaves one out.
+        parameter_servers, tensor_split: if any, as in :class:`RunDocument`.
 
     Raises:
         ValueError: there is no record, two have the same rank, or one is missing of a synchronous run.
@@ -340,7 +273,7 @@ def build(
         or None,
         memory=held if len(held) == len(ranks) else None,
         parameter_servers=parameter_servers,
-        **sections,
+        tensor_split=tensor_split,
     )
 
 

@@ -420,22 +420,23 @@ def test_a_clock_that_is_ahead_moves_no_rank(world2: World, tmp_path: Path) -> N
 
 
 def test_a_pipeline_waits_for_other_stages(world2: World, tmp_path: Path) -> None:
-    """The profile does not keep a report beside it from counting activations."""
+    """The profile and a report beside it tell the same of a rank's memory."""
 
     def fit() -> tuple[Any, dict[str, Any] | None]:
         report, loader = RunReport(print_table=False, write_file=False), DataLoader(Samples(0.0, None), batch_size=2)
-        return profiled(tmp_path, Net(), loader, make_strategy("gpipe"), beside=[report])[0], report.report
+        strategy = make_strategy("gpipe")
+        return profiled(tmp_path, Net(), loader, strategy, activations=True, beside=[report])[0], report.report
 
     (profile, report), _ = world2.run(fit)
     assert report is not None
-    assert all(of_rank["activations_bytes"] > 0 for of_rank in report["pipeline"]["pipelines"][0]["ranks"])
     assert all("stage_wait" in of_rank["phases_s"] for of_rank in profile["ranks"])
-    assert profile["ranks"][0]["stages"]["schedule"] == "gpipe"
-    assert "The pipeline's schedule" in profile_page.page(from_json(ProfileDocument, profile))
+    assert [rank["rank"] for rank in profile["pipelines"][0]["ranks"]] == [1, 0]
+    assert "A step of gpipe with " in profile_page.page(from_json(ProfileDocument, profile))
     assert '"pipeline stage 1"' in (tmp_path / chrome_trace.FILE_NAME).read_text()
-    reported = {of_rank["rank"]: of_rank for of_rank in report["pipeline"]["pipelines"][0]["ranks"]}
-    for of_rank in profile["ranks"]:
-        assert of_rank["memory"]["activations_bytes"] == reported[of_rank["rank"]]["activations_bytes"]
+    for of_rank, reported in zip(profile["ranks"], report["memory"], strict=True):
+        held = {kind: held_bytes for kind, held_bytes in of_rank["memory"].items() if held_bytes is not None}
+        assert held["activations_bytes"] > 0
+        assert reported == {"rank": of_rank["rank"], **held}
 
 
 def test_updates_of_ranks_at_their_own_pace_have_a_staleness(world2: World, tmp_path: Path) -> None:

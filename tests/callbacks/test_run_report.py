@@ -26,7 +26,6 @@ from lightning_multigpu.callbacks import (
 )
 from lightning_multigpu.callbacks.keys import keys_of
 from lightning_multigpu.callbacks.monitor import Monitor
-from lightning_multigpu.report import schedule_picture
 from lightning_multigpu.report.document import FILE_NAME, read
 from tests.callbacks.training import (
     BATCH_S,
@@ -222,12 +221,6 @@ def test_a_full_disk_does_not_fail_a_training_that_succeeded(tmp_path: Path, mon
         trainer(tmp_path, callbacks=[report]).fit(Regression(), batches(8))
     assert report.path is None
     assert report.report is not None
-
-
-def test_an_earlier_picture_that_cannot_be_removed_does_not_fail_the_training(tmp_path: Path) -> None:
-    (tmp_path / schedule_picture.FILE_NAME).mkdir()
-    with pytest.warns(UserWarning, match=f"was not written to .*{schedule_picture.FILE_NAME}"):
-        trainer(tmp_path, callbacks=[RunReport(print_table=False)]).fit(Regression(), batches(8))
 
 
 def test_a_log_directory_elsewhere_is_refused_in_words(tmp_path: Path) -> None:

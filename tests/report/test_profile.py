@@ -153,8 +153,7 @@ def test_transfers_that_nobody_measures_are_named() -> None:
 
 def test_text_of_all_that_can_be_measured() -> None:
     text = profile_text.text(loaded(with_all()))
-    assert re.search(r"^gpipe +micro-batches +step +ranks not busy +in theory$", text, re.MULTILINE)
-    assert re.search(r"^pipeline 0 +2 +90.0 ms +33.3 % +33.3 %$", text, re.MULTILINE)
+    assert "of 90.0 ms the ranks do not work for 33.3 %; in theory 33.3 %" in text
     assert re.search(r"^rank +parameters +gradients +optimizer +activations +device peak$", text, re.MULTILINE)
     assert re.search(r"^1 +4.00 MB +4.00 MB +8.00 MB +4.00 MB +19.0 MB$", text, re.MULTILINE)
     assert re.search(r"^samples a second +179 +160 +200$", text, re.MULTILINE)  # both ranks together
@@ -219,8 +218,8 @@ def test_the_page_needs_nothing_else_and_escapes_names() -> None:
 def test_the_page_has_a_section_for_all_that_was_measured() -> None:
     page, plain = profile_page.page(loaded(with_all())), profile_page.page(loaded(profile()))
     parsed = _Page(page)
-    titles = ("Near a limit", "The pipeline's schedule", "Memory that each rank holds", "Over the whole run",
-              "Staleness of updates")  # fmt: skip
+    titles = ("Near a limit", "A step of gpipe with 2 micro-batches, in ms", "Memory that each rank holds",
+              "Over the whole run", "Staleness of updates")  # fmt: skip
     for title in titles:
         assert title in parsed.texts
         assert title not in _Page(plain).texts

@@ -287,7 +287,7 @@ class ProfiledWindow:
             self._limit = "GPU", torch.cuda.get_device_properties(device).total_memory
         elif device.type == "cpu":
             self._limit = host_memory()[::2]
-        memory = memory_of(trainer) if self._stages is None else self._stages.memory
+        memory = memory_of(trainer)
         if memory is None:  # optimizer states are elsewhere
             held = asdict(measured_bytes(trainer.lightning_module.parameters(), []))
             self._memory = {kind: held[kind] for kind in ("parameters_bytes", "gradients_bytes")}

@@ -114,7 +114,7 @@ class ProfilerReport(SilentMonitors):
         )
         self._window = window
         if isinstance(trainer.strategy, MultiGPUStrategy):
-            trainer.strategy.record_stages(count_activations=self._activations or None)  # else as a RunReport wants it
+            trainer.strategy.record_stages(count_activations=self._activations)
             self._gathered = trainer.strategy.gather_at_end(lambda: self._told(window))
 
     @override

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.report import document
 from lightning_multigpu.report.document import NamedStrategy, ServersSection
-from lightning_multigpu.report.pipeline_section import PipelineReport
 from lightning_multigpu.report.schema import Absent, ReportError, from_json
 
 FILE_NAME = "profile.json"
@@ -219,6 +217,46 @@ class ProfiledOperation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineRank:
+    """A rank of a pipeline in one step.
+
+    Attributes:
+        rank: the rank.
+        seconds: in "forward", "backward" and "weight" passes, in "send" and "receive", and "idle"; together ``wall_s``
+            of the step.
+        bubble: 1 - busy / wall, where forward, backward and weight passes are busy.
+    """
+
+    rank: int
+    seconds: Mapping[str, float]
+    bubble: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineStep:
+    """A pipeline's step with the median wall time among the newest nine that ran all micro-batches together.
+
+    On GPUs one step in 16 is timed.
+
+    Attributes:
+        schedule: its name.
+        num_micro_batches: of the step.
+        wall_s: from the first pass of any rank of the pipeline to the last.
+        bubble: the mean of the ranks' bubbles.
+        theoretical_bubble: that of equal stages, whose messages take no time, see
+            :func:`lightning_multigpu.planning.pipelines.timeline.theoretical`.
+        ranks: by position.
+    """
+
+    schedule: str
+    num_micro_batches: int
+    wall_s: float
+    bubble: float
+    theoretical_bubble: float
+    ranks: Sequence[PipelineRank]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProfileDocument:
     """``profile.json``, version 1. Times are in seconds on the clock of rank 0, from the first counted step.
 
@@ -229,6 +267,7 @@ class ProfileDocument:
         ranks: one a rank, in rank order.
         operations: transfers between ranks, of the rank that sends most.
         findings: the largest saving first, then those that save nothing.
+        pipelines: side by side; only where the model was split into stages and a step was timed.
         servers: only where parameter servers made the updates.
     """
 
@@ -240,6 +279,7 @@ class ProfileDocument:
     ranks: Sequence[ProfiledRank]
     operations: Sequence[ProfiledOperation]
     findings: Sequence[Finding]
+    pipelines: Absent[Sequence[PipelineStep]] = None
     servers: Absent[ServersSection] = None
 
     def __post_init__(self) -> None:
@@ -274,11 +314,6 @@ class ProfileDocument:
     def clock_error_s(self) -> float:
         """The largest possible error of a rank's times on the clock of rank 0; 0 where clocks were not compared."""
         return max(rank.clock.error_s for rank in self.ranks)
-
-    @cached_property
-    def pipelines(self) -> PipelineReport:
-        """The pipelines of the run, as a :class:`~lightning_multigpu.callbacks.RunReport` has them."""
-        return PipelineReport(self.ranks)
 
 
 def read(path: Path) -> ProfileDocument:

@@ -12,8 +12,8 @@ from lightning_multigpu.planning.rank_figures import MemoryUse, Pushes, RankFigu
 from lightning_multigpu.planning.step_phases import PHASES, Span, seconds_of
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 from lightning_multigpu.report.document import NamedStrategy, ServersSection
-from lightning_multigpu.report.pipeline_section import PipelineReport
 from lightning_multigpu.report.profile import run_figures
+from lightning_multigpu.report.profile.pipelines import timed_pipelines
 from lightning_multigpu.report.profile.profile_document import (
     MeasuredRank,
     ProfileDocument,
@@ -43,6 +43,7 @@ def build(
     origin_s = min(rank.steps[0].start_s - rank.clock.offset_s for rank in measured)
     ranks = [_with_medians(rank, origin_s + rank.clock.offset_s) for rank in measured]
     figures = [_figures(rank) for rank in ranks]
+    pipelines = timed_pipelines(ranks)
     servers = told[0].get("servers") and from_json(ServersSection, told[0]["servers"])
     return ProfileDocument(
         strategy=strategy,
@@ -53,11 +54,12 @@ def build(
         operations=max((_operations(rank.steps) for rank in ranks), key=lambda found: sum(o.sent_bytes for o in found)),
         findings=diagnose(
             figures,
-            pipeline=PipelineReport(ranks).figures(),
+            pipeline=pipelines[0].figures() if pipelines else None,
             shards=[server.bytes_in + server.bytes_out for server in servers.servers] if servers else [],
             strategy=strategy_options or StrategyOptions(),
             asynchronous=bool(servers and servers.workers),  # they alone have a staleness
         ),
+        pipelines=[pipeline.step() for pipeline in pipelines] or None,
         servers=servers,
     )
 

@@ -12,6 +12,7 @@ from lightning_multigpu.planning.step_phases import PHASES
 from lightning_multigpu.report import figures
 from lightning_multigpu.report.figures import SvgFigure, bars, words
 from lightning_multigpu.report.profile import run_figures
+from lightning_multigpu.report.profile.pipelines import timed_pipelines
 from lightning_multigpu.report.profile.profile_document import ProfileDocument
 
 PHASE_COLOURS = {
@@ -179,29 +180,33 @@ def _timeline(profile: ProfileDocument) -> Iterator[ReportSection]:
 
 
 def _schedule(profile: ProfileDocument) -> Iterator[ReportSection]:
-    pipelines = profile.pipelines
-    section, drawn = pipelines.section(), pipelines.picture()
-    if section is None or drawn is None:
-        return
+    """A section for each pipeline; the first one has the picture."""
+    drawn = [pipeline.picture() for pipeline in timed_pipelines(profile.ranks)[:1]]
     meaning = "Schedule of a step of the pipeline, in theory above, as measured below: passes of each rank over time"
-    yield ReportSection(
-        title="The pipeline's schedule",
-        figure=f'<div class="wide schedule" role="img" aria-label="{meaning}">{drawn}</div>',
-        table=[
-            [section.schedule, "micro-batches", "step", "ranks not busy", "in theory"],
-            *(
-                [
-                    f"pipeline {index}",
-                    str(timed.num_micro_batches),
-                    ms(timed.wall_s),
-                    f"{100 * timed.bubble:.1f} %",
-                    f"{100 * timed.theoretical_bubble:.1f} %",
-                ]
-                for index, timed in enumerate(section.pipelines)
-                if timed.wall_s is not None and timed.bubble is not None and timed.theoretical_bubble is not None
+    for index, step in enumerate(profile.pipelines or ()):
+        kinds = [kind for kind in step.ranks[0].seconds if any(rank.seconds[kind] for rank in step.ranks)]
+        number_of = "" if len(profile.pipelines or ()) == 1 else f" in pipeline {index}"
+        yield ReportSection(
+            title=f"A step of {step.schedule}{number_of} with {step.num_micro_batches} micro-batches, in ms",
+            figure="".join(
+                f'<div class="wide schedule" role="img" aria-label="{meaning}">{picture}</div>' for picture in drawn
             ),
-        ],
-    )
+            table=[
+                ["rank", *kinds, "bubble"],
+                *(
+                    [
+                        str(rank.rank),
+                        *(number(1e3 * rank.seconds[kind]) for kind in kinds),
+                        f"{100 * rank.bubble:.1f} %",
+                    ]
+                    for rank in step.ranks
+                ),
+            ],
+            note=f"of {ms(step.wall_s)} the ranks do not work for {100 * step.bubble:.1f} %; in theory "
+            f"{100 * step.theoretical_bubble:.1f} %\n"
+            "from the first pass to the last: the rest of a step is loading, hooks and the optimizer",
+        )
+        drawn = []
 
 
 def _transfers(profile: ProfileDocument) -> Iterator[ReportSection]:
