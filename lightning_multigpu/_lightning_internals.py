@@ -103,7 +103,6 @@ __all__ = [
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "TrainingEpochLoop",
-    "argument_of",
     "asked_precision",
     "attributes_of_lightning",
     "averaged_copy",
@@ -171,20 +170,6 @@ def asked_precision() -> str | None:
         frame = frame.f_back
     given = None if frame is None else frame.f_locals.get("precision")
     return None if given is None else str(given)
-
-
-def argument_of(strategy: Strategy, name: str) -> Any:
-    """The value of a constructor's argument of a strategy, to say in a report what it ran with.
-
-    Lightning's strategies keep their arguments under private names.
-
-    Raises:
-        AttributeError: the strategy does not keep it.
-    """
-    for place in (name, f"_{name}"):
-        if hasattr(strategy, place):
-            return getattr(strategy, place)
-    raise AttributeError(f"{type(strategy).__name__} does not keep its argument {name!r}")
 
 
 def place_of_checkpoint(function: Callable[..., Any], args: tuple[Any, ...]) -> int | None:
