@@ -1,4 +1,4 @@
-"""Predictions of strategies as a table, as a plot of the terminal or a picture, and as JSON."""
+"""Predictions of strategies as a table, as a picture, and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from lightning_multigpu.planning.scaling.step_model import Prediction
 from lightning_multigpu.report.terminal import narrow, say
 
 SCHEMA_VERSION = 1
-_BAR = 40
 _BUSY = 0.05
 _LIMITS = {"exposed communication": "comm.", "computation": "comp."}
 
@@ -34,7 +33,7 @@ def show(ranking: Ranking, picture_path: Path | None, json_path: Path | None) ->
 
 
 def print_ranking(console: Console, ranking: Ranking) -> None:
-    """Prints the model, the table, the plot, what is impossible, and the explanation."""
+    """Prints the model, the table, what is impossible, and the explanation."""
     model, one = ranking.model, ranking.one
     batches = f", accumulate_grad_batches={one.candidate.accumulate}" if one.candidate.accumulate > 1 else ""
     say(
@@ -51,7 +50,6 @@ def print_ranking(console: Console, ranking: Ranking) -> None:
     for each in [*ranking.predictions, *ranking.too_large]:
         table.add_row(*_row(each, one, fits=each not in ranking.too_large))
     console.print(table)
-    say(console, *plot(ranking))
     reasons: dict[str, list[str]] = {}
     for candidate, _, reason in ranking.impossible:
         reasons.setdefault(reason, []).append(str(candidate))
@@ -83,20 +81,6 @@ def _row(each: Prediction, one: Prediction, *, fits: bool) -> list[str]:
         share(each.bubble_s),
         size(each.memory_bytes),
         _LIMITS.get(each.limit, each.limit) if fits else "memory",
-    ]
-
-
-def plot(ranking: Ranking) -> list[str]:
-    """Bars of samples a second, the best of each strategy."""
-    best: dict[str, Prediction] = {}
-    for each in ranking.predictions:
-        best.setdefault(each.candidate.strategy, each)
-    most = max((each.samples_per_s for each in best.values()), default=1.0)
-    width = max((len(name) for name in best), default=0)
-    return [
-        f"{name:<{width}}  {'#' * max(1, round(_BAR * each.samples_per_s / most)):<{_BAR}}  "
-        f"{number(each.samples_per_s)} samples/s on {each.world}"
-        for name, each in best.items()
     ]
 
 

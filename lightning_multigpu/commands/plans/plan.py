@@ -106,7 +106,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     module, taken = _VIEWS.get(view, ("scaling_cli", given))
     for wrong in (option for option in given if option not in (view, *taken)):
         raise UsageError(f"{_flag(wrong)} is no option with {_flag(view)}, which takes {', '.join(map(_flag, taken))}")
-    check_directories(options, "json", "picture", "write")
+    check_directories(options, "json", "picture")
     try:
         if options.picture is not None:
             check_picture(options.picture, "--picture", own_svg=view == "micro_batches")
@@ -149,6 +149,5 @@ def _parser(name: str) -> OptionParser:
         "what each block sends")  # fmt: skip
     add("--link-gbit", type=above_0, metavar="G", help="bandwidth between neighbouring devices, in Gbit/s")
     add("--picture", type=Path, metavar="PATH", help="draw the plan there: svg, png or pdf")
-    add("--write", type=Path, metavar="PATH", help="write the best configuration there")
     add("--json", type=Path, metavar="PATH", help="write the plan there too")
     return parser

@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import yaml
 
 from lightning_multigpu.bench.strategies.contenders import contender
 from lightning_multigpu.commands.calibrate import FILE_NAME, cached_path, identity, this_machine
@@ -39,12 +38,7 @@ def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
         UsageError: a setting makes training or planning impossible.
     """
     torch.set_num_threads(1)  # ranks are forked from this process
-    cli = ScalingCLI(["fit", *arguments], wanted)
-    ranking = cli.ranking
-    scaling_table.show(ranking, wanted.picture, wanted.json)
-    if wanted.write is not None:
-        wanted.write.write_text(cli.configuration())
-        print(f"Configuration of {ranking.first.candidate}: {wanted.write}")
+    scaling_table.show(ScalingCLI(["fit", *arguments], wanted).ranking, wanted.picture, wanted.json)
     return 0
 
 
@@ -104,19 +98,6 @@ class ScalingCLI(TrainingCLI):
         if machine.shares_cores:
             usual = sorted({1, *(each.world.nodes for each in machine.collectives)})
         return [World(n, d) for n in wanted.nodes or usual for d in devices]
-
-    def configuration(self) -> str:
-        """The configuration that ``fit`` takes, with the strategy that is ranked first."""
-        settings, first = self._settings(), self.ranking.first
-        classes = {row.name: row for row in STRATEGIES}
-        row = classes[first.candidate.strategy]
-        options = {**row.options, **first.candidate.options}
-        trainer = settings["trainer"]
-        trainer["strategy"] = (
-            {"class_path": row.class_path, "init_args": options} if first.candidate.options else row.name
-        )
-        trainer["devices"], trainer["num_nodes"] = first.world.devices, first.world.nodes
-        return yaml.safe_dump(settings, sort_keys=False)
 
 
 def strategy_of(text: str) -> tuple[str, dict[str, Any]]:
