@@ -21,7 +21,7 @@ from benchmarks.gpu.card import Card
 from benchmarks.gpu.table import Check, Place
 from benchmarks.gpu.training import world_of
 from lightning_multigpu.callbacks import ProfilerReport, RunReport
-from lightning_multigpu.callbacks.stopwatch import Stopwatch
+from lightning_multigpu.callbacks.throughput import Stopwatch
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.engine.placeholder import Placeholder
 from tests.strategies.tasks import (

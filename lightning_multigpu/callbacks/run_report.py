@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_multigpu.callbacks.communication import CommunicationMonitor
 from lightning_multigpu.callbacks.device_utilization import DeviceUtilizationMonitor
-from lightning_multigpu.callbacks.keys import KEYS
+from lightning_multigpu.callbacks.monitor import KEYS
 from lightning_multigpu.callbacks.probes import machine_of
 from lightning_multigpu.callbacks.silent_monitors import SilentMonitors
 from lightning_multigpu.callbacks.strategy_identity import identify
@@ -140,7 +140,7 @@ class RunReport(SilentMonitors):
             run_table.show(report)
         if self._write_file and not is_fast_dev_run(trainer):
             files = {document.FILE_NAME: document.encoded(self.report)}
-            [self.path] = self.write_files("report", directory, files, prints=self._print_table) or [None]
+            self.path = next(iter(self.write_files("report", directory, files, prints=self._print_table)), None)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -87,8 +87,8 @@ class RunMetrics:
     The statistics are ``median``, ``p95``, ``mean`` and ``last``. The first three are over all optimizer steps of the
     fit but the first, which pays for allocations and kernel tuning (over the first if there is no other), for
     ``device/`` keys over all samples. The mean of a rate is total over total time. ``p95`` is the value that 95 % of
-    the steps stay below, so for rates it is the fast end. Above 65,536 steps median and ``p95`` rest on evenly spread
-    steps. Of all ranks together, each statistic is the sum, maximum or mean of the ranks that have the figure, as
+    the steps stay below, so for rates it is the fast end. Median and ``p95`` are of the newest 65,536 steps at most. Of
+    all ranks together, each statistic is the sum, maximum or mean of the ranks that have the figure, as
     ``lightning_multigpu.callbacks.KEYS`` says.
     """
 
@@ -166,10 +166,6 @@ class ServersSection:
 @dataclass(frozen=True, kw_only=True)
 class RunDocument(RunFacts):
     """``multigpu_report.json``, version 2.
-
-    It has all that version 1 had, with the same meanings, and ``date``, ``wall_s``, ``model``, ``precision``,
-    ``global_batch``, ``hardware`` and ``communication_ms``. Programs that read version 1 can read
-    version 2 once they accept the number.
 
     Attributes:
         strategy: the strategy.

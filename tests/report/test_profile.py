@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -257,10 +256,9 @@ def test_what_is_no_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "add ProfilerReport or RunReport of lightning_multigpu.callbacks" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert "nowhere: there is no such folder" in capsys.readouterr().err
-    for contents, words in (("{", "the profile is no JSON"), ('{"schema_version": 9}', "schema_version=9")):
-        (tmp_path / profile_document.FILE_NAME).write_text(contents)
-        with pytest.raises(ReportError, match=words):
-            profile_document.read(tmp_path / profile_document.FILE_NAME)
+    (tmp_path / profile_document.FILE_NAME).write_text('{"schema_version": 9}')
+    with pytest.raises(ReportError, match="schema_version=9"):
+        profile_document.read(tmp_path / profile_document.FILE_NAME)
 
 
 def test_a_run_without_a_profile_shows_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,13 +273,9 @@ def test_a_run_without_a_profile_shows_its_table(tmp_path: Path, capsys: pytest.
     assert "is not as RunReport writes it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("changes", [{}, {"ranks": [7]}, {"findings": "x\ny" * 1000}, {"strategy": None}])
-def test_a_profile_with_other_contents_is_named_in_one_line(
-    changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_with_other_contents_is_named_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A traceback of the pack, of the length of what the file held."""
-    hostile = {**profile(), **changes} if changes else {"schema_version": profile_document.SCHEMA_VERSION}
-    document.write(hostile, tmp_path / profile_document.FILE_NAME)
+    document.write({**profile(), "findings": "x\ny" * 1000}, tmp_path / profile_document.FILE_NAME)
     assert main(["report", str(tmp_path)]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "is not as ProfilerReport writes it" in line
@@ -290,11 +284,10 @@ def test_a_profile_with_other_contents_is_named_in_one_line(
     assert main(["report", str(tmp_path), str(tmp_path / profile_document.FILE_NAME)]) == 2
 
 
-@pytest.mark.parametrize("width", [400, 1400])
-def test_a_browser_shows_the_page(tmp_path: Path, width: int) -> None:
+def test_a_browser_shows_the_page_on_a_small_screen(tmp_path: Path) -> None:
     if BROWSER is None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("no browser: apt-get install chromium")
-    page, picture = tmp_path / "report.html", tmp_path / "page.png"
+    page = tmp_path / "report.html"
     # The page is not wider than the window, and no figure is empty: the browser says so in its title.
     probe = (
         "<script>addEventListener('load', () => { const boxes = [...document.querySelectorAll('svg rect')];"
@@ -302,13 +295,10 @@ def test_a_browser_shows_the_page(tmp_path: Path, width: int) -> None:
         "${boxes.filter(box => box.getBoundingClientRect().width > 0).length} ${boxes.length}`; })</script>"
     )
     page.write_text(profile_page.page(loaded(with_all())).replace("</body>", f"{probe}</body>"))
-    common = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
+    common = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=400,900"]
     common += ["--disable-dev-shm-usage"]  # a container's is small
     common += [f"--user-data-dir={tmp_path}/user", "--enable-logging=stderr", "--virtual-time-budget=2000"]
     finished = subprocess.run([*common, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=300)
     [title] = re.findall("<title>(true.*|false.*)</title>", finished.stdout)
     assert title == "true 49 49", "fits the window, boxes with a width, all boxes"
     assert "CONSOLE" not in finished.stderr
-    subprocess.run([*common, f"--screenshot={picture}", page.as_uri()], capture_output=True, check=True, timeout=300)
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    assert picture.stat().st_size > 10_000

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from lightning_multigpu.communication.metering.traffic import length, merged, overlaps, sent_share
 from lightning_multigpu.planning.diagnosis import Finding
-from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
+from lightning_multigpu.planning.rank_figures import LaunchQueue
 from lightning_multigpu.report import document
 from lightning_multigpu.report.document import NamedStrategy, ServersSection
 from lightning_multigpu.report.schema import Absent, ReportError, from_json
@@ -135,12 +135,12 @@ class MeasuredRank:
         reads: values of tensors that are read in a step.
         steps: the counted steps.
         stages: a pipeline's record; null without one.
-        is_metered: whether its strategy measures transfers; profiles of earlier versions lack it.
+        is_metered: whether its strategy measures transfers.
         memory: bytes at the end of the window by kind, the fields of
             :class:`lightning_multigpu.planning.pipelines.timeline.StageMemory`.
         limit: "GPU", "host" or "container" that it trains in, and its bytes.
         whole_run: figures of the whole run, by the key of a monitor.
-        launches: of a step on a GPU; profiles of earlier versions lack it, as those of CPUs.
+        launches: of a step on a GPU.
     """
 
     rank: int
