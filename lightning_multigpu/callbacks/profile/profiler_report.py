@@ -22,8 +22,8 @@ from lightning_multigpu.report.profile import (
     profile_document,
     profile_of_ranks,
     profile_page,
+    profile_sections,
     profile_text,
-    run_figures,
 )
 from lightning_multigpu.report.schema import as_json
 from lightning_multigpu.strategies.base import MultiGPUStrategy
@@ -203,7 +203,11 @@ class ProfilerReport(SilentMonitors):
 
     def _told(self, window: ProfiledWindow) -> dict[str, Any]:
         series = {key: series for monitor in self._monitors for key, series in monitor.series.items()}
-        found = {key: (each.statistics(), each.largest) for key, each in series.items() if key in run_figures.KEYS}
+        found = {
+            key: (each.statistics(), each.largest)
+            for key, each in series.items()
+            if key in profile_sections.RUN_FIGURES
+        }
         whole_run = {key: (s["median"], s["last"], largest) for key, (s, largest) in found.items() if s is not None}
         servers = self._servers and self._servers.section()
         return {**window.told(), "whole_run": whole_run, "servers": servers}

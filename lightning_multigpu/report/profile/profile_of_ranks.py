@@ -12,7 +12,6 @@ from lightning_multigpu.planning.rank_figures import MemoryUse, Pushes, RankFigu
 from lightning_multigpu.planning.step_phases import PHASES, Span, seconds_of
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 from lightning_multigpu.report.document import NamedStrategy, ServersSection
-from lightning_multigpu.report.profile import run_figures
 from lightning_multigpu.report.profile.pipelines import timed_pipelines
 from lightning_multigpu.report.profile.profile_document import (
     MeasuredRank,
@@ -21,6 +20,7 @@ from lightning_multigpu.report.profile.profile_document import (
     ProfiledRank,
     ProfiledStep,
 )
+from lightning_multigpu.report.profile.profile_sections import MEMORY
 from lightning_multigpu.report.schema import from_json
 
 
@@ -132,7 +132,7 @@ def _memory_use(rank: ProfiledRank) -> MemoryUse | None:
     """The most that all processes together had in use in the run, or torch on a GPU that only it could tell of."""
     held = rank.held_bytes
     of_device = held.pop("device_peak", None)
-    used = rank.whole_run.get(run_figures.MEMORY)
+    used = rank.whole_run.get(MEMORY)
     peak_bytes = of_device if used is None else used.largest
     if peak_bytes is None or rank.limit is None:
         return None

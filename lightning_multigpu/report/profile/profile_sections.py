@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,10 +11,22 @@ from lightning_multigpu.planning.numbers import ms, number, size
 from lightning_multigpu.planning.step_phases import PHASES
 from lightning_multigpu.report import figures
 from lightning_multigpu.report.figures import SvgFigure, bars, words
-from lightning_multigpu.report.profile import run_figures
 from lightning_multigpu.report.profile.pipelines import timed_pipelines
 from lightning_multigpu.report.profile.profile_document import ProfileDocument
 
+SAMPLES, UTILIZATION, MEMORY, PROCESS = (
+    "throughput/samples_per_sec",
+    "device/utilization_percent",
+    "device/memory_used_bytes",
+    "device/process_rss_bytes",
+)
+RUN_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    SAMPLES: ("samples a second", number),
+    UTILIZATION: ("utilization", lambda percent: f"{percent:.0f} %"),
+    MEMORY: ("memory of the GPU or host, all programs", size),
+    PROCESS: ("main memory of the rank's process", size),
+}
+"""Key of the monitor's figure -> what it is called, and its value as text."""
 PHASE_COLOURS = {
     "data_wait": figures.VERMILION,
     "device_transfer": figures.YELLOW,
@@ -252,9 +264,9 @@ def _memory(profile: ProfileDocument) -> Iterator[ReportSection]:
 
 def _whole_run(profile: ProfileDocument) -> Iterator[ReportSection]:
     rows = []
-    for key, (name, show) in run_figures.KEYS.items():
+    for key, (name, show) in RUN_FIGURES.items():
         if of_ranks := [rank.whole_run[key] for rank in profile.ranks if key in rank.whole_run]:
-            add = sum if key == run_figures.SAMPLES else max
+            add = sum if key == SAMPLES else max
             rows.append([name, *(show(add(column)) for column in zip(*of_ranks, strict=True))])
     if rows:
         yield ReportSection(
@@ -298,12 +310,12 @@ def comparison(profiles: Mapping[str, ProfileDocument]) -> list[list[str]]:
     # What the runs are compared for is first: a phone shows three columns.
     rows = [["run", "samples/s", "step", "diagnosis", *map(words, used), "strategy"]]
     for name, profile in profiles.items():
-        rate = run_figures.rate(profile)
+        found = _rate(profile)
         phases_s = profile.slowest.phases_s
         rows.append(
             [
                 name,
-                "-" if rate is None else number(rate),
+                "-" if found is None else number(found),
                 ms(profile.step_s),
                 profile.findings[0].kind if profile.findings else "nothing found",
                 *(ms(phases_s.get(phase, 0.0)) for phase in used),
@@ -311,3 +323,19 @@ def comparison(profiles: Mapping[str, ProfileDocument]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def _rate(profile: ProfileDocument) -> float | None:
+    """Samples a second: the median over the whole run, of all ranks together; None where it was not measured."""
+    rates = [rank.whole_run[SAMPLES].median for rank in profile.ranks if SAMPLES in rank.whole_run]
+    return sum(rates) if rates else None
+
+
+def fastest(profiles: Mapping[str, ProfileDocument]) -> list[str]:
+    """The verdict of a comparison, by the names of the runs; empty where fewer than two have the figure."""
+    rates = {name: found for name, profile in profiles.items() if (found := _rate(profile))}
+    if len(rates) < 2:
+        return []
+    first, second, *_ = sorted(rates, key=lambda name: -rates[name])
+    times = rates[first] / rates[second]
+    return [f"{first} is fastest: {number(rates[first])} samples/s, {times:.2f} times those of {second}."]
