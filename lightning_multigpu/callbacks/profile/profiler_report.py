@@ -202,12 +202,9 @@ class ProfilerReport(SilentMonitors):
             self._window = None
 
     def _told(self, window: ProfiledWindow) -> dict[str, Any]:
-        series = {key: series for monitor in self._monitors for key, series in monitor.series.items()}
-        found = {
-            key: (each.statistics(), each.largest)
-            for key, each in series.items()
-            if key in profile_sections.RUN_FIGURES
-        }
-        whole_run = {key: (s["median"], s["last"], largest) for key, (s, largest) in found.items() if s is not None}
+        whole_run = {}
+        for key, series in ((key, each) for monitor in self._monitors for key, each in monitor.series.items()):
+            if key in profile_sections.RUN_FIGURES and (found := series.statistics()) is not None:
+                whole_run[key] = found["median"], found["last"], series.largest
         servers = self._servers and self._servers.section()
         return {**window.told(), "whole_run": whole_run, "servers": servers}
