@@ -13,7 +13,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -106,10 +106,6 @@ class Outcome:
     def of_process(self, index: int) -> str:
         """The output of one of the processes that the user started."""
         return self.output.split(f"--- {index} ---\n")[1].split("\n--- ")[0]
-
-    def to_json(self) -> dict[str, object]:
-        """All but the output."""
-        return {name: value for name, value in asdict(self).items() if name != "output"}
 
 
 class FaultJob:
@@ -211,8 +207,9 @@ class FaultJob:
         }
         if hosts is not None:
             for host in hosts:
-                switch = f"{host.namespace.rpartition('-')[0]}-switch"
-                place = {**host.environment(), "NUM_NODES": str(len(hosts)), "RANKS": str(len(hosts)), "SWITCH": switch}
+                place = {**host.environment(), "NUM_NODES": str(len(hosts)), "RANKS": str(len(hosts))}
+                place["SWITCH"] = str(hosts.switch.pid)
+                place["HOSTS"] = " ".join(str(other.namespace.pid) for other in hosts)
                 self._start_process({**common, **place}, host)
             return
         if self._launcher != "external":
@@ -226,7 +223,7 @@ class FaultJob:
     def _start_process(self, environment: dict[str, str], host: Host | None = None) -> None:
         start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen if host is None else host.popen
         if self._forked:
-            start = functools.partial(preforked.Process, namespace=None if host is None else host.namespace)
+            start = functools.partial(preforked.Process, namespace=None if host is None else host.namespace.pid)
         with (self._outputs / f"{len(self._started)}.log").open("wb") as output:
             self._started.append(
                 start(

@@ -5,9 +5,8 @@ after another; ``--only kill,stop training popen`` those that have one of the wo
 are among them: what a job has to survive, with the weights of a run without faults. The launcher ``hosts`` starts one
 rank on each of two emulated hosts, and needs root.
 
-With ``--results FILE`` each run is appended to that file as a line of JSON, and runs that are in it are skipped:
-a program that was ended goes on where it stopped. The tables are made of the whole file. There are fewer combinations
-than 1,000; ``--runs 1000`` runs them all, and then again from the first one on.
+There are fewer combinations than 1,000; ``--runs 1000`` runs them all, and then again from the first one on. The output
+of a job that ended wrongly follows its row.
 
 With ``--resume N``, N of the failed jobs are run again from their last checkpoint, and must come to those weights too.
 The exit status is 1 if a job hung, ended well in spite of its fault, did not say what failed, or left something behind.
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import platform
 import random
@@ -25,9 +23,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -76,7 +73,7 @@ class Combination:
         return [method, self.kind, self.where, str(self.rank), str(step), str(workers), strategy]
 
 
-def combinations(only: list[str], runs: int | None) -> list[Combination]:
+def combinations(only: list[str]) -> list[Combination]:
     """The combinations that were asked for, in an order that mixes them; the same every time."""
     kinds = (*KINDS, *HOST_KINDS, *CONTROLS)
     every = [
@@ -90,50 +87,12 @@ def combinations(only: list[str], runs: int | None) -> list[Combination]:
         raise SystemExit(f"--only: {', '.join(sorted(unknown))} is none of: {', '.join(sorted(known))}")
     chosen = [combination for combination in every if all(combination.words() & words for words in wanted)]
     random.Random(_SHUFFLE_SEED).shuffle(chosen)
-    return chosen[:runs]
+    return chosen
 
 
 def repeated(chosen: list[Combination], runs: int | None) -> list[Combination]:
     """So many of them, again from the first one on where there are fewer; all of them once for None."""
     return chosen if runs is None else list(itertools.islice(itertools.cycle(chosen), runs))
-
-
-def without(chosen: list[Combination], done: list[Combination]) -> list[Combination]:
-    """Those that are left, in their order; what was run twice is left out twice."""
-    times = Counter(done)
-    left = []
-    for combination in chosen:
-        if times[combination]:
-            times[combination] -= 1
-        else:
-            left.append(combination)
-    return left
-
-
-def append_result(path: Path, strategy: str, combination: Combination, outcome: Outcome) -> None:
-    """Adds a run to the file, on the disk before the next one begins."""
-    line = json.dumps({"strategy": strategy, **asdict(combination), **outcome.to_json()})
-    with path.open("a+b") as file:
-        file.seek(0)
-        text = file.read()
-        # A line that a program was ended in is no run.
-        file.truncate(text.rfind(b"\n") + 1)
-        file.write(line.encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_results(path: Path, strategy: str) -> list[tuple[Combination, Outcome]]:
-    """The runs of this strategy that are in the file; none where there is no file."""
-    runs = []
-    for line in path.read_text().split("\n")[:-1] if path.exists() else []:
-        values = json.loads(line)
-        if values["strategy"] == strategy:
-            combination = Combination(*(values[field.name] for field in fields(Combination)))
-            told = {field.name: values[field.name] for field in fields(Outcome) if field.name != "output"}
-            lists = {name: tuple(value) for name, value in told.items() if isinstance(value, list)}
-            runs.append((combination, Outcome(**{**told, **lists}, output="")))
-    return runs
 
 
 def makes_sense(kind: str, where: str, rank: int, launcher: str) -> bool:
@@ -156,65 +115,43 @@ def row(combination: Combination, outcome: Outcome) -> str:
 
 def main() -> int:
     options = arguments()
-    chosen = repeated(combinations(options.only, None), options.runs)[options.skip :]
-    kept = [] if options.results is None else read_results(options.results, options.strategy)
-    if kept:
-        print(f"{len(kept)} runs are in {options.results}")
-        chosen = without(chosen, [combination for combination, _ in kept])
+    chosen = repeated(combinations(options.only), options.runs)
     # Whoever ends this program ends the job of the moment with it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, frame: sys.exit(128 + received))
-    machine = (
+    print(
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
     )
-    print(machine)
     print(f"{options.strategy}, {RANKS} ranks, failure_timeout_s={FAILURE_TIMEOUT_S:g}, deadline "
           f"{options.deadline_s:g} s after the fault; {len(chosen)} runs")  # fmt: skip
     good = run(Combination("nothing", "training", 0, "popen"), options).weights
     assert good is not None, "the run without a fault has to come to its end"
     print(f"{'fault':13} {'where':10} {'rank':4} {'launcher':8}  {'outcome':18} {'s':>5} orphans  named  left behind")
-    outcomes: list[tuple[Combination, Outcome]] = []
+    outcomes: list[Outcome] = []
     begin = time.monotonic()
-    for combination, outcome in kept:
-        print(row(combination, outcome))
     for combination in chosen:
         if time.monotonic() - begin > 60 * options.minutes:
             print(f"stopped after {options.minutes:g} minutes: {len(chosen) - len(outcomes)} runs not begun")
             break
         outcome = run(combination, options, resume_to=good if len(outcomes) < options.resume else None)
-        outcomes.append((combination, outcome))
+        outcomes.append(outcome)
         print(row(combination, outcome), flush=True)
-        if options.results is not None:
-            append_result(options.results, options.strategy, combination, outcome)
-        if options.outputs is not None:
-            options.outputs.mkdir(parents=True, exist_ok=True)
-            name = "-".join(map(str, astuple(combination))).replace(" ", "_")
-            (options.outputs / f"{name}.log").write_text(outcome.output)
-    outcomes = [*kept, *outcomes]
-    counts = summary([outcome for _, outcome in outcomes], good)
+        if not outcome.is_right(good):
+            print(outcome.output, flush=True)
+    counts = summary(outcomes, good)
     print("\n".join(lines(counts)))
-    if options.json is not None:
-        runs = [{**asdict(combination), **outcome.to_json()} for combination, outcome in outcomes]
-        document = {"machine": machine, "failure_timeout_s": FAILURE_TIMEOUT_S, "summary": counts, "runs": runs}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
     return 1 if counts["all"]["wrong"] else 0
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, help="so many, some of them again where there are fewer (all, once)")
-    parser.add_argument(
-        "--skip", type=int, default=0, metavar="N", help="leave out the first N: an earlier part ran them"
-    )
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD[,WORD]")
     parser.add_argument("--strategy", choices=STRATEGIES, default="ring_ddp", help="ddp is Lightning's own")
     parser.add_argument("--deadline-s", type=float, default=30.0, help="from the fault to the end of all processes")
     parser.add_argument("--minutes", type=float, default=120.0, help="no run is begun after that")
     parser.add_argument("--resume", type=int, default=0, metavar="N", help="the first N failed jobs are resumed")
     parser.add_argument("--forked", action="store_true", help="fork jobs from a process that has imported Lightning")
-    parser.add_argument("--outputs", type=Path, help="keep the outputs of jobs in this directory")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="add each run to this file; skip those in it")
-    parser.add_argument("--json", type=Path, help="write everything but the outputs to this file")
     return parser.parse_args()
 
 

@@ -166,7 +166,7 @@ def _recorded() -> list[bytes]:
     return [
         encode("hello", secret=os.urandom(32).hex(), rank=0, node_rank=1, host="h"),
         encode("welcome", host="h", pid=1, slot=0, num_slots=1, failure_timeout_s=1.0),
-        encode("alive", paused=False),
+        encode("alive"),
         encode("failure", failure={"what": "forged"}, age_s=0),
         encode("failed", failure={"what": "forged"}),
     ]
@@ -211,7 +211,7 @@ def listening_port(pid: int) -> int:
 
 def joining_host(number: int, seed: int) -> Outcome:
     """A host whose node 0 answers with such messages: without a welcome it says that it cannot reach node 0."""
-    fuzzer = Fuzzer(seed, [encode("refused", why="x"), encode("alive", paused=False)])
+    fuzzer = Fuzzer(seed, [encode("refused", why="x"), encode("alive")])
     sent, before_kb, since_s, problem = 0, resident_kb(os.getpid()), time.monotonic(), ""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         while sent < number and not problem:
@@ -229,7 +229,7 @@ def joining_host(number: int, seed: int) -> Outcome:
             try:
                 for read in list(node.readers.values()):
                     read()
-                found = node.hosts.observe(1.0, paused=False)
+                found = node.hosts.observe(1.0)
                 text = "" if found is None else found.failure.what
                 if not met and "cannot reach" not in text and "has refused" not in text:
                     problem = f"it is told {text!r}"

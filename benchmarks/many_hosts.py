@@ -8,6 +8,7 @@ One rank a host, forked from a process that has imported Lightning, so that memo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import re
@@ -22,8 +23,7 @@ import psutil
 import torch
 from lightning.pytorch import Callback
 
-from lightning_multigpu.emulation import EmulatedHosts
-from lightning_multigpu.emulation.namespaces import processes_in
+from lightning_multigpu.emulation import EmulatedHosts, Host
 
 _STEPS = 6
 _READY = "connections of rank"
@@ -59,7 +59,7 @@ def run(num_hosts: int, *, kill: bool) -> None:
 
     with (
         tempfile.TemporaryDirectory() as directory,
-        EmulatedHosts(num_hosts, bandwidth=None, wire_frames=False) as hosts,
+        EmulatedHosts(num_hosts, bandwidth=None) as hosts,
         Job(Path(directory) / "logs") as job,
     ):
         start_s = time.monotonic()
@@ -78,8 +78,7 @@ def run(num_hosts: int, *, kill: bool) -> None:
             print(f"  TCP connections of a rank: {counts[0]} to {counts[-1]}")
         if kill:
             start_s = time.monotonic()
-            for pid in processes_in(hosts[num_hosts - 1].namespace):
-                os.kill(pid, signal.SIGKILL)
+            kill_all_on(hosts[num_hosts - 1])
         while any(process.poll() is None for process in job.processes) and time.monotonic() - start_s < _DEADLINE_S:
             time.sleep(0.1)
         codes = [process.poll() for process in job.processes]
@@ -92,6 +91,15 @@ def run(num_hosts: int, *, kill: bool) -> None:
             print("  the last such line of rank 0:", lines[-1] if lines else outputs[0][-500:])
             named = re.compile(rf"node {num_hosts - 1}\b|rank {num_hosts - 1}\b")
             print(f"  ranks that name the killed host: {sum(bool(named.search(output)) for output in outputs[:-1])}")
+
+
+def kill_all_on(host: Host) -> None:
+    """Kills every process of the host but the one that holds its namespace."""
+    own = os.readlink(f"/proc/{host.namespace.pid}/ns/net")
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError):
+            if process.pid != host.namespace.pid and os.readlink(f"/proc/{process.pid}/ns/net") == own:
+                os.kill(process.pid, signal.SIGKILL)
 
 
 def main() -> None:

@@ -168,14 +168,14 @@ def between_hosts(given: argparse.Namespace) -> list[dict[str, Any]]:
     """The medians of rank 0 of two."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        EmulatedHosts(2, bandwidth=given.bandwidth, burst=given.burst, wire_frames=False) as hosts,
+        EmulatedHosts(2, bandwidth=given.bandwidth, burst=given.burst) as hosts,
     ):
         path = Path(folder) / "results.json"
         ranks: list[subprocess.Popen[Any]] = []
         try:
             for host in hosts:
                 place = {"RANK": str(host.node_rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-                environment = {**host.environment(), **place, "GLOO_SOCKET_IFNAME": host.interface}
+                environment = {**host.environment(), **place, "GLOO_SOCKET_IFNAME": "eth0"}
                 command = [sys.executable, "-m", "benchmarks.overlap", *sys.argv[1:], "--rank-writes", str(path)]
                 ranks.append(host.popen(command, env=environment))
             if any(rank.wait(timeout=900) for rank in ranks):

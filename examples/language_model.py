@@ -2,31 +2,24 @@
 
 ::
 
-    python examples/language_model.py                          Python's own documentation, two processes
-    python examples/language_model.py --text my_book.txt       any text
-    python examples/language_model.py --num-layers 6 --width 384 --num-heads 6 --context 256 --max-epochs 10
+    lightning-multigpu fit --config configs/tensor_split.yaml                              Python's own documentation
+    lightning-multigpu fit --config configs/tensor_split.yaml --data.text my_book.txt      any text
+    lightning-multigpu fit --config configs/tensor_split.yaml --model.num_layers 6 --model.width 384
 
 ``ByteGPT`` and ``TextData`` are ordinary Lightning classes: nothing in them knows how many processes there are.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-
-from lightning_multigpu import find_last_checkpoint
-from lightning_multigpu.callbacks import RunReport, ThroughputMonitor
-from lightning_multigpu.report import run_table
 
 NUM_BYTES = 256
 Batch = list[Tensor]
@@ -119,16 +112,6 @@ class ByteGPT(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
 
-    @torch.inference_mode()
-    def write(self, prompt: str, num_bytes: int, *, temperature: float = 0.8, seed: int = 0) -> str:
-        """The prompt and ``num_bytes`` sampled bytes after it, as text."""
-        generator = torch.Generator(self.device).manual_seed(seed)
-        text = torch.tensor([list(prompt.encode())], device=self.device)
-        for _ in range(num_bytes):
-            logits = self(text[:, -self.context :])[:, -1] / temperature
-            text = torch.cat([text, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
-        return bytes(text[0].tolist()).decode(errors="replace")
-
 
 class TextData(L.LightningDataModule):
     """A text in windows of ``context + 1`` bytes; the last tenth of them is for validation.
@@ -172,76 +155,3 @@ class TextData(L.LightningDataModule):
 def python_documentation() -> bytes:
     """What ``help()`` knows about the language; in the order of the keys, the same in every process and every run."""
     return "\n".join(topics[key] for key in sorted(topics)).encode()
-
-
-def count_tokens(batch: Batch) -> int:
-    """Bytes that are predicted in a batch: all but the first of each window."""
-    [text] = batch
-    return text.shape[0] * (text.shape[1] - 1)
-
-
-def main() -> None:
-    options = parse_options()
-    L.seed_everything(options.seed)
-    model = ByteGPT(options.width, options.num_layers, options.num_heads, options.context)
-    data = TextData(options.text, options.context, options.batch_size)
-    report = RunReport(print_table=False)  # shown below, after the sample
-    trainer = L.Trainer(
-        strategy=options.strategy,
-        accelerator=choose_accelerator(options.accelerator, options.devices),
-        devices=options.devices,
-        num_nodes=options.num_nodes,
-        max_epochs=options.max_epochs,
-        max_steps=options.max_steps,
-        logger=CSVLogger("runs", name="language_model"),
-        log_every_n_steps=10,
-        callbacks=[
-            ThroughputMonitor(tokens_fn=count_tokens),
-            report,
-            ModelCheckpoint(filename="last", save_on_exception=True),
-        ],
-    )
-    trainer.fit(model, data, ckpt_path=options.resume and find_last_checkpoint(options.resume))
-    [metrics] = trainer.validate(model, data, verbose=False)
-    if trainer.is_global_zero:
-        print(f"validation: {metrics['val_bits_per_byte']:.3f} bits per byte")
-        print(f"a sample:\n{model.write(options.prompt, num_bytes=300)}")
-        assert report.report is not None
-        run_table.show(report.report)
-        print(f"written to {report.path}")
-
-
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a byte-level GPT on a text and let it write some.")
-    add = parser.add_argument
-    add("--text", type=Path, help="the file to learn from; default: Python's own documentation")
-    add("--prompt", default="The ", help="what the sample begins with; default: %(default)r")
-    add("--width", type=int, default=128, help="features of every byte; default: %(default)s")
-    add("--num-layers", type=int, default=3, help="default: %(default)s")
-    add("--num-heads", type=int, default=4, help="default: %(default)s")
-    add("--context", type=int, default=128, help="bytes that the model looks back; default: %(default)s")
-    add("--batch-size", type=int, default=8, help="windows in each process's batch; default: %(default)s")
-    add("--max-epochs", type=int, default=3, help="default: %(default)s")
-    add("--max-steps", type=int, default=-1, help="stop earlier, after that many optimizer steps")
-    add("--strategy", default="ring_ddp", help="what Trainer(strategy=...) takes; default: %(default)s")
-    add("--accelerator", default="auto", help="cpu or gpu; default: gpu if there are enough of them, else cpu")
-    add("--devices", type=int, default=2, help="processes on each machine; default: %(default)s")
-    add("--num-nodes", type=int, default=1, help="machines; default: %(default)s")
-    add(
-        "--resume",
-        metavar="RUN",
-        help="go on from the newest checkpoint of an earlier run: runs/language_model/version_0",
-    )
-    add("--seed", type=int, default=0, help="the seed of weights and shuffling; default: %(default)s")
-    return parser.parse_args()
-
-
-def choose_accelerator(accelerator: str, devices: int) -> str:
-    """Turns "auto" into "gpu" where every process of this machine gets one, else into "cpu"."""
-    if accelerator != "auto":
-        return accelerator
-    return "gpu" if torch.cuda.device_count() >= devices else "cpu"
-
-
-if __name__ == "__main__":
-    main()

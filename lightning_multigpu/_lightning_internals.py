@@ -103,14 +103,12 @@ __all__ = [
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "TrainingEpochLoop",
-    "argument_of",
     "asked_precision",
     "attributes_of_lightning",
     "averaged_copy",
     "check_cuda_fork",
     "check_main_guard",
     "disable_module_memory_sharing",
-    "draws_graph",
     "further_ddp_options",
     "given_loaders",
     "has_set_signal_handlers",
@@ -173,20 +171,6 @@ def asked_precision() -> str | None:
     return None if given is None else str(given)
 
 
-def argument_of(strategy: Strategy, name: str) -> Any:
-    """The value of a constructor's argument of a strategy, to say in a report what it ran with.
-
-    Lightning's strategies keep their arguments under private names.
-
-    Raises:
-        AttributeError: the strategy does not keep it.
-    """
-    for place in (name, f"_{name}"):
-        if hasattr(strategy, place):
-            return getattr(strategy, place)
-    raise AttributeError(f"{type(strategy).__name__} does not keep its argument {name!r}")
-
-
 def place_of_checkpoint(function: Callable[..., Any], args: tuple[Any, ...]) -> int | None:
     """Where ``ckpt_path`` is among the arguments of the Trainer's method that a launcher is to run; None if not there.
 
@@ -211,6 +195,11 @@ def tell_device(module: Module, device: torch.device) -> None:
             part._device = device
 
 
+def forget_loader_states(trainer: Trainer) -> None:
+    """Leaves out the positions that a checkpoint has of loaders: Lightning would ask ours to load them."""
+    trainer.fit_loop._combined_loader_states_to_load = []
+
+
 @cache
 def attributes_of_lightning() -> frozenset[str]:
     """Names of attributes that Lightning sets in a LightningModule."""
@@ -221,11 +210,6 @@ def attributes_of_lightning() -> frozenset[str]:
 def plain_optimizer(optimizer: Any) -> Optimizer:
     """The user's optimizer, without Lightning's wrapper."""
     return getattr(optimizer, "_optimizer", optimizer)  # type: ignore[no-any-return]
-
-
-def draws_graph(logger: Any) -> bool:
-    """True if a logger runs the module's forward on ``example_input_array`` to draw a graph of it."""
-    return bool(getattr(logger, "_log_graph", False))
 
 
 def further_ddp_options(strategy: Strategy) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Newer parts of torch for older versions that the package supports, each with the version that makes it needless."""
+"""Newer parts of torch for older ones, each with the version that makes it needless; and what has no public name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.optim import optimizer as optimizers
 
 # torch 2.13 keeps the order of a new group's ranks if asked; torch 2.11 always sorts them.
 CAN_KEEP_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
@@ -106,6 +108,14 @@ def _in_turns(orders: dict[int, list[Any]], num_stages: int) -> dict[int, list[A
         assert turn
         done |= turn
     return table
+
+
+def update_together(kind: type[Tensor]) -> None:
+    """Has torch's optimizers update parameters of this class on GPUs all at once, as they do ``nn.Parameter``.
+
+    torch has no public way; DTensor enters itself into the same list.
+    """
+    optimizers._foreach_supported_types.append(kind)
 
 
 def step_without_outputs(schedule: Any, target: torch.Tensor | None) -> None:

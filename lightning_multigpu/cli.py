@@ -26,24 +26,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
+from typing import NamedTuple
 
 from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.job.waiting_ranks import wait_if_started_early
 
 
-@dataclass(frozen=True)
-class Command:
-    """One command. Its module is imported when it runs, so that no command pays for another's imports.
+class Command(NamedTuple):
+    """A command: its words on the command line, a line of ``--help``, a module of ``lightning_multigpu.commands``.
 
-    Args:
-        name: the words on the command line.
-        summary: one line of ``--help``.
-        module: of ``lightning_multigpu.commands``, with a function ``run(name, arguments) -> exit status``.
+    The module is imported when the command runs, so that no command pays for another's imports. It has a function
+    ``run(name, arguments) -> exit status``.
     """
 
     name: str
@@ -58,8 +55,7 @@ class Command:
             SystemExit: for ``--help``.
         """
         module = import_module(f"lightning_multigpu.commands.{self.module}")
-        run: Callable[[str, Sequence[str]], int] = module.run
-        return run(self.name, arguments)
+        return int(module.run(self.name, arguments))
 
 
 COMMANDS: tuple[Command, ...] = (
@@ -131,28 +127,25 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 def _help() -> str:
     width = max(len(command.name) for command in COMMANDS)
-    lines = [f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS]
-    return "\n".join(
-        [
-            f"usage: {PROGRAM} COMMAND [options]",
-            "",
-            "Multi-GPU and multi-node training strategies for PyTorch Lightning.",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "options:",
-            "  -h, --help  this text; after a command, that command's options",
-            "  --version   the versions of this pack, Lightning and torch",
-            "",
-            "examples:",
-            f"  {PROGRAM} new my_project",
-            f"  {PROGRAM} fit --config configs/ring_ddp.yaml",
-            f"  {PROGRAM} fit --config configs/ring_ddp.yaml --trainer.devices=4 --print_config",
-            f"  {PROGRAM} fit --resume runs/ring_ddp/version_0",
-            f"  {PROGRAM} strategies",
-        ]
-    )
+    commands = "\n".join(f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS)
+    return f"""\
+usage: {PROGRAM} COMMAND [options]
+
+Multi-GPU and multi-node training strategies for PyTorch Lightning.
+
+commands:
+{commands}
+
+options:
+  -h, --help  this text; after a command, that command's options
+  --version   the versions of this pack, Lightning and torch
+
+examples:
+  {PROGRAM} new my_project
+  {PROGRAM} fit --config configs/ring_ddp.yaml
+  {PROGRAM} fit --config configs/ring_ddp.yaml --trainer.devices=4 --print_config
+  {PROGRAM} fit --resume runs/ring_ddp/version_0
+  {PROGRAM} strategies"""
 
 
 def _report(error: UsageError, arguments: Sequence[str]) -> None:

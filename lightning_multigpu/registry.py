@@ -10,10 +10,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from typing_extensions import override
-
-from lightning_multigpu._suggest import did_you_mean
-
 if TYPE_CHECKING:
     from lightning_multigpu.strategies import DataParallelStrategy, MultiGPUStrategy
 
@@ -223,25 +219,10 @@ STRATEGIES: tuple[StrategyRow, ...] = (
 )
 
 
-class _Names(list[str]):
-    """Names of strategies, in which the Trainer looks for the user's; raises ValueError for a misspelt name of ours."""
-
-    @override
-    def __contains__(self, name: object) -> bool:
-        found = super().__contains__(name)
-        hint = "" if found or not isinstance(name, str) else did_you_mean(name, [row.name for row in STRATEGIES])
-        if hint:
-            raise ValueError(f"strategy={name!r}: there is no such strategy. {hint}")
-        return found
-
-
 def register_all() -> None:
     """Register every strategy with Lightning under its name; calling it again changes nothing."""
     from lightning.pytorch.strategies import StrategyRegistry
 
-    if "available_strategies" not in vars(StrategyRegistry):
-        names = StrategyRegistry.available_strategies
-        vars(StrategyRegistry)["available_strategies"] = lambda: _Names(names())
     for row in STRATEGIES:
         if row.name not in StrategyRegistry:
             StrategyRegistry.register(row.name, row.strategy, description=row.summary, override=False, **row.options)

@@ -46,23 +46,18 @@ def _has_ranks_with_transformers(path: Path) -> bool:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """The groups of tests that pytest-xdist deals out to its workers, each to one of them.
 
-    A file is a group: its tests share fixtures. All files with tests on emulated hosts are one group, since such tests
-    look at the namespaces of the whole machine. So are those whose ranks import transformers, 1.5 s of processor time
-    for each rank: they share ranks. (The group marks of pytest-xdist 3.8 have no effect in pytest 9.2.)
+    A file is a group: its tests share fixtures. All files whose ranks import transformers, 1.5 s of processor time for
+    each rank, are one group: they share ranks. (The group marks of pytest-xdist 3.8 have no effect in pytest 9.2.)
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    groups: dict[str, str] = {}
-    for path in Path(__file__).parent.rglob("test_*.py"):
-        if "pytest.mark.hosts" in path.read_text():
-            groups[str(path.relative_to(config.rootpath))] = "hosts"
-        elif _has_ranks_with_transformers(path):
-            groups[str(path.relative_to(config.rootpath))] = "transformers"
+    tests = Path(__file__).parent.rglob("test_*.py")
+    shared = {str(path.relative_to(config.rootpath)) for path in tests if _has_ranks_with_transformers(path)}
 
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file, _, _ = nodeid.partition("::")
-            return groups.get(file, file)
+            return "transformers" if file in shared else file
 
     return Groups(config, log)
 

@@ -25,7 +25,7 @@ class FakeNvml(types.ModuleType):
 
     NVMLError = NVMLError
     NVML_P2P_CAPS_INDEX_WRITE, NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 1, 2, 0
-    NVML_NVLINK_MAX_LINKS = 18
+    NVML_NVLINK_MAX_LINKS, NVML_TEMPERATURE_GPU = 18, 0
 
     def __init__(
         self,
@@ -60,7 +60,10 @@ class FakeNvml(types.ModuleType):
         self.nvmlDeviceGetCount = lambda: len(buses)
         self.nvmlDeviceGetHandleByIndex = lambda index: answer(index, not is_lost)
         self.nvmlSystemGetDriverVersion, self.nvmlDeviceGetName = lambda: "580.65.06", lambda gpu: "NVIDIA A100"
-        self.nvmlDeviceGetMemoryInfo = lambda gpu: types.SimpleNamespace(total=85 * 10**9)
+        self.nvmlDeviceGetHandleByUUID = lambda uuid: answer(buses.index(uuid.removeprefix("GPU-")))
+        self.nvmlDeviceGetMemoryInfo = lambda gpu: types.SimpleNamespace(total=85 * 10**9, used=10_000 + gpu)
+        self.nvmlDeviceGetUtilizationRates = lambda gpu: types.SimpleNamespace(gpu=87)
+        self.nvmlDeviceGetPowerUsage, self.nvmlDeviceGetTemperature = lambda gpu: 250_000, lambda gpu, sensor: 61
         self.nvmlDeviceGetMaxPcieLinkGeneration, self.nvmlDeviceGetCurrPcieLinkWidth = lambda gpu: 4, lambda gpu: 16
         self.nvmlDeviceGetPciInfo = lambda gpu: pci(buses[gpu])
         self.nvmlDeviceGetNvLinkState = lambda gpu, link: answer(1, link < len(links.get(gpu, ())))

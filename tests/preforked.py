@@ -61,7 +61,7 @@ class _Request:
     parent: int
     new_session: bool
     own_terminal: bool
-    namespace: str | None
+    namespace: int | None
     descriptors: tuple[int, ...] = field(default=())  # their numbers in the process
 
 
@@ -71,12 +71,12 @@ class Process(subprocess.Popen[Any]):
     Args:
         command: program and arguments.
         own_terminal: standard input, a terminal, becomes that of the new session.
-        namespace: the network namespace to run in, as ``ip netns exec`` would.
+        namespace: the process whose network and mounts it gets, that of an emulated host.
         options: of ``Popen``: streams, ``env``, ``cwd``, ``text``, ``pass_fds``, ``start_new_session``.
     """
 
     def __init__(
-        self, command: Sequence[str], *, own_terminal: bool = False, namespace: str | None = None, **options: Any
+        self, command: Sequence[str], *, own_terminal: bool = False, namespace: int | None = None, **options: Any
     ) -> None:
         assert command[0] == sys.executable, command
         self._place = {"own_terminal": own_terminal, "namespace": namespace}
@@ -263,7 +263,7 @@ def _with_own_server(request: _Request, descriptors: list[int]) -> tuple[_Reques
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
 
 
-def _fork_what_is_started(namespace: str | None) -> None:
+def _fork_what_is_started(namespace: int | None) -> None:
     """Has ``subprocess`` and ``multiprocessing`` fork in place of starting an interpreter, in this process only."""
     own_pid, executes, spawns = os.getpid(), subprocess.Popen._execute_child, multiprocessing.util.spawnv_passfds
     place = {"own_terminal": False, "namespace": namespace}
@@ -274,9 +274,7 @@ def _fork_what_is_started(namespace: str | None) -> None:
         _, what = _parts(command)
         if not what or (what[0].startswith("-") and what[0] not in ("-m", "-c")):
             return False
-        # Where the kernel is to refuse a fork (launch/without_memory.py), it must be asked.
-        own, next_child = (os.readlink(f"/proc/thread-self/ns/{name}") for name in ("pid", "pid_for_children"))
-        return os.getpid() == own_pid and own == next_child
+        return os.getpid() == own_pid
 
     def execute_child(process: Any, args: Any, executable: Any, preexec_fn: Any, *given: Any) -> None:
         if preexec_fn is None and is_forked(args):
@@ -346,27 +344,14 @@ def _reset_modules() -> None:
     prints.rank_zero_only.rank = int(os.environ.get("LOCAL_RANK", 0))
 
 
-def _enter(namespace: str) -> None:
-    """What ``ip netns exec`` does, and the hosts file that the package gives to emulated hosts."""
-    from lightning_multigpu.emulation.namespaces import _FILES
-
-    new_network, new_mounts, slave_all, bind, detach = 0x40000000, 0x20000, 0x84000, 0x1000, 2
+def _enter(pid: int) -> None:
+    """What ``nsenter --net --mount`` does."""
     libc = ctypes.CDLL(None, use_errno=True)
-
-    def call(name: str, *arguments: object) -> None:
-        if getattr(libc, name)(*arguments) != 0:
-            raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
-
-    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    call("setns", descriptor, new_network)
-    os.close(descriptor)
-    call("unshare", new_mounts)
-    call("mount", b"", b"/", b"none", ctypes.c_ulong(slave_all), None)
-    call("umount2", b"/sys", detach)
-    call("mount", namespace.encode(), b"/sys", b"sysfs", ctypes.c_ulong(0), None)
-    hosts_file = _FILES / namespace
-    if hosts_file.exists():
-        call("mount", os.fsencode(hosts_file), b"/etc/hosts", b"", ctypes.c_ulong(bind), None)
+    opened = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in ("net", "mnt")]
+    for descriptor in opened:
+        if libc.setns(descriptor, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
+        os.close(descriptor)
 
 
 def run_main(command: Sequence[str]) -> None:

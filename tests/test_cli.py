@@ -17,7 +17,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning_utilities.core.imports import RequirementCache
 
-from lightning_multigpu import cli
 from lightning_multigpu.cli import COMMANDS, main
 from lightning_multigpu.commands.early_checks import checked_settings, settings_of
 from lightning_multigpu.commands.fit_help import page
@@ -155,18 +154,6 @@ class TestFrame:
         assert main(["strategis"]) == 2
         assert capsys.readouterr().err == ""
 
-    def test_a_reader_that_goes_away(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def gone(self: cli.Command, arguments: object) -> int:
-            raise BrokenPipeError
-
-        redirected: list[tuple[int, int]] = []
-        monkeypatch.setattr(cli.Command, "run", gone)
-        monkeypatch.setattr(os, "dup2", lambda *descriptors: redirected.append(descriptors))
-        monkeypatch.setattr(os, "open", lambda *_: 99)
-        monkeypatch.setattr(sys, "stdout", sys.__stdout__)
-        assert main(["strategies"]) == 1
-        assert [source for source, _ in redirected] == [99]
-
 
 class TestWithoutLightning:
     """Importing Lightning and torch takes seconds, and answers that need neither came after them."""
@@ -236,10 +223,6 @@ class TestAccepted:
         [
             "ring_ddp",
             "{class_path: lightning_multigpu.RingDDPStrategy, init_args: {bucket_cap_mb: 5}}",
-            "{class_path: lightning_multigpu.strategies.RingDDPStrategy, init_args: {bucket_cap_mb: 5}}",
-            "{class_path: RingDDPStrategy}",
-            "RingDDPStrategy",
-            "lightning_multigpu.RingDDPStrategy",
             "{class_path: RingDDPStrategy, init_args: {bucket_cap_mb: 5}}",
         ],
     )
@@ -303,11 +286,6 @@ class TestAccepted:
             assert main(["fit", *ON_CPU, "--trainer.devices=1", "--trainer.max_steps=1", *QUIET]) == 0
         assert (project / "config.yaml").exists()
 
-    def test_16_mixed_with_an_explicit_plugin(self, project: Path) -> None:
-        plugin = "{class_path: MixedPrecision, init_args: {precision: 16-mixed, device: cpu}}"
-        arguments = ("--trainer.strategy=ring_ddp", f"--trainer.plugins={plugin}", "--trainer.fast_dev_run=true")
-        assert main(["fit", *ON_CPU, *arguments, *QUIET]) == 0
-
 
 class TestRefused:
     @pytest.mark.parametrize(
@@ -317,7 +295,6 @@ class TestRefused:
             ("trainr: {max_epochs: 3}", "trainr.max_epochs is not a setting. Did you mean 'trainer'?"),
             ("max_epoch: 3", "max_epoch is not a setting. Did you mean 'trainer.max_epochs'?"),
             ("strategy: ring_ddp", "strategy is not a setting. Did you mean 'trainer.strategy'?"),
-            ("max_epochs: 3", "max_epochs is not a setting. Did you mean 'trainer.max_epochs'?"),
             (
                 "trainer: {strategy: {class_pth: lightning_multigpu.RingDDPStrategy}}",
                 "trainer.strategy.class_pth is not a setting. Did you mean 'class_path'?",
@@ -342,10 +319,6 @@ class TestRefused:
              "Did you mean 'lightning_multigpu.callbacks.CommunicationMonitor'?"),
             ("trainer: {strategy: {class_path: lightning_multigpu.RingDDPStrategy, init_args: {bucket_mb: 3}}}",
              "trainer.strategy", "Option 'bucket_mb' is not accepted", "Did you mean 'bucket_cap_mb'?"),
-            ("trainer: {callbacks: [{class_path: EarlyStopping, init_args: {monitor: loss, patienc: 3}}]}",
-             "trainer.callbacks", "Option 'patienc' is not accepted", "Did you mean 'patience'?"),
-            ("model: {class_path: project.Model, init_args: {hiden: 3}}", "model", "Option 'hiden' is not accepted",
-             "Did you mean 'hidden'?"),
             ("model: {class_path: project.Model, init_args: {hidden: x}}", "model", "Expected a <class 'int'>",
              "Got value: x"),
             ("model: project.Modl", "model", "module 'project' has no attribute 'Modl'", "Did you mean 'Model'?"),
@@ -374,7 +347,6 @@ class TestRefused:
         ("text", "message"),
         [
             ("trainer: [\n", "--config=run.yaml: this is not YAML: "),
-            ("trainer:\n\tdevices: 1\n", "--config=run.yaml: this is not YAML: "),
             ("- 1\n", "--config=run.yaml: not settings, as in 'trainer: {max_epochs: 3}', but [1]"),
         ],
     )
@@ -392,9 +364,7 @@ class TestRefused:
         [
             (["--trainer.max_epoch=3"], "--trainer.max_epoch is not a setting. Did you mean '--trainer.max_epochs'?"),
             (["--strategy=ring_ddp"], "--strategy is not a setting. Did you mean '--trainer.strategy'?"),
-            (["--device=2"], "--device is not a setting. Did you mean '--trainer.devices'?"),
             (["--trainer.devices=0"], "`Trainer(devices='0')` value is not a valid input using cpu accelerator."),
-            (["--trainer.num_nodes=0"], "`num_nodes` must be a positive integer, but got 0."),
             (
                 ["--trainer.strategy=ring_ddp", "--trainer.precision=16-mixed"],
                 "precision='16-mixed' on CPU: Lightning would compute in bf16-mixed instead; pass "
@@ -417,8 +387,6 @@ class TestRefused:
         [
             (["fit", *RING, "--trainer.strategy.bucket_cap_mb=-1"],
              "fit: error: bucket_cap_mb=-1.0 is out of range; pass a number above 0"),
-            (["fit", *RING, "--trainer.strategy.failure_timeout_s=0"],
-             "fit: error: failure_timeout_s=0.0 is out of range; pass a number above 0"),
             (["fit", *RING, "--trainer.strategy.process_group_backend=nccl"],
              "process_group_backend='nccl' moves no tensors on 'cpu' in this build of torch; pass "),
             (["fit", *ON_CPU, "--trainer.strategy=ring_dpp"],
@@ -432,16 +400,14 @@ class TestRefused:
     ) -> None:
         assert message in error_of(capsys, *arguments)
 
-    @pytest.mark.parametrize(("name", "cache"), [("wandb", "_WANDB_AVAILABLE"), ("mlflow", "_MLFLOW_AVAILABLE")])
     def test_logger_whose_package_is_missing(
-        self, name: str, cache: str, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+        self, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A newcomer who tried the configuration of W&B got the stacks of two libraries, and the fix below them."""
-        monkeypatch.setattr(f"lightning.pytorch.loggers.{name}.{cache}", RequirementCache(f"no-{name}>=1"))
-        message = error_of(capsys, "fit", *ON_CPU, f"--config={ROOT / 'configs/loggers' / name}.yaml")
-        logger = {"wandb": "WandbLogger", "mlflow": "MLFlowLogger"}[name]
+        monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", RequirementCache("no-wandb>=1"))
+        message = error_of(capsys, "fit", *ON_CPU, f"--config={ROOT / 'configs/loggers/wandb.yaml'}")
         assert message == (
-            f"lightning-multigpu fit: error: {logger} needs a missing package: pip install -U 'no-{name}>=1'"
+            "lightning-multigpu fit: error: WandbLogger needs a missing package: pip install -U 'no-wandb>=1'"
         )
 
     def test_bug_in_the_users_module_keeps_its_own_traceback(self, project: Path) -> None:
@@ -476,14 +442,6 @@ class TestProcesses:
         assert ended.returncode == 0, ended.stderr
         assert "Process group of 2 over gloo" in ended.stderr
         assert "Seed set to 0" in ended.stderr
-
-    def test_refusal(self, project: Path) -> None:
-        refused = self.run("fit", *ON_CPU, "--trainer.strategy=ring_dpp")
-        assert refused.returncode == 2
-        assert refused.stderr.startswith(
-            "lightning-multigpu fit: error: strategy='ring_dpp': there is no such strategy."
-        )
-        assert "Traceback" not in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_multigpu.emulation import EmulatedHosts
 from tests import documents
 from tests.documents import ROOT
-from tests.hosts import require_hosts
-from tests.launch.job import Job
 
 PROGRAMS = {
     "lightning-multigpu": ["-m", "lightning_multigpu"],
@@ -22,7 +19,7 @@ PROGRAMS = {
     "torchrun": ["-m", "torch.distributed.run"],
 }
 COMMANDS = [shlex.split(line) for block in documents.blocks(ROOT / "docs/course.md") for line in block.splitlines()]
-RING, PLAN, FIT, SYNC, ASYNC, COMPRESSION, *COLLECTIVES = COMMANDS
+RING, PLAN, FIT, SYNC, ASYNC, *_ = COMMANDS
 
 
 @pytest.fixture
@@ -51,7 +48,7 @@ def test_a_ring_by_hand_sends_what_the_formula_says(checkout: Path) -> None:
 def test_the_bubble_of_a_pipeline_is_planned_and_measured(checkout: Path) -> None:
     small = ("--model.width=32", "--model.context=16", "--data.context=16", "--data.batch_size=8")
     assert re.findall(r"^gpipe +(\d) .*%", run(checkout, PLAN, *small), re.MULTILINE) == ["1", "2", "4", "8"]
-    assert re.search(r"do not work for .* %; in theory 20.0 %", run(checkout, FIT, *small, "--trainer.max_steps=4"))
+    assert re.search(r"do not work for .* %; in theory 20.0 %", run(checkout, FIT, *small, "--trainer.max_steps=9"))
 
 
 @pytest.mark.launch
@@ -62,31 +59,3 @@ def test_each_batch_is_trained_on_beside_a_slow_rank(checkout: Path, command: li
     assert sum(batches.values()) == 40, "1,257 images in batches of 32"
     assert updates == 40 or batches[0] == batches[1]
     assert f"{updates} optimizer steps" in output
-
-
-@pytest.mark.launch
-def test_an_all_reduce_is_timed(checkout: Path) -> None:
-    """What runs on the hosts, whose number alone differs; on several of them it would import torch for a minute."""
-    on_host, other = (command[command.index("--") + 1 :] for command in COLLECTIVES)
-    assert {*on_host} ^ {*other} == {"2", "4"}
-    output = run(checkout, on_host, "--num-nodes=1", "--devices=2", "--repetitions=1")
-    assert re.search(r"4194304 .* ring +\d", output), output
-
-
-@pytest.mark.hosts
-def test_compression_on_a_slow_link(tmp_path: Path) -> None:
-    """What ``emulate`` runs on each host, on such hosts; its own processes would import torch for a minute."""
-    require_hosts()
-    program, emulate, *options = COMPRESSION[: COMPRESSION.index("--")]
-    nodes, bandwidth = (options[options.index(name) + 1] for name in ("--nodes", "--bandwidth"))
-    assert (program, emulate, len(options)) == ("lightning-multigpu", "emulate", 4)
-    _, *on_host = COMPRESSION[COMPRESSION.index("--") + 1 :]
-    few = ("--model=tests.bench.models.Tiny", "--steps=1", "--warm-up=0", "--repetitions=1")
-    command = [sys.executable, *PROGRAMS[program], *on_host, *few]
-    with EmulatedHosts(int(nodes), bandwidth=bandwidth) as hosts, Job(tmp_path / "logs") as job:
-        for host in hosts:
-            job.start(host, command, host.environment())
-        job.wait()
-        output = job.output(0)
-    for strategy in on_host[on_host.index("--strategies") + 1 :]:
-        assert re.search(rf" {strategy} +\d", output), output

@@ -70,12 +70,8 @@ def test_hook_that_we_override_is_still_called_so(owner: type, name: str) -> Non
     assert inspect.isfunction(getattr(owner, name, None)), f"Lightning's {owner.__name__} no longer has {name}"
 
 
-@pytest.mark.parametrize("name", ["_ddp_comm_hook", "_ddp_comm_state", "_ddp_comm_wrapper", "_model_averager"])
-def test_attribute_of_ddp_strategy_that_we_read_is_still_there(name: str) -> None:
-    assert hasattr(DDPStrategy(), name), f"Lightning's DDPStrategy no longer has {name}"
-
-
-@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-def test_what_the_trainer_launches_still_takes_the_checkpoint(stage: str) -> None:
-    parameters = inspect.signature(getattr(Trainer, f"_{stage}_impl")).parameters
-    assert "ckpt_path" in parameters, f"Lightning's Trainer._{stage}_impl no longer takes ckpt_path"
+def test_attributes_that_we_read_and_arguments_that_we_pass_are_still_there() -> None:
+    for name in ("_ddp_comm_hook", "_ddp_comm_state", "_ddp_comm_wrapper", "_model_averager"):
+        assert hasattr(DDPStrategy(), name), f"Lightning's DDPStrategy no longer has {name}"
+    for stage in ("fit", "validate", "test", "predict"):
+        assert "ckpt_path" in inspect.signature(getattr(Trainer, f"_{stage}_impl")).parameters, stage

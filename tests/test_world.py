@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests import preforked
-from tests.world import DeadlineError, LeakError, RankDiedError, RankError, World, init_group, rank
+from tests.world import DeadlineError, LeakError, RankDiedError, World, init_group, rank
 
 
 def sum_of_ranks() -> float:
@@ -33,23 +32,6 @@ def test_ranks_talk_to_each_other_in_call_after_call_and_answer_in_their_order(w
         assert world.run(sum_of_ranks) == [n * (n + 1) / 2] * n
     assert world.run(rank) == list(range(n))
     assert world.run(os.getpid) == processes
-
-
-def test_each_call_has_closures_arguments_random_states_output_and_warning_filters(world2: World) -> None:
-    offset = 5
-
-    def add(x: torch.Tensor, *, factor: int) -> tuple[torch.Tensor, float]:
-        with pytest.raises(UserWarning, match="careful"):
-            warnings.warn("careful", UserWarning, stacklevel=1)
-        print(f"rank {rank()} speaks")
-        return x * factor + offset + rank(), torch.rand(1).item()
-
-    (first, drawn), (second, other) = world2.run(add, torch.ones(3), factor=2)
-    assert (first.tolist(), second.tolist()) == ([7.0] * 3, [8.0] * 3)
-    assert drawn != other
-    assert world2.output(1) == "rank 1 speaks\n"
-    assert world2.run(lambda: torch.rand(1).item()) == [drawn, other]
-    assert world2.output(1) == ""
 
 
 class OutOfRangeError(ValueError):
@@ -85,13 +67,6 @@ def _raise(values: list[int]) -> None:
         raise OutOfRangeError(values[rank()])
 
 
-def test_ranks_that_all_raise_as_they_should_live_on(world2: World) -> None:
-    before = world2.run(os.getpid)
-    errors = world2.run_raising(OutOfRangeError, "is too large", _raise, [7, 8])
-    assert [error.value for error in errors] == [7, 8]
-    assert world2.run(os.getpid) == before
-
-
 def test_a_rank_that_does_not_raise_or_raises_something_else_fails_the_test(own_world: World) -> None:
     with pytest.raises(AssertionError, match=r"rank\(s\) \[1\] of 2 did not raise OutOfRangeError"):
         own_world.run_raising(OutOfRangeError, "is too large", _raise, [7, 0])
@@ -107,18 +82,6 @@ def own_world() -> Iterator[World]:
     world = World(2)
     yield world
     world.close()
-
-
-def _rank_0_exits_and_rank_1_knows_why() -> None:
-    if rank() == 0:
-        raise SystemExit(1)
-    time.sleep(0.5)
-    raise RuntimeError("holds a lock", threading.Lock())
-
-
-def test_the_cause_counts_more_than_an_earlier_exit_and_arrives_as_text_at_least(own_world: World) -> None:
-    with pytest.raises(RankError, match="holds a lock"):
-        own_world.run(_rank_0_exits_and_rank_1_knows_why)
 
 
 def _rank_1_is_killed_and_rank_0_hangs() -> None:

@@ -54,8 +54,7 @@ def _weights_of_one(kind: str) -> float:
 
 def hang_report(place: Place) -> str:
     """Rank 0's host waits behind an all-reduce to which rank 1 never comes: on a GPU it spins in ``.item()``."""
-    job = HangingJob(place.directory / "job", "popen", "behind", place.card.variables)
-    try:
+    with HangingJob(place.directory / "job", "popen", "behind", place.card.variables) as job:
         for number in range(1, _MOST_REPORTS + 1):  # a first collective of NCCL may take long enough for one of its own
             report = job.reports(number)[number - 1]
             if "rank 1 has not come" in report:
@@ -63,8 +62,6 @@ def hang_report(place: Place) -> str:
         assert re.search(r"rank 0 .*in all_reduce #\d+ of group data", report, re.IGNORECASE), report
         assert "rank 1 has not come" in report, report
         assert "rank 1" in job.ends_when_rank_1_is_killed()
-    finally:
-        job.close()
     return ""
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
+from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,10 @@ from benchmarks.gpu.card import Card
 from benchmarks.gpu.table import Check, Place
 from benchmarks.gpu.training import world_of
 from lightning_multigpu.callbacks import ProfilerReport, RunReport
-from lightning_multigpu.callbacks.stopwatch import Stopwatch
+from lightning_multigpu.callbacks.throughput import Stopwatch
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.training_memory import SavedActivations
 from tests.strategies.tasks import (
     NUM_CLASSES,
     NUM_FEATURES,
@@ -170,11 +173,15 @@ class Peak(Callback):
 
     Attributes:
         peak_bytes: these bytes.
+        saved_bytes: the most bytes that autograd kept for backward at a time in the third batch.
         all_bytes: torch's own figure at the end of training, when the report takes it. Later the module becomes whole.
+        predicted: the bytes by kind that the rank of a pipeline should hold.
     """
 
     def __init__(self) -> None:
-        self.before_bytes = self.peak_bytes = self.all_bytes = 0
+        self.before_bytes = self.peak_bytes = self.all_bytes = self.saved_bytes = 0
+        self.predicted: dict[str, int] = {}
+        self._counting = ExitStack()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         gc.collect()
@@ -186,10 +193,19 @@ class Peak(Callback):
             self.before_bytes = torch.cuda.memory_allocated(self._device) - held
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int) -> None:
+        if index == 2:
+            self._saved = SavedActivations([*pl_module.parameters(), *pl_module.buffers()])
+            self._counting.enter_context(self._saved.counted())
+        if index == 3:
+            self._counting.close()
+            self.saved_bytes = self._saved.peak_bytes
         if index == 3 and self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        stages = trainer.strategy.stage_record()  # type: ignore[attr-defined]
+        if stages is not None:
+            self.predicted = asdict(stages.predicted)
         if self._device.type == "cuda":
             self.all_bytes = torch.cuda.max_memory_allocated(self._device)
             allocated = torch.cuda.memory_allocated(self._device)
@@ -205,6 +221,7 @@ def _memory(card: Card, name: str, width: int) -> tuple[dict[str, Any], int, int
     """
     for each in (32, width):
         strategy, peak = make_strategy(name), Peak()
+        strategy.record_stages()
         report = RunReport(print_table=False, write_file=False)
         options = card.place(strategy, 2)
         trainer = make_trainer(
@@ -216,10 +233,9 @@ def _memory(card: Card, name: str, width: int) -> tuple[dict[str, Any], int, int
         )
         trainer.fit(Deep(each))
         assert report.report is not None
-        found = report.report
-        ranks = found["pipeline"]["pipelines"][0]["ranks"] if "pipeline" in found else found["memory"]
-        own = next(row for row in ranks if row["rank"] == trainer.global_rank)
-    return own, peak.peak_bytes, peak.all_bytes
+        own = report.report["memory"][trainer.global_rank]
+    activations = {"activations_bytes": peak.saved_bytes} if peak.predicted else {}
+    return {**own, **activations, "predicted": peak.predicted}, peak.peak_bytes, peak.all_bytes
 
 
 def predicted_memory(place: Place, *, name: str) -> str:
@@ -230,7 +246,7 @@ def predicted_memory(place: Place, *, name: str) -> str:
         kinds = ("parameters_bytes", "gradients_bytes", "optimizer_bytes")
         held = sum(own[kind] for kind in kinds) + own.get("activations_bytes", 0)
         for kind in kinds:
-            predicted = own.get(f"predicted_{kind}", own[kind])
+            predicted = own["predicted"].get(kind, own[kind])
             assert abs(predicted - own[kind]) <= 0.05 * own[kind], f"{kind}: {predicted} predicted, {own[kind]} held"
         if not place.card.is_gpu:
             notes.append(f"{held / _MEBI:.2f} MiB held")

@@ -8,7 +8,7 @@ import lightning.pytorch  # noqa: F401  # first: its import registers all strate
 from lightning_multigpu.callbacks.communication import CommunicationMonitor
 from lightning_multigpu.callbacks.device_utilization import DeviceUtilizationMonitor
 from lightning_multigpu.callbacks.global_batch_size import GlobalBatchSize
-from lightning_multigpu.callbacks.keys import KEYS
+from lightning_multigpu.callbacks.monitor import KEYS
 from lightning_multigpu.callbacks.profile.profiler_report import ProfilerReport
 from lightning_multigpu.callbacks.run_report import RunReport
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor

@@ -9,12 +9,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_multigpu.callbacks.keys import Group
-from lightning_multigpu.callbacks.monitor import Monitor
+from lightning_multigpu.callbacks.monitor import Group, Monitor
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import StepTraffic, sent_share
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics, summary
-from lightning_multigpu.report.run_table import SPLIT_LAYERS
+from lightning_multigpu.report.run_table import BETWEEN_STAGES, SPLIT_LAYERS
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _PURPOSES: dict[tuple[str | None, str], str] = {
@@ -33,7 +32,7 @@ _PURPOSES: dict[tuple[str | None, str], str] = {
     ("all_reduce", "shards"): "norms and flags",
     (None, "checkpoint"): "optimizer states for checkpoints",
     (None, "control"): "messages that keep ranks in step",
-    (None, "pipeline"): "between stages",
+    (None, "pipeline"): BETWEEN_STAGES,
     (None, "metrics"): "metrics",
     (None, "world"): "metrics and figures of monitors",
     (None, "replicas"): "check of replicas",
@@ -101,9 +100,6 @@ class CommunicationMonitor(Monitor):
     - `parameter_server/push_ms` (ms): time in which gradients were on their way to the host or to servers; over the
       steps that had such a push.
     - `parameter_server/pull_ms` (ms): time from the request of a step to the arrival of all new weights.
-    - `parameter_server/queue_ms` (ms): under `async_ps`, time for which a rank's update in a step waited at a server
-      for those of other ranks; mean since the last log, on the server where it is longest. Where it is a large part of
-      `pull_ms`, the server's processor is the bottleneck: use more servers, or larger batches.
     - `parameter_server/bytes_in/0` and `parameter_server/bytes_out/0` (bytes): received and sent by server 0 since the
       last log, from and to all ranks, through memory or a network; `/1` for server 1, and so on. Only rank 0 has them,
       because it asks the servers.
@@ -174,7 +170,6 @@ class CommunicationMonitor(Monitor):
         if counted is None or self._counted is None:
             return
         fresh, self._counted = counted.since(self._counted), counted
-        self.observe("parameter_server/queue_ms", max(fresh.queue_ms()))
         if updates := sum(fresh.staleness.values(), Counter()):
             for name, value in summary(updates).items():
                 self.observe(f"parameter_server/staleness_{name}", value)

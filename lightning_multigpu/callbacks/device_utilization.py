@@ -2,20 +2,86 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+from collections.abc import Callable
 from typing import ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_multigpu.callbacks.keys import Group
-from lightning_multigpu.callbacks.monitor import Monitor
+from lightning_multigpu.callbacks.monitor import Group, Monitor
 from lightning_multigpu.callbacks.probes import probes_of
-from lightning_multigpu.callbacks.sampler import BackgroundSampler
+
+Sample = dict[str, float]
+
+_STOP_TIMEOUT_S = 5.0
+
+
+class BackgroundSampler:
+    """Calls a function every ``interval_s`` seconds in a thread and keeps the results.
+
+    The thread is a daemon, so that it never keeps a process alive; :meth:`stop` ends and joins it. An exception ends
+    sampling and reaches the caller from the next :meth:`take`.
+
+    Args:
+        sample: takes one sample; never called by two threads at once.
+        interval_s: seconds from one sample to the next, above 0.
+    """
+
+    def __init__(self, sample: Callable[[], Sample], *, interval_s: float) -> None:
+        self._sample = sample
+        self._interval_s = interval_s
+        self._stopping = threading.Event()
+        self._sampling = threading.Lock()
+        self._samples: deque[Sample] = deque()
+        self._any_taken = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="device-sampler", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def take(self, *, first_now: bool = False) -> list[Sample]:
+        """The samples since the last call, oldest first.
+
+        Does not wait for the thread, except with ``first_now``, which takes a sample at once if there was none ever.
+        """
+        if first_now and not self._any_taken:
+            self._take_one()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        # The other thread only appends, so what is there now can be taken without a lock.
+        return [self._samples.popleft() for _ in range(len(self._samples))]
+
+    def stop(self) -> None:
+        """Ends the thread; may be called more than once.
+
+        A thread that a driver does not give back within 5 s is left to end with the process: a sensor that hangs must
+        not hang the training.
+        """
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=_STOP_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._interval_s):
+            self._take_one()
+
+    def _take_one(self) -> None:
+        with self._sampling:
+            try:
+                self._samples.append(self._sample())
+                self._any_taken = True
+            except Exception as error:
+                self._error = error
+                self._stopping.set()
 
 
 class DeviceUtilizationMonitor(Monitor):
-    """Utilization, memory, power and temperature of every rank's device, and the load of its host.
+    """Utilization, memory, power and temperature of every rank's device, and the main memory of its process.
 
     NVML reads NVIDIA GPUs (``pip install 'lightning-multigpu[gpu]'``), psutil hosts and CPU ranks.
     A background thread takes a sample every ``interval_s``, from the start of training to its end, validation
@@ -30,7 +96,6 @@ class DeviceUtilizationMonitor(Monitor):
       the container that limits it.
     - `device/power_watts` (W, sum): power that the GPUs draw.
     - `device/temperature_celsius` (degrees Celsius, maximum): temperature of the hottest GPU.
-    - `device/cpu_percent` (%, mean): processor time of all processes of the host, 100 being all of its cores.
     - `device/process_rss_bytes` (bytes, maximum): main memory (resident set) of the largest training process.
 
     Args:

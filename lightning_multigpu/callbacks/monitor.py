@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,43 @@ from torchmetrics import MaxMetric, Metric
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import writes_logs_after_this_batch
-from lightning_multigpu.callbacks.keys import KEYS, Group, keys_of
-from lightning_multigpu.report.statistics import Series, Statistics, aggregate
+from lightning_multigpu.report.statistics import Aggregation, Series, Statistics, aggregate
 from lightning_multigpu.strategies.base import MultiGPUStrategy
+
+Group = Literal["throughput", "communication", "device"]
+
+KEYS: dict[str, Aggregation] = {
+    "throughput/samples_per_sec": "sum",
+    "throughput/batches_per_sec": "sum",
+    "throughput/tokens_per_sec": "sum",
+    "throughput/flops_per_sec": "sum",
+    "throughput/mfu": "mean",
+    "throughput/step_ms": "mean",
+    "communication/all_reduce_ms": "mean",
+    "communication/total_ms": "mean",
+    "communication/exposed_ms": "mean",
+    "communication/sent_bytes": "mean",
+    "communication/memory_bytes": "mean",
+    "communication/algbw_gb_per_sec": "mean",
+    "communication/busbw_gb_per_sec": "mean",
+    "parameter_server/push_ms": "mean",
+    "parameter_server/pull_ms": "mean",
+    "parameter_server/staleness_median": "max",
+    "parameter_server/staleness_p95": "max",
+    "parameter_server/staleness_max": "max",
+    "device/utilization_percent": "mean",
+    "device/memory_used_bytes": "max",
+    "device/power_watts": "sum",
+    "device/temperature_celsius": "max",
+    "device/process_rss_bytes": "max",
+}
+"""Key -> how the values of the ranks that have one are aggregated; each callback's docstring explains its keys."""
+
+
+def keys_of(group: Group) -> list[str]:
+    """The keys of one callback, in the table's order."""
+    prefixes = ("communication/", "parameter_server/") if group == "communication" else (f"{group}/",)
+    return [key for key in KEYS if key.startswith(prefixes)]
 
 
 class Monitor(Callback):

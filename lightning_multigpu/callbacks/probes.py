@@ -21,8 +21,8 @@ from lightning_multigpu._usable_cores import usable_cores
 class HostProbe:
     """This process and its host.
 
-    Shares of processor time are taken between two readings, the first one reaching back to when the probe was made.
-    Worker processes of data loaders count for the host, not for the process.
+    The share of processor time is taken between two readings, the first one reaching back to when the probe was made.
+    Worker processes of data loaders do not count.
 
     Args:
         is_device: the model trains on the CPU, so that the process's processor time is the device's utilization. As
@@ -33,20 +33,18 @@ class HostProbe:
         self._is_device = is_device
         self._process = psutil.Process()
         self._cores = min(torch.get_num_threads(), usable_cores())
-        self._read_s, self._process_s, self._host = time.perf_counter(), time.process_time(), _host_seconds()
+        self._read_s, self._process_s = time.perf_counter(), time.process_time()
 
     def read(self) -> dict[str, float]:
         figures = {"device/process_rss_bytes": float(self._process.memory_info().rss)}
         if self._is_device:
             figures["device/memory_used_bytes"] = float(host_memory().used_bytes)
-        now_s, process_s, (busy_s, total_s) = time.perf_counter(), time.process_time(), _host_seconds()
-        wall_s, host_s = now_s - self._read_s, total_s - self._host[1]
-        if self._is_device and wall_s > 0:
+        now_s, process_s = time.perf_counter(), time.process_time()
+        if self._is_device and now_s > self._read_s:
+            share = (process_s - self._process_s) / ((now_s - self._read_s) * self._cores)
             # The process has more threads than those that compute, so it can take more than its 100 %.
-            figures["device/utilization_percent"] = _percent(process_s - self._process_s, wall_s * self._cores)
-        if host_s > 0:
-            figures["device/cpu_percent"] = _percent(busy_s - self._host[0], host_s)
-        self._read_s, self._process_s, self._host = now_s, process_s, (busy_s, total_s)
+            figures["device/utilization_percent"] = min(100.0, 100.0 * share)
+        self._read_s, self._process_s = now_s, process_s
         return figures
 
 
@@ -94,36 +92,29 @@ class MainMemory(NamedTuple):
 
 
 def host_memory(proc: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> MainMemory:
-    """The memory of the host, or of a container with a lower limit; files that the kernel can drop are not in use."""
+    """The memory of the host, or of a container with a lower limit; files that the kernel can drop are not in use.
+
+    A container's limit is that of version 2 of control groups.
+    """
     memory = psutil.virtual_memory()
     found = MainMemory("host", memory.total - memory.available, memory.total)
     try:
-        lines = [line.split(":", 2) for line in proc.read_text().splitlines()]
+        paths = [line.removeprefix("0::") for line in proc.read_text().splitlines() if line.startswith("0::")]
     except OSError:
         return found
-    for _, controllers, path in lines:
-        if controllers in _MEMORY_FILES:
-            base, limit, used, files = _MEMORY_FILES[controllers]
-            own = groups / base / path.strip("/")
-            for folder in (own, *own.parents):  # a group has the limits of those that it is in; not all can be seen
-                if not folder.is_relative_to(groups):
-                    break
-                try:
-                    limit_bytes = int((folder / limit).read_text())
-                    if limit_bytes < found.limit_bytes:
-                        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                        used_bytes = int((folder / used).read_text()) - int(counts[files])
-                        found = MainMemory("container", used_bytes, limit_bytes)
-                except (OSError, ValueError, KeyError):  # there is none, or "max"
-                    continue
+    for own in (groups / path.strip("/") for path in paths):
+        for folder in (own, *own.parents):  # a group has the limits of those that it is in; not all can be seen
+            if not folder.is_relative_to(groups):
+                break
+            try:
+                limit_bytes = int((folder / "memory.max").read_text())
+                if limit_bytes < found.limit_bytes:
+                    counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                    used_bytes = int((folder / "memory.current").read_text()) - int(counts["inactive_file"])
+                    found = MainMemory("container", used_bytes, limit_bytes)
+            except (OSError, ValueError, KeyError):  # there is none, or "max"
+                continue
     return found
-
-
-_MEMORY_FILES = {
-    "": ("", "memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-"""Controllers in /proc/self/cgroup, of versions 2 and 1 of control groups, and where their figures are."""
 
 
 def machine_of(device_type: str) -> dict[str, Any]:
@@ -164,15 +155,3 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _host_seconds() -> tuple[float, float]:
-    """Processor time since the host's start, over all cores: busy and in all, in seconds."""
-    times = psutil.cpu_times()
-    # On Linux "user" and "nice" include the time of guests.
-    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-    return total - times.idle - getattr(times, "iowait", 0.0), total
-
-
-def _percent(part: float, whole: float) -> float:
-    return min(100.0, max(0.0, 100.0 * part / whole))

@@ -19,16 +19,15 @@ from typing_extensions import override
 
 from lightning_multigpu.callbacks.communication import CommunicationMonitor
 from lightning_multigpu.callbacks.device_utilization import DeviceUtilizationMonitor
-from lightning_multigpu.callbacks.keys import KEYS
+from lightning_multigpu.callbacks.monitor import KEYS
 from lightning_multigpu.callbacks.probes import machine_of
 from lightning_multigpu.callbacks.silent_monitors import SilentMonitors
 from lightning_multigpu.callbacks.strategy_identity import identify
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor
 from lightning_multigpu.engine.training_memory import measured_bytes
-from lightning_multigpu.planning.pipelines.timeline import StageMemory, StageRecord
+from lightning_multigpu.planning.pipelines.timeline import StageMemory
 from lightning_multigpu.planning.split_plan import SplitPlan
-from lightning_multigpu.report import document, run_table, schedule_picture
-from lightning_multigpu.report.pipeline_section import PipelineReport
+from lightning_multigpu.report import document, run_table
 from lightning_multigpu.report.schema import as_json, from_json
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
@@ -53,9 +52,7 @@ class RunReport(SilentMonitors):
     leaves one that an earlier fit wrote; ``fast_dev_run`` prints the report only, like Lightning writes no logs then.
 
     The report has the bytes of parameters, gradients and optimizer states that each rank holds, unless servers hold the
-    states. Under a pipeline it also compares how each rank spent a step with theory, and draws the schedule to
-    ``pipeline_schedule.svg`` beside the file: in theory above, as measured below. A file of that name is removed when a
-    report without a schedule is written there.
+    states.
 
     It needs no other callback. Figures come from the monitors among the trainer's callbacks (so give options such as
     ``tokens_fn`` to a :class:`ThroughputMonitor` of your own). For monitors that the trainer lacks, the report has
@@ -64,32 +61,20 @@ class RunReport(SilentMonitors):
     Args:
         print_table: whether rank 0 prints the table; without colours and lines when the output is no terminal.
         write_file: whether rank 0 writes the file.
-        count_activations: whether the activations that autograd keeps for backward are counted in one step of a
-            pipeline; pass False if the step calls ``torch.func.grad`` or related functions, which raise an error then.
     """
 
-    def __init__(
-        self,
-        *,
-        print_table: bool = True,
-        write_file: bool = True,
-        count_activations: bool = True,
-    ) -> None:
+    def __init__(self, *, print_table: bool = True, write_file: bool = True) -> None:
         super().__init__()
         self.report: dict[str, Any] | None = None
         """The newest report, as a dictionary, on every rank (under `async_ps` on rank 0); None before the first."""
         self.path: Path | None = None
         """The path of the newest report, on rank 0."""
-        self.picture_path: Path | None = None
-        """The path of its picture of a pipeline's schedule, on rank 0; None without a pipeline."""
-        self._stages: StageRecord | None = None
         self._servers: document.ServersSection | None = None
         self._memory: StageMemory | None = None
         self._split_plan: SplitPlan | None = None
         self._gathered: list[Any] | None = None
         self._print_table = print_table
         self._write_file = write_file
-        self._count_activations = count_activations
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -99,9 +84,7 @@ class RunReport(SilentMonitors):
         self._communication = self.monitor(trainer, CommunicationMonitor)
         devices = self.monitor(trainer, DeviceUtilizationMonitor)
         self._monitors = (self._throughput, self._communication, devices)
-        self._stages, self._servers, self._gathered, self._memory = None, None, None, None
-        if isinstance(trainer.strategy, MultiGPUStrategy):
-            trainer.strategy.record_stages(count_activations=self._count_activations)
+        self._servers, self._gathered, self._memory = None, None, None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -118,11 +101,10 @@ class RunReport(SilentMonitors):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if isinstance(trainer.strategy, MultiGPUStrategy):
-            self._stages = trainer.strategy.stage_record()
             counted = trainer.strategy.server_statistics()
             self._servers = counted and from_json(document.ServersSection, counted.section())
             self._split_plan = trainer.strategy.split_plan()
-        self._memory = self._memory_at_end(trainer) if self._stages is None else None
+        self._memory = self._memory_at_end(trainer)
 
     def _memory_at_end(self, trainer: Trainer) -> StageMemory | None:
         """The memory of this rank now; with the gradients of an earlier batch if Lightning has freed them."""
@@ -141,14 +123,12 @@ class RunReport(SilentMonitors):
             gathered = self._gathered
         told = [from_json(_Told, each) for each in gathered]
         name, options = identify(trainer.strategy)
-        pipeline = PipelineReport([each.record for each in told])
         report = document.build(
             [each.record for each in told],
             told[0].facts,
             strategy=document.NamedStrategy(name=name, options=options),
             versions=versions_of(trainer.strategy.root_device),
             aggregations=KEYS,
-            pipeline=pipeline.section(),
             parameter_servers=told[0].servers,
             tensor_split=self._split_plan,
         )
@@ -159,13 +139,8 @@ class RunReport(SilentMonitors):
         if self._print_table:
             run_table.show(report)
         if self._write_file and not is_fast_dev_run(trainer):
-            picture = pipeline.picture()
-            files = {
-                document.FILE_NAME: document.encoded(self.report),
-                schedule_picture.FILE_NAME: None if picture is None else picture.encode(),
-            }
-            written = self.write_files("report", directory, files, prints=self._print_table)
-            self.path, self.picture_path = [*written, None, None][:2]
+            files = {document.FILE_NAME: document.encoded(self.report)}
+            self.path = next(iter(self.write_files("report", directory, files, prints=self._print_table)), None)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -188,7 +163,6 @@ class RunReport(SilentMonitors):
             metrics={key: value for monitor in self._monitors for key, value in monitor.statistics().items()},
             step_samples=self._throughput.step_samples,
             communication_ms=self._communication.purposes_ms(),
-            stages=self._stages,
             memory=self._memory,
         )
         return _Told(
@@ -199,20 +173,22 @@ class RunReport(SilentMonitors):
 
     def results(self) -> dict[str, Any]:
         """The attributes that a spawned rank 0 hands to the process that has started it."""
-        return {"report": self.report, "path": self.path, "picture_path": self.picture_path}
+        return {"report": self.report, "path": self.path}
 
 
 def memory_of(trainer: Trainer) -> StageMemory | None:
     """The bytes that this rank holds; None where the strategy does not say."""
     strategy, device = trainer.strategy, trainer.strategy.root_device
     if isinstance(strategy, MultiGPUStrategy):
+        if (stages := strategy.stage_record()) is not None:
+            return stages.memory
         held = strategy.held_bytes()
     else:
         held = measured_bytes(trainer.lightning_module.parameters(), trainer.optimizers)
     if held is None:
         return None
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return StageMemory(**asdict(held), activations_bytes=None, device_peak_bytes=peak_bytes)
+    return StageMemory(**asdict(held), device_peak_bytes=peak_bytes)
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:

@@ -53,8 +53,8 @@ class SilentMonitors(Callback):
             trainer.callbacks.remove(monitor)  # type: ignore[attr-defined]
         self._own = []
 
-    def write_files(self, what: str, directory: str, files: Mapping[str, bytes | None], *, prints: bool) -> list[Path]:
-        """Writes files, and removes those of None; returns the paths of what it has written, after a failure none.
+    def write_files(self, what: str, directory: str, files: Mapping[str, bytes], *, prints: bool) -> list[Path]:
+        """Writes files by name; returns their paths, after a failure none.
 
         A failure is a warning: training has succeeded by now; a full disk must not make it look as if it had not.
         """
@@ -65,14 +65,11 @@ class SilentMonitors(Callback):
                     "the folder is not on this machine; set a local default_root_dir or logger of the Trainer"
                 )
             for name, contents in files.items():
-                if contents is None:
-                    (folder / name).unlink(missing_ok=True)
-                else:
-                    document.write_bytes(contents, folder / name)
+                document.write_bytes(contents, folder / name)
         except OSError as error:
             rank_zero_warn(f"the {what} was not written to {directory}: {error}")
             return []
-        paths = [folder / name for name, contents in files.items() if contents is not None]
+        paths = [folder / name for name in files]
         if prints:
             print("written to " + "\nand ".join(map(str, paths)))
         return paths

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from lightning_multigpu._lightning_internals import argument_of, further_ddp_options
+from lightning_multigpu._lightning_internals import further_ddp_options
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 
 # Parts that the Trainer puts together, and options that are filled in by the end of a fit whether chosen or not.
@@ -51,10 +51,9 @@ def _chosen(strategy: Strategy) -> dict[str, Any]:
     told: Mapping[str, Any] = getattr(strategy, "options", {})
     chosen: dict[str, Any] = {}
     for option, default in _defaults(type(strategy)).items():
-        try:
-            value = told[option] if option in told else argument_of(strategy, option)
-        except AttributeError:
-            continue
+        # Lightning's classes keep their arguments under either name.
+        places = [place for place in (option, f"_{option}") if option not in told and hasattr(strategy, place)]
+        value = getattr(strategy, places[0]) if places else told.get(option)
         if value is not default and value != default and not (value is None or inspect.ismethod(value)):
             chosen[option] = value
     return chosen | further_ddp_options(strategy)

@@ -13,13 +13,66 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_multigpu.callbacks.keys import Group
-from lightning_multigpu.callbacks.monitor import Monitor
-from lightning_multigpu.callbacks.stopwatch import Lap, Stopwatch
-from lightning_multigpu.communication.metering.clocks import clock_of
+from lightning_multigpu.callbacks.monitor import Group, Monitor
+from lightning_multigpu.communication.metering.clocks import Clock, clock_of
 from lightning_multigpu.engine.batch_size import leading_size
 
 _COMPUTE_DTYPES = {"64": torch.float64, "32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Lap:
+    """The time between two optimizer steps without the pauses; on a GPU its length may be known only later."""
+
+    clock: Clock
+    spans: tuple[tuple[Any, Any], ...]
+
+    def ready(self) -> bool:
+        return all(self.clock.passed(end) for _, end in self.spans)
+
+    def wait(self) -> None:
+        for _, end in self.spans:
+            self.clock.wait(end)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.clock.seconds(start, end) for start, end in self.spans)
+
+
+class Stopwatch:
+    """Cuts running time into laps::
+
+    start          lap           pause     start        lap
+      |------------->|-------------|.........|------------>|
+      <---- lap 1 --->              (not timed)
+                      <--- lap 2, first part> <-- second -->
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._started: Any | None = None
+        self._spans: list[tuple[Any, Any]] = []
+
+    def start(self) -> None:
+        """Goes on after a pause; does nothing while the stopwatch runs."""
+        if self._started is None:
+            self._started = self._clock.mark()
+
+    def pause(self) -> None:
+        """Stops until :meth:`start`; does nothing while the stopwatch stands."""
+        if self._started is not None:
+            self._spans.append((self._started, self._clock.mark()))
+            self._started = None
+
+    def lap(self) -> Lap:
+        """Ends the present lap and, if the stopwatch runs, begins the next one."""
+        if self._started is not None:
+            now = self._clock.mark()
+            self._spans.append((self._started, now))
+            self._started = now
+        lap = Lap(self._clock, tuple(self._spans))
+        self._spans = []
+        return lap
 
 
 @dataclass

@@ -18,7 +18,7 @@ from lightning_multigpu.commands.option_parser import OptionParser
 from lightning_multigpu.commands.usage import COMMAND, PROGRAM, UsageError
 from lightning_multigpu.emulation import EmulatedHosts, HostsUnavailable, InterfaceCounters
 from lightning_multigpu.emulation.job import HostsJob
-from lightning_multigpu.emulation.rootless import check_rootless, run_rootless
+from lightning_multigpu.emulation.namespaces import become_root_of_a_user_namespace
 
 _DESCRIPTION = f"""\
 Run a command on several emulated hosts of this machine, to see num_nodes=2 at home:
@@ -50,11 +50,9 @@ def run(name: str, arguments: Sequence[str]) -> int:
             options.nodes,
             bandwidth=None if options.bandwidth == "unlimited" else options.bandwidth,
             burst=options.burst,
-            wire_frames=False,
         )
         if os.geteuid() != 0:
-            check_rootless()
-            return run_rootless([*COMMAND, name, *arguments])
+            become_root_of_a_user_namespace([*COMMAND, name, *arguments])
         return _emulate(hosts, command, options)
     except ValueError as error:
         raise UsageError(str(error)) from error

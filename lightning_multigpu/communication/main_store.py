@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import ipaddress
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
@@ -195,20 +193,6 @@ def listening_socket(address: str, port: int) -> socket.socket | None:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
     return None
-
-
-def hold_port(port: int) -> socket.socket:
-    """A socket that keeps a free port until it is closed: no connection gets the port, and rank 0 can listen there.
-
-    The ranks take seconds to start before rank 0 listens. Meanwhile any outgoing connection could take the port. If
-    another process has the port, the socket holds nothing.
-    """
-    holder = socket.socket()
-    if sys.platform == "linux":  # elsewhere rank 0 itself could not listen then
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does: both may bind the port
-        with contextlib.suppress(OSError):
-            holder.bind(("", port))
-    return holder
 
 
 def kept_by_torchrun(variables: Mapping[str, str]) -> bool:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.communication.metering.traffic import sent_share
+from lightning_multigpu.communication.rank_ranges import ranks_text
 from lightning_multigpu.communication.tensors import alike, apply_flat
 
 _REDUCTIONS: dict[str, dist.ReduceOp.RedOpType] = {
@@ -163,15 +163,12 @@ class MeteredGroup:
                 dist.broadcast(data, src, group=self.group)
         return obj if sends else pickle.loads(data.cpu().numpy().tobytes())
 
-    def gather_objects(self, obj: Any) -> list[Any]:
-        """``obj`` of every rank, in rank order, on every rank.
+    def gather_objects(self, obj: Any, *, what: str = "all_gather of objects") -> list[Any]:
+        """``obj`` of every rank, in rank order, on every rank; ``what`` names the call in errors.
 
         Raises:
             RuntimeError: ranks have made different calls.
         """
-        return self._gather_objects(obj, "all_gather of objects")
-
-    def _gather_objects(self, obj: Any, what: str) -> list[Any]:
         payload = pickle.dumps(obj)
         with self._metered("all_gather", _ROOM_BYTES, meets=True):
             rows = self._meeting(what, payload)
@@ -220,7 +217,7 @@ class MeteredGroup:
 
     def _mismatch(self, what: str) -> str:
         """The message about different calls: all ranks tell each other theirs."""
-        told = self._gather_objects((what, self._place()), "names of calls")
+        told = self.gather_objects((what, self._place()), what="names of calls")
         ranks: dict[tuple[str, str], list[int]] = {}
         for rank, call in zip(self.ranks, told, strict=True):
             ranks.setdefault(call, []).append(rank)

@@ -13,33 +13,24 @@ else: processor, memory, files, host name, /dev/shm.
 
 from __future__ import annotations
 
-import logging
+import json
 import os
-import signal
+import re
 import socket
 import subprocess
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
-from lightning_multigpu.emulation import quantities
-from lightning_multigpu.emulation.namespaces import (
-    NamespaceSet,
-    command_in,
-    ip,
-    ip_batch,
-    ip_json,
-    remove_leftovers,
-    tc,
-)
-
-log = logging.getLogger(__name__)
+from lightning_multigpu.emulation.namespaces import Namespace, check_available
 
 _NETWORK = "10.77.0"
+_INTERFACE = "eth0"
 _MAX_HOSTS = 250
 _FRAME_BYTES = 1514  # with an MTU of 1500
+# As tc counts: bits in powers of 1000, bytes in powers of 1024.
+_BITS_PER_S = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
+_BYTES = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30}
 
 
 @dataclass(frozen=True)
@@ -54,24 +45,15 @@ class InterfaceCounters:
     received_bytes: int
     received_packets: int
 
-    def __sub__(self, earlier: InterfaceCounters) -> InterfaceCounters:
-        return InterfaceCounters(
-            self.sent_bytes - earlier.sent_bytes,
-            self.sent_packets - earlier.sent_packets,
-            self.received_bytes - earlier.received_bytes,
-            self.received_packets - earlier.received_packets,
-        )
-
 
 @dataclass(frozen=True)
 class Host:
     """One host of :class:`EmulatedHosts`; ``node_rank`` counts from 0. The others reach it as ``name`` too."""
 
     node_rank: int
-    namespace: str
+    namespace: Namespace
     address: str
     master_address: str
-    interface: str = "eth0"
 
     @property
     def name(self) -> str:
@@ -86,61 +68,39 @@ class Host:
         }
 
     def popen(
-        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        **options: Any,
     ) -> subprocess.Popen[Any]:
         """Starts ``command`` on this host; it is killed when the hosts are taken down.
 
         Args:
             command: program and arguments.
             env: variables on top of this process's environment.
+            cwd: its directory, if not this process's.
             options: of ``subprocess.Popen``.
         """
-        environment = {**os.environ, **(env or {})}
-        return subprocess.Popen(command_in(self.namespace, command), env=environment, **options)
-
-    def run(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        timeout_s: float | None = None,
-        check: bool = True,
-    ) -> subprocess.CompletedProcess[str]:
-        """Runs ``command`` on this host to its end and captures its output as text.
-
-        Raises:
-            subprocess.CalledProcessError: it failed and ``check`` is set.
-            subprocess.TimeoutExpired: it took longer than ``timeout_s``; it has been killed.
-        """
-        return subprocess.run(
-            command_in(self.namespace, command),
-            env={**os.environ, **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=check,
-        )
+        return subprocess.Popen(self.namespace.command(command, cwd), env={**os.environ, **(env or {})}, **options)
 
     def counters(self) -> InterfaceCounters:
         """The traffic of this host's interface so far."""
-        (link,) = ip_json("-n", self.namespace, "-stats", "link", "show", self.interface)
+        (link,) = json.loads(self.namespace.run("ip", "-json", "-stats", "link", "show", _INTERFACE))
         sent, received = link["stats64"]["tx"], link["stats64"]["rx"]
         return InterfaceCounters(sent["bytes"], sent["packets"], received["bytes"], received["packets"])
 
 
 class EmulatedHosts:
-    """A context manager that creates hosts and deletes them at its end, also after an error.
+    """A context manager that creates hosts and deletes them at its end.
 
-    A SIGTERM that arrives in the meantime ends the process through the context manager, unless the program has a
-    handler of its own. Hosts of a killed process are taken down by the next use on this machine.
+    They also end, with all that runs there, when this process does, however that comes about.
 
     Args:
         num_hosts: 1 to 250.
         bandwidth: of each host's sending side, as ``tc`` writes it ("1gbit", "200mbit"); None for as fast as it goes.
         burst: how much may pass at once before the bandwidth limits; figures depend on it, so name it with them.
-        wire_frames: the kernel hands TCP's data over in frames of the MTU, as they would be on a wire, so that the
-            counters count each frame and its headers. Without it, it hands over up to 64 KiB at a time, which costs
-            less processor time.
 
     Raises:
         ValueError: an argument is out of its range; raised before anything is made.
@@ -148,37 +108,30 @@ class EmulatedHosts:
             support); nothing is left behind.
     """
 
-    def __init__(
-        self,
-        num_hosts: int,
-        *,
-        bandwidth: str | None = "1gbit",
-        burst: str = "512kb",
-        wire_frames: bool = True,
-    ) -> None:
+    def __init__(self, num_hosts: int, *, bandwidth: str | None = "1gbit", burst: str = "512kb") -> None:
         if not 1 <= num_hosts <= _MAX_HOSTS:
             raise ValueError(f"num_hosts={num_hosts} is out of range: use 1 to {_MAX_HOSTS}")
-        self.bandwidth_bits_per_s = None if bandwidth is None else quantities.bits_per_s(bandwidth)
-        self.burst_bytes = quantities.size_bytes(burst)
-        if self.burst_bytes < _FRAME_BYTES:
+        self.num_hosts = num_hosts
+        self._bits_per_s = None if bandwidth is None else _number("bandwidth", bandwidth, _BITS_PER_S, example="1gbit")
+        self._burst_bytes = _number("burst", burst, _BYTES, example="512kb")
+        if self._burst_bytes < _FRAME_BYTES:
             raise ValueError(
                 f"burst={burst!r} is smaller than one frame, so that none could ever pass: use at least {_FRAME_BYTES}b"
             )
-        self.num_hosts = num_hosts
-        self._wire_frames = wire_frames
         self._hosts: list[Host] = []
-        self._namespaces: NamespaceSet | None = None
-        self._sigterm_before: Any = None
+        self._namespaces: list[Namespace] = []  # the first is the switch's
+
+    @property
+    def switch(self) -> Namespace:
+        """The namespace of the bridge; ``port3`` there is the port of host 3."""
+        return self._namespaces[0]
 
     def __enter__(self) -> EmulatedHosts:
-        if self._namespaces is not None:
+        if self._namespaces:
             raise RuntimeError("these hosts are up already: make another EmulatedHosts for a second network")
-        self._namespaces = NamespaceSet()
-        self._catch_sigterm()
+        check_available()
         try:
-            if removed := remove_leftovers():
-                log.warning("deleted namespaces of a process that was killed: %s", ", ".join(removed))
-            self._build(self._namespaces)
+            self._build()
         except BaseException:
             self._take_down()
             raise
@@ -196,41 +149,43 @@ class EmulatedHosts:
     def __len__(self) -> int:
         return len(self._hosts)
 
-    def _build(self, namespaces: NamespaceSet) -> None:
-        switch = namespaces.add("switch")
+    def _build(self) -> None:
+        for node_rank in (None, *range(self.num_hosts)):
+            self._namespaces.append(Namespace(self._names_seen_by(node_rank)))
+        for namespace in self._namespaces:
+            namespace.wait_until_ready()
+        switch, *others = self._namespaces
         # No frames of the bridge's own: the counters shall count the ranks' traffic only.
-        ip("-n", switch, "link", "add", "bridge", "type", "bridge", "stp_state", "0", "mcast_snooping", "0")
-        ip("-n", switch, "link", "set", "bridge", "addrgenmode", "none", "up")
-        for node_rank in range(self.num_hosts):
-            self._hosts.append(self._build_host(namespaces, switch, node_rank))
+        switch.run("ip", "link", "add", "bridge", "type", "bridge", "stp_state", "0", "mcast_snooping", "0")
+        switch.run("ip", "link", "set", "bridge", "addrgenmode", "none", "up")
+        for node_rank, namespace in enumerate(others):
+            self._connect(node_rank, namespace)
+            self._hosts.append(Host(node_rank, namespace, _address(node_rank), _address(0)))
 
-    def _build_host(self, namespaces: NamespaceSet, switch: str, node_rank: int) -> Host:
-        name = namespaces.add(f"host{node_rank}", hosts_file=self._names_seen_by(node_rank))
-        host = Host(node_rank, name, _address(node_rank), _address(0))
-        eth, port = host.interface, f"port{node_rank}"
-        ip(
-            *("-n", name, "link", "add", eth, "address", _hardware_address(node_rank)),
-            *("type", "veth", "peer", "name", port, "netns", switch),
-        )
-        ip("-n", switch, "link", "set", port, "addrgenmode", "none", "master", "bridge", "up")
-        ip("-n", name, "link", "set", eth, "addrgenmode", "none")
-        if self._wire_frames:
-            ip("-n", name, "link", "set", eth, "gso_max_segs", "1")
-        ip("-n", name, "address", "add", f"{host.address}/24", "dev", eth)
-        ip("-n", name, "link", "set", eth, "up")
+    def _connect(self, node_rank: int, namespace: Namespace) -> None:
+        eth, port, address = _INTERFACE, f"port{node_rank}", _hardware_address(node_rank)
         # All namespaces share one table of neighbours, 1,024 by default; permanent ones do not count.
         others = [other for other in range(self.num_hosts) if other != node_rank]
-        neighbours = [f"{_address(other)} lladdr {_hardware_address(other)}" for other in others]
-        ip_batch(name, [f"neighbour replace {neighbour} nud permanent dev {eth}" for neighbour in neighbours])
-        if self.bandwidth_bits_per_s is not None:
-            tc(
-                *("-n", name, "qdisc", "add", "dev", eth, "root", "tbf"),
-                *("rate", f"{self.bandwidth_bits_per_s}bit", "burst", f"{self.burst_bytes}b"),
+        commands = [
+            f"link add {eth} address {address} type veth peer name {port} netns {self.switch.pid}",
+            f"link set {eth} addrgenmode none",
+            f"address add {_address(node_rank)}/24 dev {eth}",
+            f"link set {eth} up",
+            *(
+                f"neighbour replace {_address(other)} lladdr {_hardware_address(other)} nud permanent dev {eth}"
+                for other in others
+            ),
+        ]
+        namespace.run("ip", "-batch", "-", given="".join(f"{command}\n" for command in commands))
+        self.switch.run("ip", "link", "set", port, "addrgenmode", "none", "master", "bridge", "up")
+        if self._bits_per_s is not None:
+            namespace.run(
+                *("tc", "qdisc", "add", "dev", eth, "root", "tbf"),
+                *("rate", f"{self._bits_per_s}bit", "burst", f"{self._burst_bytes}b"),
                 *("latency", "100ms"),  # what would wait longer for its turn is dropped
             )
-        return host
 
-    def _names_seen_by(self, node_rank: int) -> str:
+    def _names_seen_by(self, node_rank: int | None) -> str:
         """/etc/hosts: every host by its name, this one by the machine's name too."""
         lines = ["127.0.0.1 localhost", "::1 localhost"]
         for other in range(self.num_hosts):
@@ -242,25 +197,12 @@ class EmulatedHosts:
         return "\n".join(lines) + "\n"
 
     def _take_down(self) -> None:
-        namespaces, self._namespaces = self._namespaces, None
+        for namespace in self._namespaces:
+            namespace.end()
+        while self._namespaces:
+            self._namespaces[-1].wait()
+            self._namespaces.pop()
         self._hosts = []
-        if self._sigterm_before is not None:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end has begun: a second signal must not cut it short
-        try:
-            if namespaces is not None:
-                namespaces.delete()
-        finally:
-            self._release_sigterm()
-
-    def _catch_sigterm(self) -> None:
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._sigterm_before = signal.signal(signal.SIGTERM, _exit_on_sigterm)
-
-    def _release_sigterm(self) -> None:
-        if self._sigterm_before is not None:
-            signal.signal(signal.SIGTERM, self._sigterm_before)
-            self._sigterm_before = None
 
 
 def _address(node_rank: int) -> str:
@@ -271,5 +213,11 @@ def _hardware_address(node_rank: int) -> str:
     return f"02:00:0a:4d:00:{node_rank + 1:02x}"
 
 
-def _exit_on_sigterm(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+def _number(name: str, text: str, units: Mapping[str, int], *, example: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]+)", text.lower())
+    number = round(float(match[1]) * units.get(match[2], 0)) if match else 0
+    if number < 1:
+        raise ValueError(
+            f"{name}={text!r}: expected a positive number and a unit ({', '.join(units)}), such as {name}={example!r}"
+        )
+    return number

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from lightning_multigpu.emulation.emulated_hosts import EmulatedHosts, Host
-from lightning_multigpu.emulation.namespaces import end_with_parent, starting
+from lightning_multigpu.emulation.namespaces import starting
 
 _POLL_S = 0.1
 _PATIENCE_S = 60.0
@@ -83,12 +83,11 @@ class HostsJob:
 
     def _start(self, host: Host, command: Sequence[str], variables: Mapping[str, str]) -> None:
         if host.node_rank == 0:
-            self._processes.append(host.popen(command, env=variables, preexec_fn=end_with_parent))
+            self._processes.append(host.popen(command, env=variables))
             return
         process = host.popen(
             command,
             env=variables,
-            preexec_fn=end_with_parent,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

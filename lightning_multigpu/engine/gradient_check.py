@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
@@ -288,6 +288,17 @@ def take_gradients(parameters: dict[str, Parameter]) -> Gradients:
     for parameter in parameters.values():
         parameter.grad = None
     return taken
+
+
+def relative_errors(found: Gradients, expected: Gradients, norms: Mapping[str, float]) -> dict[str, float]:
+    """How far gradients are from the expected ones, relative to their norms, by name; a missing one counts as zero.
+
+    A norm far below the largest one counts as larger than it is: see :data:`SMALLEST`.
+    """
+    smallest = SMALLEST * max(norms.values(), default=0.0)
+    return {
+        name: norm_of(found.get(name), expected.get(name)) / max(norm, smallest, 1e-300) for name, norm in norms.items()
+    }
 
 
 def norm_of(first: Tensor | None, second: Tensor | None = None) -> float:

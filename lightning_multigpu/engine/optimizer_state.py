@@ -70,28 +70,15 @@ class StateElsewhere(MutableMapping[Any, Any]):
         """Removes a parameter's state, and returns None: the state is elsewhere."""
         del self[parameter]
 
-    def __getitem__(self, parameter: Any) -> NoReturn:
-        self._refuse()
-
-    def __iter__(self) -> NoReturn:
-        self._refuse()
-
-    def __len__(self) -> NoReturn:
-        self._refuse()
-
-    def __contains__(self, parameter: Any) -> NoReturn:
-        self._refuse()
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: Any) -> NoReturn:
         raise ValueError(
             f"the state of {self._name} is read, by optimizer.state or optimizer.state_dict(), and this process does "
             "not have it: the optimizer is stepped by servers or on the host. optimizer.state.clear(), del "
             "optimizer.state[parameter] and optimizer.load_state_dict(...) take effect in the next step; "
             f"{_WHOLE}; to read states or to change them in place, use strategy='ring_ddp'"
         )
+
+    __getitem__ = __iter__ = __len__ = __contains__ = __reduce_ex__ = _refuse
 
 
 class PartialState(MutableMapping[Any, Any]):

@@ -9,20 +9,7 @@ from threading import RLock
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_multigpu.communication.tensors import size_bytes
@@ -31,21 +18,7 @@ from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 
-_UNKNOWN_STATES = 2  # tensors of a parameter's size that an optimizer which is not torch's is assumed to keep
-
-_STATES: dict[type[Optimizer], Callable[[dict[str, object]], int]] = {
-    SGD: lambda group: bool(group["momentum"]),
-    Adam: lambda group: 2 + bool(group["amsgrad"]),
-    AdamW: lambda group: 2 + bool(group["amsgrad"]),
-    NAdam: lambda group: 2,
-    RAdam: lambda group: 2,
-    Adamax: lambda group: 2,
-    Adadelta: lambda group: 2,
-    ASGD: lambda group: 1,
-    Rprop: lambda group: 2,
-    Adagrad: lambda group: 1,
-    RMSprop: lambda group: 1 + bool(group["momentum"]) + bool(group["centered"]),
-}
+_STATES = 2  # tensors of a parameter's size that an optimizer other than SGD is assumed to keep: Adam's moments
 
 
 def held_bytes(parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> HeldBytes:
@@ -53,9 +26,9 @@ def held_bytes(parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) ->
     with torch._C.DisableTorchFunctionSubclass():  # of split parameters these are the parts
         states: dict[Tensor, int] = {}
         for optimizer in optimizers:
-            count = _STATES.get(type(optimizer))
             for group in optimizer.param_groups:
-                states.update(dict.fromkeys(group["params"], _UNKNOWN_STATES if count is None else count(group)))
+                count = bool(group["momentum"]) if isinstance(optimizer, SGD) else _STATES
+                states.update(dict.fromkeys(group["params"], count))
         sizes = {parameter: parameter.nbytes for parameter in parameters}
         trained = {parameter: size for parameter, size in sizes.items() if parameter.requires_grad}
         return HeldBytes(
@@ -151,7 +124,7 @@ class SavedActivations:
     def __init__(self, held: Sequence[Tensor]) -> None:
         self.size_bytes = 0
         self.peak_bytes = 0
-        self._held = {_address(tensor) for tensor in held}
+        self._held = {_address(tensor) for tensor in held if not isinstance(tensor, Placeholder)}
         self._users: dict[int, int] = {}
         self._lock = RLock()  # replicas save in threads; a tensor may be freed while another is packed
 

@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_multigpu._lightning_internals import given_loaders
+from lightning_multigpu._lightning_internals import forget_loader_states, given_loaders
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.data_parallel.agreement import (
     AgreedLoader,
     Announcement,
     Announcer,
     LossReduction,
-    StatefulAgreedLoader,
     UnevenInputs,
     agreed_length,
-    is_stateful,
     loss_scale,
 )
 from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
@@ -84,15 +82,14 @@ class BatchFeed:
             self._signals.agree(announcement.flags, may_act=may_act)
             on_agreed(announcement)
 
-        stateful = is_stateful(distributed)
-        kind = StatefulAgreedLoader if stateful else AgreedLoader
-        return kind(
+        forget_loader_states(trainer)
+        return AgreedLoader(
             distributed,
             Announcer(group, meter, ranks_a_batch=ranks_a_batch),
             batches=batches,
             uneven_inputs=self.uneven_inputs,
             loss_reduction=self.loss_reduction,
-            skip=lambda: 0 if stateful else batches_to_skip(trainer),
+            skip=lambda: batches_to_skip(trainer),
             flags=lambda: self._signals.received,
             common=common,
             on_agreed=agreed,

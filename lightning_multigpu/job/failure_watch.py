@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import logging
 import re
 import signal
 import subprocess
@@ -18,22 +17,22 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_multigpu._lightning_internals import EndOfRun
-from lightning_multigpu.communication.metering.collective_observer import ranks_text
+from lightning_multigpu.communication.rank_ranges import ranks_text
 from lightning_multigpu.communication.rendezvous import RendezvousError
 from lightning_multigpu.job.checkpoint_files.last_checkpoint import last_checkpoint_of
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient, RankFailedError
 from lightning_multigpu.job.guardian.failure import text_of
 from lightning_multigpu.job.guardian.hang.flight_recorder import FlightRecorder
-from lightning_multigpu.job.guardian.interrupts import report_of, signal_of
-from lightning_multigpu.job.guardian.proc import ended_text
-from lightning_multigpu.job.loader_workers import ignoring_ends_of_workers, note_refused_worker
+from lightning_multigpu.job.guardian.interrupts import report_of
+from lightning_multigpu.job.guardian.proc import ended_text, note_refusal
+from lightning_multigpu.job.loader_workers import ignoring_ends_of_workers
 from lightning_multigpu.job.run_signals import RunSignals
 from lightning_multigpu.job.uncaught_errors import FailureReport, resume_advice
 
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_multigpu.job.run_context import RunContext
-
-log = logging.getLogger(__name__)
 
 _SETTLE_S = 3.0
 _SETTLE_AFTER_SIGTERM_S = 1.0  # a launcher that sees a rank end may be faster with SIGTERM than the guardian
@@ -163,41 +160,25 @@ class FailureWatch:
     ) -> Any:
         """Runs a rank's work; if the job fails, raises the exception of the rank that failed.
 
-        An exception that all ranks raise at the same step is raised on all of them. Otherwise the first rank of each
-        host raises it, or the second if the first one has died; further ranks end with exit status 1 and one line in
-        the log.
+        An exception that all ranks raise at the same step is raised on each of them as it is.
         """
         self._hooks_follow = True
         try:
-            try:
-                result = function(*args, **kwargs)
-                self._finish()
-                return result
-            except BaseException as error:
-                self._raise_settled(error, run, trainer)
+            result = function(*args, **kwargs)
+            self._finish()
+            return result
         except BaseException as error:
-            if not self._hooks_follow:
+            if isinstance(error, SIGTERMException):
+                error.code = SIGTERM_STATUS  # Lightning sets none, and the process would seem to have succeeded
+            # A rank that can be lost has no groups to agree on a signal in, and acts alone.
+            if (self.signals.agreed_on(error) and not self._can_be_lost) or isinstance(error, EndOfRun):
+                self._hooks_follow = False  # all ranks end together; later errors are no failures of the job
                 raise
-            # torch raises at the end of a loader's worker wherever the main thread is, perhaps while it handles the end
-            # of another worker.
-            self._raise_settled(error, run, trainer)
-
-    def _raise_settled(self, error: BaseException, run: RunContext, trainer: pl.Trainer | None) -> NoReturn:
-        """Settles the failure by ``error``, which is being handled, and raises as :meth:`guarded`."""
-        if isinstance(error, SIGTERMException):
-            error.code = SIGTERM_STATUS  # Lightning sets none, and the process would seem to have succeeded
-        # A rank that can be lost has no groups to agree on a signal in, and acts alone.
-        if (self.signals.agreed_on(error) and not self._can_be_lost) or isinstance(error, EndOfRun):
-            self._hooks_follow = False  # all ranks end together; later errors are no failures of the job
-            raise
-        step = trainer.global_step if trainer is not None and self._world_size else None
-        failure = self.settle(error, run, step)
-        if failure is None or not isinstance(error, Exception):
-            raise
-        if run.local_rank == _printing_rank(failure, run):
+            step = trainer.global_step if trainer is not None and self._world_size else None
+            failure = self.settle(error, run, step)
+            if failure is None or not isinstance(error, Exception):
+                raise
             raise failure.exception() from None
-        log.info("Rank %d ends because %s", run.rank, failure.sentence())
-        raise SystemExit(1) from None
 
     def report(self, run: RunContext, trainer: pl.Trainer | None) -> FailureReport:
         """What this rank prints about the failure, if nobody catches its exception."""
@@ -214,9 +195,7 @@ class FailureWatch:
             checkpoint = partial(last_checkpoint_of, trainer)
         show: Callable[[str], bool] | None = None
         if not (self.all_raised or self.is_lost):
-            client = self.client
-            # A terminal shows its prompt when the first rank has ended.
-            show = (lambda advice: False) if client is None else partial(client.show, waits=run.local_rank == 0)
+            show = partial(_show, self.client, is_first=run.local_rank == 0, is_own=is_own)
         return FailureReport(failure, in_full, show, checkpoint)
 
     @ignoring_ends_of_workers()
@@ -240,7 +219,7 @@ class FailureWatch:
         deadline_s = time.monotonic() + (patience_s if self.client is not None else 0.0)
         while self.failure is None and not self._cannot_join and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        note_refused_worker(error, run.rank)
+        note_refusal(error, f"rank {run.rank}")
         own = Failure.of(error, rank=run.rank, step=step)
         if self.failure is None:
             if not self._cannot_join:
@@ -272,13 +251,8 @@ class FailureWatch:
     def _finish(self) -> None:
         """Waits until the run has ended well for all ranks; else raises RankFailedError."""
         if self.client is not None and self._world_size:
-            note = self.client.flight_recorder.began(
-                "barrier",
-                group="end of the run",
-                ranks=ranks_text(range(self._world_size)),
-                group_size=self._world_size,
-                size_bytes=0,
-            )
+            ranks = ranks_text(range(self._world_size))
+            note = self.client.flight_recorder.began("barrier", group="end of the run", ranks=ranks)
             failure = self.client.finish()
             if note is not None:
                 note.ended()
@@ -306,11 +280,11 @@ def advise_resuming(trainer: pl.Trainer | None, exception: BaseException) -> Non
             sys.stderr.write(f"{advice}\n")
 
 
-def _printing_rank(failure: Failure, run: RunContext) -> int:
-    """The local rank that prints another rank's failure on its host: the first one, unless that has died."""
-    first_died = failure.rank == run.node_rank * run.ranks_per_host and not failure.traceback
-    by_signal = signal_of(failure.what) is not None
-    return 1 if first_died and not by_signal and run.ranks_per_host > 1 else 0
+def _show(client: GuardianClient | None, advice: str, *, is_first: bool, is_own: bool) -> bool:
+    """Has the guardian show the failure; without one, returns False on the first rank of the host and a failed rank."""
+    # A terminal shows its prompt when the first rank has ended.
+    is_asked = client is not None and client.show(advice, waits=is_first)
+    return is_asked or not (is_first or is_own)
 
 
 def _limit_exit(timeout_s: float, *, from_exit: bool) -> None:

@@ -90,7 +90,7 @@ class Joining:
             )
             return
         leave_guardian()
-        where = (run.main_address, run.main_port)
+        where = (run.environment.main_address, run.environment.main_port)
         self._attempt = _ATTEMPTS[where]
         _ATTEMPTS[where] += 1
         self.watch.begin(CONNECTIONS.cut)
@@ -152,15 +152,15 @@ class Joining:
             "check": self.watch.check,
         }
         world_size = run.environment.world_size()
-        address = source_address(run.main_address) or ""
+        address = source_address(run.environment.main_address) or ""
         table = {**alike, "loads a checkpoint": "yes" if self._resumes else "no"}
         own = Arrival(run.rank, own_host(), run.node_rank, os.getpid(), world_size, table, address)
         # Another host that was started by mistake does not reach the store, where all would see it.
         if run.num_nodes == 1 and (problem := conflict([own])) is not None:
             raise RendezvousError(problem)
         store = MainStore(
-            run.main_address,
-            run.main_port,
+            run.environment.main_address,
+            run.environment.main_port,
             rank=run.rank,
             is_one_host=run.num_nodes == 1 and not run.admits_others,
             is_kept=kept_by_torchrun(os.environ),
@@ -228,7 +228,7 @@ def _invite_hosts(client: GuardianClient, run: RunContext) -> dict[str, Any]:
     The secret is included only if the environment has none: a reader of the store then gets it while the ranks join.
     """
     given, made = job_secret(os.environ), os.urandom(32).hex()
-    address = source_address(run.main_address) or run.main_address
+    address = source_address(run.environment.main_address) or run.environment.main_address
     port = client.listen_for_hosts(address, num_nodes=run.num_nodes, secret=given or made)
     return {"address": address, "port": port, "secret": None if given else made}
 

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader
-
-from lightning_multigpu.job.guardian.proc import is_refused_thread, refusal
-
-_STARTS = re.compile(r"/multiprocessing/popen_\w+\.py$")
 
 
 def leave_interrupts_to_rank(loader: Any, rank: int) -> None:
@@ -46,16 +40,6 @@ def ignoring_ends_of_workers() -> Iterator[None]:
     finally:
         if handler is not None:  # else it was not set by Python
             signal.signal(signal.SIGCHLD, handler)
-
-
-def note_refused_worker(error: BaseException, rank: int) -> None:
-    """Adds the fix to an error by which the system refuses a worker process, or a thread."""
-    if is_refused_thread(error):
-        error.add_note(f"rank {rank} cannot start a thread: {refusal(error)}; or lower num_workers and OMP_NUM_THREADS")
-        return
-    starts = any(_STARTS.search(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
-    if starts and (hint := refusal(error)):
-        error.add_note(f"rank {rank} cannot start a worker process: {hint}; or lower the loader's num_workers")
 
 
 class _WorkerInit:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import warnings
 from dataclasses import dataclass
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_multigpu.communication.main_store import hold_port
-from lightning_multigpu.job.library_messages import silence_deprecations
+_LIBRARIES = r"(lightning|torch|torchmetrics)(\.|$)"
+_LEAF_SPEC = r"`isinstance\(treespec, LeafSpec\)` is deprecated"  # Lightning 2.6 uses it, torch 2.13 deprecates it
+_REPEATS = "Using `DistributedSampler` with the dataloaders"  # this pack's samplers repeat no sample
+_ONE_CYCLE = "Warning: Profiler clears events at the end of each cycle"  # of torch 2.11, also where there is one cycle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,30 +58,23 @@ class RunContext:
     def device_type(self) -> str:
         return self.devices[0].type if self.devices else "cpu"
 
-    @property
-    def main_address(self) -> str:
-        return self.environment.main_address
-
-    @property
-    def main_port(self) -> int:
-        return self.environment.main_port
-
-    @contextmanager
-    def chosen_port_held(self) -> Iterator[None]:
-        """Holds :attr:`main_port` until the end of the context, and names it to ranks, unless the user has."""
-        if "MASTER_PORT" in os.environ:
-            yield
-            return
-        with hold_port(self.main_port) if self.node_rank == 0 else nullcontext():
-            os.environ["MASTER_PORT"] = str(self.main_port)
-            try:
-                yield
-            finally:
-                os.environ.pop("MASTER_PORT", None)
-
     def tell_ranks(self) -> None:
         """Sets this rank in the cluster environment, Lightning's rank-zero helpers and the filters of messages."""
         self.environment.set_global_rank(self.node_rank * self.ranks_per_host + self.local_rank)
         self.environment.set_world_size(self.world_size)
         rank_zero_only.rank = self.rank  # type: ignore[attr-defined]
         silence_deprecations(self.rank)
+
+
+def silence_deprecations(rank: int) -> None:
+    """Ignores warnings that libraries cause by themselves; on other ranks than the first, all of their deprecations.
+
+    Warnings about the user's own code stay on every rank, except one with the same text on all of them.
+    """
+    warnings.filterwarnings("ignore", _LEAF_SPEC, FutureWarning)
+    warnings.filterwarnings("ignore", _ONE_CYCLE, UserWarning)
+    warnings.filterwarnings("ignore", _REPEATS, UserWarning)
+    if rank != 0:
+        for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+            warnings.filterwarnings("ignore", category=category, module=_LIBRARIES)
+        warnings.filterwarnings("ignore", "The dirpath has changed from", UserWarning)  # of a resumed ModelCheckpoint

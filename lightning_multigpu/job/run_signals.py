@@ -207,7 +207,9 @@ class RunSignals:
         later; a process that does not leave another wait either is ended after ``patience_s`` more.
         """
         for signum in (signal.SIGINT, signal.SIGTERM):
-            if self._pushed is None and self._is_overdue(signum):
+            first_s = self._first_s.get(signum)
+            is_overdue = first_s is not None and time.monotonic() - first_s > self._patience_s
+            if self._pushed is None and is_overdue:
                 self.late = True
                 self.follow(signum)
         pushed, waited_s = self._pushed, time.monotonic() - self._pushed_s
@@ -242,10 +244,6 @@ class RunSignals:
         for bit, signum in enumerate(self._signals):
             if left & 1 << bit and callable(handlers.get(signum)):
                 handlers[signum](signum, None)
-
-    def _is_overdue(self, signum: signal.Signals) -> bool:
-        first_s = self._first_s.get(signum)
-        return first_s is not None and time.monotonic() - first_s > self._patience_s
 
     def _repeats(self, signum: signal.Signals, *, handled: bool) -> bool:
         """Whether the signal is the same as the one a moment ago."""

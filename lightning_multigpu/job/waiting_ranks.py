@@ -37,7 +37,7 @@ def ranks_started(local_ranks: Sequence[int], command: Sequence[str]) -> Iterato
             try:
                 _waiting[local_rank] = subprocess.Popen(_command, env=environment, pass_fds=[reader]), writer
             except OSError as error:
-                note_refusal(error, local_rank, len(local_ranks) + 1)
+                note_refusal(error, f"rank {local_rank} of {len(local_ranks) + 1} on this host cannot start")
                 raise
             finally:
                 os.close(reader)

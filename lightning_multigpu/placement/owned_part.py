@@ -80,7 +80,7 @@ class OwnedPart:
         for value, gradient in gradients.items():
             value.grad = gradient
         try:
-            with self._holding(held), self._capturable(held), _without_hooks(self.optimizer):
+            with self._holding(held), _without_hooks(self.optimizer):
                 self._step(**options)
         finally:
             for value in gradients:
@@ -103,20 +103,6 @@ class OwnedPart:
                 self.states.update(found)
             for group, parameters in zip(optimizer.param_groups, before, strict=True):
                 group["params"] = parameters
-
-    @contextmanager
-    def _capturable(self, held: Groups) -> Iterator[None]:
-        """Within the block no group on the CPU is ``capturable``, which torch refuses."""
-        changed = []
-        for group, pieces in zip(self.optimizer.param_groups, held, strict=True):
-            if group.get("capturable") and not any(piece.is_cuda for piece in pieces):
-                group["capturable"] = False
-                changed.append(group)
-        try:
-            yield
-        finally:
-            for group in changed:
-                group["capturable"] = True
 
     # States
 

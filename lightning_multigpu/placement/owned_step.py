@@ -56,10 +56,6 @@ class Transport(Protocol):
 
     pushes_early: bool
 
-    @property
-    def imbalance(self) -> float:
-        """The bytes of the largest owner in proportion to an even share; 1.0 is even."""
-
     def view(self) -> Any:
         """A new ``optimizer.state`` for user code, which follows what that does from now on.
 
@@ -185,12 +181,6 @@ class OwnedStep(Generic[T]):
         if self._view is None:
             for parameter in new:
                 self.optimizer.state.pop(parameter, None)
-
-    @property
-    def imbalance(self) -> float:
-        """The bytes of the largest owner in proportion to an even share; 1.0 is even. A collective."""
-        self.place_new()
-        return self.transport.imbalance
 
     def close(self) -> None:
         """Gives the optimizer its own ``step`` back, and the states that this process has in the optimizer's place."""

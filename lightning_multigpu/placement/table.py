@@ -1,7 +1,7 @@
 """The table of a model's tensors: which owner updates which elements, and where these lie in flat memory.
 
 An owner is a rank or a server. The tensors of one dtype lie one after the other in a flat tensor, and each owner has
-one part of it. With three owners, and tensors a to d::
+one part of it. What may be cut follows from the optimizer. With three owners, and tensors a to d::
 
     "elements"   | a a a a b b | b b b b b c | c c d d d d |      even parts: tensors are cut where a part ends
     "tensors"    | b b b b b b b | a a a a c c c | d d d d |      whole tensors, the largest first to the emptiest part
@@ -15,13 +15,41 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_multigpu.placement.optimizer_split import Split
+Split = Literal["elements", "tensors", "nothing"]
+
+# An element's new value depends on the history of that element alone.
+_ELEMENTWISE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+)
+# An element's new value depends on the whole tensor: its rows and columns, its norm, which of its rows have gradients.
+_TENSORWISE = (optim.Adafactor, optim.Muon, optim.SparseAdam)
+
+
+def split_of(optimizer: Optimizer) -> Split:
+    """How the parameters of ``optimizer`` can be divided so that its update stays the same.
+
+    Only torch's own classes are known. Another class, or a subclass, may relate any two parameters.
+    """
+    if type(optimizer) in _ELEMENTWISE:
+        return "elements"
+    return "tensors" if type(optimizer) in _TENSORWISE else "nothing"
 
 
 class Piece(NamedTuple):
@@ -124,11 +152,6 @@ class Layout:
             if start < stop:
                 found.append(Piece(number, start - offset, stop - offset, start))
         return sorted(found, key=lambda piece: piece.offset)
-
-
-def imbalance_of(sizes: Sequence[int]) -> float:
-    """The largest size in proportion to an even one; 1.0 is even."""
-    return max(sizes) * len(sizes) / sum(sizes) if sum(sizes) else 1.0
 
 
 def bucket_parts(

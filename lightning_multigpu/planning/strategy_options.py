@@ -70,7 +70,6 @@ class StrategyOptions:
 
 _COMPRESSION: dict[str, tuple[dict[str, str], frozenset[str]]] = {
     "RingDDPStrategy": ({"compression": "bf16"}, frozenset({"compression", "average_every", "ddp_comm_hook"})),
-    "TensorSplitStrategy": ({"compression": "bf16"}, frozenset({"compression", "average_every", "ddp_comm_hook"})),
     "HybridStrategy": ({"compression": "bf16"}, frozenset({"compression"})),
     "ParameterServerStrategy": ({"compression": "bf16"}, frozenset({"compression"})),
     "ShardedStrategy": (

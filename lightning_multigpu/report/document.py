@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_multigpu.planning.pipelines.timeline import StageMemory, StageRecord
+from lightning_multigpu.planning.pipelines.timeline import StageMemory
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.schema import Absent, ReportError
 from lightning_multigpu.report.statistics import Aggregation, Statistics, aggregate_ranks
@@ -87,8 +87,8 @@ class RunMetrics:
     The statistics are ``median``, ``p95``, ``mean`` and ``last``. The first three are over all optimizer steps of the
     fit but the first, which pays for allocations and kernel tuning (over the first if there is no other), for
     ``device/`` keys over all samples. The mean of a rate is total over total time. ``p95`` is the value that 95 % of
-    the steps stay below, so for rates it is the fast end. Above 65,536 steps median and ``p95`` rest on evenly spread
-    steps. Of all ranks together, each statistic is the sum, maximum or mean of the ranks that have the figure, as
+    the steps stay below, so for rates it is the fast end. Median and ``p95`` are of the newest 65,536 steps at most. Of
+    all ranks together, each statistic is the sum, maximum or mean of the ranks that have the figure, as
     ``lightning_multigpu.callbacks.KEYS`` says.
     """
 
@@ -111,8 +111,6 @@ class HeldMemory:
         rank: the rank.
         parameters_bytes, gradients_bytes, optimizer_bytes: as they say. Buffers in which gradients travel count as
             gradients; optimizer states that are offloaded to the host do not count.
-        activations_bytes: of a pipeline: the most that autograd kept for backward at a time in the first step that ran
-            all micro-batches together, without parameters and buffers, each piece of memory once.
         device_peak_bytes: on GPUs, the most that torch had allocated.
     """
 
@@ -120,80 +118,16 @@ class HeldMemory:
     parameters_bytes: Absent[int] = None
     gradients_bytes: Absent[int] = None
     optimizer_bytes: Absent[int] = None
-    activations_bytes: Absent[int] = None
     device_peak_bytes: Absent[int] = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineRank(HeldMemory):
-    """A rank of a pipeline in one step; passes and times are absent if no such step was timed.
-
-    Attributes:
-        stages: its stages.
-        forward_passes, backward_passes, weight_passes: their number.
-        forward_s, backward_s, weight_s, send_s, receive_s, idle_s: seconds, together ``wall_s`` of the step.
-        bubble, theoretical_bubble: as in :class:`PipelineStep`.
-        predicted_parameters_bytes, predicted_gradients_bytes, predicted_optimizer_bytes: what ``plan --micro-batches``
-            predicts for the rank, by the split and the optimizers' classes; absent in reports of earlier versions.
-    """
-
-    stages: Sequence[int]
-    predicted_parameters_bytes: Absent[int] = None
-    predicted_gradients_bytes: Absent[int] = None
-    predicted_optimizer_bytes: Absent[int] = None
-    forward_passes: Absent[int] = None
-    backward_passes: Absent[int] = None
-    weight_passes: Absent[int] = None
-    forward_s: Absent[float] = None
-    backward_s: Absent[float] = None
-    weight_s: Absent[float] = None
-    send_s: Absent[float] = None
-    receive_s: Absent[float] = None
-    idle_s: Absent[float] = None
-    bubble: Absent[float] = None
-    theoretical_bubble: Absent[float] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineStep:
-    """A pipeline's step with the median wall time among the newest nine that ran all micro-batches together.
-
-    On GPUs one step in 16 is timed. All but ``ranks`` is absent if no such step was timed, in a fit of fewer than three
-    batches of a shape for example.
-
-    Attributes:
-        num_micro_batches: of the step.
-        wall_s: from the first pass of any rank of the pipeline to the last.
-        bubble: 1 - busy / wall, where forward, backward and weight passes are busy.
-        theoretical_bubble: that of equal stages, whose messages take no time, see
-            :func:`lightning_multigpu.planning.pipelines.timeline.theoretical`.
-        ranks: by position.
-    """
-
-    num_micro_batches: Absent[int] = None
-    wall_s: Absent[float] = None
-    bubble: Absent[float] = None
-    theoretical_bubble: Absent[float] = None
-    ranks: Sequence[PipelineRank]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineSection:
-    """The schedule, and the pipelines side by side."""
-
-    schedule: str
-    stages_per_rank: int
-    pipelines: Sequence[PipelineStep]
-
-
-@dataclass(frozen=True, kw_only=True)
 class ServerFigures:
-    """A parameter server: bytes from and to all ranks, and the mean wait of an update for others under async_ps."""
+    """A parameter server: bytes from and to all ranks."""
 
     server: int
     bytes_in: int
     bytes_out: int
-    queue_ms: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,10 +163,6 @@ class ServersSection:
 class RunDocument(RunFacts):
     """``multigpu_report.json``, version 2.
 
-    It has all that version 1 had, with the same meanings, and ``date``, ``wall_s``, ``model``, ``precision``,
-    ``global_batch``, ``hardware`` and ``communication_ms``. Programs that read version 1 can read
-    version 2 once they accept the number.
-
     Attributes:
         strategy: the strategy.
         world: ranks and nodes.
@@ -244,8 +174,7 @@ class RunDocument(RunFacts):
             batch are not known, and under ``async_ps``.
         communication_ms: the parts of ``communication/total_ms`` by purpose, means over the steps but the first and
             over the ranks; parts that overlap in time add up to more than the total. Only where a meter measured.
-        memory: one a rank; absent with stages, and if servers have the optimizer states.
-        pipeline: only where the model was split into stages.
+        memory: one a rank; absent if servers have the optimizer states.
         parameter_servers: only where servers made the updates.
         tensor_split: only where layers were split over ranks: the object of ``plan --blocks --json``, without its
             version.
@@ -261,7 +190,6 @@ class RunDocument(RunFacts):
     global_batch: Absent[int] = None
     communication_ms: Absent[Mapping[str, float]] = None
     memory: Absent[Sequence[HeldMemory]] = None
-    pipeline: Absent[PipelineSection] = None
     parameter_servers: Absent[ServersSection] = None
     tensor_split: Absent[SplitPlan] = None
 
@@ -279,10 +207,8 @@ class RankRecord:
     """The most samples that it has trained on in one optimizer step; None where that is not known."""
     communication_ms: Mapping[str, float] = field(default_factory=dict)
     """Its communication in a step by purpose, in ms."""
-    stages: StageRecord | None = None
-    """The steps and the memory of its stages, under a pipeline."""
     memory: StageMemory | None = None
-    """The memory that it held at the end of training; None under a pipeline."""
+    """The memory that it held at the end of training."""
 
 
 def build(
@@ -293,7 +219,7 @@ def build(
     versions: Mapping[str, str],
     aggregations: Mapping[str, Aggregation],
     parameter_servers: ServersSection | None = None,
-    **sections: Any,
+    tensor_split: SplitPlan | None = None,
 ) -> RunDocument:
     """The report of a run.
 
@@ -302,8 +228,7 @@ def build(
         facts: what ran.
         strategy, versions: as in :class:`RunDocument`.
         aggregations: how each key's values become the run's; the keys of the report come in this order.
-        parameter_servers: the servers' figures, if any.
-        sections: ``pipeline`` and ``tensor_split``; None leaves one out.
+        parameter_servers, tensor_split: if any, as in :class:`RunDocument`.
 
     Raises:
         ValueError: there is no record, two have the same rank, or one is missing of a synchronous run.
@@ -340,7 +265,7 @@ def build(
         or None,
         memory=held if len(held) == len(ranks) else None,
         parameter_servers=parameter_servers,
-        **sections,
+        tensor_split=tensor_split,
     )
 
 

@@ -1,4 +1,4 @@
-"""The report of a run on the terminal: its verdict, then tables of its figures, of its memory, and of pipelines."""
+"""The report of a run on the terminal: its verdict, then tables of its figures and of its memory."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from rich.table import Table
 
 from lightning_multigpu.planning.diagnosis import SMALLEST_SHARE
 from lightning_multigpu.planning.numbers import BYTES, number, size
-from lightning_multigpu.report.document import HeldMemory, PipelineSection, PipelineStep, RunDocument
+from lightning_multigpu.report.document import HeldMemory, RunDocument
 from lightning_multigpu.report.schema import as_json, from_json
 from lightning_multigpu.report.terminal import say
 
 SPLIT_LAYERS = "split layers: "
 """The beginning of the purposes of collectives inside layers that are split over ranks."""
+
+BETWEEN_STAGES = "between stages"
+"""The purpose of messages between the stages of a pipeline."""
 
 _COLUMNS = ("median", "mean", "p95")
 
@@ -42,15 +45,12 @@ _DEVICE_ROWS = {
     ),
 }
 _PROCESS_ROWS = (("main memory of the largest process", "device/process_rss_bytes", "bytes"),)
-_SECONDS = ("forward", "backward", "weight", "send", "receive", "idle")
 _MEMORY = {
     "parameters_bytes": "parameters",
     "gradients_bytes": "gradients",
     "optimizer_bytes": "optimizer",
-    "activations_bytes": "activations",
     "device_peak_bytes": "GPU, at most",
 }
-_PREDICTED = ("parameters_bytes", "gradients_bytes", "optimizer_bytes")
 
 
 def show(report: RunDocument | Mapping[str, Any], console: Console | None = None) -> None:
@@ -70,8 +70,6 @@ def show(report: RunDocument | Mapping[str, Any], console: Console | None = None
     console.print(_figures(report, console))
     if report.memory is not None:
         console.print(_memory(report.memory, report.strategy.name, console))
-    if report.pipeline is not None:
-        _show_pipelines(report.pipeline, console)
 
 
 def verdict(report: RunDocument) -> str | None:
@@ -82,8 +80,9 @@ def verdict(report: RunDocument) -> str | None:
     exposed_ms, step_ms = (metrics[key]["mean"] for key in ("communication/exposed_ms", "throughput/step_ms"))
     share = exposed_ms / step_ms
     found = f"A step takes {number(step_ms)} ms: ranks wait for communication for {100 * share:.1f} % of their time."
-    if share < 2 * SMALLEST_SHARE or report.tensor_split is not None or report.pipeline is not None:
-        return found  # activations travel with each batch, however large
+    carries_activations = report.tensor_split is not None or BETWEEN_STAGES in (report.communication_ms or {})
+    if share < 2 * SMALLEST_SHARE or carries_activations:  # they travel with each batch, however large
+        return found
     return (
         f"{found}\nWith batches of twice the size, {number(step_ms - exposed_ms / 2)} ms are predicted for as many "
         "samples. ProfilerReport looks for the cause."
@@ -126,50 +125,16 @@ def _purposes(purposes: Mapping[str, float]) -> str | None:
     return f"all communication, means in ms: {', '.join(f'{purpose} {number(ms)}' for purpose, ms in parts)}"
 
 
-def _show_pipelines(section: PipelineSection, console: Console) -> None:
-    """Prints two tables for each pipeline, with a row for each rank; the first is left out if no step was timed."""
-    for index, pipeline in enumerate(section.pipelines):
-        name = section.schedule if len(section.pipelines) == 1 else f"{section.schedule}, pipeline {index}"
-        if pipeline.wall_s is not None:
-            console.print(_times(pipeline, name, console))
-        console.print(_memory(pipeline.ranks, name, console))
-
-
-def _times(pipeline: PipelineStep, name: str, console: Console) -> Table:
-    ranks = [as_json(rank) for rank in pipeline.ranks]
-    shown = [kind for kind in _SECONDS if kind != "weight" or any(rank["weight_passes"] for rank in ranks)]
-    table = _framed(f"{name}, {pipeline.num_micro_batches} micro-batches: ms of the median step", console)
-    for column in ("rank", *shown, "bubble %", "theory %"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for rank in ranks:
-        times = (number(1e3 * rank[f"{kind}_s"]) for kind in shown)
-        table.add_row(str(rank["rank"]), *times, *(f"{100 * rank[b]:.1f}" for b in ("bubble", "theoretical_bubble")))
-    measured, theory, wall_s = (x or 0.0 for x in (pipeline.bubble, pipeline.theoretical_bubble, pipeline.wall_s))
-    table.caption = (
-        f"of {number(1e3 * wall_s)} ms the ranks do not work for {100 * measured:.1f} %; in theory "
-        f"{100 * theory:.1f} %\nfrom the first pass to the last: the rest of a step is loading, hooks and the optimizer"
-    )
-    return table
-
-
 def _memory(held: Sequence[HeldMemory], name: str, console: Console) -> Table:
     """The bytes that each rank holds."""
     ranks = [as_json(rank) for rank in held]
     table = _framed(f"{name}: memory of the ranks", console)
     table.add_column("rank", justify="right")
-    in_stages = "stages" in ranks[0]
-    if in_stages:
-        table.add_column("stages")
     shown = [key for key in _MEMORY if any(key in rank for rank in ranks)]
     for key in shown:
         table.add_column(_MEMORY[key], justify="right", no_wrap=True)
     for rank in ranks:
-        stages = [", ".join(map(str, rank["stages"]))] if in_stages else []
-        table.add_row(str(rank["rank"]), *stages, *(size(rank[key]) if key in rank else "" for key in shown))
-    if f"predicted_{_PREDICTED[0]}" in ranks[0]:  # not in reports of earlier versions
-        sizes = {rank["rank"]: size(sum(rank[f"predicted_{key}"] for key in _PREDICTED)) for rank in ranks}
-        needs = ", ".join(f"{needed} on rank {rank}" for rank, needed in sizes.items())
-        table.caption = f"predicted for parameters, gradients and optimizer together:\n{needs}"
+        table.add_row(str(rank["rank"]), *(size(rank[key]) if key in rank else "" for key in shown))
     return table
 
 

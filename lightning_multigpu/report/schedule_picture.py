@@ -14,7 +14,6 @@ from lightning_multigpu.planning.numbers import ms
 from lightning_multigpu.planning.pipelines.timeline import BUSY, Interval, Timeline, span
 from lightning_multigpu.report import figures
 
-FILE_NAME = "pipeline_schedule.svg"
 FORMATS = ("svg", "png", "pdf")
 
 _COLOURS = {

@@ -5,7 +5,7 @@ a dataclass                       an object, whose keys are the fields
 a ``NamedTuple``, a fixed tuple   an array of as many items
 ``X | None``                      null where there is no value
 ``Absent[X]``, None by default    a key that is left out where there is no value
-a field with another default      a key that documents of earlier versions may lack
+a field with another default      a key that documents may lack
 ================================  =========================================================
 """
 

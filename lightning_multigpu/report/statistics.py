@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from array import array
+from collections import deque
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import Literal
 
 Aggregation = Literal["sum", "max", "mean"]
@@ -18,32 +17,27 @@ STATISTICS = ("median", "p95", "mean", "last")
 class Series:
     """The values of one figure, in order, in bounded memory.
 
-    Mean and last value are exact however long the series grows. Median and 95th percentile are exact up to
-    ``capacity`` values; beyond it every second value kept is dropped and from then on only every second, fourth, ...
-    new one is kept, so that they rest on between half of ``capacity`` and all of it, evenly spread over the run.
+    Mean, last and largest value are of all values; median and 95th percentile are of the newest ``capacity`` values.
 
     Args:
         warm_up: how many of the first values are left out, as long as others follow: the first optimizer step of a run
             allocates memory, builds buckets and tunes kernels.
-        capacity: how many values are kept, 2 or more.
+        capacity: how many values are kept.
     """
 
     def __init__(self, *, warm_up: int = 0, capacity: int = 1 << 16) -> None:
+        self.values: deque[float] = deque(maxlen=capacity)
+        """The newest values, those of the warm-up included while there is no other."""
+        self.largest = -math.inf
+        """The largest of all values, those of the warm-up included while there is no other."""
         self._warm_up = warm_up
-        self._capacity = capacity
-        self._warm_up_values: list[tuple[float, float]] = []
-        self._kept = array("d")
-        self._stride = 1
         self._count = 0
         self._weighted_sum = 0.0
         self._weight = 0.0
-        self._last = math.nan
-        self.largest = -math.inf
-        """The largest value, the first ones included while there is no other."""
 
     def __len__(self) -> int:
         """How many values were appended, warm-up included."""
-        return self._count + len(self._warm_up_values)
+        return self._count
 
     def append(self, value: float, weight: float = 1.0) -> None:
         """Adds a value; ``weight`` counts in the mean only.
@@ -57,32 +51,26 @@ class Series:
             raise ValueError(f"value={value}: a figure without a meaning is left out, not recorded")
         if not weight > 0:
             raise ValueError(f"weight={weight}: a weight is above 0")
-        if len(self._warm_up_values) < self._warm_up:
-            self._warm_up_values.append((value, weight))
-            self.largest = max(self.largest, value)
-            return
-        if self._count % self._stride == 0:
-            if len(self._kept) == self._capacity:
-                self._kept = self._kept[::2]
-                self._stride *= 2
-            if self._count % self._stride == 0:
-                self._kept.append(value)
-        self.largest = max(self.largest, value) if self._count else value
+        if self._count == self._warm_up:
+            self.values.clear()
+            self.largest, self._weighted_sum, self._weight = -math.inf, 0.0, 0.0
         self._count += 1
+        self.values.append(value)
+        self.largest = max(self.largest, value)
         self._weighted_sum += value * weight
         self._weight += weight
-        self._last = value
 
     def statistics(self) -> Statistics | None:
         """Median, 95th percentile, mean and last value; None where nothing was recorded."""
-        if self._count:
-            values, mean, last = sorted(self._kept), self._weighted_sum / self._weight, self._last
-        elif self._warm_up_values:
-            first, weights = zip(*self._warm_up_values, strict=True)
-            values, mean, last = sorted(first), fmean(first, weights), first[-1]
-        else:
+        if not self.values:
             return None
-        return {"median": quantile(values, 0.5), "p95": quantile(values, 0.95), "mean": mean, "last": last}
+        ordered = sorted(self.values)
+        return {
+            "median": quantile(ordered, 0.5),
+            "p95": quantile(ordered, 0.95),
+            "mean": self._weighted_sum / self._weight,
+            "last": self.values[-1],
+        }
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:

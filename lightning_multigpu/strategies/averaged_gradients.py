@@ -19,6 +19,7 @@ from lightning_multigpu.engine.data_parallel.gradient_transport import GradientT
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, unused_error
 from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 
 if TYPE_CHECKING:
     from lightning_multigpu.strategies.base import MultiGPUStrategy
@@ -67,6 +68,7 @@ class AveragedGradients:
         self.compressing: GradientReducer | None = None  # of a pipeline's data axis, too
         self._trained: TrainedParameters | None = None
         self._averager: ModelAverager | None = None
+        self._methods: PluginMethods | None = None
 
     @property
     def ranks_may_differ(self) -> bool:
@@ -173,15 +175,16 @@ class AveragedGradients:
             listed = (parameter for group in optimizer.param_groups for parameter in group["params"])
             given.average(parameter for parameter in listed if parameter not in left_out)
 
-        vars(plugin).update({"post_backward": noted, HOOKS_BEFORE_STEP: averaged})
+        methods: dict[str, Any] = {"post_backward": noted, HOOKS_BEFORE_STEP: averaged}
+        self._methods = PluginMethods(plugin, **methods)
 
     def close(self) -> None:
         """Ends the transfers of a run, and forgets it."""
         if self.reducer is not None:
             self.reducer.close()
-            for name in ("post_backward", HOOKS_BEFORE_STEP) if self._strategy.common.given is not None else ():
-                vars(self._strategy.precision_plugin).pop(name, None)
-        self.reducer = self.compressing = self._averager = self._trained = None
+        if self._methods is not None:
+            self._methods.end()
+        self.reducer = self.compressing = self._averager = self._trained = self._methods = None
 
     # Training
 

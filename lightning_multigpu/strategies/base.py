@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
@@ -22,7 +23,7 @@ from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice
-from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs
+from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong, check_owned
 from lightning_multigpu.job.batch_feed import BatchFeed
 from lightning_multigpu.job.checkpoint_files.whole_checkpoint_io import whole_io
@@ -38,7 +39,7 @@ from lightning_multigpu.strategies.collectives import Collectives
 from lightning_multigpu.strategies.common_parameters import CommonParameters
 from lightning_multigpu.strategies.owned_optimizers import OwnedOptimizers
 from lightning_multigpu.strategies.rank_run import RankRun
-from lightning_multigpu.strategies.steps.global_batch import tell_global_batch
+from lightning_multigpu.strategies.steps.global_batch import global_batch_text
 from lightning_multigpu.strategies.steps.share_proof import ShareProof
 from lightning_multigpu.strategies.steps.user_steps import UserSteps
 
@@ -373,12 +374,15 @@ class MultiGPUStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self.averaging.close()
-        self._run.leave()
-        self.common.reset()
-        self.saves.remote = None
-        super().teardown()
-        self.collectives.leave()
+        with self.saves.keeping_states(self._owned):
+            self.owned.end()
+            self._undo.close()
+            self.averaging.close()
+            self._run.leave()
+            self.common.reset()
+            self.saves.remote = None
+            super().teardown()
+            self.collectives.leave()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -565,7 +569,9 @@ class MultiGPUStrategy(ParallelStrategy):
         self._run.stage_starts()
 
     def _tell_global_batch(self) -> None:
-        tell_global_batch(self._module.trainer, self.gather_objects, self._model_parallel_size)
+        trainer = self._module.trainer
+        sizes = self.gather_objects(full_batch_size(trainer.train_dataloader))
+        rank_zero_info(global_batch_text(sizes[:: self._model_parallel_size], trainer))
 
     @override
     def on_train_end(self) -> None:

@@ -74,15 +74,8 @@ def split_plan(strategy: MultiGPUStrategy) -> SplitPlan | None:
     return None
 
 
-def record_stages(strategy: MultiGPUStrategy, *, count_activations: bool | None = True) -> None:
-    """Records the passes and the memory of this rank's stages of a pipeline in every following fit.
-
-    Args:
-        strategy: of this rank.
-        count_activations: in one step, count also the tensors that autograd keeps for backward. This takes
-            saved-tensor hooks, under which ``torch.func.grad`` and related functions raise an error. None keeps
-            the present setting.
-    """
+def record_stages(strategy: MultiGPUStrategy) -> None:
+    """Records the passes of this rank's stages of a pipeline in every following fit."""
 
 
 def stage_record(strategy: MultiGPUStrategy) -> StageRecord | None:

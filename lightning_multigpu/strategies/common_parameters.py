@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_multigpu.communication.digest import compared
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.communication.metering.collective_observer import ranks_text
-from lightning_multigpu.engine.data_parallel.common_values import CommonValues
-from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradients
-from lightning_multigpu.engine.data_parallel.replicas import check_replicas
+from lightning_multigpu.engine.data_parallel.replicas import CommonValues, GivenGradients, check_replicas
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, check_belong
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
 
 if TYPE_CHECKING:
     from lightning_multigpu.strategies.base import MultiGPUStrategy
-
-_NO_GRADIENTS = "have no gradients of the same parameters"
-_ON_ALL_RANKS = "Unfreeze, freeze and add layers on all ranks before the same batch"
 
 
 class CommonParameters:
@@ -155,7 +148,7 @@ class CommonParameters:
         self.buffers.broadcast_tensors([p.detach() for p in trained.added()], src=self.buffers.first_rank)
         self.values.watch(self._parameters())
 
-    def compare_changes(self, changes: dict[str, str], what: str = _NO_GRADIENTS) -> None:
+    def compare_changes(self, changes: dict[str, str], what: str = "have no gradients of the same parameters") -> None:
         """Checks that all ranks have frozen and unfrozen the same parameters.
 
         Args:
@@ -165,20 +158,6 @@ class CommonParameters:
         Raises:
             RuntimeError: on all ranks, if they differ.
         """
-        strategy, world = self._strategy, self._strategy.collectives.world
-        listed = ", ".join([f"{name} ({change})" for name, change in [*changes.items()][:3]])
-        try:
-            if dist.get_backend() == "gloo" and strategy._timeout is not None:
-                # Ranks without changes wait for this rank's gradients: this rank has to raise before they time out.
-                group = {"group": "trained parameters", "group_size": world.size, "ranks": ranks_text(world.ranks)}
-                with strategy.meter.blocking("barrier", size_bytes=0, **group):
-                    dist.monitored_barrier(timeout=strategy._timeout / 2, wait_all_ranks=True)
-            found = compared(changes, world.gather_objects, what)
-        except RuntimeError as error:
-            strategy.failure_watch.check()
-            raise RuntimeError(
-                f"rank {strategy.global_rank} has changed which parameters are trained ({listed}), and other ranks "
-                f"have not done so before the same batch: {error}. {_ON_ALL_RANKS}"
-            ) from error
+        found = compared(changes, self._strategy.gather_objects, what)
         if found is not None:
-            raise RuntimeError(f"{found}\n{_ON_ALL_RANKS}")
+            raise RuntimeError(f"{found}\nUnfreeze, freeze and add layers on all ranks before the same batch")

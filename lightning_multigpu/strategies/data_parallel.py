@@ -20,7 +20,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import attributes_of_lightning, is_compiled, tell_device
+from lightning_multigpu._lightning_internals import (
+    attributes_of_lightning,
+    forget_loader_states,
+    is_compiled,
+    tell_device,
+)
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice, recomputing
 from lightning_multigpu.engine.batch_size import leading_size, tensors_in
@@ -28,7 +33,6 @@ from lightning_multigpu.engine.data_parallel.agreement import (
     ContinuedLoader,
     LossReduction,
     full_batch_size,
-    is_stateful,
 )
 from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_embeddings
@@ -231,8 +235,9 @@ class DataParallelStrategy(SingleDeviceStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         """In training, wraps the loader so that a resumed run goes on in the middle of an epoch."""
         trainer = self._module.trainer
-        if not trainer.training or is_stateful(dataloader):
+        if not trainer.training:
             return dataloader
+        forget_loader_states(trainer)
         loader, batches = distribute_batches(dataloader, num_replicas=1, rank=0, even=False)
         return ContinuedLoader(loader, batches, lambda: batches_to_skip(trainer))
 
@@ -388,7 +393,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         super().on_train_start()
         trainer = self._module.trainer
         complete_resumed_epoch(trainer)
-        text = global_batch_text([full_batch_size(trainer.train_dataloader)], 1, trainer)
+        text = global_batch_text([full_batch_size(trainer.train_dataloader)], trainer)
         rank_zero_info(f"{text}; dp cuts each batch into parts for {len(self.devices)} devices")
         self.meter.discard()
 

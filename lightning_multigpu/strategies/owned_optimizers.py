@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_multigpu._lightning_internals import plain_optimizer
@@ -16,8 +15,6 @@ from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 
 if TYPE_CHECKING:
     from lightning_multigpu.strategies.base import MultiGPUStrategy
-
-_NOTICED_IMBALANCE = 1.05
 
 
 class OwnedOptimizers:
@@ -44,14 +41,10 @@ class OwnedOptimizers:
     def begin(self, transport: Callable[[Optimizer], Transport]) -> None:
         """Replaces the steps of the strategy's optimizers; a collective."""
         given = self._strategy.common.given
-        for number, optimizer in enumerate(self._strategy.optimizers):
+        for optimizer in self._strategy.optimizers:
             step = self.steps[optimizer] = OwnedStep(optimizer, transport(optimizer))
             step.average_given = None if given is None else given.average
-            if step.imbalance > _NOTICED_IMBALANCE:
-                rank_zero_info(
-                    f"optimizer {number} ({type(optimizer).__name__}): one owner has {step.imbalance:.2f} times its "
-                    "share of the bytes"
-                )
+            step.place_new()
 
     def clip_in_steps(self, *, is_asynchronous: bool = False) -> None:
         """Has owners clip, and gradients pushed early, unless code reads gradients: that code gets averages.

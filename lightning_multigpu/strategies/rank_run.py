@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from lightning.fabric.utilities.seed import reset_seed
@@ -16,7 +15,6 @@ from lightning_multigpu.job.common_stop import share_stops
 from lightning_multigpu.job.joining import check_model, table_of
 from lightning_multigpu.job.launchers.script_launcher import ScriptLauncher
 from lightning_multigpu.job.launchers.spawn_launcher import SpawnLauncher
-from lightning_multigpu.job.library_messages import without_repeats
 from lightning_multigpu.job.process_groups import ProcessGroups
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.strategies import option_checks
@@ -35,7 +33,6 @@ class RankRun:
 
     def __init__(self, strategy: MultiGPUStrategy) -> None:
         self._strategy = strategy
-        self._messages = ExitStack()  # of libraries, which a run ignores
 
     def context(self) -> RunContext:
         """The ranks, devices and limits of the run, as they are set now."""
@@ -92,7 +89,6 @@ class RankRun:
         """Connects this rank to the others, whose settings have to be alike; signals are deferred from then on."""
         strategy, run, watch = self._strategy, self._strategy.run_context, self._strategy.failure_watch
         reset_seed()
-        self._messages.enter_context(without_repeats())
         precision = strategy.precision_plugin.precision
         alike = table_of(run, strategy=type(strategy).__qualname__, options=strategy.options, precision=precision)
         with strategy.joining.limited(run):
@@ -159,7 +155,6 @@ class RankRun:
         """Ends the watch, and gives signals back, before the strategy leaves its groups."""
         strategy, module = self._strategy, self._strategy.lightning_module
         strategy.failure_watch.leave()
-        self._messages.close()
         strategy.meter.notes = None
         strategy.signals.end(None if module is None else module._trainer)
 

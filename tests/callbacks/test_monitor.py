@@ -13,8 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_multigpu.callbacks import CommunicationMonitor, DeviceUtilizationMonitor, ThroughputMonitor
-from lightning_multigpu.callbacks.keys import keys_of
-from lightning_multigpu.callbacks.monitor import Monitor
+from lightning_multigpu.callbacks.monitor import Monitor, keys_of
 from tests.callbacks.training import FEATURES, Regression, batches, trainer
 from tests.world import World
 

@@ -11,28 +11,24 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.profilers import Profiler, PyTorchProfiler, SimpleProfiler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_multigpu.callbacks import ProfilerReport, RunReport, probes
+from lightning_multigpu.callbacks import ProfilerReport, RunReport
 from lightning_multigpu.callbacks.profile.operator_trace import OperatorTrace
-from lightning_multigpu.callbacks.profile.profiled_window import ProfiledWindow, _callbacks_s
+from lightning_multigpu.callbacks.profile.profiled_window import _callbacks_s
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.parameter_server.rooms import Room
-from lightning_multigpu.engine.pipeline.stages.stage_messages import HostMessages
-from lightning_multigpu.planning.launch_queue import LaunchQueue
+from lightning_multigpu.planning.rank_figures import LaunchQueue
 from lightning_multigpu.planning.step_phases import PHASES, Span
 from lightning_multigpu.report.profile import chrome_trace, profile_document, profile_page, profile_text
 from lightning_multigpu.report.profile.profile_document import ProfileDocument
@@ -50,16 +46,16 @@ FEW_STEPS = 7
 
 
 class Samples(Dataset[Tensor]):
-    """``load_s`` seconds a sample, on one rank or on all."""
+    """``load_s`` seconds a sample."""
 
-    def __init__(self, load_s: float, of_rank: int | None) -> None:
-        self.load_s, self.of_rank = load_s, of_rank
+    def __init__(self, load_s: float = 0.0) -> None:
+        self.load_s = load_s
 
     def __len__(self) -> int:
         return 2 * 2 * STEPS
 
     def __getitem__(self, index: int) -> Tensor:
-        if self.load_s and self.of_rank in (None, rank()):
+        if self.load_s:
             time.sleep(self.load_s)
         return torch.full((4,), float(index % 5))
 
@@ -67,13 +63,11 @@ class Samples(Dataset[Tensor]):
 class Net(L.LightningModule):
     """A step sleeps for ``step_s``; ``fault`` makes it longer by ``fault_s``."""
 
-    def __init__(
-        self, fault: str = "", step_s: float = STEP_S, fault_s: float = STEP_S, width: int = 4, num_layers: int = 4
-    ) -> None:
+    def __init__(self, fault: str = "", step_s: float = STEP_S, fault_s: float = STEP_S) -> None:
         super().__init__()
         self.step_s = step_s
         self.fault_s = fault_s
-        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers)))
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
         self.fault = fault
 
     def on_fit_start(self) -> None:
@@ -98,10 +92,6 @@ class Net(L.LightningModule):
             self.total = sum(value.item() for value in torch.arange(50.0))  # reads many values
         return loss
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.fault == "callbacks" or (self.fault == "callbacks of rank 0" and rank() == 0):
-            time.sleep(self.fault_s)
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
@@ -120,18 +110,6 @@ class SlowLogger(Logger):
     def log_metrics(self, *_: Any, **__: Any) -> None:
         if rank() == 0:
             time.sleep(self.seconds)
-
-
-class Layer(nn.Linear):
-    """Sleeps for ``sample_s`` a sample."""
-
-    def __init__(self, sample_s: float) -> None:
-        super().__init__(4, 4)
-        self.sample_s = sample_s
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(len(x) * self.sample_s)
-        return super().forward(x)
 
 
 def profiled(
@@ -174,8 +152,7 @@ def run(
     max_steps: int = STEPS,
 ) -> dict[str, Any]:
     def fit() -> tuple[dict[str, Any] | None, bool]:
-        samples = Samples(fault_s if "input" in fault else 0.0, 1 if fault == "input of one rank" else None)
-        loader = DataLoader(samples, batch_size=2)
+        loader = DataLoader(Samples(fault_s if fault == "input" else 0.0), batch_size=2)
         options = {"logger": SlowLogger(fault_s), "log_every_n_steps": 1} if fault == "logging" else {}
         # A slow network: two messages of the ring in a step, and half of their time would be saved.
         ring = make_strategy("ring_ddp", shared_memory=fault != "communication")
@@ -194,32 +171,25 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind", "times"),
+    ("fault", "kind"),
     [
-        ("", None, 1),
-        ("input", "input", 1),
-        ("input of one rank", "input", 2),
-        ("straggler", "straggler", 1),
-        ("callbacks", "callbacks", 2),
-        ("callbacks of rank 0", "callbacks", 1),  # rank 1 waits for it in a broadcast of Lightning's loop
-        ("communication", "communication", 1),
-        ("logging", "logging", 1),
-        ("reads", "synchronising calls", 1),
+        ("", None),
+        ("input", "input"),
+        ("straggler", "straggler"),
+        ("communication", "communication"),
+        ("logging", "logging"),
+        ("reads", "synchronising calls"),
     ],
 )
-def test_the_fault_is_named_first(world2: World, tmp_path: Path, fault: str, kind: str | None, times: int) -> None:
+def test_the_fault_is_named_first(world2: World, tmp_path: Path, fault: str, kind: str | None) -> None:
     step_s = STEP_S if fault else HEALTHY_STEP_S
-    profile = run(world2, tmp_path, fault, step_s=step_s, fault_s=times * STEP_S, max_steps=FEW_STEPS)
+    profile = run(world2, tmp_path, fault, step_s=step_s, max_steps=FEW_STEPS)
     findings = profile["findings"]
     assert (findings[0]["kind"] if findings else None) == kind, profile_text.text(from_json(ProfileDocument, profile))
     if kind == "synchronising calls":
         source = Path(__file__).read_text().splitlines()
         line = next(number for number, text in enumerate(source, 1) if text.endswith("# reads many values"))
         assert f"test_profiler_report.py:{line} reads 50 values" in findings[0]["evidence"]
-    if fault in ("input", "input of one rank"):
-        assert f"rank {1 if 'one' in fault else ''}" in findings[0]["evidence"]
-    if kind == "callbacks":
-        assert "Net.on_train_batch_end" in findings[0]["evidence"]
     if kind == "logging":
         assert "SlowLogger.log_metrics takes" in findings[0]["evidence"]
     if kind == "communication":
@@ -232,132 +202,6 @@ def test_a_callback_counts_for_as_long_as_it_runs_in_the_step() -> None:
     spans = [Span(0.5, 2.0, hooks[0]), Span(2.5, 9.0, hooks[1])]
     found = {"Before.on_train_batch_end": 1.0, "ProfilerReport.on_train_batch_end": 0.5}
     assert _callbacks_s(spans, 1.0, 3.0) == found
-
-
-@pytest.mark.parametrize("fault", ["pipeline bubble", "imbalance of stages"])
-def test_the_fault_of_a_pipeline_is_named_first(world2: World, tmp_path: Path, fault: str) -> None:
-    """Two micro-batches of one sample; stages that compute for as long as each other, or one of them alone."""
-    sample_s = STEP_S / 2
-
-    def fit() -> dict[str, Any] | None:
-        module = Net(step_s=0.0)
-        layers = (Layer(0.0 if fault == "imbalance of stages" else sample_s), Layer(sample_s))
-        module.layers = nn.Sequential(*layers)
-        loader = DataLoader(Samples(0.0, None), batch_size=2)
-        strategy = make_strategy("gpipe", num_micro_batches=2)
-        return profiled(tmp_path, module, loader, strategy, max_steps=FEW_STEPS)[0]
-
-    profile, _ = world2.run(fit)
-    assert profile is not None
-    assert profile["findings"][0]["kind"] == fault, profile_text.text(from_json(ProfileDocument, profile))
-    if fault == "imbalance of stages":
-        [last] = [of_rank["rank"] for of_rank in profile["ranks"] if of_rank["stages"]["position"] == 1]
-        assert f"the stages of rank {last} compute" in profile["findings"][0]["evidence"]
-
-
-NOT_SHARED = {"use_distributed_sampler": False}
-
-
-def same(batch: Tensor) -> DataLoader[Any]:
-    """The same batch again and again, which lies ready."""
-    return DataLoader([batch] * 40, batch_size=None)  # type: ignore[arg-type]
-
-
-def first(told: tuple[dict[str, Any] | None, bool]) -> dict[str, Any]:
-    profile, _ = told
-    assert profile is not None
-    assert profile["findings"], profile_text.text(from_json(ProfileDocument, profile))
-    found: dict[str, Any] = profile["findings"][0]
-    return found
-
-
-def test_small_batches(tmp_path: Path) -> None:
-    samples, width = 32, 128
-
-    def fit(step_s: float, steps: int) -> Any:
-        module = Net(step_s=step_s, width=width, num_layers=1)
-        return profiled(tmp_path, module, same(torch.ones(samples, width)), "auto", active=steps - 5, max_steps=steps)
-
-    found = first(fit(0.0, 40))
-    assert found["kind"] == "small batches"
-    assert "Lightning's loop takes" in found["evidence"]
-    assert "Use larger batches" in found["remedy"]
-    assert fit(0.1, 12)[0]["findings"] == []
-
-
-def test_small_micro_batches(world2: World, tmp_path: Path) -> None:
-    """Each message costs 160 ms / ``num_micro_batches``, more than all else that a loaded machine adds to a step."""
-    num_micro_batches = 8
-
-    def fit() -> Any:
-        send = HostMessages.send
-
-        def slowly(messages: HostMessages, *args: Any) -> Any:
-            time.sleep(0.16 / num_micro_batches)
-            return send(messages, *args)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(HostMessages, "send", slowly)
-            strategy = make_strategy("gpipe", num_micro_batches=num_micro_batches)
-            module = Net(step_s=0.0, num_layers=2)
-            return profiled(tmp_path, module, same(torch.ones(num_micro_batches, 4)), strategy, **NOT_SHARED)
-
-    found = first(world2.run(fit)[0])
-    assert found["kind"] == "small micro-batches"
-    assert f"the passes of {num_micro_batches} micro-batches explain" in found["evidence"]
-    assert "batches of twice the size" in found["remedy"]
-
-
-def test_a_server_with_everything(world2: World, tmp_path: Path) -> None:
-    """Half as many bytes would save half of the wait, and even shares 2/3 of it."""
-
-    def fit(optimizer_split: str | None) -> Any:
-        push = Room.push
-
-        def slowly(room: Room, *, is_whole: bool) -> None:
-            time.sleep(0.1)
-            push(room, is_whole=is_whole)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Room, "push", slowly)
-            strategy = make_strategy("sync_ps", num_servers=3, optimizer_split=optimizer_split)
-            module = Net(step_s=0.0, width=128)
-            return profiled(tmp_path, module, same(torch.ones(2, 128)), strategy, **NOT_SHARED, max_steps=8)
-
-    found = first(world2.run(fit, "nothing")[0])
-    assert found["kind"] == "imbalance of shards"
-    assert "server 0 moves 100 % of the bytes, 3.00 times its share" in found["evidence"]
-    assert 'Leave optimizer_split="nothing" out' in found["remedy"]
-    (even, _), _ = world2.run(fit, None)
-    assert "imbalance of shards" not in [finding["kind"] for finding in even["findings"]]
-
-
-def test_memory_near_the_limit_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files of control groups are the kernel's way to say it; these have the memory that the host has in use."""
-
-    def limited(share: float) -> None:
-        used_bytes = psutil.virtual_memory().total // 10
-        group = tmp_path / "groups" / "job"
-        group.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "cgroup").write_text("0::/job\n")
-        (group / "memory.max").write_text(f"{round(used_bytes / share)}\n")
-        (group / "memory.current").write_text(f"{used_bytes + 1000}\n")
-        (group / "memory.stat").write_text("inactive_file 1000\n")
-
-    monkeypatch.setattr(probes.host_memory, "__defaults__", (tmp_path / "cgroup", tmp_path / "groups"))
-    limited(0.91)
-    loader = DataLoader(Samples(0.0, None), batch_size=2)
-    profile, _ = profiled(tmp_path, Net(), loader, "auto")
-    assert profile is not None
-    [found] = profile["findings"]
-    assert (found["kind"], found["saving_s"]) == ("memory near the limit", 0.0)
-    assert "the container of rank 0" in found["evidence"]
-    assert "Use smaller batches" in found["remedy"]
-    assert "Memory near the limit:" in profile_text.text(from_json(ProfileDocument, profile))
-    limited(0.85)
-    profile, _ = profiled(tmp_path, Net(), loader, "auto")
-    assert profile is not None
-    assert profile["findings"] == []
 
 
 def test_the_parts_of_a_step_have_no_gaps_and_the_files_are_there(world2: World, tmp_path: Path) -> None:
@@ -395,7 +239,7 @@ def test_the_parts_of_a_step_have_no_gaps_and_the_files_are_there(world2: World,
     recorded = {event["name"] for event in events if event["pid"] == 1}
     assert {"aten::addmm", *[name for name, *_ in profile["ranks"][1]["operators"]]} <= recorded
     for of_rank in profile["ranks"]:
-        held = {"parameters_bytes": 320, "gradients_bytes": 320, "optimizer_bytes": 0, "activations_bytes": None}
+        held = {"parameters_bytes": 320, "gradients_bytes": 320, "optimizer_bytes": 0}
         assert of_rank["memory"] == {**held, "device_peak_bytes": None}
         assert of_rank["limit"][0] in ("host", "container")
         assert all(0 < rate < 2 / STEP_S for rate in of_rank["whole_run"]["throughput/samples_per_sec"])
@@ -403,44 +247,43 @@ def test_the_parts_of_a_step_have_no_gaps_and_the_files_are_there(world2: World,
 
 
 def test_a_clock_that_is_ahead_moves_no_rank(world2: World, tmp_path: Path) -> None:
-    """Ranks of several hosts have clocks of their own: all times of a rank are on the clock of its meter."""
+    """All times of a rank are on the clock of its meter, which begins anywhere."""
 
     def fit() -> dict[str, Any] | None:
         strategy = make_strategy("ring_ddp")
         strategy.meter = Meter(clock=lambda: time.perf_counter() + 1000.0 * rank())
-        return profiled(tmp_path, Net(), DataLoader(Samples(0.0, None), batch_size=2), strategy)[0]
+        return profiled(tmp_path, Net(), DataLoader(Samples(), batch_size=2), strategy)[0]
 
     profile, _ = world2.run(fit)
     assert profile is not None
     first, second = profile["ranks"]
-    assert abs(second["clock"]["offset_s"] - 1000.0) <= second["clock"]["error_s"] + 1e-6
-    assert second["clock"]["error_s"] < 10
     for mine, theirs in zip(first["steps"], second["steps"], strict=True):
         assert abs(mine["end_s"] - theirs["end_s"]) < 10
 
 
 def test_a_pipeline_waits_for_other_stages(world2: World, tmp_path: Path) -> None:
-    """The profile does not keep a report beside it from counting activations."""
+    """The profile and a report beside it tell the same of a rank's memory."""
 
     def fit() -> tuple[Any, dict[str, Any] | None]:
-        report, loader = RunReport(print_table=False, write_file=False), DataLoader(Samples(0.0, None), batch_size=2)
-        return profiled(tmp_path, Net(), loader, make_strategy("gpipe"), beside=[report])[0], report.report
+        report, loader = RunReport(print_table=False, write_file=False), DataLoader(Samples(), batch_size=2)
+        strategy = make_strategy("gpipe")
+        return profiled(tmp_path, Net(), loader, strategy, activations=True, beside=[report])[0], report.report
 
     (profile, report), _ = world2.run(fit)
     assert report is not None
-    assert all(of_rank["activations_bytes"] > 0 for of_rank in report["pipeline"]["pipelines"][0]["ranks"])
     assert all("stage_wait" in of_rank["phases_s"] for of_rank in profile["ranks"])
-    assert profile["ranks"][0]["stages"]["schedule"] == "gpipe"
-    assert "The pipeline's schedule" in profile_page.page(from_json(ProfileDocument, profile))
+    assert [rank["rank"] for rank in profile["pipelines"][0]["ranks"]] == [1, 0]
+    assert "A step of gpipe with " in profile_page.page(from_json(ProfileDocument, profile))
     assert '"pipeline stage 1"' in (tmp_path / chrome_trace.FILE_NAME).read_text()
-    reported = {of_rank["rank"]: of_rank for of_rank in report["pipeline"]["pipelines"][0]["ranks"]}
-    for of_rank in profile["ranks"]:
-        assert of_rank["memory"]["activations_bytes"] == reported[of_rank["rank"]]["activations_bytes"]
+    for of_rank, reported in zip(profile["ranks"], report["memory"], strict=True):
+        held = {kind: held_bytes for kind, held_bytes in of_rank["memory"].items() if held_bytes is not None}
+        assert held["activations_bytes"] > 0
+        assert reported == {"rank": of_rank["rank"], **held}
 
 
 def test_updates_of_ranks_at_their_own_pace_have_a_staleness(world2: World, tmp_path: Path) -> None:
     def fit() -> dict[str, Any] | None:
-        loader = DataLoader(Samples(0.0, None), batch_size=2)
+        loader = DataLoader(Samples(), batch_size=2)
         strategy = make_strategy("async_ps")
         return profiled(tmp_path, Net(), loader, strategy, activations=True, max_steps=20)[0]  # of both together
 
@@ -455,7 +298,7 @@ def test_updates_of_ranks_at_their_own_pace_have_a_staleness(world2: World, tmp_
 
 def test_activations_of_all_replicas_are_counted(tmp_path: Path) -> None:
     """Those of the first replica were, of one of the two samples: hooks on saved tensors are those of a thread."""
-    loader = DataLoader(Samples(0.0, None), batch_size=2)
+    loader = DataLoader(Samples(), batch_size=2)
     profile, _ = profiled(tmp_path, Net(), loader, make_strategy("dp"), activations=True)
     assert profile is not None
     held = {"parameters_bytes": 320, "gradients_bytes": 320, "optimizer_bytes": 0, "device_peak_bytes": None}
@@ -466,8 +309,6 @@ def test_activations_of_all_replicas_are_counted(tmp_path: Path) -> None:
     ("kind", "options"),
     [
         (SimpleProfiler, {}),
-        (AdvancedProfiler, {}),
-        (PyTorchProfiler, {}),  # its window ends before the callback's
         (PyTorchProfiler, {"schedule": torch.profiler.schedule(wait=4, warmup=1, active=3)}),  # in the midst of it
     ],
 )
@@ -476,7 +317,7 @@ def test_alone_beside_another_profiler(
 ) -> None:
     """A second torch.profiler would empty Lightning's: no operators are recorded beside it."""
     profiler = kind(dirpath=tmp_path, filename="told", **options)
-    loader = DataLoader(Samples(0.0, None), batch_size=2)
+    loader = DataLoader(Samples(), batch_size=2)
     own = kind is not PyTorchProfiler
     profile, same = profiled(tmp_path, Net(), loader, "auto", profiler=profiler, operators=True, activations=own)
     assert same
@@ -493,7 +334,7 @@ def test_alone_beside_another_profiler(
     if isinstance(profiler, SimpleProfiler):
         assert len(profiler.recorded_durations["[Strategy]SingleDeviceStrategy.training_step"]) == STEPS
     # Each layer keeps its input of 2 x 4 floats, the first one the batch; the square keeps the last output.
-    assert of_rank["memory"]["activations_bytes"] == (5 * 2 * 4 * 4 if own else None)
+    assert of_rank["memory"].get("activations_bytes") == (5 * 2 * 4 * 4 if own else None)
     printed = capsys.readouterr().out
     assert "Profile of single_device: 1 rank, 3 optimizer steps" in printed
     assert str(tmp_path / profile_document.FILE_NAME) in printed
@@ -508,7 +349,7 @@ def test_a_run_that_is_too_short_or_fails_leaves_nothing(tmp_path: Path, fails: 
             if fails and self.global_step == 3:
                 raise KeyError("no more")
 
-    loader = DataLoader(Samples(0.0, None), batch_size=2)
+    loader = DataLoader(Samples(), batch_size=2)
     broadcast = dist.broadcast
     if fails:
         saves = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1)
@@ -530,7 +371,7 @@ def test_a_window_that_the_run_ends_within_and_a_second_fit(tmp_path: Path) -> N
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
         accumulate_grad_batches=3,
     )  # fmt: skip
-    loader = DataLoader(Samples(0.0, None), batch_size=2)
+    loader = DataLoader(Samples(), batch_size=2)
     for max_steps, counted in ((3, 2), (7, 3)):
         trainer.fit_loop.epoch_loop.max_steps = max_steps
         trainer.fit(Net(step_s=0.01), loader)
@@ -545,7 +386,7 @@ def test_steps_with_a_validation_are_left_out(tmp_path: Path) -> None:
             time.sleep(5 * STEP_S)
             assert batch.sum().item() >= 0
 
-    loader = DataLoader(Samples(0.0, None), batch_size=2)
+    loader = DataLoader(Samples(), batch_size=2)
     report = ProfilerReport(wait=1, warmup=0, active=2, write_files=False)
     trainer = L.Trainer(
         accelerator="cpu", devices=1, max_steps=7, callbacks=[report], logger=False, enable_checkpointing=False,
@@ -564,17 +405,6 @@ def test_steps_with_a_validation_are_left_out(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{name}={value}: must be at least"):
         ProfilerReport(**{name: value})
-
-
-@pytest.mark.parametrize(
-    ("device", "operators", "records"),
-    [("cuda", None, True), ("cpu", None, False), ("cuda", False, False), ("cpu", True, True)],
-)
-def test_a_gpu_has_operators_unless_they_are_declined(device: str, operators: bool | None, records: bool) -> None:
-    """Without them nothing would tell whether the host runs ahead of its GPU."""
-    strategy = SimpleNamespace(root_device=torch.device(device))
-    trainer: Any = SimpleNamespace(strategy=strategy, global_rank=0, node_rank=0, train_dataloader=None, profiler=None)
-    assert ProfiledWindow(trainer, 5, 1, 1, operators=operators, activations=False)._records_operators is records
 
 
 def test_the_launches_of_a_gpu_are_found_in_a_trace() -> None:

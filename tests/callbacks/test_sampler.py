@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from lightning_multigpu.callbacks.sampler import BackgroundSampler, Sample
+from lightning_multigpu.callbacks.device_utilization import BackgroundSampler, Sample
 
 NEVER_S = 3600.0
 
@@ -53,7 +53,7 @@ def test_a_failure_arrives_once_and_ends_sampling() -> None:
 
 
 def test_a_sensor_that_hangs_does_not_hang_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_multigpu.callbacks.sampler._STOP_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("lightning_multigpu.callbacks.device_utilization._STOP_TIMEOUT_S", 0.01)
     hanging, released = threading.Event(), threading.Event()
 
     def hang() -> Sample:

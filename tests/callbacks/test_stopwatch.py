@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_multigpu.callbacks.stopwatch import Stopwatch
+from lightning_multigpu.callbacks.throughput import Stopwatch
 from lightning_multigpu.communication.metering.clocks import HostClock, StreamClock, clock_of
 from tests.callbacks.training import HandClock
 

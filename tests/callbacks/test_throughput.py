@@ -63,18 +63,6 @@ def test_an_optimizer_step_is_all_of_its_accumulated_batches(
     assert monitor.steps == 3
 
 
-def test_the_rate_of_an_interval_is_total_over_total(tmp_path: Path, clock: HandClock, logger: RecordingLogger) -> None:
-    """It does not end in the middle of an accumulation, either."""
-    options: dict[str, Any] = {"logger": logger, "log_every_n_steps": 2, "accumulate_grad_batches": 2}
-    trainer(tmp_path, callbacks=[ThroughputMonitor()], **options).fit(
-        Regression(clock), batch_list([4, 4, 2, 2, 1, 1, 1, 1])
-    )
-    assert logger.curve(SAMPLES) == [(1, 12 / (4 * BATCH_S)), (3, 4 / (4 * BATCH_S))]
-    trainer(tmp_path, callbacks=[ThroughputMonitor()], **options).fit(Regression(clock), batch_list([4, 4, 1]))
-    # 8 samples in 1 s, then 1 in 0.5 s; the mean of the two rates would be 5.
-    assert logger.curve(SAMPLES)[2:] == [(1, pytest.approx(6.0))]
-
-
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_validation_is_not_charged(tmp_path: Path, clock: HandClock, logger: RecordingLogger, accumulate: int) -> None:
     monitor = ThroughputMonitor()

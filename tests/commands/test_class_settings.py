@@ -7,33 +7,22 @@ from argparse import ArgumentError
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_multigpu import PipelineStrategy, RingDDPStrategy
 from lightning_multigpu.commands.class_settings import arguments_of, class_parser, explained, find_class
 from lightning_multigpu.registry import STRATEGIES, StrategyRow
 
 
-@pytest.mark.parametrize(
-    ("path", "found"),
-    [
-        ("lightning_multigpu.RingDDPStrategy", RingDDPStrategy),
-        ("lightning_multigpu.strategies.ring_ddp.RingDDPStrategy", RingDDPStrategy),
-        ("lightning.pytorch.callbacks.EarlyStopping", EarlyStopping),
-    ],
-)
-def test_found(path: str, found: type) -> None:
-    assert find_class(path) is found
+def test_found() -> None:
+    assert find_class("lightning_multigpu.RingDDPStrategy") is RingDDPStrategy
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
         ("lightning_multigpu.RingDPStrategy", "has no class 'RingDPStrategy'. Did you mean 'RingDDPStrategy'?"),
-        ("lightning_multigpu.Zzz", "lightning_multigpu has no class 'Zzz'."),
         ("lightning_multigpu.register_all", "lightning_multigpu has no class 'register_all'."),
         ("nowhere.Model", "No module named 'nowhere'"),
-        ("Model", "Model: "),
         ("fails_on_import.Model", "a_package_that_is_not_there"),
     ],
 )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece
-from lightning_multigpu.communication.compression.error_feedback import ErrorFeedback, _add
+from lightning_multigpu.communication.compression.error_feedback import ErrorFeedback
 from lightning_multigpu.communication.shared_memory.barrier import ConnectionLostError
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from tests.world import init_group
@@ -55,15 +55,20 @@ def rank_of_a_job_with_a_killed_rank(rank: int, directory: Path) -> None:
 
 def errors_of(feedback: ErrorFeedback, pieces: Sequence[GradientPiece]) -> Tensor:
     """The errors of a rank before its next step, flat, in the order of the pieces."""
-    found = {name: error.clone() for name, error in feedback._others.items()}
-    for known, errors in feedback._tensors.items():
-        _add(found, known, errors.before)
-    return torch.cat([found.get(piece.name, torch.zeros(piece.parameter_numel)) for piece in pieces])
+    errors = feedback.take(tuple(pieces))
+    feedback.give(tuple(pieces), errors)
+    return errors
 
 
 def total_errors(reduce: CompressedAllReduce, pieces: Sequence[GradientPiece]) -> Tensor:
-    """The sum of :func:`errors_of` all ranks of the world; a collective."""
-    assert reduce._errors is not None
-    total = errors_of(reduce._errors, pieces)
+    """The sum of the errors of all ranks of the world; a collective."""
+    total = own_errors(reduce, pieces)
     dist.all_reduce(total)
     return total
+
+
+def own_errors(reduce: CompressedAllReduce, pieces: Sequence[GradientPiece]) -> Tensor:
+    """The errors that a rank keeps for its next step; empty without error feedback."""
+    found = [torch.empty(0)]
+    reduce.share_errors(pieces, pieces, lambda errors: found.append(errors.clone()))
+    return found[-1]

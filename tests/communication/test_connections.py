@@ -5,9 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import resource
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ import pytest
 
 from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.emulation import EmulatedHosts
+from lightning_multigpu.emulation.namespaces import Namespace
 from tests.hosts import require_hosts
 
 T = TypeVar("T")
@@ -83,32 +82,11 @@ def test_the_connection_of_a_logger_outlives_the_job(
         assert is_cut(noted)
 
 
-def test_a_rank_without_a_descriptor_left_still_cuts(back_end: Connect) -> None:
-    """To list its sockets took a descriptor, and so did each of them: the others waited until the rank was killed."""
-    connections = Connections()
-    with connections.noted():
-        noted = back_end()
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    filled = []
-    highest = max(map(int, os.listdir("/proc/self/fd")))
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, limit[1]))
-        with suppress(OSError):
-            while True:
-                filled.append(os.dup(0))
-        assert connections.cut() == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-        for descriptor in filled:
-            os.close(descriptor)
-    assert is_cut(noted)
-
-
-def in_namespace(namespace: str, work: Callable[[], T]) -> T:
+def in_namespace(namespace: Namespace, work: Callable[[], T]) -> T:
     """The result of work on a thread in a network namespace; its sockets stay there."""
 
     def enter_and_work() -> T:
-        with open(f"/run/netns/{namespace}", "rb") as opened:
+        with open(f"/proc/{namespace.pid}/ns/net", "rb") as opened:
             assert ctypes.CDLL(None, use_errno=True).setns(opened.fileno(), 0x40000000) == 0
         return work()
 
@@ -141,8 +119,7 @@ def test_a_machine_that_is_gone_is_noticed_and_a_process_that_does_not_read_is_n
                 pass
         time.sleep(1.5)  # longer than the limit, and nobody has probed yet
         connections.cut_silent(1.0)
-        switch = hosts[0].namespace.replace("host0", "switch")
-        subprocess.run(["ip", "-n", switch, "link", "set", "port0", "nomaster"], check=True)  # nobody is told
+        hosts.switch.run("ip", "link", "set", "port0", "nomaster")  # nobody is told
         busy.send(b"step")
         deadline_s = time.monotonic() + 30
         ended: list[socket.socket] = []

@@ -19,9 +19,6 @@ class Thing:
 
 
 class TestDisagreement:
-    def test_none(self) -> None:
-        assert disagreement({0: {"a": "1"}, 3: {"a": "1"}}, "differ") is None
-
     def test_names_the_entry_each_value_and_its_ranks(self) -> None:
         tables = {rank: {"torch": "2.13", "option x": "2" if rank == 1 else "1"} for rank in range(4)}
         assert (

@@ -57,25 +57,6 @@ def test_sums_in_rank_order_to_the_bit(world: World, dtype: torch.dtype, average
             assert torch.equal(result, sum_in_rank_order(world.num_ranks, numel, dtype, average)), numel
 
 
-def test_sums_are_those_of_float64(world4: World) -> None:
-    """The check above has the order of the sums from the code; this one has not."""
-    for results in world4.run(_reduce, torch.float32, True):
-        for numel, result in zip(NUMELS, results, strict=True):
-            exact = torch.stack([contribution(rank, numel, torch.float32) for rank in range(4)]).double().mean(0)
-            torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-6)
-
-
-def _mixed_dtypes() -> list[torch.Tensor]:
-    with shared_memory() as shared:
-        dtypes = [torch.float32, torch.int32, torch.float64, torch.float16]
-        return [shared(contribution(shared.rank, 100, dtype)) for dtype in 4 * dtypes]
-
-
-def test_dtypes_take_turns(world2: World) -> None:
-    for results in world2.run(_mixed_dtypes):
-        assert all(torch.equal(found, sum_in_rank_order(2, 100, found.dtype, average=False)) for found in results)
-
-
 def _keeps_shape() -> tuple[torch.Tensor, torch.Tensor]:
     with shared_memory() as shared:
         weight = torch.ones(30, 70, requires_grad=True)
@@ -174,19 +155,6 @@ def test_fast_ranks_neither_read_too_early_nor_write_too_early(world: World, whe
             assert torch.equal(result, torch.arange(5000) * (n * call + n * (n - 1) // 2))
 
 
-def _waits() -> tuple[float, float]:
-    with shared_memory() as shared:
-        time.sleep(0.1 * shared.rank)
-        entered = time.monotonic()
-        shared(torch.ones(1))
-        return entered, time.monotonic()
-
-
-def test_an_all_reduce_waits_for_all(world4: World) -> None:
-    times = world4.run(_waits)
-    assert max(entered for entered, _ in times) <= min(left for _, left in times)
-
-
 def _several_groups() -> list[torch.Tensor]:
     init_group()
     rank = dist.get_rank()
@@ -201,12 +169,3 @@ def _several_groups() -> list[torch.Tensor]:
 def test_groups_keep_to_themselves(world4: World) -> None:
     for rank, results in enumerate(world4.run(_several_groups)):
         assert [float(result) for result in results] == [6.0, *2 * [2.0 if rank % 2 == 0 else 4.0]] * 2
-
-
-def _sent_bytes() -> int:
-    with shared_memory() as shared:
-        return shared.sent_bytes(torch.ones(1001))
-
-
-def test_sent_bytes(world4: World) -> None:
-    assert world4.run(_sent_bytes) == [4004] * 4

@@ -124,13 +124,9 @@ def test_discarded_traffic_belongs_to_no_step(meter: Meter, clock: Clock) -> Non
     assert meter.steps[0].start_s == 5.0
 
 
-def test_history_is_bounded_and_survives_pickling_as_a_size() -> None:
-    meter = pickle.loads(pickle.dumps(Meter(history=3)))
-    for _ in range(5):
-        meter.end_step()
-    assert [step.index for step in meter.steps] == [2, 3, 4]
-    with pytest.raises(ValueError, match="history=0"):
-        Meter(history=0)
+def test_a_spawned_rank_starts_with_an_empty_meter(meter: Meter) -> None:
+    meter.end_step()
+    assert not pickle.loads(pickle.dumps(meter)).steps
 
 
 def test_union_of_intervals() -> None:

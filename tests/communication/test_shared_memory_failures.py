@@ -131,21 +131,6 @@ def test_abort_wakes_every_rank_for_good(world2: World) -> None:
         assert all("aborted" in message for message in messages)
 
 
-def _aborted_by_another_thread_of_its_own() -> None:
-    with shared_memory() as shared:
-        if shared.rank == 0:
-            timer = threading.Timer(0.3, shared.abort)
-            timer.start()
-            with pytest.raises(ConnectionLostError, match="aborted"):
-                shared(torch.ones(1))
-            timer.join()
-        dist.barrier()
-
-
-def test_abort_by_a_thread_of_the_waiting_process(world2: World) -> None:
-    world2.run(_aborted_by_another_thread_of_its_own, timeout_s=20)
-
-
 def _one_leaves() -> str:
     with shared_memory() as shared:
         shared(torch.ones(1))

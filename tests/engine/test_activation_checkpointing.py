@@ -17,6 +17,7 @@ from lightning_multigpu.engine.activation_checkpointing import (
     RecomputationError,
     layers_of,
     recomputed,
+    recomputing,
     selected_layers,
 )
 from lightning_multigpu.engine.errors import PipelineError
@@ -190,6 +191,13 @@ def test_a_whole_module_trains_as_without() -> None:
     assert not any("forward" in vars(part) for part in module.modules()), "the module is as it was"
     with again.installed(module), torch.no_grad():
         module(torch.zeros(1, 3))
+
+
+def test_an_option_without_effect_warns() -> None:
+    module, warnings = Whole(), []  # type: ignore[var-annotated]
+    with recomputing(Recomputation(module, True), [module], warnings.append):
+        """Nothing calls the layers."""
+    assert [text.partition(": ")[0] for text in warnings] == ["activation_checkpointing=True has no effect"]
 
 
 class Named(nn.Linear):

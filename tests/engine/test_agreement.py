@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -15,10 +14,8 @@ from lightning_multigpu.engine.data_parallel.agreement import (
     AgreedLoader,
     Announcement,
     Announcer,
-    StatefulAgreedLoader,
     agreed_length,
     counted_samples,
-    is_stateful,
     loss_scale,
 )
 from tests.world import World, init_group, rank
@@ -54,49 +51,6 @@ def test_ranks_without_a_batch() -> None:
 )
 def test_samples_of_a_batch_that_no_sampler_of_ours_has_drawn(batch: Any, limit: int | None, size: int) -> None:
     assert counted_samples(batch, limit=limit) == size
-
-
-class Resumable:
-    """A loader that keeps its own position."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def __iter__(self) -> Any:
-        while self.position < 6:
-            self.position += 1
-            yield torch.full((2,), float(self.position))
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
-
-
-def resume_a_stateful_loader() -> list[float]:
-    init_group()
-    group = dist.new_group(backend="gloo")
-    seen: list[float] = []
-    state: Any = None
-    for _ in range(2):
-        loader = StatefulAgreedLoader(Resumable(), Announcer(group, Meter()))
-        if state is not None:
-            loader.load_state_dict(state)
-        for batch in loader:
-            seen.append(float(batch[0]))
-            if len(seen) == 3:
-                state = loader.state_dict()
-                break
-    dist.barrier(group)
-    dist.destroy_process_group(group)
-    return seen
-
-
-def test_a_stateful_loader_loses_no_batch_that_was_fetched_ahead(world2: World) -> None:
-    assert is_stateful(Resumable())
-    assert not is_stateful(DataLoader(torch.arange(3)))  # type: ignore[arg-type, var-annotated]
-    assert world2.run(resume_a_stateful_loader) == [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]] * 2
 
 
 def lengths() -> list[int | None]:
@@ -141,23 +95,3 @@ def attributes() -> tuple[Any, Any, int]:
 def test_attributes_are_those_of_the_loader(world2: World) -> None:
     """Lightning seeds the workers of a loader by setting its ``worker_init_fn``."""
     assert world2.run(attributes) == [(len, 2, 2)] * 2
-
-
-class Work:
-    """A transfer that ends when it has been looked at so many times, or never."""
-
-    def __init__(self, looks: float) -> None:
-        self.looks = looks
-
-    def is_completed(self) -> bool:
-        self.looks -= 1
-        return self.looks < 0
-
-
-@pytest.mark.parametrize(("looks", "ends"), [(0, True), (3, True), (math.inf, False)])
-def test_an_announcement_under_way_gets_a_moment(looks: float, ends: bool) -> None:
-    announcer = object.__new__(Announcer)
-    announcer._pending = None
-    assert announcer.settle()
-    announcer._pending = (Work(looks), torch.empty(0), None)  # type: ignore[assignment]
-    assert announcer.settle() is ends

@@ -14,12 +14,10 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
 )
 
-from lightning_multigpu.engine.data_parallel import batch_distribution
 from lightning_multigpu.engine.data_parallel.batch_distribution import (
     CountedBatchSampler,
     ShardedBatchSampler,
@@ -123,8 +121,15 @@ def test_a_distributed_sampler_is_dealt_out_without_repeats(num_workers: int) ->
     assert [a + b for a, b in zip(*batches, strict=True)] == [order[0:4], order[4:8], order[8:10]]
 
 
-def test_a_sampler_that_draws_from_the_global_generators_gives_all_ranks_one_order() -> None:
-    """Each rank drew an order of its own, and an epoch repeated some samples and left others out."""
+def test_a_sampler_that_draws_from_the_global_generators_gives_all_ranks_one_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each rank drew an order of its own, and an epoch repeated some samples and left others out.
+
+    ``torch.manual_seed`` seeds GPUs too: all ranks would drop the same values from each epoch's start on.
+    """
+    of_gpus: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", of_gpus.append)
 
     class Mixed(SubsetRandomSampler):
         def __iter__(self) -> Iterator[int]:
@@ -147,6 +152,7 @@ def test_a_sampler_that_draws_from_the_global_generators_gives_all_ranks_one_ord
         assert before[1] == random.getstate()
     assert sorted(orders[0] + orders[2]) == sorted(orders[1] + orders[3]) == list(range(10))
     assert orders[0] != orders[1]
+    assert of_gpus == [0, 1], "those of this test"
 
 
 def test_the_given_loader_is_left_as_it_was() -> None:
@@ -172,15 +178,3 @@ def test_what_is_not_ours_to_deal_is_left_alone() -> None:
     assert [b.tolist() for b in distribute_batches(elsewhere, num_replicas=2, rank=1, even=False)[0]] == [
         b.tolist() for b in elsewhere
     ]
-
-
-def test_the_order_of_a_sampler_leaves_the_gpu_s_random_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``torch.manual_seed`` seeds GPUs too: all ranks would drop the same values from each epoch's start on."""
-    seeded: list[int] = []
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
-    before = torch.get_rng_state()
-    first, again = (batch_distribution._drawn(RandomSampler(range(9))) for _ in range(2))
-    assert first == again
-    assert sorted(first) == list(range(9))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not seeded

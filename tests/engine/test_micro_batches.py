@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from lightning_multigpu.engine.batch_size import tensors_in
 from lightning_multigpu.engine.micro_batches import (
     checksum_of,
+    cloned,
     combined_loss,
     disagreement,
     first_part,
@@ -83,6 +85,15 @@ def test_weights() -> None:
     assert weights_of(parts, "mean") == pytest.approx([0.4, 0.4, 0.2])
     assert weights_of(parts, "sum") == [1.0, 1.0, 1.0]
     assert weights_of(parts, lambda part: float(part[1].sum())) == pytest.approx([0.1, 0.5, 0.4])
+
+
+def test_a_packed_sequence_is_cloned() -> None:
+    """A named tuple was made again from one tuple of its fields, which PackedSequence does not take."""
+    packed = pack_sequence([X[:2], X], enforce_sorted=False)
+    copy = cloned(packed)
+    assert type(copy) is PackedSequence
+    assert all(torch.equal(mine, other) for mine, other in zip(copy, packed, strict=True))
+    assert copy.data.data_ptr() != packed.data.data_ptr()
 
 
 def test_kinds_and_checksums() -> None:

@@ -79,11 +79,11 @@ def test_gradients_are_averaged_and_their_bytes_counted(world: World, one_host: 
 
 
 def moves_by_step() -> list[int]:
-    """How often a bucket was moved into shared memory in each of four steps."""
-    moves: list[int] = []
+    """How often a bucket was moved into shared memory in each of four steps; detached, none stays there."""
+    moved: list[Tensor] = []
     with reducer(Meter(), one_host=True) as reduce, pytest.MonkeyPatch.context() as patch:
         move = SharedMemoryAllReduce.move
-        patch.setattr(SharedMemoryAllReduce, "move", lambda *arguments: (move(*arguments), moves.append(1)))
+        patch.setattr(SharedMemoryAllReduce, "move", lambda *arguments: (move(*arguments), moved.append(arguments[1])))
         layers = [nn.Linear(100, 100) for _ in range(3)]
         module = DistributedDataParallel(nn.Sequential(*layers).double(), bucket_cap_mb=0.01)
         reduce.attach(module)
@@ -91,7 +91,12 @@ def moves_by_step() -> list[int]:
         for step in range(4):
             gradients(module, step, dist.get_rank())
             reduce.finish()
-            counts.append(len(moves))
+            counts.append(len(moved))
+        assert reduce.all_reduce is not None
+        assert isinstance(inside := reduce.all_reduce.inside, SharedMemoryAllReduce)
+        assert any(map(inside.has_moved, moved))
+        reduce.detach()
+        assert not any(map(inside.has_moved, moved))
     return [after - before for before, after in zip([0, *counts], counts, strict=False)]
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +18,11 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.communication.rendezvous import RendezvousError
 from lightning_multigpu.job.failure_watch import FailureWatch
 from lightning_multigpu.job.guardian import Failure, RankFailedError
+from lightning_multigpu.job.launchers.spawn_launcher import _Task
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.run_signals import RunSignals
 from tests import preforked
@@ -90,15 +95,37 @@ def test_a_failure_of_this_rank(watch: FailureWatch) -> None:
     assert "last completed step 3" in error.__notes__[0]
 
 
-def test_a_thread_that_the_system_refuses(watch: FailureWatch) -> None:
-    """Under pids.max a rank said "can't start new thread" alone."""
-    under(watch)
-    error = RuntimeError("can't start new thread")
+@pytest.mark.parametrize(
+    ("error", "limit"),
+    [
+        (RuntimeError("can't start new thread"), "`ulimit -u`, and pids.max of the container; or lower num_workers"),
+        (OSError(errno.EAGAIN, "again"), "`ulimit -u`, and pids.max of the container; or lower num_workers"),
+        (OSError(errno.ENOMEM, "no memory"), "`free`, and memory.max of the container; or lower num_workers"),
+        (OSError(errno.ENOENT, "no file"), ""),
+        (RuntimeError(3), ""),
+    ],
+)
+def test_a_process_or_a_thread_that_the_system_refuses(error: Exception, limit: str, watch: FailureWatch) -> None:
+    """Under pids.max a rank said "can't start new thread" alone, and a loader "Cannot allocate memory"."""
+    client = under(watch)
     watch.settle(error, RUN, 3)
-    assert any("`ulimit -u`, and pids.max of the container; or lower num_workers" in note for note in error.__notes__)
-    other = RuntimeError(3)
-    watch.settle(other, RUN, 3)
-    assert not any("ulimit" in note for note in getattr(other, "__notes__", ()))
+    assert any(note.startswith("rank 0: ") and limit in note for note in error.__notes__) == bool(limit)
+    assert ("rank 0: " in client.told[0].traceback) == bool(limit), "the other ranks are told"
+
+
+def test_a_spawned_rank_cannot_be_tuned(watch: FailureWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that has spawned it keeps its own module."""
+
+    def tune() -> None:
+        raise EndOfRun
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    sent: list[bytes] = []
+    launcher: Any = SimpleNamespace(run=RUN, joining=SimpleNamespace(watch=watch, begin=lambda run, address: None))
+    answers: Any = SimpleNamespace(send_bytes=sent.append)
+    with pytest.raises(SystemExit):
+        _Task(launcher, None, tune, (), {}, None)(0, answers, "")
+    assert "raised ValueError: a Tuner changes the module of the process" in pickle.loads(sent[0]).failure.what
 
 
 def test_news_of_a_worker_does_not_keep_a_failure_from_being_told(
@@ -122,38 +149,6 @@ def test_news_of_a_worker_does_not_keep_a_failure_from_being_told(
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert [failure.what for failure in client.told] == ["raised ConnectionResetError: a queue"]
-
-
-def test_news_of_a_second_worker_before_the_first_failure_is_settled(watch: FailureWatch) -> None:
-    """Two workers were killed: the error of the second left the run untold, and a callback saved with other ranks."""
-
-    def raise_(*_: Any) -> None:
-        raise RuntimeError("a second worker has died")
-
-    class Interrupted:
-        def __init__(self) -> None:
-            self.news = [signal.SIGCHLD]
-
-        @property
-        def global_step(self) -> int:
-            while self.news:
-                os.kill(os.getpid(), self.news.pop())
-            return 3
-
-    def fail() -> None:
-        signal.signal(signal.SIGCHLD, raise_)
-        raise RuntimeError("a worker has died")
-
-    client, trainer = under(watch), Interrupted()
-    watch.joined(lambda: signal.signal(signal.SIGCHLD, signal.SIG_DFL), 2)
-    before = signal.getsignal(signal.SIGCHLD)
-    try:
-        with pytest.raises(RuntimeError, match="a second worker has died"):
-            watch.guarded(fail, (), {}, run=RUN, trainer=trainer)  # type: ignore[arg-type]
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-    assert watch.failed
-    assert [failure.what for failure in client.told] == ["raised RuntimeError: a second worker has died"]
 
 
 def test_two_ranks_fail_at_once(watch: FailureWatch) -> None:

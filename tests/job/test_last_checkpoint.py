@@ -12,7 +12,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-import lightning_multigpu
 from lightning_multigpu.job.checkpoint_files.last_checkpoint import find_last_checkpoint, last_checkpoint_of
 from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
 
@@ -24,10 +23,6 @@ def saved(path: Path, *, step: int, epoch: int = 0, written_s: float = 1e9, **ot
     torch.save({"epoch": epoch, "global_step": step, "state_dict": {"w": torch.ones(3)}, **kept}, path)
     os.utime(path, (written_s, written_s))
     return str(path)
-
-
-def test_the_package_exports_it() -> None:
-    assert lightning_multigpu.find_last_checkpoint is find_last_checkpoint
 
 
 def test_what_a_file_holds_counts_and_not_its_name(tmp_path: Path) -> None:

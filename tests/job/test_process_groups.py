@@ -35,19 +35,13 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             thread.join(10)
 
 
-def groups_of(monkeypatch: pytest.MonkeyPatch, *members: Any) -> ProcessGroups:
-    groups = ProcessGroups.__new__(ProcessGroups)
+def groups_of(monkeypatch: pytest.MonkeyPatch, *members: Any, backend: str = "gloo") -> ProcessGroups:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(ProcessGroups, "world", members[0])
-    vars(groups).update(
-        own=list(members[1:]),
-        also_cut=[],
-        settle_control=lambda: True,
-        _control=None,
-        _port=1,
-        _is_stuck=False,
-        _cutting=threading.Lock(),
-        _before={},
-    )
+    monkeypatch.setattr(ProcessGroups, "_connect", lambda *_: None)
+    environment: Any = SimpleNamespace(main_address="127.0.0.1", main_port=1)
+    groups = ProcessGroups(environment, DEVICE, (2, 1, 1), backend=backend, timeout=None, store=None)
+    groups.own = list(members[1:])
     return groups
 
 
@@ -91,8 +85,7 @@ def test_a_group_of_gloo_beside_nccl_is_made_without_those_outside(monkeypatch: 
     monkeypatch.setattr(
         dist, "new_group", lambda ranks, *, backend, **options: bound[backend].append(world.bound_device_id)
     )
-    groups = groups_of(monkeypatch, world)
-    vars(groups).update(_timeout=None, backend="nccl")
+    groups = groups_of(monkeypatch, world, backend="nccl")
     groups.over([[0, 1], [2, 3]], backend="gloo")
     groups.over([[0, 2], [1, 3]])
     assert bound == {"gloo": [None, None], "nccl": [DEVICE, DEVICE]}
@@ -102,18 +95,8 @@ def test_a_group_of_gloo_beside_nccl_is_made_without_those_outside(monkeypatch: 
 def groups_of_a_run(shape: tuple[int, int, int]) -> dict[str, tuple[int, ...]]:
     """The ranks of each axis, and how many groups of more than one rank there are; over Gloo each is a mesh of TCP."""
     init_group()
-    groups = ProcessGroups.__new__(ProcessGroups)
-    vars(groups).update(
-        backend="gloo",
-        own=[],
-        also_cut=[],
-        settle_control=lambda: True,
-        _control=None,
-        _timeout=None,
-        _before={},
-        _cutting=threading.Lock(),
-    )
-    groups.mesh = groups._connect(None, None, None, shape)  # type: ignore[arg-type]  # the ranks have met
+    environment: Any = SimpleNamespace(main_address="127.0.0.1", main_port=1)
+    groups = ProcessGroups(environment, torch.device("cpu"), shape, backend="gloo", timeout=None, store=None)
     assert groups.control() is groups.control()
     found = {axis: tuple(dist.get_process_group_ranks(groups.mesh.get_group(axis))) for axis in process_groups.AXES}
     meshes = [group for group in {*groups.own, groups.world} if dist.get_world_size(group) > 1]

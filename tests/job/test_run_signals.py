@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -44,10 +45,11 @@ def test_a_signal_waits_until_it_is_due(handled: list[int]) -> None:
     assert (signals.received, handled) == (0b10, [])
     signals.act()
     assert handled == [], "no rank has agreed yet"
-    signals.due = 0b11  # another rank has received the first one
-    signals.act()
+    signals.agree(0b11, may_act=False)  # another rank has received the first one
+    assert handled == [], "not in the middle of an accumulated gradient"
+    signals.agree(0, may_act=True)
     assert handled == [signal.SIGUSR1, signal.SIGUSR2]
-    assert (signals.received, signals.due) == (0, 0)
+    assert signals.received == 0
     signals.release()
     send(signal.SIGUSR1)
     assert handled[2:] == [signal.SIGUSR1], "the handler is back"
@@ -78,14 +80,14 @@ def test_interrupts_are_counted_and_a_wrapper_sends_each_twice() -> None:
         interrupts(signals, 1)
         assert told == [1, 2]
     finally:
-        signals.received = 0
-        signals.release()
+        with contextlib.suppress(KeyboardInterrupt):
+            signals.release()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_without_a_batch_to_agree_on_a_rank_acts_alone() -> None:
     signals = deferred([signal.SIGTERM, signal.SIGINT])
-    signals.waits = False
+    signals.training_ends(lambda received: [received])
     signals.hold()
     try:
         for signum, error in ((signal.SIGTERM, SIGTERMException), (signal.SIGINT, KeyboardInterrupt)):
@@ -111,13 +113,13 @@ def test_what_waits_in_vain_acts_alone(how: str) -> None:
             signals.push() if how == "push" else signals.follow(signal.SIGINT)
         assert signals.received == 0
     finally:
-        signals.received = 0
-        signals.release()
+        with contextlib.suppress(KeyboardInterrupt):
+            signals.release()
 
 
 def test_a_forked_worker_ignores_what_its_rank_holds() -> None:
     signals = deferred([signal.SIGINT])
-    signals.waits = False
+    signals.training_ends(lambda received: [received])
     signals.hold()
     try:
         pid = os.fork()
@@ -137,8 +139,7 @@ def test_a_signal_that_was_acted_on_is_not_handled_again_at_the_end(handled: lis
     """The launcher of a rank that acts on SIGTERM sends it to its children, which have acted too."""
     signals = deferred([signal.SIGUSR1, signal.SIGUSR2])
     signals.hold()
-    signals.due = 0b01
-    signals.act()
+    signals.agree(0b01, may_act=True)
     time.sleep(1.1 * SAME_INTERRUPT_S)
     send(signal.SIGUSR1)
     send(signal.SIGUSR2)

@@ -1,25 +1,17 @@
-"""A user's script whose training breaks on one rank (-1: all): ``failing_script.py STRATEGY DEVICES RANK HOW``.
-
-Under a pipeline, it breaks on the third of a batch's eight micro-batches.
-"""
+"""A user's script whose training breaks on one rank (-1: all): ``failing_script.py STRATEGY DEVICES RANK HOW``."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-import time
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_multigpu import (
-    ParameterServerStrategy,
-    PipelineStrategy,
-    RingDDPStrategy,
-)  # importing the pack makes its strategies known
+from lightning_multigpu import ParameterServerStrategy, RingDDPStrategy  # importing the pack makes its strategies known
 from lightning_multigpu.callbacks import RunReport
 from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
 
@@ -33,24 +25,16 @@ class Breaks(Classifier):
         super().__init__()
         self.rank = rank
         self.how = how
-        self.calls = 0
+        self.is_done = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         is_here = self.rank in (-1, self.trainer.global_rank)
         due = self.how != "nothing" and is_here and self.trainer.global_step == 3
-        self.calls += due
-        if due and self.calls == (3 if isinstance(self.trainer.strategy, PipelineStrategy) else 1):
+        if due and not self.is_done:
+            self.is_done = True
             if self.how in ("raise", "again"):
                 raise OwnError(f"the data on rank {self.trainer.global_rank} is spoilt")
-            if self.how == "exit":
-                os._exit(7)
-            if self.how == "stop server":
-                os.kill(self.trainer.strategy._processes[-1]._process.pid, signal.SIGSTOP)
-                return super().training_step(batch, batch_idx)
-            os.kill(os.getpid(), signal.SIGSTOP if self.how == "stop" else signal.SIGKILL)
-        if self.how == "slow":
-            print(f"step {self.trainer.global_step}", flush=True)
-            time.sleep(0.2)
+            os.kill(self.trainer.strategy._processes[-1]._process.pid, signal.SIGSTOP)  # a server
         return super().training_step(batch, batch_idx)
 
 
@@ -62,26 +46,30 @@ class Saves(L.Callback):
         trainer.save_checkpoint(os.path.join(os.environ["SAVE_TO"], "on_exception.ckpt"))
 
 
-def main() -> None:
-    strategy, devices, rank, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    epochs = 1000 if how in ("slow", "stop server") else 3  # workers of async_ps may leave a rank few batches
-    chosen: Any = strategy
-    if how == "stop":  # a stopped rank has failed after half of the time
-        kinds = {"ring_ddp": RingDDPStrategy, "pipeline_1f1b": PipelineStrategy}
-        chosen = kinds[strategy](failure_timeout_s=6.0)
-    elif how == "stop server":
+def chosen(strategy: str, how: str) -> Any:
+    """The strategy of a name; failures of ranks for which others wait are to be found soon."""
+    if how == "stop server":
         servers = 2 if strategy == "sharded_ps" else 1
         mode: Any = "async" if strategy == "async_ps" else "sync"
-        chosen = ParameterServerStrategy(mode=mode, num_servers=servers, failure_timeout_s=6.0)
+        return ParameterServerStrategy(mode=mode, num_servers=servers, failure_timeout_s=6.0)
+    if how == "again":
+        method: Any = "spawn" if strategy.endswith("_spawn") else "popen"
+        return RingDDPStrategy(start_method=method, failure_timeout_s=5.0)
+    return strategy
+
+
+def main() -> None:
+    strategy, devices, rank, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    epochs = 1000 if how == "stop server" else 3  # workers of async_ps may leave a rank few batches
     place = os.environ["SAVE_TO"]
     case = Case(num_samples=48, max_epochs=epochs)
     report = RunReport(print_table=False)
     callbacks: list[L.Callback] = [Saves(), report] if how == "nothing" else [Saves()]
-    saves = how in ("raise", "kill")
+    saves = how == "raise"
     if saves:
         callbacks.append(ModelCheckpoint(os.path.join(place, "checkpoints"), every_n_train_steps=1))
     options = {"enable_checkpointing": saves, "default_root_dir": place}
-    trainer = make_trainer(case, chosen, devices, callbacks=callbacks, **options)
+    trainer = make_trainer(case, chosen(strategy, how), devices, callbacks=callbacks, **options)
     module = Breaks(rank, how)
     loader = train_loader(Case(num_samples=48), trainer)
     try:
@@ -90,7 +78,7 @@ def main() -> None:
         if how != "again":
             raise
         print("caught OwnError", flush=True)
-        make_trainer(case, chosen, devices, default_root_dir=place).fit(Breaks(rank, "nothing"), loader)
+        make_trainer(case, chosen(strategy, how), devices, default_root_dir=place).fit(Breaks(rank, "nothing"), loader)
     weights = sum(float(parameter.double().sum()) for parameter in module.parameters())
     if how == "nothing" and trainer.is_global_zero:
         print(f"report of {report.report and report.report['strategy']['name']} in {report.path}", flush=True)

@@ -64,7 +64,6 @@ CONTROLS: dict[str, Callable[[], object]] = {
     "breakpoint": outside_faults.breakpoint_,
     "trace": outside_faults.trace,
     "pause": outside_faults.pause,
-    "suspend": outside_faults.suspend,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -20,7 +21,7 @@ from tests import preforked
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _OUTPUT_SHOWN = 4000  # characters a process
 _MARK = "JOB_MARK"
-_END_TIMEOUT_S = 20.0  # the guardian ends after the last rank
+_END_TIMEOUT_S = 20.0
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -62,18 +63,23 @@ def run(
     finished: subprocess.CompletedProcess[str] = run(
         [sys.executable, *arguments], env=environment, timeout=timeout_s, cwd=cwd
     )
-    deadline = time.monotonic() + _END_TIMEOUT_S
-    while (left := marked(mark)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left, f"still running: {left}\n{finished.stderr[-3000:]}"
+    assert_none_left(mark, finished.stderr)
     return finished
 
 
+def assert_none_left(mark: str, output: str) -> None:
+    """Waits for the end of a job's last processes; the guardian ends after the last rank."""
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, f"still running: {left}\n{output[-3000:]}"
+
+
 class Job:
-    """Processes that belong together; a context manager that leaves none of them behind.
+    """Processes that belong together; a context manager that leaves none of them, and of their children, behind.
 
     Args:
-        directory: where the outputs are kept, one file a process.
+        directory: where the outputs are kept, one file a process; also the job's mark.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -88,14 +94,15 @@ class Job:
         env: Mapping[str, str],
         *,
         forked: bool = True,
-        cwd: Path | None = None,
+        **given: Any,
     ) -> None:
         """Starts the next process on ``host`` (None: this one), forked from one that has imported Lightning, or not."""
         with self._path(len(self.processes)).open("wb") as file:
             environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path(), **env}
-            options: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "cwd": cwd}
+            environment[_MARK] = str(self.directory)
+            options: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, **given}
             if forked or host is None:
-                options["namespace"] = None if host is None else host.namespace
+                options["namespace"] = None if host is None else host.namespace.pid
                 self.processes.append(preforked.Process(command, env={**os.environ, **environment}, **options))
             else:
                 self.processes.append(host.popen(command, env=environment, **options))
@@ -119,14 +126,15 @@ class Job:
             assert time.monotonic() < deadline, f"{what} did not come within {timeout_s} s\n{self._outputs()}"
             time.sleep(0.02)
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for process in self.processes:
-            process.kill()
+        for process in [*self.processes, *marked(str(self.directory))]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         for process in self.processes:
             process.wait()
 

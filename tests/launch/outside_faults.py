@@ -1,7 +1,8 @@
 """What happens to a rank, its host or its whole job from outside; each function is called in the rank that it is about.
 
 Processes of the job are those that have the rank's ``JOB_MARK`` in their environment. A host is a network namespace of
-:class:`~lightning_multigpu.emulation.EmulatedHosts`; ``SWITCH`` names that of its switch.
+:class:`~lightning_multigpu.emulation.EmulatedHosts`; ``SWITCH`` is the process that
+holds that of its switch, ``HOSTS`` those of the hosts.
 """
 
 from __future__ import annotations
@@ -35,16 +36,19 @@ def cut() -> None:
 def drop() -> None:
     """The switch forwards nothing from or to this host any more: nobody is told."""
     port = f"port{os.environ['NODE_RANK']}"
-    subprocess.run(["ip", "-n", os.environ["SWITCH"], "link", "set", port, "nomaster"], check=True)
+    _ip(os.environ["SWITCH"], "link", "set", port, "nomaster")
 
 
 def sever() -> None:
     """Nothing passes any more between this host and the one after it; both go on talking with the others."""
     node, next_node = int(os.environ["NODE_RANK"]), int(os.environ["NODE_RANK"]) + 1
     for here, there in ((node, next_node), (next_node, node)):
-        namespace = f"{os.environ['SWITCH'].rpartition('-')[0]}-host{here}"
         nobody = f"10.77.0.{there + 1} lladdr 02:00:00:00:00:99 dev eth0 nud permanent"
-        subprocess.run(["ip", "-n", namespace, "neigh", "replace", *nobody.split()], check=True)
+        _ip(os.environ["HOSTS"].split()[here], "neigh", "replace", *nobody.split())
+
+
+def _ip(pid: str, *arguments: str) -> None:
+    subprocess.run(["nsenter", "--target", pid, "--net", "ip", *arguments], check=True)
 
 
 def vanish() -> None:
@@ -96,12 +100,7 @@ def trace() -> None:
 
 def pause() -> None:
     """All processes of the job stop, guardians included, and go on one after the other: a laptop's lid."""
-    _aside(_pause, os.environ[_MARK], "with guardians")
-
-
-def suspend() -> None:
-    """All ranks stop and go on, and guardians do not: Ctrl-Z in the terminals of all hosts, and fg."""
-    _aside(_pause, os.environ[_MARK], "")
+    _aside(_pause, os.environ[_MARK])
 
 
 def _aside(function: object, *arguments: object) -> None:
@@ -112,11 +111,9 @@ def _aside(function: object, *arguments: object) -> None:
     subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=True)
 
 
-def _pause(mark: str, guardians: str) -> None:
+def _pause(mark: str) -> None:
     marked = f"{_MARK}={mark}".encode()
     pids = [pid for pid in _pids() if marked in _read(pid, "environ").split(b"\0")]
-    if not guardians:
-        pids = [pid for pid in pids if not _is_guardian(pid)]
     for number in (signal.SIGSTOP, signal.SIGCONT):
         random.shuffle(pids)
         for pid in pids:

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,24 +73,6 @@ def test_slurm_job_trains_on_two_nodes(tmp_path: Path) -> None:
     assert (world["size"], world["nodes"]) == (2, 2)
 
 
-def test_kubernetes_job_trains_in_two_pods(tmp_path: Path) -> None:
-    """RANK is the pod's, and torchrun has to make it that of a node; Lightning ignores it without torchrun."""
-    specs = yaml.safe_load((ROOT / "examples/kubernetes.yaml").read_text())["spec"]["pytorchReplicaSpecs"]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    pods = list(containers(specs))
-    assert len(pods) == 2
-    nodes = []
-    for rank, container in enumerate(pods):
-        variables = {**address, "RANK": str(rank)}
-        (tmp_path / str(rank)).mkdir()
-        options = noted_call(tmp_path / str(rank), "torchrun", container["command"], variables)
-        options = ["--nproc-per-node=1" if option.startswith("--nproc") else option for option in options]
-        assert f"--node-rank={rank}" in options
-        nodes.append((["-m", "torch.distributed.run", *options, *FEW], variables))
-    world = world_of(tmp_path, nodes)
-    assert (world["size"], world["nodes"]) == (2, 2)
-
-
 def test_train_job_trains_in_two_pods(tmp_path: Path) -> None:
     """torchrun takes nodes, rank and address from the variables of Kubeflow Trainer."""
     runtime, job = yaml.safe_load_all((ROOT / "examples/trainjob.yaml").read_text())
@@ -103,11 +84,3 @@ def test_train_job_trains_in_two_pods(tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", *options, *FEW]
     world = world_of(tmp_path, [(command, {**address, "PET_NODE_RANK": str(rank)}) for rank in range(2)])
     assert (world["size"], world["nodes"]) == (2, 2)
-
-
-def containers(specs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The container of each pod: the master's, then the workers'."""
-    for kind in ("Master", "Worker"):
-        [container] = specs[kind]["template"]["spec"]["containers"]
-        assert container["name"] == "pytorch"
-        yield from [container] * specs[kind]["replicas"]

@@ -7,14 +7,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests import preforked
 from tests.launch import failing_script, job
 from tests.world import free_port
 
@@ -81,31 +79,6 @@ def test_an_exception_that_all_ranks_raise_is_shown_once(tmp_path: Path) -> None
         assert finished.stderr.count(f"OwnError: the data on rank {rank} is spoilt\n") == 1
 
 
-STOPPED = "stopped by a signal"
-
-
-@pytest.mark.parametrize(
-    ("rank", "how", "reason"),
-    [
-        ("0", "kill", "SIGKILL"),
-        ("1", "kill", "SIGKILL"),
-        ("1", "exit", "exit status 7"),
-        ("0", "stop", STOPPED),
-        ("1", "stop", STOPPED),
-    ],
-)
-def test_a_rank_that_dies_or_stops_without_a_word(rank: str, how: str, reason: str, tmp_path: Path) -> None:
-    finished = run(tmp_path, "ring_ddp", "2", rank, how)
-    assert finished.returncode not in (0, None)
-    *_, last, advice = ["", *finished.stderr.strip().splitlines()]
-    assert advice.startswith("Resume with ckpt_path='") == (how == "kill"), "also where rank 0 is gone"
-    last = last if how == "kill" else advice
-    assert finished.stderr.count("The job failed") == 1, finished.stderr[-3000:]
-    assert f"rank {rank}" in last, finished.stderr[-3000:]
-    assert reason in last
-    assert re.search(r"step 3|3 optimizer steps", finished.stderr), "the last completed step"
-
-
 BETWEEN = """
 import os, signal
 import lightning_multigpu
@@ -140,26 +113,6 @@ def test_a_server_that_is_stopped_ends_the_job(strategy: str, tmp_path: Path) ->
     assert re.search(r"rank 0 .* waits for its parameter server \(pid \d+\), which a signal has stopped", last)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "rank", "how", "reason"),
-    [
-        ("pipeline_1f1b", "0", "kill", "SIGKILL"),
-        ("pipeline_1f1b", "1", "stop", STOPPED),
-        ("pipeline_zero_bubble", "1", "exit", "exit status 7"),
-        ("gpipe", "1", "raise", "OwnError: the data on rank 1 is spoilt"),
-    ],
-)
-def test_a_stage_fails_in_the_middle_of_a_schedule(
-    strategy: str, rank: str, how: str, reason: str, tmp_path: Path
-) -> None:
-    finished = run(tmp_path, strategy, "2", rank, how)
-    assert finished.returncode not in (0, None)
-    last = [line for line in finished.stderr.splitlines() if line and not line.startswith("Resume with")][-1]
-    assert f"rank {rank}" in last, finished.stderr[-3000:]
-    assert reason in last
-    assert re.search(r"step 3|3 optimizer steps", finished.stderr), "the last completed step"
-
-
 TYPED = """
 import torch, lightning as L, lightning_multigpu
 class Typed(L.LightningModule):
@@ -183,29 +136,3 @@ def test_a_module_that_was_typed_at_a_prompt(tmp_path: Path) -> None:
     finished = subprocess.run([sys.executable, "-i", "-q"], input=TYPED, env=environment, cwd=tmp_path,
                               capture_output=True, text=True, timeout=90, check=False)  # fmt: skip
     assert "trained True 4 1" in finished.stdout, finished.stderr[-3000:]
-
-
-def test_sigterm_at_different_times_ends_all_ranks(tmp_path: Path) -> None:
-    """A scheduler ends each rank on its own. Lightning's handler broadcasts, and two ranks would wait for ever."""
-    port = str(free_port())
-    ranks = []
-    for rank in ("0", "1"):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "SAVE_TO": str(tmp_path), "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": port, "NODE_RANK": "0", "LOCAL_RANK": rank, "WORLD_SIZE": "2"}  # fmt: skip
-        command = [sys.executable, "-m", failing_script.__name__, "ring_ddp", "2", "-1", "slow"]
-        ranks.append(preforked.Process(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
-    try:
-        for process in ranks:
-            assert process.stdout is not None
-            assert process.stdout.readline(), "the first step"
-        for process in ranks:
-            process.terminate()
-            time.sleep(0.3)
-        for process in ranks:
-            assert process.wait(timeout=30) == 128 + signal.SIGTERM  # as a shell says it; Lightning's own status is 0
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
-    saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
-    assert saved["global_step"] > 0, "callbacks were told, and could save"

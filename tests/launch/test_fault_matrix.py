@@ -24,6 +24,8 @@ ONE_HOST = [
     Combination("stop", "backward", 0, "external"),
     Combination("stop-guardian", "training", 1, "popen"),
     Combination("hold", "training", 1, "popen"),
+    Combination("kill", "training", 0, "popen"),
+    Combination("kill", "training", 1, "spawn"),
 ]
 SEVERAL_HOSTS = [
     Combination("kill", "saving", 1, "hosts"),
@@ -31,9 +33,10 @@ SEVERAL_HOSTS = [
     Combination("vanish", "validation", 0, "hosts"),
     Combination("sever", "training", 1, "hosts"),
     Combination("stop-guardian", "training", 1, "hosts"),
-    Combination("suspend", "training", 0, "hosts"),
+    Combination("pause", "training", 0, "hosts"),
 ]
 STAGES = [
+    Combination("stop", "backward", 1, "popen"),
     Combination("terminate", "validation", 0, "external"),  # between batches, where only one stage has heard of it
     Combination("kill", "saving", 1, "popen"),  # the rank whose layers rank 0 waits for
 ]
@@ -83,5 +86,11 @@ def test_every_process_ends_with_a_message_or_nothing_happens(job: Job, outcomes
     assert outcome.is_right(weights), f"{outcome.verdict()}, left: {outcome.leaks}\n{outcome.output[-6000:]}"
     if combination.kind == "sever":  # neither of the two is node 0, whose terminal it is
         assert re.search(r"node (1|2) \(host .*\) has received nothing from node (1|2) ", outcome.of_process(0))
+    if (combination.kind, combination.where) == ("kill", "training"):
+        assert re.search(r"^Resume with ckpt_path='.*\.ckpt'$", outcome.output, re.MULTILINE), (
+            "also where rank 0 is gone"
+        )
+    if combination.kind in ("kill", "stop") and combination.where == "training":
+        assert "last completed step 5" in outcome.output
     if combination.kind in ("drop", "sever"):
         assert "has received nothing from" in outcome.of_process(1), "whoever is cut off says so by itself"

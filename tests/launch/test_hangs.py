@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import preforked
 from tests.job.guardian.job import eventually
 from tests.launch import hang_script
+from tests.launch.job import Job
 from tests.world import free_port
 
 pytestmark = pytest.mark.launch
@@ -23,57 +23,45 @@ REPORT_END = "all threads"  # in the last line of a report
 DEADLINE_S = 150.0
 
 
-class HangingJob:
-    """A job of two ranks whose output is kept in a file."""
+class HangingJob(Job):
+    """A job of two ranks."""
 
     def __init__(self, directory: Path, method: str, how: str, variables: Mapping[str, str] | None = None) -> None:
-        self.directory = directory
-        directory.mkdir()
+        super().__init__(directory)
         command = [sys.executable, "-m", hang_script.__name__, "popen" if method == "external" else method, how]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GO_ON": str(directory)}
-        environment |= variables or {}
         each: list[dict[str, str]] = [{}]
         if method == "external":
             meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
             each = [{**meeting, "LOCAL_RANK": str(rank)} for rank in range(2)]
-        with (directory / "output").open("wb") as file:
-            self.processes = [
-                preforked.Process(command, env={**environment, **own}, stdout=file, stderr=file, start_new_session=True)
-                for own in each
-            ]
+        for own in each:
+            self.start(None, command, {"GO_ON": str(directory), **(variables or {}), **own})
 
     @property
-    def output(self) -> str:
-        return (self.directory / "output").read_text(errors="replace")
+    def text(self) -> str:
+        return "".join(self.output(index) for index in range(len(self.processes)))
 
     def reports(self, times: int = 1) -> list[str]:
         """The reports so far, once there are so many; pid and all."""
-        eventually(lambda: self.output.count(REPORT_END) >= times or not self._is_running(), DEADLINE_S)
-        assert self.output.count(REPORT_END) >= times, self.output[-5000:]
-        return re.findall(r"No progress for.*?all threads", self.output, flags=re.DOTALL)
+        eventually(lambda: self.text.count(REPORT_END) >= times or not self._is_running(), DEADLINE_S)
+        assert self.text.count(REPORT_END) >= times, self.text[-5000:]
+        return re.findall(r"No progress for.*?all threads", self.text, flags=re.DOTALL)
 
     def ends_when_rank_1_is_killed(self) -> str:
         """Kills the rank that the last report names, and returns what is printed from there on."""
-        before = len(self.output)
-        pid = re.findall(r"^Rank 1 \(host \S+, pid (\d+)", self.output, flags=re.MULTILINE)[-1]
+        before = len(self.text)
+        pid = re.findall(r"^Rank 1 \(host \S+, pid (\d+)", self.text, flags=re.MULTILINE)[-1]
         os.kill(int(pid), signal.SIGKILL)
-        assert eventually(lambda: not self._is_running(), DEADLINE_S), self.output[-5000:]
-        eventually(lambda: "The job failed" in self.output or "Error" in self.output[before:], 10)
-        return self.output[before:]
+        assert eventually(lambda: not self._is_running(), DEADLINE_S), self.text[-5000:]
+        eventually(lambda: "The job failed" in self.text or "Error" in self.text[before:], 10)
+        return self.text[before:]
 
     def ends_by_itself(self) -> str:
         """Waits for the end, and returns the line about the failure."""
-        assert eventually(lambda: not self._is_running(), DEADLINE_S), self.output[-5000:]
+        assert eventually(lambda: not self._is_running(), DEADLINE_S), self.text[-5000:]
         assert all(process.returncode not in (0, -signal.SIGKILL) for process in self.processes)
-        found = re.findall(r"The job failed: (.*)", self.output)
-        assert found, self.output[-5000:]
+        found = re.findall(r"The job failed: (.*)", self.text)
+        assert found, self.text[-5000:]
         return str(found[0])
-
-    def close(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
     def _is_running(self) -> bool:
         return any(process.poll() is None for process in self.processes)
@@ -81,9 +69,8 @@ class HangingJob:
 
 @pytest.fixture
 def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HangingJob]:
-    started = HangingJob(tmp_path / "job", *request.param)
-    yield started
-    started.close()
+    with HangingJob(tmp_path / "job", *request.param) as started:
+        yield started
 
 
 @pytest.mark.parametrize("job", [("popen", "in turn")], indirect=True)
@@ -97,13 +84,13 @@ def test_waits_that_end_and_one_that_does_not(job: HangingJob) -> None:
     assert re.search(r"Rank 1 waits in barrier #\d+ of group world \(launch/hang_script.py:\d+ in on_train_batch_end\)",
                      saving), saving  # fmt: skip
     assert re.search(r"rank 0 has not come: it is at launch/hang_script.py:\d+ in wait_for\.", saving), saving
-    assert job.output.count(END) == 1
+    assert job.text.count(END) == 1
     (job.directory / "slow save").touch()
     hanging = job.reports(3)[2]
     where = r"launch/hang_script.py:\d+ in validation_step"
     assert re.search(rf"Rank 0 waits in barrier #\d+ of group world \({where}\) for \d+ s; rank 1 has not come: it is "
                      r"at tests/faults.py:\d+ in hang\.", hanging), hanging  # fmt: skip
-    assert job.output.count(END) == 2
+    assert job.text.count(END) == 2
     last = job.ends_when_rank_1_is_killed()
     assert re.search(rf"Meanwhile rank 0 waited in barrier #\d+ of group world for \d+\.\d s, {where}", last), last
     assert re.search(r"rank 1 \(host \S+, pid \d+, .*was ended by SIGKILL", last), last
@@ -115,7 +102,7 @@ def test_a_collective_of_the_users_that_one_rank_calls(job: HangingJob) -> None:
     report = job.reports()[0]
     called = r"all_reduce, called at launch/hang_script.py:\d+ in wait"
     other = r"it is in another collective, all_reduce #2 of group data\."
-    assert re.search(rf"Only rank 0 is in {called}; rank 1 has not come: {other}", report), report
+    assert re.search(rf"Rank 0 waits in {called}; rank 1 has not come: {other}", report), report
     assert re.search(rf"rank 0 has not come: it is in another collective, {called}\.", report), report
     failure = job.ends_by_itself()
     assert re.search(rf"none can go on: rank 0 in {called}; rank 1 in all_reduce #2 of group data ", failure), failure
@@ -125,7 +112,7 @@ def test_a_collective_of_the_users_that_one_rank_calls(job: HangingJob) -> None:
 def test_two_ranks_in_different_collectives(job: HangingJob) -> None:
     """They waited until the timeout of 30 minutes, although neither could go on."""
     report = job.reports()[0]
-    assert re.search(r"Only rank 0 is in barrier #\d+ of group world", report), report
+    assert re.search(r"Rank 0 waits in barrier #\d+ of group world", report), report
     assert "Ranks wait for each other: the run ends." in report
     assert re.search(r"none can go on: rank 0 in barrier #\d+ of group world \(launch/hang_script.py:\d+ in wait\); "
                      r"rank 1 in all_reduce #2 of group data \(", job.ends_by_itself())  # fmt: skip

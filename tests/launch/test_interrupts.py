@@ -6,19 +6,16 @@ import os
 import pty
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
-from tests import preforked
 from tests.launch import interrupted_script
-from tests.launch.job import marked
+from tests.launch.job import Job, assert_none_left
 
 pytestmark = pytest.mark.launch
 
@@ -26,25 +23,17 @@ DEADLINE_S = 180.0
 CTRL_C = b"\x03"
 
 
-class Interrupted:
+class Interrupted(Job):
     """The script, as the leader of a process group and the owner of a terminal."""
 
     def __init__(self, method: str, phase: str, place: Path) -> None:
-        self._place = place
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "SAVE_TO": str(place), "JOB_MARK": str(place)}
-        command = [sys.executable, "-m", interrupted_script.__name__, method, phase]
+        super().__init__(place)
         self.terminal, end = pty.openpty()
-        with (place / "output").open("wb") as output:
-            self.process = preforked.Process(
-                command,
-                env=environment,
-                stdin=end,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                own_terminal=True,
-            )
+        command = [sys.executable, "-m", interrupted_script.__name__, method, phase]
+        terminal = {"stdin": end, "start_new_session": True, "own_terminal": True}
+        self.start(None, command, {"SAVE_TO": str(place)}, **terminal)
         os.close(end)
+        (self.process,) = self.processes
 
     def ready(self) -> dict[int, int]:
         """The process ids of the ranks, once all are where the signal is to find them."""
@@ -53,44 +42,27 @@ class Interrupted:
     def lines(self, pattern: str, number: int) -> list[tuple[str, ...]]:
         """Waits for so many different lines."""
         deadline = time.monotonic() + DEADLINE_S
-        while len(found := set(re.findall(f"^{pattern}$", self.output(), re.MULTILINE))) < number:
-            assert time.monotonic() < deadline, self.output()
+        while len(found := set(re.findall(f"^{pattern}$", self.output(0), re.MULTILINE))) < number:
+            assert time.monotonic() < deadline, self.output(0)
             time.sleep(0.05)
         return sorted(found)
-
-    def output(self) -> str:
-        return (self._place / "output").read_text(errors="replace")
 
     def end(self) -> int:
         """Waits until everything has ended; the exit status of what the user has started."""
         status = self.process.wait(DEADLINE_S)
-        deadline = time.monotonic() + 20
-        while (left := self.left()) and time.monotonic() < deadline:  # the guardian ends after the first rank
-            time.sleep(0.05)
-        assert not left, f"still running: {left}\n{self.output()}"
-        return status
+        assert_none_left(str(self.directory), self.output(0))
+        return int(status)
 
     def saved(self) -> int:
         """Steps that the weights in the checkpoint have seen, which is whole."""
-        return int(torch.load(self._place / "on_exception.ckpt", weights_only=True)["global_step"])
-
-    def left(self) -> list[psutil.Process]:
-        return marked(str(self._place))
-
-    def close(self) -> None:
-        for process in self.left():
-            process.kill()
-        self.process.wait()
-        os.close(self.terminal)
+        return int(torch.load(self.directory / "on_exception.ckpt", weights_only=True)["global_step"])
 
 
 @pytest.fixture
 def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Interrupted]:
-    started = Interrupted(*request.param, tmp_path)
-    try:
+    with Interrupted(*request.param, tmp_path) as started:
         yield started
-    finally:
-        started.close()
+    os.close(started.terminal)
 
 
 def seen(job: Interrupted, kind: str) -> set[int]:
@@ -108,7 +80,7 @@ def test_ctrl_c_in_a_terminal_ends_all_ranks_at_the_same_batch(job: Interrupted)
     assert job.end() == 1
     (step,) = seen(job, "KeyboardInterrupt")
     assert job.saved() == step > 2
-    output = job.output()
+    output = job.output(0)
     assert output.count("Another Ctrl-C ends it at once.") == 1
     assert "Error" not in output
     # Right after an epoch kept.ckpt has this step already, and the other file of the same step is newer.
@@ -155,7 +127,7 @@ def test_a_second_ctrl_c_ends_all_at_once(job: Interrupted) -> None:
     assert job.process.poll() is None
     os.write(job.terminal, CTRL_C)
     assert job.end() == 130
-    assert not re.search("Aborted|SIGKILL", job.output())
+    assert not re.search("Aborted|SIGKILL", job.output(0))
 
 
 @pytest.mark.parametrize("job", [("popen", "sanity")], indirect=True)
@@ -178,8 +150,8 @@ def test_one_signal_ends_ranks_that_wait_for_each_other(job: Interrupted, number
         os.kill(pid, number)
         time.sleep(0.5)
     assert job.end() == 128 + number
-    assert "the wait is ended now" in job.output()
-    assert "SIGKILL" not in job.output()
+    assert "the wait is ended now" in job.output(0)
+    assert "SIGKILL" not in job.output(0)
 
 
 @pytest.mark.parametrize("job", [("popen", "hang")], indirect=True)
@@ -190,5 +162,5 @@ def test_a_second_sigterm_ends_ranks_that_wait_for_each_other_at_once(job: Inter
         os.kill(pid, signal.SIGTERM)
         time.sleep(1.0)
     assert job.end() == 143
-    assert "a second SIGTERM has ended the job at once" in job.output()
-    assert "the wait is ended now" not in job.output()
+    assert "a second SIGTERM has ended the job at once" in job.output(0)
+    assert "the wait is ended now" not in job.output(0)

@@ -17,13 +17,13 @@ DEADLINE_S = 180
 NOT_OURS = ("torchinductor_", "torchelastic_")  # torch's cache of compiled code, and torchrun's logs
 
 
-def run(tmp_path: Path, *command: str, forked: bool = True) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """Runs a job to its end; no temporary file of it may be left."""
     saved, temporary = tmp_path / "saved", tmp_path / "temporary"
     saved.mkdir()
     temporary.mkdir()
     places = {"SAVE_TO": str(saved), "TMPDIR": str(temporary)}
-    finished = job.run(str(tmp_path), "-m", *command, timeout_s=DEADLINE_S, forked=forked, **places)
+    finished = job.run(str(tmp_path), "-m", *command, timeout_s=DEADLINE_S, **places)
     files = [path.name for path in temporary.iterdir() if not path.name.startswith(NOT_OURS)]
     assert not files, f"left in the temporary directory: {files}"
     return finished
@@ -50,17 +50,8 @@ def test_ctrl_c_while_spawned_ranks_join(tmp_path: Path) -> None:
     assert "was interrupted (SIGINT)" in last
 
 
-def test_a_spawned_rank_is_killed_in_training(tmp_path: Path) -> None:
-    finished = run(tmp_path, failing_script.__name__, "ring_ddp_spawn", "2", "1", "kill")
-    assert finished.returncode == 1
-    last, advice = finished.stderr.strip().splitlines()[-2:]
-    assert "rank 1 (host" in last
-    assert "was ended by SIGKILL" in last
-    assert advice.endswith("step=3.ckpt'"), "the directory is known to the ranks only"
-
-
 def test_a_spawned_run_that_ends_well_leaves_no_temporary_file(tmp_path: Path) -> None:
-    finished = run(tmp_path, failing_script.__name__, "ring_ddp_spawn", "2", "0", "nothing", forked=False)
+    finished = run(tmp_path, failing_script.__name__, "ring_ddp_spawn", "2", "0", "nothing")
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert re.search(r"report of ring_ddp_spawn in .*multigpu_report.json", finished.stdout), (
         "ranks have taken it along"

@@ -88,7 +88,7 @@ def test_two_hosts_train_as_one_device(
             assert f"finished as rank {rank} of 2" in job.output(rank)
     assert_same_weights(tmp_path, one_device)
     for host, earlier in zip(hosts, before, strict=True):
-        assert (host.counters() - earlier).sent_bytes > 0
+        assert host.counters().sent_bytes > earlier.sent_bytes
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 2, 2)], ids=str)

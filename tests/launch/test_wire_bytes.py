@@ -26,8 +26,6 @@ pytestmark = [pytest.mark.hosts, pytest.mark.launch]
 
 HEADERS_BYTES = 66
 PAYLOAD_OF_A_FRAME_BYTES = 1448
-# Each message of Gloo and each of our segments has a header; below this size they are no longer small against it.
-MODELLED_FROM_BYTES = 1_000_000
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +35,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     root = tmp_path_factory.mktemp("wire")
     with EmulatedHosts(2, bandwidth="1gbit", burst="512kb") as hosts, Job(root / "logs") as job:
         for host in hosts:
+            host.namespace.run("ip", "link", "set", "eth0", "gso_max_segs", "1")  # counted frame by frame
             job.start(host, [sys.executable, wire_script.__file__, str(root)], host.environment())
         job.wait()
     return [json.loads((root / f"rank{rank}.json").read_text()) for rank in (0, 1)]
@@ -57,18 +56,6 @@ def assert_agree(metered_bytes: int, before: dict[str, int], after: dict[str, in
     frames_per_payload = 1 + HEADERS_BYTES / PAYLOAD_OF_A_FRAME_BYTES
     assert counted["sent_bytes"] >= 0.97 * frames_per_payload * metered_bytes
     assert counted["sent_bytes"] <= 1.03 * frames_per_payload * (metered_bytes + sent_again_bytes)
-
-
-@pytest.mark.parametrize("index", range(len(wire_script.SIZES)), ids=[f"{n} elements" for n in wire_script.SIZES])
-def test_an_all_reduce_sends_what_the_formula_says(reports: list[dict[str, Any]], index: int) -> None:
-    size_bytes = 4 * wire_script.SIZES[index]
-    entries = [report["all_reduces"][index] for report in reports]
-    # 2(N-1)/N x S for N = 2. Where N does not divide S the ranks' shares differ, but not their mean.
-    assert sum(entry["sent_bytes"] for entry in entries) == 2 * size_bytes
-    for entry in entries:
-        assert abs(entry["sent_bytes"] - size_bytes) <= 4
-        if size_bytes >= MODELLED_FROM_BYTES:
-            assert_agree(entry["sent_bytes"], entry["before"], entry["after"])
 
 
 def test_a_step_of_ring_ddp_sends_its_gradients_once_around_the_ring(reports: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""One rank a host: all-reduces of known sizes, then a fit with ring_ddp and fits with parameter servers.
+"""One rank a host: a fit with ring_ddp and fits with parameter servers.
 
 Writes what meter and interface counted.
 """
@@ -15,18 +15,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_multigpu import MultiGPUStrategy, ParameterServerStrategy, RingDDPStrategy
 from lightning_multigpu.communication.interface import interface_towards
-from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.emulation import InterfaceCounters
-from tests.launch.wide import Wide, fit_wide
+from tests.strategies.tasks import Case, make_trainer
 
-# The last is odd on purpose: the two halves differ by one element.
-SIZES = (1_000, 1_000_000, 8_000_000, 2_500_001)
 NUM_FEATURES = 1000
 NUM_STEPS = 4
 
@@ -76,34 +75,20 @@ def sent_by_tcp() -> tuple[int, int]:
     return payload_bytes, sent_again_bytes
 
 
-def all_reduces(interface: str) -> list[dict[str, Any]]:
-    """One entry a size, in float32 elements: payload by the meter, and the interface's counters around it."""
-    ring = RingAllReduce(dist.group.WORLD)
-    ring(torch.ones(1))  # the first call connects
-    found = []
-    for numel in SIZES:
-        tensor = torch.full((numel,), float(dist.get_rank() + 1))
-        meter = Meter()
-        dist.barrier()
-        before = counters(interface)
-        size_bytes, sent_bytes = numel * tensor.element_size(), ring.sent_bytes(tensor)
-        with meter.blocking("all_reduce", group="data", group_size=2, size_bytes=size_bytes, sent_bytes=sent_bytes):
-            ring(tensor)
-        dist.barrier()
-        after = counters(interface)
-        meter.end_step()
-        assert torch.equal(tensor, torch.full((numel,), 3.0))
-        found.append({"numel": numel, "sent_bytes": meter.steps[0].sent_bytes, "before": before, "after": after})
-    return found
-
-
-class Counted(Wide):
-    """Reads the interface's counters after each step."""
+class Counted(L.LightningModule):
+    """A layer whose gradients are large against all else that travels; reads the interface's counters after a step."""
 
     def __init__(self, interface: str) -> None:
-        super().__init__(NUM_FEATURES)
+        super().__init__()
+        self.layer = nn.Linear(NUM_FEATURES, NUM_FEATURES)
         self.interface = interface
         self.counted: list[dict[str, int]] = []
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
 
     def on_train_batch_end(self, *args: Any) -> None:
         dist.barrier()
@@ -114,7 +99,9 @@ class Counted(Wide):
 def training(interface: str, root: Path, strategy: MultiGPUStrategy) -> dict[str, Any]:
     """Sent bytes of each step by the meter, all operations, and the interface's counters after each step."""
     module = Counted(interface)
-    fit_wide(module, root, strategy, max_steps=NUM_STEPS)
+    case = Case(precision="32-true", max_epochs=-1)
+    trainer = make_trainer(case, strategy, 1, num_nodes=2, max_steps=NUM_STEPS, default_root_dir=root)
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(8 * NUM_STEPS, NUM_FEATURES)), batch_size=4))
     strategy.meter.flush()
     return {
         "all_reduce_bytes": [sum(t.sent_bytes for t in s.of("all_reduce", "data")) for s in strategy.meter.steps],
@@ -131,7 +118,7 @@ def main() -> None:
     assert interface is not None
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    report = {"all_reduces": all_reduces(interface), "training": training(interface, root, RingDDPStrategy())}
+    report = {"training": training(interface, root, RingDDPStrategy())}
     for number in (1, 2):
         servers = ParameterServerStrategy(num_servers=number)
         report[f"{number} servers"] = training(interface, root, servers)

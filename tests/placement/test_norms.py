@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 from typing import Any
 
 import pytest
@@ -14,32 +12,16 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
 from lightning_multigpu.placement.norms import CommonOverflow, ReduceSum, clip_by_norm, scale_to_norm, sum_of_squares
+from tests.threads import Threads
 
 INF = float("inf")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def on_ranks(*functions: Callable[[ReduceSum], Any]) -> list[Any]:
-    """Runs a function for each rank, in a thread, with a sum over them; a rank that leaves it out ends the others."""
-    told: dict[int, Tensor] = {}
-    barrier = Barrier(len(functions), timeout=20)
-
-    def run(rank: int) -> Any:
-        def reduce_sum(number: Tensor) -> Tensor:
-            told[rank] = number.clone()
-            barrier.wait()
-            total = torch.stack([told[other] for other in range(len(functions))]).sum(0)
-            barrier.wait()
-            return total
-
-        try:
-            return functions[rank](reduce_sum)
-        finally:
-            if rank not in told:
-                barrier.abort()
-
-    with ThreadPoolExecutor(len(functions)) as pool:
-        return list(pool.map(run, range(len(functions))))
+def on_ranks(num: int, function: Callable[[int, ReduceSum], Any]) -> list[Any]:
+    """Runs a function on each rank, with a sum over them."""
+    ranks = Threads(num)
+    return ranks.run(lambda rank: function(rank, lambda own: torch.stack(ranks.gather(rank, own.clone())).sum(0)))
 
 
 def alone(number: Tensor) -> Tensor:
@@ -54,11 +36,8 @@ def with_gradient(*values: float, dtype: torch.dtype = torch.float64) -> Paramet
 
 def clip(max_norm: float, *ranks: tuple[list[Parameter], list[Parameter]]) -> list[list[list[float]]]:
     """Clips on each rank, which owns the first parameters and holds them and the second ones; their gradients then."""
-    on_ranks(*(
-        lambda reduce_sum, owned=owned, others=others: clip_by_norm(owned, [*owned, *others], max_norm, reduce_sum)
-        for owned, others in ranks
-    ))  # fmt: skip
-    held = ([*owned, *others] for owned, others in ranks)
+    held = [[*owned, *others] for owned, others in ranks]
+    on_ranks(len(ranks), lambda rank, reduce_sum: clip_by_norm(ranks[rank][0], held[rank], max_norm, reduce_sum))
     return [[p.grad.tolist() for p in parameters if p.grad is not None] for parameters in held]
 
 
@@ -154,6 +133,6 @@ def test_all_ranks_skip_a_step_in_which_one_overflows(overflowing: tuple[int, ..
         assert "_unscale_grads_" not in vars(scaler)
         return parameter.tolist(), scaler.get_scale()
 
-    steps = on_ranks(*(lambda reduce_sum, rank=rank: step(rank, reduce_sum) for rank in range(3)))
+    steps = on_ranks(3, step)
     assert [scale for _, scale in steps] == [2.0 if overflowing else 4.0] * 3
     assert [weights for weights, _ in steps] == [[1.0, 1.0] if overflowing else [0.5, 0.0]] * 2 + [[1.0, 1.0]]

@@ -11,32 +11,20 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from lightning_multigpu.placement.optimizer_split import Split
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
-from lightning_multigpu.placement.table import Layout, Piece, elements, fill, joined_state, part_of_state, placed
+from lightning_multigpu.placement.table import Layout, Piece, Split, elements, fill, joined_state, part_of_state, placed
+from tests.engine.parameter_server.updates import averaged, groups_of, on_one_device, weights
 
-SHAPES = [(3, 4), (5,), (2, 3)]
 STEPS = 3
 
 
-def weights() -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(1)
-    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in SHAPES]
-
-
-def gradients(step: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(10 + step)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
-
-
-def adam(parameters: list[nn.Parameter]) -> Optimizer:
-    groups: list[dict[str, Any]] = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.05}]
+def adam(groups: Any) -> Optimizer:
     return optim.AdamW(groups, lr=0.1)
 
 
 def owner(layout: Layout, number: int) -> tuple[list[nn.Parameter], OwnedPart]:
     parameters = weights()
-    part = OwnedPart(adam(parameters))
+    part = OwnedPart(adam(groups_of(parameters)))
     for piece in layout.pieces(number):
         parameter = parameters[piece.number]
         value = nn.Parameter(elements(parameter.detach(), piece).clone(), requires_grad=False)
@@ -46,7 +34,7 @@ def owner(layout: Layout, number: int) -> tuple[list[nn.Parameter], OwnedPart]:
 
 @torch.no_grad()
 def stepped(parameters: list[nn.Parameter], part: OwnedPart, step: int, **options: Any) -> None:
-    by_parameter = dict(zip(parameters, gradients(step), strict=True))
+    by_parameter = dict(zip(parameters, averaged(step), strict=True))
     part.read(parameters)
     part.update(
         part.held(), {value: elements(by_parameter[p], piece) for p, (value, piece) in part.pieces.items()}, **options
@@ -55,23 +43,11 @@ def stepped(parameters: list[nn.Parameter], part: OwnedPart, step: int, **option
         fill(parameter, piece, value.reshape(-1))
 
 
-def on_one_device(first: int, last: int, state: dict[str, Any] | None = None) -> tuple[list[nn.Parameter], Optimizer]:
-    parameters = weights()
-    optimizer = adam(parameters)
-    if state is not None:
-        optimizer.load_state_dict(state)
-    for step in range(first, last):
-        for parameter, gradient in zip(parameters, gradients(step), strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-    return parameters, optimizer
-
-
 @pytest.mark.parametrize("split", ["elements", "tensors", "nothing"])
 @pytest.mark.parametrize("num_owners", [1, 2, 5])
 def test_owners_update_as_one_device(split: Split, num_owners: int) -> None:
-    expected, optimizer = on_one_device(0, STEPS)
-    layout = Layout([torch.Size(shape).numel() for shape in SHAPES], num_owners, split)
+    expected, state = on_one_device(adam, STEPS)
+    layout = Layout([parameter.numel() for parameter in expected], num_owners, split)
     parts = []
     for number in range(num_owners):
         parameters, part = owner(layout, number)
@@ -81,20 +57,19 @@ def test_owners_update_as_one_device(split: Split, num_owners: int) -> None:
             wanted = elements(expected[piece.number].detach(), piece)
             assert torch.equal(elements(parameter.detach(), piece), wanted), "not an element is off by a rounding"
         assert not part.optimizer.state
-        assert [len(group["params"]) for group in part.optimizer.param_groups] == [2, 1]
+        assert [len(group["params"]) for group in part.optimizer.param_groups] == [1, 2]
         parts.append(part.numbered_states())
     for number, parameter in enumerate(expected):
         whole = joined_state([states[number] for states in parts if number in states], parameter)
-        for name, value in optimizer.state[parameter].items():
+        for name, value in state["state"][number].items():
             assert torch.equal(whole[name], value), name
 
 
 @pytest.mark.parametrize("num_owners", [1, 3])
 def test_states_are_loaded_and_put_in_place(num_owners: int) -> None:
-    before, saved = on_one_device(0, 1)
-    state = saved.state_dict()
+    before, state = on_one_device(adam, 1)
     state["param_groups"][0]["lr"] = 0.2
-    expected, _ = on_one_device(1, 3, copy.deepcopy(state))
+    expected, _ = on_one_device(adam, 3, copy.deepcopy(state), first=1)
     layout = Layout([parameter.numel() for parameter in before], num_owners, "elements")
     for number in range(num_owners):
         for loads in (True, False):
@@ -114,19 +89,13 @@ def test_states_are_loaded_and_put_in_place(num_owners: int) -> None:
 
 
 def test_values_of_one_update_do_not_stay() -> None:
-    parameters, part = owner(Layout([12, 5, 6], 1, "nothing"), 0)
+    parameters, part = owner(Layout([parameter.numel() for parameter in weights()], 1, "nothing"), 0)
     called: list[str] = []
     part.optimizer.register_step_pre_hook(lambda *_: called.append("before"))
     part.optimizer.register_step_post_hook(lambda *_: called.append("after"))
-    part.optimizer.param_groups[0]["capturable"] = True  # which torch refuses on the CPU
     stepped(parameters, part, 0)
-    reference = weights()
-    alone = adam(reference)
-    for parameter, gradient in zip(reference, gradients(0), strict=True):
-        parameter.grad = gradient
-    alone.step()
+    reference, _ = on_one_device(adam, 1)
     assert all(torch.equal(a.detach(), b.detach()) for a, b in zip(parameters, reference, strict=True))
-    assert [(group["lr"], group["capturable"]) for group in part.optimizer.param_groups] == [(0.1, True), (0.05, False)]
     assert not called
     part.optimizer.step()
     assert called == ["before", "after"]

@@ -122,16 +122,6 @@ def test_parts_and_layers_must_fit() -> None:
         ("SGD", {}),
         ("SGD", {"momentum": 0.9}),
         ("Adam", {}),
-        ("AdamW", {"amsgrad": True}),
-        ("NAdam", {}),
-        ("RAdam", {}),
-        ("Adamax", {}),
-        ("Adadelta", {}),
-        ("Adagrad", {}),
-        ("ASGD", {}),
-        ("Rprop", {}),
-        ("RMSprop", {}),
-        ("RMSprop", {"momentum": 0.5, "centered": True}),
     ],
 )
 def test_states_that_an_optimizer_will_keep(optimizer: str, options: dict[str, Any]) -> None:

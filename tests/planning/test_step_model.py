@@ -193,19 +193,6 @@ class TestDataParallel:
         not_measured = replace(machine, references=[replace(costs[0], scale=2.0)])
         assert step("ring_ddp", machine=not_measured, compression="bf16").exposed_s == pytest.approx(2.0 * 2.0)
 
-    def test_ranks_that_share_cores_compress_slower(self) -> None:
-        coding = Coding(name="bf16", ratio=2.0, s_per_byte=1 / MIB)
-        cores = {"device_type": "cpu", "devices": 2, "shares_cores": True, "slowdown": {2: 1.0, 4: 2.0}}
-        machine = replace(MACHINE, codings=[coding], **cores)
-        seconds = [
-            predict(
-                MODEL, replace(machine, slowdown=slowdown), Candidate("ring_ddp", {"compression": "bf16"}), World(4, 1)
-            )
-            for slowdown in ({2: 1.0, 4: 1.0}, {2: 1.0, 4: 2.0})
-        ]
-        hidden = [found.exposed_s + found.hidden_s for found in seconds]
-        assert hidden[1] - hidden[0] == pytest.approx(2.0)  # 2 MiB at twice the time
-
     def test_servers_cut_large_tensors(self) -> None:
         """A transfer of half a MiB or more takes twice as long for each byte; buckets are of 256 KiB."""
         bent = Link(0.0, 1 / MIB, MIB // 2, 2 / MIB)

@@ -22,7 +22,7 @@ from lightning_multigpu.planning.topology import (
     processor,
 )
 from lightning_multigpu.registry import STRATEGIES
-from tests.planning.machines import DGX_GPUS, dgx_a100, laptop, workstation
+from tests.planning.machines import DGX_GPUS, dgx_a100, laptop
 
 # Rows that "nvidia-smi topo -m" prints on a DGX A100.
 DGX = {
@@ -55,22 +55,6 @@ def test_dgx_a100(tmp_path: Path) -> None:
     rows = dict(zip(places, matrix(places, nvlinks), strict=True))
     assert {name: " ".join(rows[name]) for name in DGX} == DGX
     assert gpudirect_obstacles(gpus, devices, has_module=True) == []
-
-
-def test_workstation(tmp_path: Path) -> None:
-    workstation(tmp_path)
-    gpus = located(tmp_path, "01", "02")
-    devices = network_devices(tmp_path, {"eno1": (True, 1e9), "docker0": (False, None)}, (0,))
-    assert [(device.name, device.bits_per_s, device.location.numa_node) for device in devices] == [
-        ("docker0", None, None),
-        ("eno1", 1e9, 0),
-    ]
-    assert matrix({**gpus, "eno1": devices[1].location}, {}) == [
-        ["X", "PHB", "PHB"],
-        ["PHB", "X", "PHB"],
-        ["PHB"] * 2 + ["X"],
-    ]
-    assert gpudirect_obstacles(gpus, devices, has_module=True) == ["there is no RDMA device with an active port"]
 
 
 def test_laptop_without_numa_nodes(tmp_path: Path) -> None:

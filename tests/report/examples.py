@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_multigpu.callbacks.keys import KEYS
+from lightning_multigpu.callbacks.monitor import KEYS
 from lightning_multigpu.report.document import NamedStrategy, RankRecord, RunFacts, build
 from lightning_multigpu.report.schema import as_json, from_json
 from lightning_multigpu.report.statistics import Statistics

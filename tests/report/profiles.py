@@ -33,7 +33,7 @@ def told(rank: int, *, ahead_s: float = 0.0, **phases_s: float) -> dict[str, Any
         steps.append({**step, "transfers": transfers})
     return {
         "rank": rank, "node": 0, "host": f"host<{rank}>", "threads": 1, "cores": 2, "data_workers": 0,
-        "clock": {"offset_s": ahead_s, "error_s": 1e-4}, "callbacks_s": {}, "steps": steps, "reads": [],
+        "clock_offset_s": ahead_s, "callbacks_s": {}, "steps": steps, "reads": [],
         "operators": [("aten::mm", 7, 0.003, 0.0)], "stages": None,
     }  # fmt: skip
 
@@ -57,16 +57,17 @@ def with_all() -> dict[str, Any]:
     measured = [told(rank, ahead_s=7.0 * rank, communication=0.05) for rank in range(2)]
     timelines = predicted(schedule_orders("gpipe", 2, 1, 2), [0.01, 0.01], [0.02, 0.02], [0.0])
     staleness = {0: Counter({0: 3, 1: 5}), 1: Counter({1: 7, 20: 1})}
-    servers = ServerStatistics((4000, 1000), (4000, 1000), (8, 8), (0.1, 0.1), staleness)
+    servers = ServerStatistics((4000, 1000), (4000, 1000), staleness)
     for rank, (of_rank, timeline) in enumerate(zip(measured, timelines, strict=True)):
-        memory = StageMemory(4_000_000, 4_000_000, 8_000_000, 2_000_000 * (1 + rank), 19_000_000)
+        memory = StageMemory(4_000_000, 4_000_000, 8_000_000, 19_000_000)
         of_rank["stages"] = asdict(
             StageRecord(
                 pipeline=0, position=rank, num_ranks=2, stages_per_rank=1, schedule="gpipe",
                 steps=(StepTimeline(1, 2, timeline),), memory=memory, predicted=HeldBytes(1, 1, 1),
             )
         )  # fmt: skip
-        of_rank |= {"memory": asdict(memory), "limit": ("GPU", 20_000_000)}
+        counted = {"activations_bytes": 2_000_000 * (1 + rank)}
+        of_rank |= {"memory": asdict(memory) | counted, "limit": ("GPU", 20_000_000)}
         of_rank["launches"] = {"kernels": 40, "busy_s": 0.02, "queued": 1}
         of_rank["whole_run"] = {
             "throughput/samples_per_sec": (89.5, 80.0, 100.0),

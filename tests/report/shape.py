@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from lightning_multigpu.planning.step_phases import PHASES
@@ -10,23 +9,11 @@ from lightning_multigpu.report.document import RunDocument
 from lightning_multigpu.report.profile.profile_document import ProfileDocument
 from lightning_multigpu.report.schema import as_json, from_json
 
-KEY = r"(throughput|communication|parameter_server|device)/[a-z0-9_]+"
-
 
 def assert_follows_schema(report: dict[str, Any]) -> None:
     check(RunDocument, report)
     assert [rank["rank"] for rank in report["ranks"]] == list(range(report["world"]["size"]))
     assert len(report["world"]["hosts"]) == report["world"]["nodes"]
-    for metrics in (report["aggregate"]["metrics"], *(rank["metrics"] for rank in report["ranks"])):
-        for key, figure in metrics.items():
-            assert re.fullmatch(KEY, key)
-            assert figure.keys() == {"median", "p95", "mean", "last"}
-    for pipeline in report.get("pipeline", {"pipelines": ()})["pipelines"]:
-        timed = {"num_micro_batches", "wall_s", "bubble", "theoretical_bubble"}
-        assert pipeline.keys() - {"ranks"} in (set(), timed)
-        for rank in pipeline["ranks"]:
-            times = {name for name in rank if name.endswith(("_s", "_passes", "bubble"))}
-            assert len(times) == (11 if "wall_s" in pipeline else 0)
 
 
 def assert_follows_profile_schema(profile: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -102,7 +101,6 @@ def test_text() -> None:
     header = r"^rank +data wait +forward +backward +communication +optimizer +step, ms +hidden transfers$"
     assert re.search(header, text, re.MULTILINE)
     assert re.search(r"^1 \(host<1>\) +50.0 +20.0 +40.0 +10.0 +5.00 +125 +20.0$", text, re.MULTILINE)
-    assert "clocks of ranks are compared to within 0.100 ms" in text
     # 1 kB of gradients in 30 ms, of which each of two ranks sends 1 kB.
     rate = "33.3 kB/s"
     row = rf"^all_reduce \(data, 2 ranks\) +1 +1.00 kB +0.00 B +30.0 ms +{rate} +{rate}"
@@ -153,10 +151,9 @@ def test_transfers_that_nobody_measures_are_named() -> None:
 
 def test_text_of_all_that_can_be_measured() -> None:
     text = profile_text.text(loaded(with_all()))
-    assert re.search(r"^gpipe +micro-batches +step +ranks not busy +in theory$", text, re.MULTILINE)
-    assert re.search(r"^pipeline 0 +2 +90.0 ms +33.3 % +33.3 %$", text, re.MULTILINE)
-    assert re.search(r"^rank +parameters +gradients +optimizer +activations +device peak$", text, re.MULTILINE)
-    assert re.search(r"^1 +4.00 MB +4.00 MB +8.00 MB +4.00 MB +19.0 MB$", text, re.MULTILINE)
+    assert "of 90.0 ms the ranks do not work for 33.3 %; in theory 33.3 %" in text
+    assert re.search(r"^rank +parameters +gradients +optimizer +device peak +activations$", text, re.MULTILINE)
+    assert re.search(r"^1 +4.00 MB +4.00 MB +8.00 MB +19.0 MB +4.00 MB$", text, re.MULTILINE)
     assert re.search(r"^samples a second +179 +160 +200$", text, re.MULTILINE)  # both ranks together
     assert re.search(r"^utilization +60 % +70 % +80 %$", text, re.MULTILINE)
     assert re.search(r"^1 +8 +1 +20 +20$", text, re.MULTILINE), "staleness"
@@ -212,15 +209,15 @@ def test_the_page_needs_nothing_else_and_escapes_names() -> None:
     assert "aten::mm" in parsed.texts
     assert "on the GPU" not in parsed.texts, "there is none"
     assert "hidden transfers" in parsed.texts
-    assert "On the clock of rank 0, to within 0.100 ms, from the start of the first rank" in page
+    assert "By the clocks of the hosts, from the start of the first rank" in page
     assert {"algbw", "busbw"} <= {*parsed.texts}
 
 
 def test_the_page_has_a_section_for_all_that_was_measured() -> None:
     page, plain = profile_page.page(loaded(with_all())), profile_page.page(loaded(profile()))
     parsed = _Page(page)
-    titles = ("Near a limit", "The pipeline's schedule", "Memory that each rank holds", "Over the whole run",
-              "Staleness of updates")  # fmt: skip
+    titles = ("Near a limit", "A step of gpipe with 2 micro-batches, in ms", "Memory that each rank holds",
+              "Over the whole run", "Staleness of updates")  # fmt: skip
     for title in titles:
         assert title in parsed.texts
         assert title not in _Page(plain).texts
@@ -258,10 +255,9 @@ def test_what_is_no_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "add ProfilerReport or RunReport of lightning_multigpu.callbacks" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert "nowhere: there is no such folder" in capsys.readouterr().err
-    for contents, words in (("{", "the profile is no JSON"), ('{"schema_version": 9}', "schema_version=9")):
-        (tmp_path / profile_document.FILE_NAME).write_text(contents)
-        with pytest.raises(ReportError, match=words):
-            profile_document.read(tmp_path / profile_document.FILE_NAME)
+    (tmp_path / profile_document.FILE_NAME).write_text('{"schema_version": 9}')
+    with pytest.raises(ReportError, match="schema_version=9"):
+        profile_document.read(tmp_path / profile_document.FILE_NAME)
 
 
 def test_a_run_without_a_profile_shows_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,13 +272,9 @@ def test_a_run_without_a_profile_shows_its_table(tmp_path: Path, capsys: pytest.
     assert "is not as RunReport writes it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("changes", [{}, {"ranks": [7]}, {"findings": "x\ny" * 1000}, {"strategy": None}])
-def test_a_profile_with_other_contents_is_named_in_one_line(
-    changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_with_other_contents_is_named_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A traceback of the pack, of the length of what the file held."""
-    hostile = {**profile(), **changes} if changes else {"schema_version": profile_document.SCHEMA_VERSION}
-    document.write(hostile, tmp_path / profile_document.FILE_NAME)
+    document.write({**profile(), "findings": "x\ny" * 1000}, tmp_path / profile_document.FILE_NAME)
     assert main(["report", str(tmp_path)]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "is not as ProfilerReport writes it" in line
@@ -291,11 +283,10 @@ def test_a_profile_with_other_contents_is_named_in_one_line(
     assert main(["report", str(tmp_path), str(tmp_path / profile_document.FILE_NAME)]) == 2
 
 
-@pytest.mark.parametrize("width", [400, 1400])
-def test_a_browser_shows_the_page(tmp_path: Path, width: int) -> None:
+def test_a_browser_shows_the_page_on_a_small_screen(tmp_path: Path) -> None:
     if BROWSER is None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("no browser: apt-get install chromium")
-    page, picture = tmp_path / "report.html", tmp_path / "page.png"
+    page = tmp_path / "report.html"
     # The page is not wider than the window, and no figure is empty: the browser says so in its title.
     probe = (
         "<script>addEventListener('load', () => { const boxes = [...document.querySelectorAll('svg rect')];"
@@ -303,13 +294,10 @@ def test_a_browser_shows_the_page(tmp_path: Path, width: int) -> None:
         "${boxes.filter(box => box.getBoundingClientRect().width > 0).length} ${boxes.length}`; })</script>"
     )
     page.write_text(profile_page.page(loaded(with_all())).replace("</body>", f"{probe}</body>"))
-    common = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
+    common = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=400,900"]
     common += ["--disable-dev-shm-usage"]  # a container's is small
     common += [f"--user-data-dir={tmp_path}/user", "--enable-logging=stderr", "--virtual-time-budget=2000"]
     finished = subprocess.run([*common, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=300)
     [title] = re.findall("<title>(true.*|false.*)</title>", finished.stdout)
     assert title == "true 49 49", "fits the window, boxes with a width, all boxes"
     assert "CONSOLE" not in finished.stderr
-    subprocess.run([*common, f"--screenshot={picture}", page.as_uri()], capture_output=True, check=True, timeout=300)
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    assert picture.stat().st_size > 10_000

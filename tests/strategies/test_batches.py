@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -31,50 +30,36 @@ class Fields:
         self.x = self.x + 1
 
 
-class Pair(NamedTuple):
-    x: Tensor
-    y: Tensor
-
-
 def fields(samples: list[tuple[Tensor, Tensor]]) -> Fields:
     return Fields(*train_loader(CASE, 1).collate_fn(samples))
-
-
-def pair(samples: list[tuple[Tensor, Tensor]]) -> Pair:
-    return Pair(*train_loader(CASE, 1).collate_fn(samples))
 
 
 class OfObjects(Classifier):
     """Works on its batch in place, so that one that is computed twice must be a copy."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        assert isinstance(batch, Fields | Pair)
+        assert isinstance(batch, Fields)
+        assert batch.name == "digits"
         batch.x.mul_(0.5)
-        x = batch.x
-        if isinstance(batch, Fields):
-            assert batch.name == "digits"
-            x = x + batch.scaled
-        return super().training_step((x, batch.y), batch_idx)
+        return super().training_step((batch.x + batch.scaled, batch.y), batch_idx)
 
 
-def train(collate: Callable[[Any], Any], strategy: Any, ranks: int) -> dict[str, Any]:
+def train(strategy: Any, ranks: int) -> dict[str, Any]:
     module = OfObjects()
     loader = train_loader(CASE, 1)
     trainer = make_trainer(CASE, strategy, ranks)
-    trainer.fit(module, DataLoader(loader.dataset, batch_size=8, sampler=loader.sampler, collate_fn=collate))
+    trainer.fit(module, DataLoader(loader.dataset, batch_size=8, sampler=loader.sampler, collate_fn=fields))
     return {"weights": state(module), "seen": module.seen}
 
 
-def pipeline(collate: Callable[[Any], Any], balance: str) -> dict[str, Any]:
-    return train(collate, PipelineStrategy(num_micro_batches=4, balance=balance, start_method="popen"), 2)
+def pipeline() -> dict[str, Any]:
+    return train(PipelineStrategy(num_micro_batches=4, balance="memory", start_method="popen"), 2)
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")  # of its name
-@pytest.mark.parametrize("balance", ["parameters", "memory"])
-@pytest.mark.parametrize("collate", [fields, pair])
-def test_objects_train_as_on_one_device(collate: Callable[[Any], Any], balance: str, world2: World) -> None:
-    reference = train(collate, "auto", 1)
-    results = world2.run(pipeline, collate, balance)
+def test_objects_train_as_on_one_device(world2: World) -> None:
+    reference = train("auto", 1)
+    results = world2.run(pipeline)
     for result in results:
         assert_same_weights(result, reference)
     assert results[0]["seen"] == [(pytest.approx(loss), size) for loss, size in reference["seen"]]

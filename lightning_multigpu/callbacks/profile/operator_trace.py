@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lightning_multigpu.planning.launch_queue import LaunchQueue
+from lightning_multigpu.planning.rank_figures import LaunchQueue
 
 _ANCHOR = "lightning_multigpu: clock"
 _MOST_OPERATORS = 12

@@ -25,15 +25,13 @@ from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.callbacks.probes import host_memory
 from lightning_multigpu.callbacks.profile.operator_trace import OperatorTrace
 from lightning_multigpu.callbacks.profile.value_reads import ValueReads
-from lightning_multigpu.callbacks.run_report import gather, memory_of
-from lightning_multigpu.communication.clock_offsets import clock_offsets
+from lightning_multigpu.callbacks.run_report import memory_of
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.training_memory import SavedActivations, measured_bytes
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.planning.step_phases import Span, partition, phase_of
 from lightning_multigpu.report.profile.profile_document import (
-    ClockError,
     LineReads,
     MeasuredRank,
     OperatorTime,
@@ -119,7 +117,6 @@ class ProfiledWindow:
         beside = isinstance(_profiler(trainer), PyTorchProfiler)
         self._records_operators = (on_gpu if operators is None else operators) and not beside
         self._operators = OperatorTrace(self.now)
-        self._clock: tuple[float, float] | None = None
         self._stages: StageRecord | None = None
         self.batches = 0
         self.interrupted = False
@@ -137,7 +134,7 @@ class ProfiledWindow:
         if self._meter is not None:
             self._meter.flush()
         self.stop()
-        if self._clock is None and self._counted:
+        if not self._memory and self._counted:
             self._complete(trainer)
 
     def stop(self) -> None:
@@ -168,7 +165,7 @@ class ProfiledWindow:
             with reads.watched():
                 yield
         self._reads = reads
-        if self._activations and self._stages is None:  # a pipeline has counted them
+        if self._activations:
             module = trainer.lightning_module
             saved = SavedActivations([*module.parameters(), *module.buffers()])
             with saved.counted():
@@ -185,7 +182,6 @@ class ProfiledWindow:
         """A :class:`.MeasuredRank` as JSON, on its own clock, with the events of operators beside it."""
         spans = [] if self._recorder is None else self._recorder.spans
         hooks = [_callbacks_s(spans, start_s, end_s) for start_s, end_s, _ in self._counted]
-        offset_s, error_s = self._clock or (0.0, 0.0)
         measured = MeasuredRank(
             rank=self._rank,
             node=self._node,
@@ -193,7 +189,7 @@ class ProfiledWindow:
             threads=torch.get_num_threads(),
             cores=usable_cores(),
             data_workers=self._workers,
-            clock=ClockError(offset_s=offset_s, error_s=error_s),
+            clock_offset_s=self.now() - time.time(),
             callbacks_s=medians(hooks),
             operators=[OperatorTime(*each) for each in self._operators.most],
             reads=[] if self._reads is None else [LineReads(*each) for each in self._reads.most()],
@@ -279,7 +275,7 @@ class ProfiledWindow:
                     logger.log_metrics = before  # type: ignore[method-assign]
 
     def _complete(self, trainer: Trainer) -> None:
-        """The steps are recorded: takes the newest record of stages, and compares the clocks of ranks. A collective."""
+        """The steps are recorded: takes the newest record of stages, and the memory."""
         strategy, device = trainer.strategy, trainer.strategy.root_device
         if isinstance(strategy, MultiGPUStrategy):
             self._stages = strategy.stage_record()
@@ -287,16 +283,12 @@ class ProfiledWindow:
             self._limit = "GPU", torch.cuda.get_device_properties(device).total_memory
         elif device.type == "cpu":
             self._limit = host_memory()[::2]
-        memory = memory_of(trainer) if self._stages is None else self._stages.memory
+        memory = memory_of(trainer)
         if memory is None:  # optimizer states are elsewhere
             held = asdict(measured_bytes(trainer.lightning_module.parameters(), []))
             self._memory = {kind: held[kind] for kind in ("parameters_bytes", "gradients_bytes")}
         else:
             self._memory = asdict(memory)
-        if isinstance(strategy, MultiGPUStrategy) and strategy.newest_of_ranks("profile", 0) is not None:
-            self._clock = 0.0, 0.0  # each rank trains at its own pace
-        else:
-            self._clock = clock_offsets(lambda moment: gather(trainer, moment), self.now)[trainer.global_rank]
 
 
 def _profiler(trainer: Trainer) -> Profiler:

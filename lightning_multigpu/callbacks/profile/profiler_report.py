@@ -22,8 +22,8 @@ from lightning_multigpu.report.profile import (
     profile_document,
     profile_of_ranks,
     profile_page,
+    profile_sections,
     profile_text,
-    run_figures,
 )
 from lightning_multigpu.report.schema import as_json
 from lightning_multigpu.strategies.base import MultiGPUStrategy
@@ -51,9 +51,8 @@ class ProfilerReport(SilentMonitors):
     take longer: keep its schedule apart from the window.
 
     The figures come from the actions that Lightning reports to its profiler, which still receives them, from the
-    strategy's meter and the record of a pipeline's stages. Clocks of ranks are compared within the window. Under
-    ``async_ps`` ranks of other hosts keep their own clock. On GPUs the phases are those of the host, which runs ahead
-    of the device.
+    strategy's meter and the record of a pipeline's stages. Tracks of several hosts are as well aligned as the hosts'
+    clocks. On GPUs the phases are those of the host, which runs ahead of the device.
 
     Args:
         wait: optimizer steps before the window; the first ones pay for allocations and for what is compiled.
@@ -114,7 +113,7 @@ class ProfilerReport(SilentMonitors):
         )
         self._window = window
         if isinstance(trainer.strategy, MultiGPUStrategy):
-            trainer.strategy.record_stages(count_activations=self._activations or None)  # else as a RunReport wants it
+            trainer.strategy.record_stages()
             self._gathered = trainer.strategy.gather_at_end(lambda: self._told(window))
 
     @override
@@ -202,8 +201,9 @@ class ProfilerReport(SilentMonitors):
             self._window = None
 
     def _told(self, window: ProfiledWindow) -> dict[str, Any]:
-        series = {key: series for monitor in self._monitors for key, series in monitor.series.items()}
-        found = {key: (each.statistics(), each.largest) for key, each in series.items() if key in run_figures.KEYS}
-        whole_run = {key: (s["median"], s["last"], largest) for key, (s, largest) in found.items() if s is not None}
+        whole_run = {}
+        for key, series in ((key, each) for monitor in self._monitors for key, each in monitor.series.items()):
+            if key in profile_sections.RUN_FIGURES and (found := series.statistics()) is not None:
+                whole_run[key] = found["median"], found["last"], series.largest
         servers = self._servers and self._servers.section()
         return {**window.told(), "whole_run": whole_run, "servers": servers}

@@ -7,13 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_multigpu.communication.metering.clocks import HostClock, StreamClock
-from lightning_multigpu.communication.metering.collective_observer import CollectiveObserver
 from lightning_multigpu.communication.metering.records import PendingStep, StreamWatch, Transfer, Wait
 from lightning_multigpu.communication.metering.traffic import (
     Interval,
@@ -25,6 +23,7 @@ from lightning_multigpu.communication.metering.traffic import (
     sent_share,
 )
 
+_MAX_STEPS = 4096
 _EPOCH_S = 60.0
 _LATE_S = 0.2
 """Gloo's threads report the end of a transfer a moment after a thread that waits for it continues."""
@@ -40,17 +39,14 @@ class Meter:
     a step appears in :attr:`steps` once its events have passed, usually one step later.
 
     Args:
-        history: the most steps in :attr:`steps`.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, *, history: int = 4096, clock: Callable[[], float] = time.perf_counter) -> None:
-        if history < 1:
-            raise ValueError(f"history={history}: the meter must keep at least 1 step")
-        self.steps: deque[StepTraffic] = deque(maxlen=history)
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.steps: deque[StepTraffic] = deque(maxlen=_MAX_STEPS)
         self.listener: Callable[[list[Transfer], list[Interval]], None] | None = None
         """Called with the transfers of each step, once all their times are known, and with the exposed intervals."""
-        self._notes: CollectiveObserver | None = None
+        self._notes: Any = None
         self.now = clock
         """The meter's clock, in seconds."""
         self._host_clock = HostClock(clock)
@@ -65,18 +61,19 @@ class Meter:
         self._open_step()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(Meter, history=self.steps.maxlen or 0), ()  # a spawned rank starts with an empty meter
+        return Meter, ()  # a spawned rank starts with an empty meter
 
     @property
-    def notes(self) -> CollectiveObserver | None:
+    def notes(self) -> Any:
         """Observes the begin and end of each transfer, so that other processes can see what this rank waits for.
 
-        None for no observer. For transfers on CUDA streams a thread reports the device's progress to it.
+        The guardian's ``FlightRecorder``, or None. For transfers on CUDA streams a thread reports the device's progress
+        to it.
         """
         return self._notes
 
     @notes.setter
-    def notes(self, observer: CollectiveObserver | None) -> None:
+    def notes(self, observer: Any) -> None:
         self._stream_watch.stop()
         self._notes = observer
 
@@ -110,7 +107,7 @@ class Meter:
             sent_bytes: payload that this rank sends; by default :func:`sent_share` x S.
             memory_bytes: the part of ``sent_bytes`` that goes through memory shared with ranks of this host.
             blocking: the main thread waits during the whole transfer.
-            ranks: the members of the group, as ``collective_observer.ranks_text`` writes them.
+            ranks: the members of the group, as ``ranks_text`` writes them.
             awaited: a thread waits for it from the beginning; else call ``awaited()`` of the result later.
             noted: :attr:`notes` observes it; not needed for a sent message that no thread waits for.
             on_stream: time it by events on the CUDA streams current at its start and end. It counts as awaited once
@@ -119,9 +116,7 @@ class Meter:
         note = None
         if noted and self._notes is not None:
             awaited = awaited and not on_stream
-            note = self._notes.began(
-                operation, group=group, ranks=ranks, group_size=group_size, size_bytes=size_bytes, awaited=awaited
-            )
+            note = self._notes.began(operation, group=group, ranks=ranks, awaited=awaited)
         if sent_bytes is None:
             sent_bytes = round(sent_share(operation, group_size) * size_bytes)
         origin = self._origin() if on_stream else self._host_clock.origin()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from lightning_multigpu.communication.metering.clocks import Clock
-from lightning_multigpu.communication.metering.collective_observer import CollectiveNote
 from lightning_multigpu.communication.metering.traffic import Interval
 
 _LOOK_S = 0.5
@@ -56,7 +55,7 @@ class Transfer(Wait):
     sent_bytes: int
     blocking: bool
     memory_bytes: int = 0
-    note: CollectiveNote | None = field(default=None, repr=False)
+    note: Any = field(default=None, repr=False)  # what Meter.notes has returned
     is_reached: bool = False
 
     def __enter__(self) -> Transfer:

@@ -10,7 +10,6 @@ Without it a rank that runs out of data leaves the others waiting for its gradie
 
 from __future__ import annotations
 
-import copy
 import functools
 import operator
 import time
@@ -26,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
+from lightning_multigpu.communication.rank_ranges import ranks_text
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.batch_distribution import CountedBatchSampler
 
@@ -142,6 +141,9 @@ def _end(transfer: Transfer, future: torch.futures.Future[Any]) -> None:
 class LoaderWrapper:
     """Wraps a loader and shows its attributes: Lightning seeds and ends the workers of a loader through them.
 
+    The position that a loader saves by itself is not shown: it is that of the batch fetched ahead, on one rank. A run
+    that resumes leaves batches out.
+
     Args:
         loader: the wrapped loader; assigned after all other attributes.
     """
@@ -149,7 +151,7 @@ class LoaderWrapper:
     loader: Any
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "__setstate__"):
+        if name in ("loader", "__setstate__", "state_dict", "load_state_dict"):
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -273,13 +275,9 @@ class AgreedLoader(ContinuedLoader):
                     )
                 batch = last
             self.announced.append(announcement)
-            self._before_fetching_ahead()
             # The next batch is fetched before this one is yielded, so that its announcement travels during this step.
             last, batch = batch, self._announce_next(batches)
             yield last
-
-    def _before_fetching_ahead(self) -> None:
-        """Called where the loader has the position from which a run that is saved during the next batch goes on."""
 
     def _announce_next(self, batches: Iterator[Any]) -> Any:
         batch = next(batches, _END)
@@ -300,32 +298,6 @@ class AgreedLoader(ContinuedLoader):
         if callable(self._loss_reduction):
             return float(self._loss_reduction(batch)) if samples else 0.0
         return float(samples) if self._loss_reduction == "mean" else float(samples > 0)
-
-
-class StatefulAgreedLoader(AgreedLoader):
-    """An :class:`AgreedLoader` around a loader that saves and restores its own position.
-
-    The state is taken before the next batch is fetched ahead, since that batch is not yet trained on.
-    """
-
-    def __init__(self, loader: Any, announcer: Announcer, **options: Any) -> None:
-        self._state: Any = None
-        super().__init__(loader, announcer, **options)
-
-    def state_dict(self) -> Any:
-        return self.loader.state_dict() if self._state is None else self._state
-
-    def load_state_dict(self, state: Any) -> None:
-        self._state = None
-        self.loader.load_state_dict(state)
-
-    def _before_fetching_ahead(self) -> None:
-        self._state = copy.deepcopy(self.loader.state_dict())
-
-
-def is_stateful(loader: Any) -> bool:
-    """Whether the loader saves its own position, as torchdata's StatefulDataLoader does."""
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
 def loss_scale(announcement: Announcement, rank: int, loss_reduction: LossReduction) -> float:

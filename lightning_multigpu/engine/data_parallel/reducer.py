@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, SentBytes
 from lightning_multigpu.communication.metering.clocks import recorded_event
-from lightning_multigpu.communication.metering.collective_observer import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.rank_ranges import ranks_text
 from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.communication.tensors import size_bytes
 

@@ -29,27 +29,9 @@ from lightning_multigpu.communication.shared_memory.host_all_reduce import Share
 from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.optimizer_state import StateElsewhere
 from lightning_multigpu.placement.gradient_kinds import ABSENT, DENSE, SPARSE, kind_of, rows_of, sparse, take_average
-from lightning_multigpu.placement.optimizer_split import Split, split_of
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
 from lightning_multigpu.placement.owned_step import Update, call_on_gradient
-from lightning_multigpu.placement.table import Layout, Piece, elements, imbalance_of, placed
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """The memory that the ranks of a host share, and what they need to use it.
-
-    Attributes:
-        ranks: exchanges what is in it.
-        meter: told of every push and pull.
-        reserve: makes a flat tensor of the host's memory, equally long on every rank; a collective.
-        gather: collects an object of every rank, in the order of ranks; a collective.
-    """
-
-    ranks: SharedMemoryAllReduce
-    meter: Meter
-    reserve: Callable[[int, torch.dtype], Tensor]
-    gather: Callable[[Any], list[Any]]
+from lightning_multigpu.placement.table import Layout, Piece, Split, elements, placed, split_of
 
 
 @dataclass(frozen=True)
@@ -78,29 +60,33 @@ class HostTransport:
 
     Args:
         optimizer: of a module that is the same on all ranks.
-        memory: that the ranks share.
+        ranks: of the host; they exchange what is in memory that they share.
+        meter: told of every push and pull.
+        reserve: makes a flat tensor of the host's memory, equally long on every rank; a collective.
+        gather: collects an object of every rank, in the order of ranks; a collective.
         split: what may be divided; by default, what the class of the optimizer allows.
 
     Attributes:
         part: this rank's pieces.
     """
 
-    def __init__(self, optimizer: Optimizer, memory: HostMemory, *, split: Split | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        ranks: SharedMemoryAllReduce,
+        meter: Meter,
+        *,
+        reserve: Callable[[int, torch.dtype], Tensor],
+        gather: Callable[[Any], list[Any]],
+        split: Split | None = None,
+    ) -> None:
         self.part = OwnedPart(optimizer)
         self.load, self.change = self.part.load_whole, self.part.take_states
         self.pushes_early = False
         self._optimizer, self._split = optimizer, split or split_of(optimizer)
-        self._memory, self._ranks = memory, memory.ranks
+        self._ranks, self._meter, self._reserve, self._gather = ranks, meter, reserve, gather
         self._flats: list[_Flat] = []
         self._copies = EarlyCopies()
-
-    @property
-    def imbalance(self) -> float:
-        sizes = [0] * self._ranks.world_size
-        for flat in self._flats:
-            for rank, (first, last) in enumerate(flat.layout.bounds):
-                sizes[rank] += (last - first) * flat.weights.element_size()
-        return imbalance_of(sizes)
 
     def view(self) -> StateElsewhere:
         return StateElsewhere(type(self._optimizer).__name__)
@@ -116,7 +102,7 @@ class HostTransport:
         for parameters in alike(new):
             layout = Layout([parameter.numel() for parameter in parameters], self._ranks.world_size, self._split)
             dtype = parameters[0].dtype
-            gradients, weights = (self._memory.reserve(layout.total, dtype) for _ in range(2))
+            gradients, weights = (self._reserve(layout.total, dtype) for _ in range(2))
             flat = _Flat(parameters, layout, gradients, weights, layout.pieces(self._ranks.rank))  # type: ignore[arg-type]
             self._flats.append(flat)
             for piece in flat.pieces:
@@ -223,7 +209,7 @@ class HostTransport:
 
     def _metered(self, operation: str, flat: _Flat) -> Any:
         size_bytes = flat.gradients.nbytes
-        return self._memory.meter.blocking(
+        return self._meter.blocking(
             operation,
             group="host",
             group_size=self._ranks.world_size,
@@ -236,7 +222,7 @@ class HostTransport:
     def states(self) -> dict[int, Any]:
         """On rank 0 the states, in host memory; elsewhere none."""
         own = self.part.numbered_states()
-        told = self._memory.gather({n: {name: _told(v) for name, v in state.items()} for n, state in own.items()})
+        told = self._gather({n: {name: _told(v) for name, v in state.items()} for n, state in own.items()})
         found = {}
         parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
         for number, parameter in enumerate(parameters):

@@ -65,10 +65,25 @@ class Reply:
                 rest = torch.empty(length - data.numel(), dtype=torch.uint8)
                 self._pair.requests.recv([rest], self._pair.other, _REST).wait()
                 data = torch.cat([data, rest])
-        message = pickle.loads(data.numpy().tobytes())
+        message, news = pickle.loads(data.numpy().tobytes())
         if isinstance(message, LastWords):
             raise PairEndedError(f"{self._pair.label} has failed: {message.text}")
+        if news is not None:
+            self._pair.news = news
         return message
+
+    @contextlib.contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Within the block the other end is sent something, or sends it before the message; if it fails, it says why.
+
+        Raises:
+            PairEndedError: the other end has ended, or it has failed and says why.
+        """
+        try:
+            yield
+        except PairEndedError:
+            self.get()
+            raise
 
 
 class Pair:
@@ -84,6 +99,7 @@ class Pair:
 
     Attributes:
         shares_memory: both ends are on one host, and map memory of the server.
+        news: the last that came beside a message; None before.
         bytes_in: of tensors that came, through a connection or memory.
         bytes_out: of tensors that were sent, likewise.
 
@@ -104,6 +120,7 @@ class Pair:
         self.label = label
         self.other = 0 if is_server else 1
         self.shares_memory = False
+        self.news: Any = None
         self.bytes_in = self.bytes_out = 0
         self._expected: Reply | None = None
         self._sending = threading.Lock()
@@ -128,15 +145,15 @@ class Pair:
 
     # Messages
 
-    def send(self, message: Any, timeout: timedelta = _NEVER) -> None:
-        """Sends a message; returns when the other end has taken it.
+    def send(self, message: Any, news: Any = None, *, timeout: timedelta = _NEVER) -> None:
+        """Sends a message, and news beside it; returns when the other end has taken it.
 
         Raises:
             PairEndedError: the other end has ended.
             ValueError: the message has a value that cannot be pickled.
         """
         try:
-            data = pickle.dumps(message)
+            data = pickle.dumps((message, news))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"a value for {self.label} cannot be pickled: {error}; in options of optimizers and states of "

@@ -11,7 +11,7 @@ On one host both ends map the same memory. Otherwise each end has its own, and s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
+from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
 from lightning_multigpu.engine.parameter_server.pair import Pair
 
 _ALIGNMENT_BYTES = 64
@@ -33,6 +34,9 @@ class Room:
         number: of the bucket, in the job.
         memory: for pushed gradients, compressed or not: :func:`room_bytes` of uint8.
         pulled: for weights, flat.
+        compressor: of pushed gradients, if they are float32 as the weights; None to push them as they are.
+
+    Attributes:
         wire_bytes: of pushed gradients.
     """
 
@@ -40,9 +44,13 @@ class Room:
     number: int
     memory: Tensor
     pulled: Tensor
-    wire_bytes: int
+    compressor: ElementwiseCompressor | None
 
     def __post_init__(self) -> None:
+        if self.pulled.dtype != torch.float32:
+            self.compressor = None
+        compressed = None if self.compressor is None else self.compressor.encoded_bytes(self.pulled.numel())
+        self.wire_bytes = self.pulled.nbytes if compressed is None else compressed
         self._expected: Any = None
 
     @property
@@ -104,19 +112,15 @@ class Room:
         return self.pair.isend(tensor, 2 * self.number)
 
 
-def wire_bytes(flat: Tensor, compressor: ElementwiseCompressor | None) -> int:
-    """The bytes of a bucket's gradients as they are pushed: compressed if they are float32, as its weights."""
-    return flat.nbytes if compressor is None or flat.dtype != torch.float32 else compressor.encoded_bytes(flat.numel())
-
-
 def room_bytes(flat: Tensor, compressor: ElementwiseCompressor | None) -> int:
     """The memory for a bucket's gradients: a single element takes less than the scale of its chunk."""
-    return max(flat.nbytes, wire_bytes(flat, compressor))
+    return max(flat.nbytes, 0 if compressor is None else compressor.encoded_bytes(flat.numel()))
 
 
-def segment_bytes(sizes: Iterable[int]) -> int:
-    """The memory that buckets of these sizes in bytes take."""
-    return sum(map(_aligned, sizes))
+def offered(sizes: Sequence[int]) -> tuple[OfferedSegment, list[Tensor]]:
+    """Memory of these sizes in bytes that workers of this host may map, uint8."""
+    segment = OfferedSegment(sum(map(_aligned, sizes)))
+    return segment, [*cut(segment.memory, sizes)]
 
 
 def cut(memory: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:

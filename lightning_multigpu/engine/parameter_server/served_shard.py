@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +17,12 @@ from torch.optim import Optimizer
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
 from lightning_multigpu.engine.parameter_server.pair import Pair
-from lightning_multigpu.engine.parameter_server.rooms import Room, cut, room_bytes, segment_bytes, wire_bytes
+from lightning_multigpu.engine.parameter_server.rooms import Room, offered, room_bytes
 from lightning_multigpu.engine.parameter_server.worker_clocks import Clocks
 from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, common_kind, sparse
-from lightning_multigpu.placement.optimizer_split import Split
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
 from lightning_multigpu.placement.owned_step import Update
-from lightning_multigpu.placement.table import Piece, from_0, placed
+from lightning_multigpu.placement.table import Piece, Split, from_0, placed
 
 if TYPE_CHECKING:
     from lightning_multigpu.engine.parameter_server.server import Job
@@ -36,7 +34,7 @@ class UpdateError(RuntimeError):
 
 @dataclass(frozen=True)
 class Plan:
-    """New parameters of an optimizer, as one server has them; the same on all workers.
+    """New parameters of an optimizer, as one server has them; the same on all workers, but for their contents.
 
     Attributes:
         kind: the optimizer's class.
@@ -44,6 +42,10 @@ class Plan:
         compressor: of pushed float32 gradients.
         buckets: number, dtype, and the shapes of the pieces, which lie one after the other.
         groups: for each group of the optimizer the bucket and the place in it of all its pieces, in their order.
+        weights: of each bucket, flat; worker 0 alone sends this and what follows.
+        defaults: of the optimizer.
+        values: of each group.
+        states: of pieces with which the optimizer begins, by bucket and place.
     """
 
     kind: type[Optimizer]
@@ -51,23 +53,10 @@ class Plan:
     compressor: ElementwiseCompressor | None
     buckets: list[tuple[int, torch.dtype, list[torch.Size]]]
     groups: list[list[tuple[int, int]]]
-
-
-@dataclass(frozen=True)
-class Contents:
-    """The values of a :class:`Plan`, which worker 0 sends.
-
-    Attributes:
-        weights: of each bucket, flat.
-        defaults: of the optimizer.
-        values: of each group.
-        states: of pieces with which the optimizer begins, by bucket and place.
-    """
-
-    weights: list[Tensor]
-    defaults: dict[str, Any]
-    values: list[dict[str, Any]]
-    states: dict[tuple[int, int], dict[str, Any]]
+    weights: list[Tensor] = field(default_factory=list, compare=False)
+    defaults: dict[str, Any] = field(default_factory=dict, compare=False)
+    values: list[dict[str, Any]] = field(default_factory=list, compare=False)
+    states: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -153,14 +142,12 @@ class ServedShard:
     Attributes:
         staleness: how often the updates of each asynchronous worker had which staleness: the number of updates that
             others had made since the worker got the weights.
-        waited_s: how long updates of asynchronous workers waited for each other.
     """
 
     def __init__(self, pairs: Mapping[int, Pair], job: Job, changing: threading.Condition) -> None:
         self._pairs, self._job, self._changing = pairs, job, changing
         self._clocks = Clocks(pairs, job.max_staleness)
         self.staleness: dict[int, Counter[int]] = defaultdict(Counter)
-        self.waited_s = 0.0
         self.plans: list[Plan] = []
         self._buckets: dict[int, _Bucket] = {}
         self._num_known = dict.fromkeys(pairs, 0)  # plans of each worker
@@ -171,32 +158,32 @@ class ServedShard:
 
     # Parameters
 
-    def place(self, plan: Plan, contents: Contents) -> None:
+    def place(self, plan: Plan) -> None:
         """Takes new parameters, from worker 0."""
         self._offered.append(None)
-        flats = contents.weights
+        flats = plan.weights
         if self._job.is_synchronous and any(pair.shares_memory for pair in self._pairs.values()):
             # Workers of this host read the weights in it.
-            self._offered[-1], memories = _offered([flat.nbytes for flat in flats])
+            self._offered[-1], memories = offered([flat.nbytes for flat in flats])
             flats = [memory.view(flat.dtype).copy_(flat) for memory, flat in zip(memories, flats, strict=True)]
         for flat, (number, _, shapes) in zip(flats, plan.buckets, strict=True):
             rows = from_0(Piece(index, 0, shape.numel(), 0) for index, shape in enumerate(shapes))
             pieces = [Parameter(flat[row.offset : row.end].view(shape), requires_grad=False)
                       for row, shape in zip(rows, shapes, strict=True)]  # fmt: skip
             self._buckets[number] = _Bucket(number, flat, pieces, rows)
-        self.plans.append(plan)
+        self.plans.append(replace(plan, weights=[], states={}))  # which are in use from here on
         self._places = {
             piece: (group, place) for group, pieces in enumerate(plan.groups) for place, piece in enumerate(pieces)
         }
-        groups = [{**group, "params": pieces} for group, pieces in zip(contents.values, self._held(), strict=True)]
+        groups = [{**group, "params": pieces} for group, pieces in zip(plan.values, self._held(), strict=True)]
         if self._part is None:
             optimizer = plan.kind.__new__(plan.kind)
             # As if it were unpickled, which any optimizer knows how to be; its constructor may want what it likes.
-            optimizer.__setstate__({"defaults": contents.defaults, "state": defaultdict(dict), "param_groups": groups})
+            optimizer.__setstate__({"defaults": plan.defaults, "state": defaultdict(dict), "param_groups": groups})
             self._part = OwnedPart(optimizer)
         else:
             self._part.optimizer.param_groups = groups
-        for (number, index), state in contents.states.items():
+        for (number, index), state in plan.states.items():
             self._part.states[self._buckets[number].pieces[index]] = state
 
     def _held(self) -> list[list[Parameter]]:
@@ -227,10 +214,10 @@ class ServedShard:
         to_push = [room_bytes(flat, plan.compressor) for flat in weights]
         offers = None
         if pair.shares_memory:
-            segment, memories = _offered(to_push)
+            segment, memories = offered(to_push)
             pulled_segment, pulled = self._offered[number], weights
             if pulled_segment is None:
-                pulled_segment, copies = _offered([flat.nbytes for flat in weights])
+                pulled_segment, copies = offered([flat.nbytes for flat in weights])
                 pulled = [copy.view(flat.dtype) for copy, flat in zip(copies, weights, strict=True)]
             self._kept[worker] += [segment, pulled_segment]
             offers = [segment.offer, pulled_segment.offer]
@@ -238,8 +225,7 @@ class ServedShard:
             memories = [torch.empty(size, dtype=torch.uint8) for size in to_push]
             pulled = weights if self._job.is_synchronous else [torch.empty_like(flat) for flat in weights]
         for bucket, memory, to_pull in zip(buckets, memories, pulled, strict=True):
-            on_wire = wire_bytes(to_pull, plan.compressor)
-            bucket.rooms[worker] = Room(pair, bucket.number, memory, to_pull, on_wire)
+            bucket.rooms[worker] = Room(pair, bucket.number, memory, to_pull, plan.compressor)
             bucket.rooms[worker].expect_push()
         self._num_known[worker] = number + 1
         return offers
@@ -321,15 +307,15 @@ class ServedShard:
         return _Gradients(bucket, total, kinds, rows)
 
     def _pushed(self, bucket: _Bucket, worker: int, request: Request) -> Tensor:
-        room, compressor = bucket.rooms[worker], self.plans[-1].compressor
+        room = bucket.rooms[worker]
         if request.update.is_whole:
             room.take_whole()
             return room.pushed
         room.take_pushes(request.pushed[bucket.number].num_pushes)
-        if compressor is None or bucket.weights.dtype != torch.float32:
+        if room.compressor is None:
             return room.pushed
         decoded = torch.empty_like(bucket.weights)
-        compressor.decode(room.wire, decoded)
+        room.compressor.decode(room.wire, decoded)
         return decoded
 
     def _clip(self, gradients: Sequence[_Gradients], update: Update, pair: Pair) -> None:
@@ -338,7 +324,7 @@ class ServedShard:
         def reduce_sum(squares: Tensor) -> Tensor | float:
             if self._job.num_servers == 1:
                 return squares
-            pair.send((float(squares), None))
+            pair.send(float(squares))
             return float(pair.receive())
 
         clip((found for each in gradients for found in each.present()), update.clip_value, update.clip_norm, reduce_sum)
@@ -406,9 +392,7 @@ class ServedShard:
         for together in self._portions(request):
             gradients = [self._gradients(bucket, {worker: request}) for bucket in together]
             self._clip(gradients, request.update, self._pairs[worker])
-            start_s = time.perf_counter()
             with self._changing:  # after the updates of other workers
-                self.waited_s += time.perf_counter() - start_s
                 stale = max((bucket.version - bucket.pulled[worker] for bucket in together), default=0)
                 self._update(gradients)
                 for bucket in together:
@@ -474,9 +458,3 @@ class ServedShard:
         assert self._part is not None
         found = {self._buckets[number].pieces[index]: state for (number, index), state in states.items()}
         self._part.load(values, found, self._held())
-
-
-def _offered(sizes: Sequence[int]) -> tuple[OfferedSegment, list[Tensor]]:
-    """Memory of these sizes that workers of this host may map, uint8."""
-    segment = OfferedSegment(segment_bytes(sizes))
-    return segment, [*cut(segment.memory, sizes)]

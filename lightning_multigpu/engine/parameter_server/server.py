@@ -100,7 +100,6 @@ class Server:
         self._pairs = {worker: self._joined(store, worker, own) for worker in range(job.num_workers)}
         self._shards: dict[int, ServedShard] = {}
         self._bytes_in = self._bytes_out = 0  # of workers that have left
-        self._num_steps = 0
         # Asynchronous training
         self._queue = BatchQueue()
         self._has_started = self._has_stopped = self._is_ending = False
@@ -151,7 +150,7 @@ class Server:
         finally:
             for pair in [*self._pairs.values()] if self._problem else []:
                 with suppress(PairEndedError):
-                    pair.send(LastWords(self._problem), _LAST_WORDS)
+                    pair.send(LastWords(self._problem), timeout=_LAST_WORDS)
         return self._problem
 
     def end(self, problem: str) -> None:
@@ -180,7 +179,7 @@ class Server:
                 messages = {0: self._pairs[0].receive()}
                 kind, *arguments = messages[0]
                 if kind in _OF_WORKER_0:
-                    self._pairs[0].send((self._answer(0, kind, *arguments), None))
+                    self._pairs[0].send(self._answer(0, kind, *arguments))
                     continue
                 messages |= {worker: pair.receive() for worker, pair in self._pairs.items() if worker != 0}
                 if len(kinds := {message[0] for message in messages.values()}) > 1:
@@ -190,11 +189,10 @@ class Server:
                 if kind == "place":
                     answers = {worker: self._answer(worker, *message) for worker, message in messages.items()}
                 else:
-                    self._num_steps += sum(message[2].is_step for message in messages.values())
                     answer = self._shards[arguments[0]].together({w: message[2] for w, message in messages.items()})
                     answers = dict.fromkeys(messages, answer)
                 for worker, answer in answers.items():
-                    self._pairs[worker].send((answer, None))
+                    self._pairs[worker].send(answer)
         except (PairEndedError, UpdateError) as error:
             self.end(str(error))
         except Exception as error:
@@ -207,19 +205,14 @@ class Server:
         optimizer, *rest = arguments
         if kind == "place":
             return self._place(worker, optimizer, *rest)
-        if kind == "state":
-            return self._shards[optimizer].state()
-        if kind == "load":
-            return self._shards[optimizer].load(*rest)
-        raise UpdateError(f"worker {worker} asks for {kind!r}")
-
-    def _place(self, worker: int, optimizer: int, plan: Plan, contents: Any) -> Any:
-        """Takes new parameters; worker 0 has their weights."""
-        if optimizer not in self._shards:
-            self._shards[optimizer] = ServedShard(self._pairs, self.job, self._changing)
         shard = self._shards[optimizer]
+        return shard.state() if kind == "state" else shard.load(*rest)
+
+    def _place(self, worker: int, optimizer: int, plan: Plan) -> Any:
+        """Takes new parameters; worker 0 has their weights."""
+        shard = self._shards.setdefault(optimizer, ServedShard(self._pairs, self.job, self._changing))
         if worker == 0:
-            shard.place(plan, contents)
+            shard.place(plan)
             with self._changing:
                 self._changing.notify_all()
         elif not self.job.is_synchronous:
@@ -234,8 +227,6 @@ class Server:
         return {
             "bytes_in": self._bytes_in + sum(pair.bytes_in for pair in self._pairs.values()),
             "bytes_out": self._bytes_out + sum(pair.bytes_out for pair in self._pairs.values()),
-            "num_steps": self._num_steps,
-            "waited_s": sum(shard.waited_s for shard in self._shards.values()),
             "staleness": dict(sorted(counts.items())),
         }
 
@@ -250,14 +241,14 @@ class Server:
                 if message[0] not in _WITHOUT_ANSWER:
                     with self._changing:
                         news = self._has_stopped, self._lost if worker == 0 else []
-                    pair.send((answer, news))
+                    pair.send(answer, news)
         except Exception as error:
             known = isinstance(error, PairEndedError | UpdateError)
             problem = str(error) if known else "".join(traceback.format_exception(error))
             if worker == 0 or self._ended.is_set():
                 return self.end(problem)
             with suppress(PairEndedError):
-                pair.send(LastWords(problem), _LAST_WORDS)
+                pair.send(LastWords(problem), timeout=_LAST_WORDS)
             self._leaves(worker, is_lost=True)
         else:
             self._leaves(worker, is_lost=False)
@@ -283,7 +274,6 @@ class Server:
         """What servers of asynchronous workers answer; for some kinds after a wait for other workers."""
         if kind == "ask":
             optimizer, request = arguments
-            self._num_steps += 1
             return self._shards[optimizer].alone(worker, request)
         if kind == "pull":
             return self._shards[arguments[0]].pull(worker)

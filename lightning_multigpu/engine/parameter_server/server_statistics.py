@@ -1,4 +1,4 @@
-"""Figures of parameter servers: bytes, the time that workers waited, and the staleness of each worker's updates."""
+"""Figures of parameter servers: bytes, and the staleness of each worker's updates."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-_COUNTED = ("bytes_in", "bytes_out", "num_steps", "waited_s")
-
 
 @dataclass(frozen=True)
 class ServerStatistics:
@@ -18,44 +16,37 @@ class ServerStatistics:
     Args:
         bytes_in: received by each server, through sockets or memory.
         bytes_out: sent by each server, likewise.
-        num_steps: that workers have asked each server for.
-        waited_s: time that messages of workers waited at each server for those of others, added up.
         staleness: how often the updates of each asynchronous worker had which staleness; empty where training is
             synchronous.
     """
 
     bytes_in: Sequence[int]
     bytes_out: Sequence[int]
-    num_steps: Sequence[int]
-    waited_s: Sequence[float]
     staleness: Mapping[int, Counter[int]]
 
     @classmethod
     def of(cls, answers: Sequence[Mapping[str, Any]]) -> ServerStatistics:
         """Reads the answers of the servers. Every server that holds weights counts every update."""
-        counts = {name: [answer[name] for answer in answers] for name in _COUNTED}
-        return cls(**counts, staleness=next((a["staleness"] for a in answers if a["staleness"]), {}))
+        staleness: Mapping[int, Counter[int]] = next(
+            (answer["staleness"] for answer in answers if answer["staleness"]), {}
+        )
+        return cls([answer["bytes_in"] for answer in answers], [answer["bytes_out"] for answer in answers], staleness)
 
     def since(self, before: ServerStatistics) -> ServerStatistics:
         """The counts since earlier ones."""
-        return ServerStatistics(
-            **{name: [b - a for a, b in zip(getattr(before, name), getattr(self, name), strict=True)]
-               for name in _COUNTED},
-            staleness={worker: found - before.staleness.get(worker, Counter())
-                       for worker, found in self.staleness.items()},
-        )  # fmt: skip
-
-    def queue_ms(self) -> list[float]:
-        """The time that a worker waited in a step for each server, which was busy with others, on average."""
-        return [1e3 * waited_s / max(1, steps) for waited_s, steps in zip(self.waited_s, self.num_steps, strict=True)]
+        bytes_in, bytes_out = (
+            [now - then for now, then in zip(*counts, strict=True)]
+            for counts in ((self.bytes_in, before.bytes_in), (self.bytes_out, before.bytes_out))
+        )
+        staleness = {worker: now - before.staleness.get(worker, Counter()) for worker, now in self.staleness.items()}
+        return ServerStatistics(bytes_in, bytes_out, staleness)
 
     def section(self) -> dict[str, Any]:
         """The section ``parameter_servers`` of a run's report."""
-        figures = zip(self.bytes_in, self.bytes_out, self.queue_ms(), strict=True)
         return {
             "servers": [
-                {"server": k, "bytes_in": bytes_in, "bytes_out": bytes_out, "queue_ms": queue_ms}
-                for k, (bytes_in, bytes_out, queue_ms) in enumerate(figures)
+                {"server": k, "bytes_in": bytes_in, "bytes_out": bytes_out}
+                for k, (bytes_in, bytes_out) in enumerate(zip(self.bytes_in, self.bytes_out, strict=True))
             ],
             "workers": [
                 {"rank": worker, "updates": counts.total(), "staleness": summary(counts)}

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,20 +32,21 @@ from lightning_multigpu.communication.compression.compressors import Elementwise
 from lightning_multigpu.communication.shared_memory.segment import mapped
 from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.optimizer_state import StateElsewhere
-from lightning_multigpu.engine.parameter_server.rooms import Room, cut, room_bytes, wire_bytes
-from lightning_multigpu.engine.parameter_server.served_shard import Contents, Plan, Pushed, Request
-from lightning_multigpu.engine.parameter_server.servers import Answer, Servers
+from lightning_multigpu.engine.parameter_server.pair import Reply
+from lightning_multigpu.engine.parameter_server.rooms import Room, cut, room_bytes
+from lightning_multigpu.engine.parameter_server.served_shard import Plan, Pushed, Request
+from lightning_multigpu.engine.parameter_server.servers import Servers
 from lightning_multigpu.placement.gradient_kinds import kind_of, rows_of, take_average
-from lightning_multigpu.placement.optimizer_split import Split, split_of
 from lightning_multigpu.placement.owned_step import Update, call_on_gradient
 from lightning_multigpu.placement.table import (
     Piece,
+    Split,
     bucket_parts,
     elements,
     fill,
-    imbalance_of,
     joined_state,
     part_of_state,
+    split_of,
 )
 
 _States = dict[tuple[int, int], dict[str, Any]]
@@ -155,13 +156,6 @@ class ServerTransport:
         self._copying: torch.cuda.Stream | None = None
         self._number = next(servers.numbers_of_optimizers)
 
-    @property
-    def imbalance(self) -> float:
-        sizes = [0] * self._servers.job.num_servers
-        for part in self._parts():
-            sizes[part.server] += part.nbytes
-        return imbalance_of(sizes)
-
     def view(self) -> StateElsewhere:
         return StateElsewhere(type(self._optimizer).__name__)
 
@@ -180,7 +174,7 @@ class ServerTransport:
         return sorted({part.server for part in self._parts()})
 
     def average(self, num_changed: int) -> bool:
-        if not self._servers.is_synchronous:  # a worker's gradients are its own
+        if not self._servers.job.is_synchronous:  # a worker's gradients are its own
             return False
         self._ask(Update(num_changed=num_changed), is_step=False)
         return True
@@ -190,14 +184,14 @@ class ServerTransport:
         if update.options:
             raise TypeError(f"a step on servers takes a closure only, not {', '.join(update.options)}")
         changed = self._changed()
-        if changed and not self._servers.is_synchronous:
+        if changed and not self._servers.job.is_synchronous:
             raise ValueError(
                 "a hook has changed weights in place, and other workers have made updates to them meanwhile, which "
                 "would be lost: use strategy='sync_ps' with that hook"
             )
         answers = self._ask(update, is_step=True, changed=changed)
         self._sums.update(_sums_of(changed))
-        if not self._servers.is_synchronous:
+        if not self._servers.job.is_synchronous:
             self.version = max([self.version, *[version for version, _ in answers]])
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as its own step would tell LR schedulers
 
@@ -245,7 +239,7 @@ class ServerTransport:
             return
         parameters, before = self._parameters(), {}
         if len(states) < len(parameters):
-            if not self._servers.is_synchronous:
+            if not self._servers.job.is_synchronous:
                 raise ValueError(
                     f"the states of {len(states)} of {len(parameters)} parameters were changed in optimizer.state, "
                     "and other workers update the others meanwhile: change all of them (optimizer.state.clear()), or "
@@ -289,7 +283,7 @@ class ServerTransport:
         for parameters in alike(p for p in new if p.is_floating_point() or p.is_complex()):
             self._make_buckets(parameters)  # type: ignore[arg-type]
         self._tell_plans(self._buckets[first:], {p: state for p in new if (state := given.get(p))})
-        if not self._servers.is_synchronous:
+        if not self._servers.job.is_synchronous:
             self.pull()
         if self._servers.worker == 0:  # it takes checksums of the new parts
             self._sums.update(_sums_of(part for part in self._parts() if part not in self._sums))
@@ -326,16 +320,12 @@ class ServerTransport:
         answers = {}
         for server in self._asked:
             parts = [part for bucket in buckets for part in bucket.parts if part.server == server]
-            contents = None
+            plan = self._plan(server, parts)
             if self._servers.worker == 0:
                 values = [_values(group) for group in self._optimizer.param_groups]
-                contents = Contents(
-                    [_joined(part) for part in parts], dict(self._optimizer.defaults), values, states[server]
-                )
-            answers[server] = (
-                parts,
-                self._servers.ask(server, "place", self._number, self._plan(server, parts), contents),
-            )
+                weights, defaults = [_joined(part) for part in parts], dict(self._optimizer.defaults)
+                plan = replace(plan, weights=weights, defaults=defaults, values=values, states=states[server])
+            answers[server] = parts, self._servers.ask(server, "place", self._number, plan)
         for server, (parts, answer) in answers.items():
             flats = [torch.empty(part.numel, dtype=part.dtype) for part in parts]
             to_push = [room_bytes(flat, self._compressor) for flat in flats]
@@ -347,8 +337,7 @@ class ServerTransport:
             else:
                 memories = [torch.empty(size, dtype=torch.uint8) for size in to_push]
             for part, memory, flat in zip(parts, memories, flats, strict=True):
-                pair, on_wire = self._servers.pairs[server], wire_bytes(flat, self._compressor)
-                part.room = Room(pair, part.bucket, memory, flat, on_wire)
+                part.room = Room(self._servers.pairs[server], part.bucket, memory, flat, self._compressor)
                 part.room.expect_pull()
 
     def _plan(self, server: int, parts: Sequence[_Part]) -> Plan:
@@ -382,14 +371,6 @@ class ServerTransport:
         if bucket.pushed is None and next(awaited, None) is None:
             self._push(bucket)
 
-    def _push_rest(self, buckets: Iterable[_Bucket], *, is_whole: bool) -> None:
-        """Pushes what backward has not pushed, and again what has changed since."""
-        if is_whole and self._servers.worker != 0:
-            return
-        for bucket in buckets:
-            if bucket.pushed is None or bucket.is_stale():
-                self._push(bucket, is_whole=is_whole)
-
     def _push(self, bucket: _Bucket, *, is_whole: bool = False) -> None:
         bucket.pushed = bucket.gradients()
         bucket.num_pushes += 1
@@ -398,8 +379,7 @@ class ServerTransport:
 
     def _post_push(self, part: _Part, is_whole: bool) -> None:
         (gradients, event), room = self._on_host(part), part.room
-        # What is the average already is taken as it is.
-        compressor = None if is_whole or part.dtype != torch.float32 else self._compressor
+        compressor = None if is_whole else room.compressor  # what is the average already is taken as it is
         size_bytes = part.nbytes if compressor is None else room.wire_bytes
         transfer = self._servers.meter.begin(
             "push",
@@ -458,17 +438,20 @@ class ServerTransport:
         """Pushes gradients, asks all servers for the same, and takes what they send; their answers."""
         active = [bucket for bucket in self._buckets if bucket.is_active]
         servers, parts = self._servers, [part for bucket in active for part in bucket.parts]
-        self._push_rest(active, is_whole=update.is_whole)
+        if servers.worker == 0 or not update.is_whole:
+            for bucket in active:
+                if bucket.pushed is None or bucket.is_stale():  # what backward has not pushed, and what has changed
+                    self._push(bucket, is_whole=update.is_whole)
         start_s = servers.meter.now()
         size_bytes = sum(part.nbytes for part in parts)
         pull = servers.meter.begin("pull", group="servers", group_size=servers.job.num_workers, size_bytes=size_bytes)
-        with pull, servers.reported():
-            answers: dict[int, Answer] = {}
+        with pull:
+            answers: dict[int, Reply] = {}
             norms = update.clip_norm is not None and servers.job.num_servers > 1
-            squares: dict[int, Answer] = {}
+            squares: dict[int, Reply] = {}
             for server in self._asked:
-                if norms and (servers.worker == 0 or not servers.is_synchronous):
-                    squares[server] = servers.expect(server)
+                if norms and (servers.worker == 0 or not servers.job.is_synchronous):
+                    squares[server] = servers.pairs[server].expect()
                 values = [_values(g) for g in self._optimizer.param_groups] if is_step and servers.worker == 0 else []
                 pushed = {part.bucket: _pushed(bucket, part)
                           for bucket in active for part in bucket.parts if part.server == server}  # fmt: skip
@@ -497,12 +480,12 @@ class ServerTransport:
                 part.errors = part.next_errors
         return [*found.values()]
 
-    def _arrived(self, part: _Part, answers: Mapping[int, Answer], *, averages: bool) -> Tensor:
+    def _arrived(self, part: _Part, answers: Mapping[int, Reply], *, averages: bool) -> Tensor:
         """Waits for the weights, or averages, of a part."""
         with answers[part.server].arriving():
             return part.room.await_pull(averages=averages)
 
-    def _take_weights(self, parts: Iterable[_Part], answers: Mapping[int, Answer]) -> None:
+    def _take_weights(self, parts: Iterable[_Part], answers: Mapping[int, Reply]) -> None:
         """Waits for weights, and takes them as they come."""
         for part in parts:
             weights = self._arrived(part, answers, averages=False)

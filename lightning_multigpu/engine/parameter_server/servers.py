@@ -1,4 +1,7 @@
-"""A worker's connections to the parameter servers of its job."""
+"""A worker's connections to the parameter servers of its job.
+
+Asynchronous workers are coordinated by the first server: their batches, the beginning and the end of training.
+"""
 
 from __future__ import annotations
 
@@ -24,36 +27,7 @@ _LEAVING = timedelta(seconds=5)
 _LOOK_S = 1.0  # between two checks for machines that have vanished
 
 
-class ServerError(RuntimeError):
-    """A parameter server has ended, cannot be reached, or has failed."""
-
-
-class Answer:
-    """The answer of a server, by its number, to a question."""
-
-    def __init__(self, servers: Servers, server: int, reply: Reply) -> None:
-        self._servers, self._server, self._reply = servers, server, reply
-
-    def get(self) -> Any:
-        """Waits for it.
-
-        Raises:
-            ServerError: the server has ended, or has failed.
-        """
-        with self._servers.reported():
-            value, news = self._reply.get()
-        if self._server == 0 and news is not None:
-            self._servers.is_stopped, self._servers.lost = news
-        return value
-
-    @contextlib.contextmanager
-    def arriving(self) -> Iterator[None]:
-        """Within the block tensors come from the server before its answer; a server that fails answers why."""
-        try:
-            yield
-        except PairEndedError:
-            self.get()
-            raise
+_Question = tuple[int, int, int, int | None]
 
 
 class Servers:
@@ -66,9 +40,7 @@ class Servers:
 
     Attributes:
         unshared: the servers of this host with which no memory is shared: their name, and why.
-        lost: on worker 0 of an asynchronous job, for each lost worker its number, how many batches it had, and how
-            many workers are left; as of the last answer of server 0.
-        is_stopped: worker 0 has ended training; as of the last answer of server 0.
+        is_exhausted: the run has no more batches for this worker, which may have some that it has yet to train on.
         numbers_of_optimizers: one for each further optimizer.
         numbers_of_buckets: one for each further bucket, of any optimizer.
     """
@@ -76,18 +48,14 @@ class Servers:
     def __init__(self, job: Job, *, worker: int, meter: Meter) -> None:
         self.job, self.worker, self.meter = job, worker, meter
         self.unshared: dict[str, str] = {}
-        self.lost: list[dict[str, int]] = []
-        self.is_stopped = False
+        self.is_exhausted = False
         self.pairs: list[Pair] = []
         self._connections = Connections()
         self._background = [ThreadPoolExecutor(1, "parameter servers") for _ in range(job.num_servers)]
         self._is_cut = False
         self._has_left = threading.Event()
+        self._asked: tuple[_Question, Reply] | None = None
         self.numbers_of_optimizers, self.numbers_of_buckets = itertools.count(), itertools.count()
-
-    @property
-    def is_synchronous(self) -> bool:
-        return self.job.is_synchronous
 
     def join(self, store: Store, await_server: Callable[[int], None]) -> None:
         """Connects to all servers; :meth:`cut` ends it.
@@ -97,7 +65,7 @@ class Servers:
             await_server: waits until the server of a number has come to the store; may raise.
 
         Raises:
-            ServerError: a server does not answer.
+            PairEndedError: a server does not answer.
         """
         own = source_address(self.job.address) or ""
         store.set(f"{self.job.name}/worker {self.worker}", own)
@@ -105,22 +73,21 @@ class Servers:
             await_server(number)
             where = store.get(f"{self.job.name}/server {number}").decode()
             label = f"parameter server {number} of {self.job.num_servers} ({where})"
-            with self.reported():
-                pair = Pair(
-                    store,
-                    f"{self.job.name}/{self.worker} and {number}",
-                    label=label,
-                    is_server=False,
-                    connections=self._connections,
-                    timeout_s=self.job.join_timeout_s,
-                )
-                self.pairs.append(pair)
-                offer = pair.receive()
-                try:
-                    pair.shares_memory = offer is not None and mapped(offer) is not None
-                except OSError as error:
-                    self.unshared[label] = str(error)
-                pair.send(pair.shares_memory)
+            pair = Pair(
+                store,
+                f"{self.job.name}/{self.worker} and {number}",
+                label=label,
+                is_server=False,
+                connections=self._connections,
+                timeout_s=self.job.join_timeout_s,
+            )
+            self.pairs.append(pair)
+            offer = pair.receive()
+            try:
+                pair.shares_memory = offer is not None and mapped(offer) is not None
+            except OSError as error:
+                self.unshared[label] = str(error)
+            pair.send(pair.shares_memory)
         threading.Thread(target=self._watch, name="parameter servers", daemon=True).start()
 
     def _watch(self) -> None:
@@ -129,24 +96,14 @@ class Servers:
 
     def tell(self, server: int, *message: Any) -> None:
         """Sends a server a message that it does not answer."""
-        with self.reported():
-            self.pairs[server].send(message)
+        self.pairs[server].send(message)
 
-    def ask(self, server: int, *message: Any) -> Answer:
+    def ask(self, server: int, *message: Any) -> Reply:
         """Asks a server; the answers of a server are to be got in the order of the questions."""
-        with self.reported():
-            expected = self.pairs[server].expect()
-            try:
-                self.pairs[server].send(message)
-            except PairEndedError:
-                expected.get()  # raises what the server has said before it ended
-                raise
-        return Answer(self, server, expected)
-
-    def expect(self, server: int) -> Answer:
-        """A message that the server sends before it answers the next question."""
-        with self.reported():
-            return Answer(self, server, self.pairs[server].expect())
+        expected = self.pairs[server].expect()
+        with expected.arriving():
+            self.pairs[server].send(message)
+        return expected
 
     def in_background(self, server: int, work: Callable[[], None]) -> Future[None]:
         """Does work for a server in the background, after what was begun for it before."""
@@ -167,17 +124,90 @@ class Servers:
         self._has_left.set()
         for pair in [] if self._is_cut else self.pairs:
             with contextlib.suppress(PairEndedError):
-                pair.send(("goodbye",), _LEAVING)
+                pair.send(("goodbye",), timeout=_LEAVING)
         for background in self._background:
             background.shutdown(cancel_futures=True)
         self.pairs.clear()
 
+    # Asynchronous workers
+
+    def begin_training(self) -> None:
+        """Waits until worker 0 begins to train; by then worker 0 has loaded its checkpoint."""
+        self.ask(0, "start").get()
+
+    def next_batch(self, epoch: int, *, first: int, num_batches: int, limit: int | None) -> int | None:
+        """The number of the next batch for this worker; None at the end of the epoch.
+
+        Worker 0 waits while other workers have batches of the epoch, and gets those of workers that are lost. So the
+        epoch has been trained by all when worker 0 comes to its end. ``first`` is the first batch that is left of the
+        epoch, ``limit`` how many batches the run may take.
+        """
+        question = epoch, first, num_batches, limit
+        asked, self._asked = self._asked, None
+        answer = self._next(question, waits=False) if asked is None else asked[1]
+        number, is_over, may_return = answer.get()
+        if asked is not None and asked[0] != question:  # of an epoch that has been given back
+            number, is_over, may_return = self._next(question, waits=False).get()
+        if may_return:
+            with self._waits():
+                self.pause()
+                number, is_over, _ = self._next(question, waits=True).get()
+        self.is_exhausted = is_over
+        return None if number is None else int(number)
+
+    def ask_ahead(self, epoch: int, *, first: int, num_batches: int, limit: int | None) -> None:
+        """Asks for what :meth:`next_batch` of the same arguments returns, so that the answer comes meanwhile."""
+        if self._asked is None:
+            question = epoch, first, num_batches, limit
+            self._asked = question, self._next(question, waits=False)
+
+    def _next(self, question: _Question, *, waits: bool) -> Reply:
+        return self.ask(0, "next", *question, waits)
+
+    def trained(self, epoch: int, number: int) -> None:
+        """Reports that this worker's gradients of a batch are in the weights."""
+        self.tell(0, "trained", epoch, number)
+
+    def give_back(self, epoch: int) -> None:
+        """Reports that this worker trains on no further batch of the epoch."""
+        self.tell(0, "give back", epoch)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether worker 0 has stopped training, as of the last answer: this worker leaves the batches that it has."""
+        return bool(self.pairs[0].news and self.pairs[0].news[0])
+
+    @property
+    def lost(self) -> list[dict[str, int]]:
+        """On worker 0: of each lost worker its number, how many batches it had, and how many workers are left."""
+        return self.pairs[0].news[1] if self.pairs[0].news else []
+
+    def stop_training(self, *, epoch: int, at_once: bool) -> None:
+        """On worker 0: has all workers end after an epoch, or after their present batch, and waits until they have."""
+        with self._waits():
+            self.ask(0, "stop", epoch, at_once).get()
+
     @contextlib.contextmanager
-    def reported(self) -> Iterator[None]:
-        """Within the block the end of a connection becomes a :class:`ServerError`."""
-        try:
+    def _waits(self) -> Iterator[None]:
+        """Within the block this worker waits for other workers; a hang report names them."""
+        start_s = self.meter.now()
+        with self.meter.begin("barrier", group="servers", group_size=self.job.num_workers, size_bytes=0):
             yield
-        except PairEndedError as error:
-            if self._is_cut:
-                raise ServerError("the connections to the parameter servers were cut") from error
-            raise ServerError(str(error)) from error
+        self.meter.waited(start_s, self.meter.now())
+
+    def pause(self) -> None:
+        """Lets other workers go on without waiting for this one, until its next step."""
+        for server in range(self.job.num_servers):
+            self.tell(server, "pause")
+
+    def end_training(self, message: Any) -> Any:
+        """Ends training: worker 0 sends all others a value, which they wait for."""
+        given = self.ask(0, "over", message if self.worker == 0 else None).get()
+        return message if self.worker == 0 else given
+
+    def newest(self, name: str, value: Any, *, of_all: bool) -> list[Any]:
+        """On worker 0 the newest value that each worker has passed under a name; on others their own alone.
+
+        With ``of_all`` worker 0 waits until all workers that are there have passed one since it last did so.
+        """
+        return list(self.ask(0, "tell", name, value, of_all).get())

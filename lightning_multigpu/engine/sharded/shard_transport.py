@@ -42,7 +42,7 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.optimizer_state import PartialState
 from lightning_multigpu.placement.owned_part import OwnedPart
 from lightning_multigpu.placement.owned_step import Update
-from lightning_multigpu.placement.table import Piece, imbalance_of
+from lightning_multigpu.placement.table import Piece
 
 
 @contextmanager
@@ -97,13 +97,6 @@ class ShardTransport:
     def has(self, parameter: Tensor) -> bool:
         """Whether the parameter belongs to the optimizer."""
         return parameter in self.shards.owners
-
-    @property
-    def imbalance(self) -> float:
-        sizes = [0] * self._group.size
-        for parameter, rank in self.shards.owners.items():
-            sizes[rank] += parameter.nbytes
-        return imbalance_of(sizes)
 
     def view(self) -> PartialState:
         return PartialState(self._optimizer, self._key, take=self._taken, own=self.part.states)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_multigpu.engine.tensor_split.block_input import enter
-from lightning_multigpu.engine.tensor_split.layers import RowSplitLinear, class_of_split, column_linear, summed
+from lightning_multigpu.engine.tensor_split.layers import RowSplitLinear, class_of_split, column_linear, enter, summed
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit
 from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, cut, local
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
 from lightning_multigpu.engine.tensor_split.attention import SplitMultiheadAttention
-from lightning_multigpu.engine.tensor_split.block_input import BlockInput
 from lightning_multigpu.engine.tensor_split.layers import (
+    BlockInput,
     ColumnSplitLinear,
     RowSplitLinear,
     VocabSplitEmbedding,
@@ -36,11 +36,8 @@ from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import make_whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "h")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
-_MOST_GUESSES = 4
-"""Attributes of an attention that are tried as the number of its heads, or as the size of one, if none has its name."""
-
 _LARGE_VOCABULARY = 0.05
 """Of a model's parameters; an embedding without a head is worth an all-reduce of its output from there on."""
 
@@ -217,32 +214,28 @@ def _attention_at(parts: Mapping[str, Module], names: Sequence[str], called: Map
     """The attention that begins with the first of these layers."""
     sizes = [linear_sizes(parts[name]) for name in names]  # (in, out)
     if len(names) == 4:
-        (q_in, q), (k_in, k), (v_in, v), (o_in, _) = sizes
-        is_one = q == k == o_in and q_in == k_in == v_in and len({called[name] for name in names[:3]}) == 1
-        ways: list[Way] = []
-        for number, of_keys in _heads_of(parts, names[0], names[3], q, guesses=is_one) if k == v and q == o_in else ():
-            if q % number == 0 and k == q // number * of_keys:
-                keys, group = {"unit": q // number}, {"unit": q // of_keys}
-                ways.append(Way({names[0]: group, names[1]: keys, names[2]: keys, names[3]: group}))
-        if ways:
-            return Block("attention", dict.fromkeys(names[:3], "column") | {names[3]: "row"}, tuple(ways))
+        (_, q), (_, k), (_, v), (o_in, _) = sizes
+        number, of_keys = _heads_of(parts, names[0], names[3])
+        if k == v and q == o_in and number and q % number == 0 and k == q // number * of_keys:
+            keys, group = {"unit": q // number}, {"unit": q // of_keys}
+            way = Way({names[0]: group, names[1]: keys, names[2]: keys, names[3]: group})
+            return Block("attention", dict.fromkeys(names[:3], "column") | {names[3]: "row"}, (way,))
     if len(names) >= 2:
         names = names[:2]
         (q_in, fused), (o_in, _) = sizes[:2]
         is_gate = fused == 2 * o_in and not _counts_heads(parts, *names)
-        is_one = fused == 3 * o_in == 3 * q_in
         roles = {names[0]: "column", names[1]: "row"}
-        ways = []
-        for number, of_keys in () if is_gate else _heads_of(parts, names[0], names[1], o_in, guesses=is_one):
-            unit = o_in // number
-            if o_in % number == 0 and fused == o_in + 2 * unit * of_keys:
-                size, of_queries = unit * of_keys, o_in // of_keys
-                in_sections = {"sections": (o_in, size, size), "unit": (of_queries, unit, unit)}
-                for fused_options in (in_sections, {"unit": fused // of_keys}):
-                    ways.append(Way({names[0]: fused_options, names[1]: {"unit": of_queries}}))
-        if ways:
+        number, of_keys = (0, 0) if is_gate else _heads_of(parts, *names)
+        unit = o_in // (number or 1)
+        if number and o_in % number == 0 and fused == o_in + 2 * unit * of_keys:
+            size, of_queries = unit * of_keys, o_in // of_keys
+            in_sections = {"sections": (o_in, size, size), "unit": (of_queries, unit, unit)}
+            ways = [
+                Way({names[0]: fused_options, names[1]: {"unit": of_queries}})
+                for fused_options in (in_sections, {"unit": fused // of_keys})
+            ]
             return Block("attention", roles, tuple(ways))
-        if is_one and _are_near(names):
+        if fused == 3 * o_in == 3 * q_in and _are_near(names):
             around = kind_of([_ancestors(parts, *names)[-1]]) or "the module"
             problem = f"no attribute of {around} counts the heads: store their number in __init__, as self.num_heads"
             return Block("attention", roles, (Way(problem=problem),))
@@ -283,33 +276,20 @@ def _counts_heads(parts: Mapping[str, Module], first: str, last: str) -> bool:
     return any("head" in name for each in _ancestors(parts, first, last) for name in vars(parts[each]))
 
 
-def _heads_of(
-    parts: Mapping[str, Module], first: str, last: str, size: int, *, guesses: bool
-) -> Iterator[tuple[int, int]]:
-    """How many heads an attention may have, and those of its keys and values, by attributes with usual names.
+def _heads_of(parts: Mapping[str, Module], first: str, last: str) -> tuple[int, int]:
+    """How many heads an attention has, and those of its keys and values, by attributes with usual names; 0 if none.
 
     Args:
         parts: all modules, by name.
         first, last: the names of layers of the attention.
-        size: of all heads together.
-        guesses: without such an attribute, any number of the attention's own module that divides the size may count
-            its heads, or their elements.
     """
-    if not _are_near((first, last)):
-        return
-    near = _ancestors(parts, first, last)
-    for name in near:
+    for name in _ancestors(parts, first, last) if _are_near((first, last)) else ():
         known = vars(parts[name])
         config = known.get("config")
         heads = _number(known, None, _HEADS) or _number({}, config, _HEADS)
         if heads:
-            yield heads, _number(known, config, _KEY_VALUE_HEADS) or heads
-            return
-    if guesses:
-        own = {a: n for a, n in vars(parts[near[-1]]).items() if type(n) is int and 1 < n < size and size % n == 0}
-        likely = sorted(own, key=lambda name: name != "h" and "head" not in name)[:_MOST_GUESSES]
-        for number in [*(own[each] for each in likely), *(size // own[each] for each in likely)]:
-            yield number, number
+            return heads, _number(known, config, _KEY_VALUE_HEADS) or heads
+    return 0, 0
 
 
 def _number(known: Mapping[str, Any], config: Any, names: Iterable[str]) -> int:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -28,10 +29,9 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.engine.tensor_split.block_input import cast, enter, is_sequence, sequence_placement
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, whole_size
-from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, cut, local, own_of, whole
-from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, cut, entered, local, own_of, whole
+from lightning_multigpu.engine.tensor_split.tensor_group import Bounds, TensorGroup
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -85,6 +85,40 @@ def _convert(linear: nn.Module, split: Any) -> Any:
     kind: Any = type(linear)
     linear.__class__ = _of_conv1d(split, kind) if _is_conv1d(kind) else split
     return linear
+
+
+class BlockInput:
+    """The input that several column layers of a block have in common: its gradient is summed once for all.
+
+    ============  =========================  ===============================  =====================
+    input         on each rank               column layers get                collectives
+    ============  =========================  ===============================  =====================
+    whole         (..., in)                  (..., in)                        backward: all-reduce
+    part          (..., length / N, ..., in) (..., length, ..., in)           forward: all-gather,
+                                                                              backward: reduce-scatter
+    ============  =========================  ===============================  =====================
+
+    After Shoeybi et al., Megatron-LM (2019), section 3 (f), and Korthikanti et al. (2022), section 4.2.2 (g).
+
+    Args:
+        group: the ranks.
+        name: in the meter.
+        last: the column layer that runs last.
+    """
+
+    def __init__(self, group: TensorGroup, name: str, last: Any) -> None:
+        self._group, self._name, self._last = group, name, last
+        self._known: tuple[Tensor, int, Tensor] | None = None
+
+    def __call__(self, input: Tensor, layer: Any) -> Tensor:
+        """What the layer computes with."""
+        version = 0 if input.is_inference() else input._version
+        if self._known is None or self._known[0] is not input or self._known[1] != version:
+            self._known = input, version, enter(input, self._group, self._name)
+        found = self._known[2]
+        if layer is self._last:
+            self._known = None
+        return found
 
 
 class ColumnSplitLinear(_SplitLayer, nn.Linear):
@@ -264,6 +298,37 @@ class VocabSplitEmbedding(_SplitLayer, nn.Embedding):
         return summed(rows, group, name)
 
 
+def sequence_placement(dim: int, length: int, group: TensorGroup, name: str) -> PartLayout:
+    """The placement of a sequence whose parts are as even as can be."""
+    ranges = tuple(((a, b),) if a < b else () for a, b in group.bounds(length))
+    return PartLayout(ParameterSplit(dim, ranges), group, name)
+
+
+def is_sequence(input: Any) -> bool:
+    """Whether an input is a part along a sequence, of consecutive entries of each rank."""
+    if not isinstance(input, SplitTensor) or input.placed.split.dim == input.dim() - 1:
+        return False
+    split, group, name = input.placed
+    return split == sequence_placement(split.dim, split.whole_size, group, name).split
+
+
+def enter(input: Tensor, group: TensorGroup, name: str) -> Tensor:
+    """The whole input; in backward its gradient is summed over the ranks, and a part gets its part of that.
+
+    Args:
+        input: (..., in), the same on every rank, or a :class:`.SplitTensor` of a sequence.
+        group: the ranks.
+        name: in the meter.
+    """
+    if not is_sequence(input):
+        (tensor,) = _cast(whole(input))
+        return entered(tensor, group, name)
+    split = input.placed.split  # type: ignore[attr-defined]
+    (part,) = _cast(local(input))
+    gathered: Tensor = _GatherSequence.apply(part, group, split.dim, group.bounds(split.whole_size), name)  # type: ignore[no-untyped-call]
+    return gathered
+
+
 def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, placed: PartLayout) -> Tensor:
     """``F.linear`` with this rank's rows of a weight (out / N, in); the gradient of the input is summed over the ranks.
 
@@ -275,7 +340,7 @@ def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, placed: Pa
     """
     if is_sequence(input):
         return F.linear(enter(input, placed.group, placed.layer), weight, bias)
-    output: Tensor = _ColumnLinear.apply(*cast(whole(input), weight, bias), placed)  # type: ignore[no-untyped-call]
+    output: Tensor = _ColumnLinear.apply(*_cast(whole(input), weight, bias), placed)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -295,6 +360,15 @@ def summed(
     """
     total: Tensor = _Sum.apply(tensor, bias, group, name, sequence_dim)  # type: ignore[no-untyped-call]
     return total
+
+
+def _cast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """The tensors in the dtype of autocast, if that is on."""
+    kind = next(tensor for tensor in tensors if tensor is not None).device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
 
 
 class _ColumnLinear(Function):
@@ -343,6 +417,19 @@ class _Sum(Function):
             gradient = ctx.group.all_gather(gradient, ctx.dim, ctx.bounds, ctx.layer_name)
         of_bias = _rows(gradient).sum(0) if ctx.needs_input_grad[1] else None
         return gradient, of_bias, None, None, None
+
+
+class _GatherSequence(Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: TensorGroup, dim: int, bounds: Bounds, name: str) -> Tensor:
+        ctx.group, ctx.dim, ctx.bounds, ctx.layer_name = group, dim, bounds, name
+        return group.all_gather(input, dim, bounds, name).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        of_part = ctx.group.reduce_scatter(gradient.clone(), ctx.dim, ctx.bounds, ctx.layer_name)
+        return of_part, None, None, None, None
 
 
 def _rows(tensor: Tensor) -> Tensor:

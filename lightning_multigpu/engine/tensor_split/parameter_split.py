@@ -95,7 +95,7 @@ class ParameterSplit:
         pieces = [
             (start, part.narrow(self.dim, offset, stop - start))
             for ranges, part in zip(self.ranges, parts, strict=True)
-            for (start, stop), offset in zip(ranges, _offsets(ranges), strict=True)
+            for (start, stop), offset in zip(ranges, accumulate((b - a for a, b in ranges), initial=0), strict=False)
         ]
         return torch.cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], self.dim)
 
@@ -127,11 +127,3 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         if start < stop:
             merged.append((start, stop))
     return tuple(merged)
-
-
-def _offsets(ranges: Sequence[tuple[int, int]]) -> list[int]:
-    offsets, offset = [], 0
-    for start, stop in ranges:
-        offsets.append(offset)
-        offset += stop - start
-    return offsets

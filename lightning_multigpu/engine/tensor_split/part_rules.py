@@ -401,11 +401,6 @@ def _size(part: Any, dim: int | None = None) -> Any:
     return _shape(part) if dim is None else _shape(part)[dim]
 
 
-def _stride(part: Any, dim: int | None = None) -> Any:
-    strides = torch.empty(_shape(part), device="meta").stride()
-    return strides if dim is None else strides[dim]
-
-
 def _plain(func: Any, args: Any, kwargs: Any) -> Any:
     """What a part has in common with the whole, or its memory."""
     return func(*args, **kwargs) if isinstance(args[0], SplitTensor) else NotImplemented
@@ -458,13 +453,6 @@ def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
         return placed.own(found) if is_whole else local(found)
 
     return func(owner, hook_of_part)
-
-
-def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
-    """Random numbers in the shape of the whole, as on one device."""
-    part = args[0]
-    drawn = func(torch.empty(_shape(part), dtype=part.dtype, device=part.device), *args[1:], **kwargs)
-    return SplitTensor.of(part.placed.own(drawn), part.placed)
 
 
 def _lists(func: Any, args: Any, kwargs: Any) -> Any:
@@ -526,7 +514,6 @@ _BY_NAME = _by_name(
     ("dropout alpha_dropout", _dropped),
     ("cross_entropy", _of(_cross_entropy)),
     ("size", _of(_size)),
-    ("stride", _of(_stride)),
     ("numel nelement", _of(lambda part: _shape(part).numel())),
     ("__len__", _of(lambda part: _shape(part)[0])),
     ("__hash__", _of(id)),
@@ -539,7 +526,6 @@ _BY_NAME = _by_name(
     ("register_hook", _hooked),
     ("grad", _gradients),
     ("requires_grad_ retain_grad register_post_accumulate_grad_hook data_ptr", _of_leaf),
-    ("rand_like randn_like randint_like", _drawn),
     ("detach_ set_ resize_", _refused),
 )
 _BY_ATTRIBUTE = _by_name(

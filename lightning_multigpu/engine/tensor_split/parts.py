@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
+from lightning_multigpu._torch_compat import update_together
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
@@ -132,6 +133,9 @@ class SplitParameter(SplitTensor, Parameter):
             place(copy, self.placed)
             memo[id(self)] = copy
         return memo[id(self)]  # type: ignore[no-any-return]
+
+
+update_together(SplitParameter)
 
 
 def place(parameter: Parameter, placed: PartLayout) -> None:

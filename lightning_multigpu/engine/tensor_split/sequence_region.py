@@ -22,8 +22,8 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.engine.tensor_split.block_input import sequence_placement
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block
+from lightning_multigpu.engine.tensor_split.layers import sequence_placement
 from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local, own_of, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
@@ -51,7 +51,7 @@ def layer_lists(module: Module, split: Sequence[tuple[Block, Applied]]) -> Itera
     for name, part in module.named_modules():
         if isinstance(part, nn.ModuleList | nn.Sequential) and len(part):
             blocks = [
-                [block for block, _ in split if all(_is_in(role, f"{name}.{index}") for role in block.roles)]
+                [block for block, _ in split if all(f"{role}.".startswith(f"{name}.{index}.") for role in block.roles)]
                 for index in range(len(part))
             ]
             if all(blocks):
@@ -124,7 +124,3 @@ class SequenceRegion:
 
     def _is_activation(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > self._dim + 1
-
-
-def _is_in(name: str, parent: str) -> bool:
-    return name == parent or name.startswith(f"{parent}.")

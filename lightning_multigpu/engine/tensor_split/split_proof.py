@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch.nn import Parameter
 
-from lightning_multigpu.engine.gradient_check import SMALLEST, Gradients, moved_weights, norm_of
+from lightning_multigpu.engine.gradient_check import Gradients, moved_weights, norm_of, relative_errors
 from lightning_multigpu.engine.step_state import torch_random_states
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.trials import TracelessStep
@@ -30,54 +30,47 @@ class SplitProof:
     Args:
         step: of a module whose layers will be split.
         rtol: the relative difference of gradients that rounding explains.
-        num_steps: so many steps are compared, each at other weights.
 
     Attributes:
         obstacle: why nothing is compared; empty if it is. The same on all ranks.
     """
 
-    def __init__(self, step: TracelessStep, *, rtol: float, num_steps: int) -> None:
+    def __init__(self, step: TracelessStep, *, rtol: float) -> None:
         self._step, self._module, self._group, self._rtol = step, step.module, step.group, rtol
         self._trains = True
         self._sizes: dict[str, float] = {}
-        self._expected: list[Gradients] = []
-        needed = num_steps * self._group.size * sum(each.nbytes for each in self._trained().values())
+        self._expected: Gradients = {}
+        needed = self._group.size * sum(each.nbytes for each in self._trained().values())
         available = psutil.virtual_memory().available
         obstacle = f"gradients take {size(needed)} of {size(available)}" if needed > available else ""
         try:
-            if num_steps and not obstacle:
+            if not obstacle:
                 self._trains = not self._draws()
-            self._expected = [self._gradients(number) for number in range(0 if obstacle else num_steps)]
+                self._expected = self._gradients()
         except Exception as error:  # of the user's code, which may work in training mode only, or of the device
             obstacle = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
-        if not all(bool(torch.isfinite(each).all()) for of_step in self._expected for each in of_step.values()):
+        if not all(bool(torch.isfinite(each).all()) for each in self._expected.values()):
             obstacle = "gradients of whole layers are not finite"
         obstacle = step.first_of_ranks(obstacle)
         self.obstacle = obstacle and f"Whether split layers train as whole ones is not proved: {obstacle}"
 
     def check(self) -> None:
-        """Compares; a collective of all ranks.
+        """Compares, where there is no obstacle; a collective of all ranks.
 
         Raises:
             ValueError: gradients of split layers differ.
         """
-        if self.obstacle:
-            return
-        worst: tuple[float, str] = (0.0, "")
-        wrong: set[str] = set()
-        for number, expected in enumerate(self._expected):
-            found, parameters = self._gradients(number), self._trained()
-            smallest = SMALLEST * max(map(norm_of, expected.values()), default=0.0)
-            for name, whole in expected.items():
-                split = split_of(parameters[name])
-                own = whole if split is None else split.part(whole, self._group.rank)
-                error = norm_of(found.get(name), own) / max(norm_of(whole), smallest, 1e-300)
-                if not error <= self._rtol:
-                    wrong.add(name)
-                    worst = max(worst, (math.inf if math.isnan(error) else error, name))
-        everyone = self._step.gather((worst, wrong))
-        (error, name), names = max(each for each, _ in everyone), {n for _, each in everyone for n in each}
-        if names:
+        parameters, own = self._trained(), {}
+        for name, whole in self._expected.items():
+            split = split_of(parameters[name])
+            own[name] = whole if split is None else split.part(whole, self._group.rank)
+        norms = {name: norm_of(whole) for name, whole in self._expected.items()}
+        errors = relative_errors(self._gradients(), own, norms)
+        wrong = {name: math.inf if math.isnan(e) else e for name, e in errors.items() if not e <= self._rtol}
+        everyone = [found for found in self._step.gather(wrong) if found]
+        if everyone:
+            error, name = max((error, name) for found in everyone for name, error in found.items())
+            names = {name for found in everyone for name in found}
             raise ValueError(
                 "split layers would train other gradients than whole ones: in a dry run of the first batch "
                 f"{len(names)} parameters differ, most {name!r} (relative difference {error:.2g}, rounding explains "
@@ -97,10 +90,10 @@ class SplitProof:
             self._step.forward()
             return not all(map(torch.equal, before, torch_random_states(device)))
 
-    def _gradients(self, number: int) -> Gradients:
+    def _gradients(self) -> Gradients:
         """This rank's gradients, in host memory: of whole parameters, or of its parts."""
         parameters = self._trained()
-        moved = moved_weights(parameters, step=number, rank=self._group.rank, sizes=self._sizes)
+        moved = moved_weights(parameters, rank=self._group.rank, sizes=self._sizes)
         with moved, self._step.running():
             if not self._trains:
                 self._module.eval()

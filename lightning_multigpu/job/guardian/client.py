@@ -77,7 +77,9 @@ class GuardianClient:
             welcome = self._welcome(time.monotonic() + timeout_s)
             self.guardian_pid, failure_timeout_s = welcome["pid"], welcome["failure_timeout_s"]
             self._guardian = WatchedProcess(self.guardian_pid)
-            self._pages, self._slot = self._map_pages(welcome["num_slots"]), welcome["slot"]
+            descriptor = self._connection.take_descriptor()
+            self._pages, self._slot = mmap.mmap(descriptor, PAGE_BYTES * welcome["num_slots"]), welcome["slot"]
+            os.close(descriptor)
             self.flight_recorder = FlightRecorder(self._pages, self._slot)
         except ProcessLookupError as error:
             self._connection.close()
@@ -86,7 +88,8 @@ class GuardianClient:
             self._connection.close()
             raise
         self._set_limits(failure_timeout_s)
-        self._offer_stacks()
+        if (how := answer_stack_signal()) is not None:
+            self._send("stacks", descriptors=(how.descriptor,), number=how.number, main_thread=how.main_thread)
         self._thread = threading.Thread(target=self._listen, name="guardian-client", daemon=True)
         self._thread.start()
         # Not atexit, whose functions do not run in a forked process of multiprocessing.
@@ -305,7 +308,6 @@ class GuardianClient:
         self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 10)  # between checks for a stopped guardian
 
     def _exit(self) -> None:
-        """At the end of the process."""
         if self.rests:
             self.leave()
         else:
@@ -337,18 +339,6 @@ class GuardianClient:
             if left_s <= 0:
                 raise GuardianError(f"the guardian does not answer rank {self.rank} in time; is it stopped?")
             select.select([self._connection], [], [], left_s)
-
-    def _offer_stacks(self) -> None:
-        how = answer_stack_signal()
-        if how is not None:
-            self._send("stacks", descriptors=(how.descriptor,), number=how.number, main_thread=how.main_thread)
-
-    def _map_pages(self, num_slots: int) -> mmap.mmap:
-        descriptor = self._connection.take_descriptor()
-        try:
-            return mmap.mmap(descriptor, PAGE_BYTES * num_slots)
-        finally:
-            os.close(descriptor)
 
 
 def _connected(address: str, rank: int, timeout_s: float, start_timeout_s: float) -> socket.socket:

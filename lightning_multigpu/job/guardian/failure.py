@@ -81,7 +81,7 @@ class Failure(NamedTuple):
                 error: Exception = kind(self.message)
                 error.add_note(self.note())
                 return error
-        text = self.sentence() if self.rank is not None else f"the job failed: {self.sentence()}"
+        text = self.describe() if self.rank is not None else f"the job failed: {self.describe()}"
         return RankFailedError(f"{text}\n{folded(self.traceback)}".rstrip())
 
     def note(self) -> str:
@@ -95,9 +95,9 @@ class Failure(NamedTuple):
         return next((frame.text for frame in reversed(frames) if not frame.library), "")
 
     def describe(self) -> str:
-        """One line: "rank 3 (host node7, pid 4242, last completed step 120) was ended by SIGKILL".
+        """ "rank 3 (host node7, pid 4242, last completed step 120) was ended by SIGKILL".
 
-        An exception's message may have further lines.
+        One line, unless an exception's message has further lines, and no traceback holds them.
         """
         known = [
             f"host {self.host}" if self.host else "",
@@ -107,15 +107,12 @@ class Failure(NamedTuple):
         ]
         where = ", ".join(text for text in known if text)
         subject = "" if self.rank is None else f"rank {self.rank} "
-        return f"{subject}({where}) {self.what}" if subject else f"{self.what} ({where})" if where else self.what
+        text = f"{subject}({where}) {self.what}" if subject else f"{self.what} ({where})" if where else self.what
+        return text.partition("\n")[0] if self.traceback else text
 
     def summary(self) -> str:
-        """As :meth:`describe`, without further lines of a message."""
+        """The first line of :meth:`describe`."""
         return self.describe().partition("\n")[0]
-
-    def sentence(self) -> str:
-        """:meth:`describe`, in one line where a traceback holds the whole message."""
-        return self.summary() if self.traceback else self.describe()
 
     def to_message(self) -> dict[str, Any]:
         """JSON values, cut to fit into one message; a traceback keeps its end."""
@@ -133,17 +130,12 @@ class Failure(NamedTuple):
         return cls(**values)
 
 
-def closing_lines(failure: Failure, waited: list[str], *, goes_on: bool = False, in_one: bool = False) -> list[str]:
+def closing_lines(failure: Failure, waited: list[str], *, goes_on: bool = False) -> list[str]:
     """The collectives in which ranks waited and, last, the failure: what a terminal shows of it, beside a traceback.
 
-    Args:
-        goes_on: whether the job goes on without the failed rank.
-        in_one: in one line: many hosts may share a terminal.
+    ``goes_on``: the job goes on without the failed rank.
     """
-    headline = f"The job {'goes on without a rank' if goes_on else 'failed'}: {failure.sentence()}"
-    if in_one:
-        more = f", and {len(waited) - 1} more ranks waited too" if len(waited) > 1 else ""
-        return [f"{headline}; meanwhile {waited[0]}{more}" if waited else headline]
+    headline = f"The job {'goes on without a rank' if goes_on else 'failed'}: {failure.describe()}"
     shown = [f"Meanwhile {line}" for line in waited[:_MAX_LINES]]
     if len(waited) > _MAX_LINES:
         shown.append(f"Meanwhile {len(waited) - _MAX_LINES} more ranks waited too")

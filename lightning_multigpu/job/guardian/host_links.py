@@ -41,7 +41,6 @@ class Peer:
 
     Attributes:
         trusted: True once it has sent the secret or, as node 0's, its welcome.
-        paused: True while all ranks of its host are stopped; for node 0 those of all other hosts too.
         end_key: once its ranks have reached the end of their run, the exception that all have raised, or empty.
         done: True once its ranks have finished, and it may leave.
     """
@@ -51,7 +50,6 @@ class Peer:
     node_rank: int | None = None
     host: str = ""
     trusted: bool = False
-    paused: bool = False
     end_key: str | None = None
     done: bool = False
 
@@ -62,7 +60,6 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """The name in messages."""
         return node_name(self.node_rank, self.host)
 
     def trust(self, message: Message) -> None:
@@ -106,7 +103,7 @@ class Hosts:
         self._secret = ""  # on node 0
         self._own_rank = 0
         self._on_met: Callable[[], None] = lambda: None
-        self._finished = self._paused = False
+        self._finished = False
         self._at_end = self._all_at_end = False
         self._run = 1
         self.end_now = 0
@@ -123,8 +120,8 @@ class Hosts:
 
     @property
     def others_wait(self) -> bool:
-        """True if another host's ranks may wait for this one's: the host is connected, and its ranks are at work."""
-        return bool(self._at_work())
+        """True if ranks of another host may wait for this one's: a host is connected that has not finished."""
+        return any(not peer.done for peer in self._known())
 
     @property
     def is_first(self) -> bool:
@@ -172,15 +169,16 @@ class Hosts:
                 self._find(f"the ranks of {peer.name} have ended, and ranks of {self._own_name} have begun another run")
         self.send("begin", run=run)
 
-    def observe(self, now_s: float, *, paused: bool, resting: bool = False) -> Found | None:
+    def observe(self, now_s: float, *, resting: bool = False) -> Found | None:
         """Sends that this host is alive; returns the failure of another host, if any.
 
-        ``paused``: this host's ranks are stopped. ``resting``: they are between two runs, and nothing is a failure.
+        ``resting``: this host's ranks are between two runs, and nothing is a failure.
         """
         self._now_s = now_s
-        if now_s - self._beat_s >= self._beat_every_s or paused != self._paused:
-            self._beat_s, self._paused = now_s, paused
-            self._send_alive()
+        if now_s - self._beat_s >= self._beat_every_s:
+            self._beat_s = now_s
+            for peer in self._known():
+                peer.connection.send("alive")
         for stranger in self._strangers[:]:
             if stranger.connection.closed or now_s - stranger.received_s > self.silence_s:
                 self._drop(stranger)
@@ -243,20 +241,9 @@ class Hosts:
     def _known(self) -> list[Peer]:
         return [peer for peer in self._peers if peer.trusted and not peer.connection.closed]
 
-    def _at_work(self) -> list[Peer]:
-        return [peer for peer in self._known() if not (peer.paused or peer.done)]
-
-    def _send_alive(self) -> None:
-        at_work = self._at_work()
-        for peer in self._known():
-            # Node 0 speaks for all hosts but the receiver.
-            paused = self._paused and (not self.is_first or at_work in ([], [peer]))
-            peer.connection.send("alive", paused=paused)
-
     # Failures
 
     def _find(self, what: str, since_s: float | None = None) -> None:
-        """Notes a failure, if it is the first."""
         if self._found is None:
             self._found = Found(Failure(what), self._now_s if since_s is None else since_s)
 
@@ -323,9 +310,7 @@ class Hosts:
         elif not peer.trusted:
             self._introduce(peer, message)
         elif kind == "alive":
-            was_paused, peer.paused = peer.paused, message["paused"]
-            if self.is_first and peer.paused != was_paused:
-                self._send_alive()
+            return
         elif kind == "failure" and self._found is None:
             self._found = Found(Failure.from_message(message["failure"]), self._now_s - message["age_s"])
         elif kind == "at end" and message["run"] == self._run:
@@ -340,7 +325,6 @@ class Hosts:
             self._on_message(peer, message)
 
     def _introduce(self, peer: Peer, message: Message) -> None:
-        """Handles the answer of node 0's guardian."""
         if message["kind"] == "refused":
             self._find(
                 f"the guardian of {peer.name} has refused that of {self._own_name}: {message.get('why')!s:.1000}"

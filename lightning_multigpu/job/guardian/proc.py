@@ -14,6 +14,14 @@ from typing import NamedTuple
 
 RUNNING, STOPPED, ENDED = "running", "stopped", "ended"
 
+_LIMITS = {
+    errno.EAGAIN: "no more processes or threads may be allowed: see `ulimit -u`, and pids.max of the container; or "
+    "lower num_workers and OMP_NUM_THREADS",
+    errno.ENOMEM: "there may be no memory for another process: see `free`, and memory.max of the container; or lower "
+    "num_workers",
+}
+
+
 # From include/uapi/linux/pidfd.h: the ioctl PIDFD_GET_INFO (Linux 6.13) and its flag PIDFD_INFO_EXIT (Linux 6.15).
 _PIDFD_GET_INFO = 0xC040FF0B
 _PIDFD_INFO_EXIT = 1 << 3
@@ -101,7 +109,6 @@ class WatchedProcess:
         self.send_signal(signal.SIGKILL)
 
     def resume(self) -> None:
-        """Resumes the process if it is stopped."""
         self.send_signal(signal.SIGCONT)
 
     def send_signal(self, number: int) -> bool:
@@ -125,7 +132,6 @@ class WatchedProcess:
             return -1
 
     def close(self) -> None:
-        """Closes the pidfd."""
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
@@ -198,27 +204,18 @@ def clock_s() -> float:
 
 
 def refusal(error: BaseException) -> str:
-    """The fix if the system has refused a new process or thread; empty for another error."""
-    number = error.errno if isinstance(error, OSError) else None
-    if is_refused_thread(error):
-        return "no more threads are allowed: see `ulimit -u`, and pids.max of the container"
-    return {
-        errno.EAGAIN: "no more processes are allowed: see `ulimit -u`, and pids.max of the container",
-        errno.ENOMEM: "there is no memory for another process: see `free`, and memory.max of the container",
-        errno.EMFILE: "no more files may be open: see `ulimit -n`",
-    }.get(number or 0, "")
-
-
-def is_refused_thread(error: BaseException) -> bool:
-    """Whether it is Python's error about a thread that cannot start, which has no number, or C++'s."""
+    """The limit to look at if the system may have refused a process or a thread; empty for another error."""
+    # Python's error about a thread that cannot start has no number, and neither has C++'s.
     words = ("can't start new thread", os.strerror(errno.EAGAIN))
-    return type(error) is RuntimeError and any(isinstance(what, str) and what.startswith(words) for what in error.args)
+    if type(error) is RuntimeError and any(isinstance(what, str) and what.startswith(words) for what in error.args):
+        return _LIMITS[errno.EAGAIN]
+    return _LIMITS.get(error.errno or 0, "") if isinstance(error, OSError) else ""
 
 
-def note_refusal(error: BaseException, rank: int, num_ranks: int) -> None:
-    """Adds the refused rank of this host, and the fix, to the system's error."""
+def note_refusal(error: BaseException, who: str) -> None:
+    """Adds the limit to look at, and the process that was refused something, to the system's error."""
     if hint := refusal(error):
-        error.add_note(f"rank {rank} of {num_ranks} on this host cannot start: {hint}")
+        error.add_note(f"{who}: {hint}")
 
 
 def ended_text(exit_code: int | None) -> str:

@@ -13,7 +13,6 @@ read from it. Over a UNIX socket both ends ask the kernel for the other's proces
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hmac
 import json
@@ -35,8 +34,6 @@ _CHUNK_BYTES = 64 * 1024
 _MAX_CHUNKS = 4  # of one connection before the others are read
 _MAX_DESCRIPTORS = 4
 _MAX_ACCEPTED = 64
-_NOTHING_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
-_NOTHING_LEFT_S = 0.02
 _ARRIVAL_LOOK_S = 0.005
 
 Message = dict[str, Any]
@@ -81,30 +78,15 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
     return pid, user
 
 
-def foreign(sock: socket.socket, *, may_have_ended: bool = True) -> str:
+def foreign(sock: socket.socket) -> str:
     """The reason why the process at the other end of a UNIX socket cannot be of the same job; empty if it can.
 
-    It can if it has the same user and PID namespace: with host networking, containers share UNIX addresses. It
-    ``may_have_ended``: a guardian outlives the process that has made its socket.
+    It can if it has the same user, and a pid here: with host networking, containers share UNIX addresses.
     """
     pid, user = peer_of(sock)
     if user != os.getuid():
         return f"a process of user {user}, and not of user {os.getuid()}"
-    namespaces = _namespaces(pid)
-    if namespaces is None and not may_have_ended:
-        return "a process that has ended"
-    if pid == 0 or namespaces not in (None, _namespaces(os.getpid())):
-        return "a process of another container (PID namespace)"
-    return ""
-
-
-def _namespaces(pid: int) -> int | None:
-    """The number of PID namespaces, from this one on, that a process is in; None if it has ended."""
-    try:
-        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
-            return sum(len(line.split()) for line in file if line.startswith("NSpid:"))
-    except OSError:
-        return None
+    return "" if pid else "a process of another container (PID namespace)"
 
 
 class Connection:
@@ -241,8 +223,6 @@ def accepted(listener: socket.socket) -> Iterator[socket.socket]:
             sock, _ = listener.accept()
         except ConnectionError:  # it has disconnected
             continue
-        except OSError as error:
-            if error.errno in _NOTHING_LEFT:  # the listener stays readable: the caller's loop must not spin
-                time.sleep(_NOTHING_LEFT_S)
+        except OSError:
             return
         yield sock

@@ -70,7 +70,6 @@ class WatchedRank:
         self.stack_signal = how
 
     def failure(self, what: str) -> Failure:
-        """A failure of this rank."""
         return Failure(what, rank=self.rank, host=host_name(), pid=self.process.pid)
 
 
@@ -78,7 +77,7 @@ class Ranks:
     """All ranks of the host that have connected so far, of ``num_ranks``.
 
     A rank may be stopped for ``stopped_limit_s`` while others are not. ``run`` is the number of the run that ranks have
-    begun last; ``others_wait``: ranks on other hosts are not stopped; ``all_stopped``: those at work here are.
+    begun last; ``others_wait``: ranks on other hosts may wait for those here.
     """
 
     def __init__(self, num_ranks: int, stopped_limit_s: float) -> None:
@@ -86,7 +85,6 @@ class Ranks:
         self.stopped_limit_s = stopped_limit_s
         self.run = 1
         self.others_wait = False
-        self.all_stopped = False
         self._ranks: dict[int, WatchedRank] = {}
 
     def __iter__(self) -> Iterator[WatchedRank]:
@@ -209,13 +207,9 @@ class Ranks:
         for rank in self.at_work:
             if rank.joining_until_s is not None and now_s > rank.joining_until_s:
                 return Found(rank.failure("has not joined the others in time (join_timeout_s)"), now_s)
-        self.all_stopped = 0 < len(stopped) == len(self.at_work)
         if not self.others_wait and len(stopped) == len(self.at_work):
             self.restart_timers()  # the whole job is suspended, by Ctrl-Z for example: no rank waits
             return None
-        return self._stopped_too_long(stopped, now_s)
-
-    def _stopped_too_long(self, stopped: list[WatchedRank], now_s: float) -> Found | None:
         for rank in stopped:
             since_s = now_s if rank.stopped_since_s is None else rank.stopped_since_s
             if now_s - since_s > self.stopped_limit_s:

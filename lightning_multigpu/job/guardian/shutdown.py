@@ -63,8 +63,8 @@ class Shutdown:
             append(path, _heading(ranks) + self._text(self.failure.traceback), "The failure", limit_s=_LIMIT_S)
         self._wants_file = False
 
-    def show(self, ranks: Ranks, *, is_first: bool, has_traceback: bool = False, advice: str = "") -> None:
-        """Prints the failure in the terminal, once; another host than node 0 (``is_first``) mostly in one line.
+    def show(self, ranks: Ranks, *, has_traceback: bool = False, advice: str = "") -> None:
+        """Prints the failure in the terminal, once.
 
         ``has_traceback``: the failed rank has printed its traceback. ``advice`` is the last line.
         """
@@ -72,10 +72,7 @@ class Shutdown:
             return
         self.is_shown = True
         is_here = ranks.get(self.failure.rank) is not None
-        if is_first or is_here or self.failure.rank is None:
-            text = self._text(folded(self.failure.traceback) if is_here and not has_traceback else "")
-        else:
-            text = closing_lines(self.failure, self.waits, in_one=True)[0] + "\n"
+        text = self._text(folded(self.failure.traceback) if is_here and not has_traceback else "")
         show(text + (f"{advice}\n" if advice else ""), limit_s=_LIMIT_S)
 
     def _text(self, traceback: str) -> str:

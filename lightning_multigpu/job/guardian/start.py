@@ -1,8 +1,8 @@
 """The start of a host's guardian, and its address.
 
 torchrun, srun or a shell start each rank separately, so that no rank inherits variables of another one. Such ranks and
-their guardian meet at a UNIX address that is computed from the job. The kernel knows the user and the PID namespace of
-each process: only processes with the same ones trust each other.
+their guardian meet at a UNIX address that is computed from the job. The kernel knows the user of each process:
+only processes of the same user trust each other.
 """
 
 from __future__ import annotations

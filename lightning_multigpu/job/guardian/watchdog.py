@@ -70,20 +70,24 @@ class Watchdog:
         """Watches until all ranks have finished, or until all have ended after a failure."""
         self._interrupts.install()
         while not self._is_over():
-            self._serve()
-            now_s = clock_s()
-            if now_s - self._now_s > max(_SHORTEST_PAUSE_S, 4 * self._tick_s):
-                # This process and the ranks were stopped, or the machine asleep; they are resumed at other times.
-                self._ranks.restart_timers()
-                self._workers.restart_timers()
-                self._hosts.restart_timers(now_s)
-                self._hang_watch.restart_timers(now_s)
-            self._now_s = now_s
-            self._observe()
+            self.turn()
         self._hosts.close()
         if self._shutdown is not None and not self._is_caught():
-            self._shutdown.show(self._ranks, is_first=self._hosts.is_first)
+            self._shutdown.show(self._ranks)
         self._remove_temporary()
+
+    def turn(self) -> None:
+        """Handles messages until the next look at the ranks, and looks at them."""
+        self._serve()
+        now_s = clock_s()
+        if now_s - self._now_s > max(_SHORTEST_PAUSE_S, 4 * self._tick_s):
+            # This process and the ranks were stopped, or the machine asleep; they are resumed at other times.
+            self._ranks.restart_timers()
+            self._workers.restart_timers()
+            self._hosts.restart_timers(now_s)
+            self._hang_watch.restart_timers(now_s)
+        self._now_s = now_s
+        self._observe()
 
     def _remove_temporary(self) -> None:
         """Removes the directories of ranks that could not; one may have been killed right after it had named its."""
@@ -142,7 +146,6 @@ class Watchdog:
             return
         shutdown.show(
             self._ranks,
-            is_first=self._hosts.is_first,
             has_traceback=self._owner_raises or any(rank == shutdown.failure.rank for rank, _ in asked),
             advice=asked[0][1] if asked else self._owner_advice,
         )
@@ -176,7 +179,7 @@ class Watchdog:
         found = None
         if self._shutdown is None:
             resting = not self._ranks.at_work and bool(self._ranks.resting)
-            found = self._hosts.observe(self._now_s, paused=self._ranks.all_stopped, resting=resting)
+            found = self._hosts.observe(self._now_s, resting=resting)
         if self._shutdown is None and found is None:
             found = self._ranks.observe(self._now_s)
             if found is not None:
@@ -190,7 +193,7 @@ class Watchdog:
             self._observe_end()
         if self._shutdown is None and (hang := self._hangs.observe(self._now_s)) is not None:
             self._fail(hang.failure, hang.since_s)
-        pids = self._pids()
+        pids = {rank.process.pid for rank in self._ranks}
         for rank in self._ranks.at_work:
             self._workers.note(rank.process.pid, pids)
             self._observe_workers(rank)
@@ -238,7 +241,7 @@ class Watchdog:
             self._shutdown.hurry(self._now_s)
 
     def _workers_have_ended(self, ranks: list[WatchedRank]) -> bool:
-        pids = self._pids()
+        pids = {rank.process.pid for rank in self._ranks}
         left = [rank for rank in ranks if not self._workers.end(rank.process.pid, pids)]
         for rank in ranks:
             if rank.temporary is not None and not left:
@@ -253,9 +256,6 @@ class Watchdog:
             if self._now_s - (rank.lost_since_s or 0.0) > OWN_TIME * self._timeout_s:
                 rank.process.kill()
         return self._workers_have_ended(ended) and not left
-
-    def _pids(self) -> set[int]:
-        return {rank.process.pid for rank in self._ranks}
 
     def _file(self) -> str | None:
         """The path of this host's failure file; hosts may share the directory, so the names differ."""
@@ -337,7 +337,7 @@ class Watchdog:
     def _accept(self) -> None:
         for sock in accepted(self._listener):
             connection = Connection(sock)
-            if why := foreign(sock, may_have_ended=False):
+            if why := foreign(sock):
                 connection.send("refused", why=f"it is {why}")
                 connection.close()
             else:
@@ -462,7 +462,6 @@ class Watchdog:
             )
 
     def _read_owner(self) -> None:
-        """Reads messages of the process that started the guardian, about the ranks that it has started."""
         for message in self._owner_link.arriving():
             kind = message["kind"]
             if kind == "started":

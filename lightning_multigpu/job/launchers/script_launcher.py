@@ -17,7 +17,6 @@ from lightning_multigpu.job.guardian import Guardian
 from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS
 from lightning_multigpu.job.guardian.proc import note_refusal
 from lightning_multigpu.job.joining import Joining, start_guardian
-from lightning_multigpu.job.loader_workers import note_refused_worker
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.uncaught_errors import print_if_uncaught
 from lightning_multigpu.job.waiting_ranks import are_waiting, launch_rank
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 # Children by rank; they run this script to its end. They are not collected before: the guardian reads their statuses.
 _STARTED: dict[int, subprocess.Popen[bytes]] = {}
-_HELD = contextlib.ExitStack()  # the port of the first run; later runs of this process use it too
 _PATIENCE = 0.6  # of failure_timeout_s; before its end the guardian ends the first rank, too
 
 
@@ -53,7 +51,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
         watch = self._joining.watch
         guardian: Guardian | None = None
         if not self.cluster_environment.creates_processes_externally:
-            _HELD.enter_context(self._run.chosen_port_held())
             guardian = start_guardian(self._run)
             self._start_ranks(guardian)
             children = dict(enumerate(self.procs, self._run.node_rank * self.num_processes + 1))
@@ -65,7 +62,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         try:
             self._joining.begin(self._run, guardian=guardian)
         except RuntimeError as error:
-            note_refused_worker(error, self._run.rank)
+            note_refusal(error, f"rank {self._run.rank}")
             raise
         set_num_threads_if_needed(num_processes=self.num_processes)
         try:
@@ -89,7 +86,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             for process in self.procs:
                 process.kill()
                 process.wait()
-            note_refusal(error, len(self.procs) + 1, self.num_processes)
+            note_refusal(error, f"rank {len(self.procs) + 1} of {self.num_processes} on this host cannot start")
             raise
 
     def _start_processes(self) -> None:

@@ -38,7 +38,6 @@ from lightning_multigpu.job.guardian.failure import host_name
 from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, SAME_INTERRUPT_S
 from lightning_multigpu.job.guardian.proc import ended_text, note_refusal
 from lightning_multigpu.job.joining import Joining, start_guardian
-from lightning_multigpu.job.loader_workers import note_refused_worker
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.uncaught_errors import FailureReport, is_reported, print_if_uncaught
 
@@ -81,8 +80,8 @@ class SpawnLauncher(MultiProcessingLauncher):
         if trainer is not None:
             args = self.joining.resume(function, args, trainer)
         states = GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
-        with self.run.chosen_port_held():  # a later run chooses again: another program may have taken the port by then
-            result = self._run_guarded(_Task(self, trainer, function, args, kwargs, states))
+        _ = self.run.environment.main_port  # chosen now, for the copies that the ranks get
+        result = self._run_ranks(_Task(self, trainer, function, args, kwargs, states))
         if trainer is not None:
             self._already_fit |= trainer.state.fn == TrainerFn.FITTING
             self._take_over(result, trainer)
@@ -101,38 +100,32 @@ class SpawnLauncher(MultiProcessingLauncher):
                 "and pass fit(ckpt_path=...) to go on where the first one ended"
             )
 
-    def _run_guarded(self, task: _Task) -> _Result:
+    def _run_ranks(self, task: _Task) -> _Result:
+        """Starts the ranks and waits for all of them; raises the failed rank's exception, or SystemExit at SIGTERM."""
         guardian = start_guardian(self.run)
         guardian.shows()
+        ranks: _Ranks | None = None
         try:
-            result = self._run_ranks(task, guardian)
+            ranks = _Ranks(self.run, self._start_method, task, guardian)
+            self.procs = ranks.processes
+            ranks.await_end()
+            result = ranks.result()
         except BaseException as error:
             self.joining.watch.ranks_have_ended = True  # callbacks that save at exceptions do not know
+            if isinstance(error, KeyboardInterrupt) and ranks is not None:
+                ranks.interrupt()
+            elif ranks is not None:
+                ranks.end()
             if not is_reported(error):
                 guardian.stop()
             raise
+        finally:
+            if ranks is not None and ranks.were_cut_off:
+                os._exit(INTERRUPTED_STATUS)
         guardian.stop()
         return result
 
-    def _run_ranks(self, task: _Task, guardian: Guardian) -> _Result:
-        """Starts the ranks and waits for all of them; raises the failed rank's exception, or SystemExit at SIGTERM."""
-        ranks = _Ranks(self.run, self._start_method, task, guardian)
-        self.procs = ranks.processes
-        try:
-            ranks.await_end()
-            return ranks.result()
-        except KeyboardInterrupt:
-            ranks.interrupt()
-            raise
-        except BaseException:
-            ranks.end()
-            raise
-        finally:
-            if ranks.were_cut_off:
-                os._exit(INTERRUPTED_STATUS)
-
     def _take_over(self, result: _Result, trainer: pl.Trainer) -> None:
-        """Copies the state of rank 0's Trainer to this process's Trainer."""
         if result.weights is not None:
             # The module of rank 0 may have got other parts.
             trainer.lightning_module.load_state_dict(result.weights, strict=False)
@@ -234,16 +227,17 @@ class _Task:
                 error = ValueError(_TUNED_IN_VAIN)
                 watch.settle(error, run, None)
             if watch.failure is None:  # it has not joined
-                note_refused_worker(error, run.rank)
+                note_refusal(error, f"rank {run.rank}")
                 watch.failure = Failure.of(error, rank=run.rank, step=None)
             report = watch.report(run, None)
             if watch.is_lost:  # the process that has started the ranks goes on
                 report.print(error)
                 raise SystemExit(1) from None
-            pickled, is_shown = _pickled(error, watch.failure), report.show is None
-            answers.send_bytes(
-                pickle.dumps(_Failed(watch.failure, report.in_full, is_shown, self._checkpoint(), pickled))
-            )
+            pickled = b""
+            with contextlib.suppress(Exception):
+                pickled = pickle.dumps(error) if watch.failure.pid == os.getpid() else b""
+            failed = _Failed(watch.failure, report.in_full, report.show is None, self._checkpoint(), pickled)
+            answers.send_bytes(pickle.dumps(failed))
             raise SystemExit(1) from None
         answers.send_bytes(answer)
 
@@ -253,14 +247,6 @@ class _Task:
             with contextlib.suppress(Exception):  # as when the message is printed
                 return last_checkpoint_of(self.trainer)
         return None
-
-
-def _pickled(error: Exception, failure: Failure) -> bytes:
-    """The exception of this rank; empty if it is about another rank's failure, or cannot be pickled."""
-    with contextlib.suppress(Exception):
-        if failure.pid == os.getpid():
-            return pickle.dumps(error)
-    return b""
 
 
 def _exception_of(failed: _Failed) -> Exception:
@@ -300,7 +286,7 @@ class _Ranks:
             guardian.kill()
             self._signal(signal.SIGKILL)
             self._join(self._timeout_s)
-            note_refusal(error, len(self.processes), run.ranks_per_host)
+            note_refusal(error, f"rank {len(self.processes)} of {run.ranks_per_host} on this host cannot start")
             raise
 
     def await_end(self) -> None:
@@ -372,7 +358,6 @@ class _Ranks:
             os._exit(INTERRUPTED_STATUS)
 
     def end(self) -> None:
-        """Ends the remaining processes."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             self._signal(number)
             self._join(self._timeout_s)

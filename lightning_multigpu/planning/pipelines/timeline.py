@@ -80,11 +80,9 @@ class StageMemory(HeldBytes):
     """Measured bytes that a rank holds.
 
     Attributes:
-        activations_bytes: the most bytes that autograd has saved for backward at a time; None if not measured.
         device_peak_bytes: the most bytes that torch had allocated on the GPU; None on the CPU.
     """
 
-    activations_bytes: int | None
     device_peak_bytes: int | None = None
 
 
@@ -120,12 +118,10 @@ class Usage:
     Attributes:
         wall_s: seconds from the pipeline's first pass to its last; the same on all ranks.
         seconds: kind of interval -> seconds within that time.
-        passes: kind -> number of passes.
     """
 
     wall_s: float
     seconds: dict[str, float]
-    passes: dict[str, int]
 
     @property
     def bubble(self) -> float:
@@ -154,7 +150,6 @@ def usage(timelines: Sequence[Timeline]) -> list[Usage]:
                 )
                 for kind in (*BUSY, *WAITING)
             },
-            {kind: len({(i.stage, i.micro_batch) for i in timeline if i.kind == kind}) for kind in BUSY},
         )
         for timeline in timelines
     ]  # fmt: skip

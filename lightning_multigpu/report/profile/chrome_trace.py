@@ -42,7 +42,7 @@ def trace(profile: ProfileDocument, operators: Sequence[Sequence[Any]]) -> dict[
         used = {phase for step in rank.steps for phase, *_ in step.parts}
         named = dict.fromkeys(track for phase, track in _PHASE_TRACKS.items() if phase in used)
         tracks = _Tracks(rank.rank, f"rank {rank.rank} on {rank.host}", named)
-        behind_s = profile.origin_s + rank.clock.offset_s
+        behind_s = profile.origin_s + rank.clock_offset_s
         for step in rank.steps:
             for phase, start_s, end_s in step.parts:
                 tracks.add(_PHASE_TRACKS[phase], phase, start_s, end_s)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 from lightning_multigpu.communication.metering.traffic import length, merged, overlaps, sent_share
 from lightning_multigpu.planning.diagnosis import Finding
-from lightning_multigpu.planning.launch_queue import LaunchQueue
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
+from lightning_multigpu.planning.rank_figures import LaunchQueue
 from lightning_multigpu.report import document
 from lightning_multigpu.report.document import NamedStrategy, ServersSection
-from lightning_multigpu.report.pipeline_section import PipelineReport
 from lightning_multigpu.report.schema import Absent, ReportError, from_json
 
 FILE_NAME = "profile.json"
@@ -82,14 +80,6 @@ class RunFigure(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClockError:
-    """A rank's clock minus that of rank 0, and the most by which that can be wrong, in seconds."""
-
-    offset_s: float
-    error_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class ProfiledStep:
     """An optimizer step of a rank; its parts have no gaps and do not overlap."""
 
@@ -131,18 +121,18 @@ class MeasuredRank:
         threads: intra-op threads.
         cores: cores that the processes of its host may use.
         data_workers: worker processes of its DataLoader; null if unknown.
-        clock: its clock.
+        clock_offset_s: the clock of its times minus the clock of its host, in seconds.
         callbacks_s: seconds of a step by hook, medians, of the hooks that take the most time.
         operators: of one step: those with the most time of their own.
         reads: values of tensors that are read in a step.
         steps: the counted steps.
         stages: a pipeline's record; null without one.
-        is_metered: whether its strategy measures transfers; profiles of earlier versions lack it.
+        is_metered: whether its strategy measures transfers.
         memory: bytes at the end of the window by kind, the fields of
             :class:`lightning_multigpu.planning.pipelines.timeline.StageMemory`.
         limit: "GPU", "host" or "container" that it trains in, and its bytes.
         whole_run: figures of the whole run, by the key of a monitor.
-        launches: of a step on a GPU; profiles of earlier versions lack it, as those of CPUs.
+        launches: of a step on a GPU.
     """
 
     rank: int
@@ -151,7 +141,7 @@ class MeasuredRank:
     threads: int
     cores: int
     data_workers: int | None
-    clock: ClockError
+    clock_offset_s: float
     callbacks_s: Mapping[str, float]
     operators: Sequence[OperatorTime]
     reads: Sequence[LineReads]
@@ -219,16 +209,57 @@ class ProfiledOperation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineRank:
+    """A rank of a pipeline in one step.
+
+    Attributes:
+        rank: the rank.
+        seconds: in "forward", "backward" and "weight" passes, in "send" and "receive", and "idle"; together ``wall_s``
+            of the step.
+        bubble: 1 - busy / wall, where forward, backward and weight passes are busy.
+    """
+
+    rank: int
+    seconds: Mapping[str, float]
+    bubble: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineStep:
+    """A pipeline's step with the median wall time among the newest nine that ran all micro-batches together.
+
+    On GPUs one step in 16 is timed.
+
+    Attributes:
+        schedule: its name.
+        num_micro_batches: of the step.
+        wall_s: from the first pass of any rank of the pipeline to the last.
+        bubble: the mean of the ranks' bubbles.
+        theoretical_bubble: that of equal stages, whose messages take no time, see
+            :func:`lightning_multigpu.planning.pipelines.timeline.theoretical`.
+        ranks: by position.
+    """
+
+    schedule: str
+    num_micro_batches: int
+    wall_s: float
+    bubble: float
+    theoretical_bubble: float
+    ranks: Sequence[PipelineRank]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProfileDocument:
-    """``profile.json``, version 1. Times are in seconds on the clock of rank 0, from the first counted step.
+    """``profile.json``, version 1. Times are in seconds by the clocks of the hosts, from the first counted step.
 
     Attributes:
         strategy, versions: as in ``multigpu_report.json``.
-        origin_s: that beginning on the clock of rank 0.
+        origin_s: that beginning, since 1970.
         step_s: median optimizer step of the slowest rank.
         ranks: one a rank, in rank order.
         operations: transfers between ranks, of the rank that sends most.
         findings: the largest saving first, then those that save nothing.
+        pipelines: side by side; only where the model was split into stages and a step was timed.
         servers: only where parameter servers made the updates.
     """
 
@@ -240,6 +271,7 @@ class ProfileDocument:
     ranks: Sequence[ProfiledRank]
     operations: Sequence[ProfiledOperation]
     findings: Sequence[Finding]
+    pipelines: Absent[Sequence[PipelineStep]] = None
     servers: Absent[ServersSection] = None
 
     def __post_init__(self) -> None:
@@ -269,16 +301,6 @@ class ProfileDocument:
         return (
             f'{self.strategy.name} does not measure its transfers, which count as backward; strategy="ring_ddp" does.'
         )
-
-    @property
-    def clock_error_s(self) -> float:
-        """The largest possible error of a rank's times on the clock of rank 0; 0 where clocks were not compared."""
-        return max(rank.clock.error_s for rank in self.ranks)
-
-    @cached_property
-    def pipelines(self) -> PipelineReport:
-        """The pipelines of the run, as a :class:`~lightning_multigpu.callbacks.RunReport` has them."""
-        return PipelineReport(self.ranks)
 
 
 def read(path: Path) -> ProfileDocument:

@@ -12,8 +12,7 @@ from lightning_multigpu.planning.rank_figures import MemoryUse, Pushes, RankFigu
 from lightning_multigpu.planning.step_phases import PHASES, Span, seconds_of
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 from lightning_multigpu.report.document import NamedStrategy, ServersSection
-from lightning_multigpu.report.pipeline_section import PipelineReport
-from lightning_multigpu.report.profile import run_figures
+from lightning_multigpu.report.profile.pipelines import timed_pipelines
 from lightning_multigpu.report.profile.profile_document import (
     MeasuredRank,
     ProfileDocument,
@@ -21,6 +20,7 @@ from lightning_multigpu.report.profile.profile_document import (
     ProfiledRank,
     ProfiledStep,
 )
+from lightning_multigpu.report.profile.profile_sections import MEMORY
 from lightning_multigpu.report.schema import from_json
 
 
@@ -40,9 +40,10 @@ def build(
         strategy_options: the strategy by its class, whose options remedies name.
     """
     measured = [from_json(MeasuredRank, rank, f"rank {rank.get('rank')}") for rank in told]
-    origin_s = min(rank.steps[0].start_s - rank.clock.offset_s for rank in measured)
-    ranks = [_with_medians(rank, origin_s + rank.clock.offset_s) for rank in measured]
+    origin_s = min(rank.steps[0].start_s - rank.clock_offset_s for rank in measured)
+    ranks = [_with_medians(rank, origin_s + rank.clock_offset_s) for rank in measured]
     figures = [_figures(rank) for rank in ranks]
+    pipelines = timed_pipelines(ranks)
     servers = told[0].get("servers") and from_json(ServersSection, told[0]["servers"])
     return ProfileDocument(
         strategy=strategy,
@@ -53,11 +54,12 @@ def build(
         operations=max((_operations(rank.steps) for rank in ranks), key=lambda found: sum(o.sent_bytes for o in found)),
         findings=diagnose(
             figures,
-            pipeline=PipelineReport(ranks).figures(),
+            pipeline=pipelines[0].figures() if pipelines else None,
             shards=[server.bytes_in + server.bytes_out for server in servers.servers] if servers else [],
             strategy=strategy_options or StrategyOptions(),
             asynchronous=bool(servers and servers.workers),  # they alone have a staleness
         ),
+        pipelines=[pipeline.step() for pipeline in pipelines] or None,
         servers=servers,
     )
 
@@ -70,7 +72,7 @@ def medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _with_medians(rank: MeasuredRank, behind_s: float) -> ProfiledRank:
-    """The rank on the clock of rank 0, and its medians."""
+    """The rank with times from the first counted step, and its medians."""
     steps = [step.earlier(behind_s) for step in rank.steps]
     step_s = median(step.seconds for step in steps)
     phases_s = medians([seconds_of(Span(a, b, phase) for phase, a, b in step.parts) for step in steps])
@@ -130,7 +132,7 @@ def _memory_use(rank: ProfiledRank) -> MemoryUse | None:
     """The most that all processes together had in use in the run, or torch on a GPU that only it could tell of."""
     held = rank.held_bytes
     of_device = held.pop("device_peak", None)
-    used = rank.whole_run.get(run_figures.MEMORY)
+    used = rank.whole_run.get(MEMORY)
     peak_bytes = of_device if used is None else used.largest
     if peak_bytes is None or rank.limit is None:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,9 +11,22 @@ from lightning_multigpu.planning.numbers import ms, number, size
 from lightning_multigpu.planning.step_phases import PHASES
 from lightning_multigpu.report import figures
 from lightning_multigpu.report.figures import SvgFigure, bars, words
-from lightning_multigpu.report.profile import run_figures
+from lightning_multigpu.report.profile.pipelines import timed_pipelines
 from lightning_multigpu.report.profile.profile_document import ProfileDocument
 
+SAMPLES, UTILIZATION, MEMORY, PROCESS = (
+    "throughput/samples_per_sec",
+    "device/utilization_percent",
+    "device/memory_used_bytes",
+    "device/process_rss_bytes",
+)
+RUN_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    SAMPLES: ("samples a second", number),
+    UTILIZATION: ("utilization", lambda percent: f"{percent:.0f} %"),
+    MEMORY: ("memory of the GPU or host, all programs", size),
+    PROCESS: ("main memory of the rank's process", size),
+}
+"""Key of the monitor's figure -> what it is called, and its value as text."""
 PHASE_COLOURS = {
     "data_wait": figures.VERMILION,
     "device_transfer": figures.YELLOW,
@@ -132,7 +145,6 @@ def _phases(profile: ProfileDocument) -> Iterator[ReportSection]:
     for rank in ranks:
         times_s = [*(rank.phases_s.get(phase, 0.0) for phase in used), rank.step_s, rank.hidden_s]
         rows.append([f"{rank.rank} ({rank.host})", *(number(1e3 * seconds) for seconds in times_s)])
-    error_s = profile.clock_error_s
     yield ReportSection(
         title="A step of each rank, in ms",
         legend={phase: PHASE_COLOURS[phase] for phase in used},
@@ -143,8 +155,7 @@ def _phases(profile: ProfileDocument) -> Iterator[ReportSection]:
             ms,
         ),
         table=[["rank", *map(words, used), "step, ms", "hidden transfers"], *rows],
-        note="Communication is what nothing hides; hidden transfers run beside the other phases."
-        + (f"\nclocks of ranks are compared to within {ms(error_s)}" if error_s else ""),
+        note="Communication is what nothing hides; hidden transfers run beside the other phases.",
     )
 
 
@@ -169,39 +180,42 @@ def _timeline(profile: ProfileDocument) -> Iterator[ReportSection]:
             meaning = f"{who}: {t.operation} ({t.group}), {ms(t.end_s - t.start_s)}"
             figure.box(t.start_s - start_s, t.end_s - start_s, "#000", meaning, top=17, height=5)
     figure.axis()
-    error = f", to within {ms(profile.clock_error_s)}" if profile.clock_error_s else ""
     yield ReportSection(
         title=f"One step over all ranks: {ms(span_s)}",
-        lead=f"On the clock of rank 0{error}, from the start of the first rank to the end of the last, which may be "
+        lead="By the clocks of the hosts, from the start of the first rank to the end of the last, which may be "
         "longer than a rank's step. Transfers between ranks below each rank's phases.",
         figure=figure.part_of_page("Timeline of one step, a row for each rank"),
     )
 
 
 def _schedule(profile: ProfileDocument) -> Iterator[ReportSection]:
-    pipelines = profile.pipelines
-    section, drawn = pipelines.section(), pipelines.picture()
-    if section is None or drawn is None:
-        return
+    """A section for each pipeline; the first one has the picture."""
+    drawn = [pipeline.picture() for pipeline in timed_pipelines(profile.ranks)[:1]]
     meaning = "Schedule of a step of the pipeline, in theory above, as measured below: passes of each rank over time"
-    yield ReportSection(
-        title="The pipeline's schedule",
-        figure=f'<div class="wide schedule" role="img" aria-label="{meaning}">{drawn}</div>',
-        table=[
-            [section.schedule, "micro-batches", "step", "ranks not busy", "in theory"],
-            *(
-                [
-                    f"pipeline {index}",
-                    str(timed.num_micro_batches),
-                    ms(timed.wall_s),
-                    f"{100 * timed.bubble:.1f} %",
-                    f"{100 * timed.theoretical_bubble:.1f} %",
-                ]
-                for index, timed in enumerate(section.pipelines)
-                if timed.wall_s is not None and timed.bubble is not None and timed.theoretical_bubble is not None
+    for index, step in enumerate(profile.pipelines or ()):
+        kinds = [kind for kind in step.ranks[0].seconds if any(rank.seconds[kind] for rank in step.ranks)]
+        number_of = "" if len(profile.pipelines or ()) == 1 else f" in pipeline {index}"
+        yield ReportSection(
+            title=f"A step of {step.schedule}{number_of} with {step.num_micro_batches} micro-batches, in ms",
+            figure="".join(
+                f'<div class="wide schedule" role="img" aria-label="{meaning}">{picture}</div>' for picture in drawn
             ),
-        ],
-    )
+            table=[
+                ["rank", *kinds, "bubble"],
+                *(
+                    [
+                        str(rank.rank),
+                        *(number(1e3 * rank.seconds[kind]) for kind in kinds),
+                        f"{100 * rank.bubble:.1f} %",
+                    ]
+                    for rank in step.ranks
+                ),
+            ],
+            note=f"of {ms(step.wall_s)} the ranks do not work for {100 * step.bubble:.1f} %; in theory "
+            f"{100 * step.theoretical_bubble:.1f} %\n"
+            "from the first pass to the last: the rest of a step is loading, hooks and the optimizer",
+        )
+        drawn = []
 
 
 def _transfers(profile: ProfileDocument) -> Iterator[ReportSection]:
@@ -247,9 +261,9 @@ def _memory(profile: ProfileDocument) -> Iterator[ReportSection]:
 
 def _whole_run(profile: ProfileDocument) -> Iterator[ReportSection]:
     rows = []
-    for key, (name, show) in run_figures.KEYS.items():
+    for key, (name, show) in RUN_FIGURES.items():
         if of_ranks := [rank.whole_run[key] for rank in profile.ranks if key in rank.whole_run]:
-            add = sum if key == run_figures.SAMPLES else max
+            add = sum if key == SAMPLES else max
             rows.append([name, *(show(add(column)) for column in zip(*of_ranks, strict=True))])
     if rows:
         yield ReportSection(
@@ -293,12 +307,12 @@ def comparison(profiles: Mapping[str, ProfileDocument]) -> list[list[str]]:
     # What the runs are compared for is first: a phone shows three columns.
     rows = [["run", "samples/s", "step", "diagnosis", *map(words, used), "strategy"]]
     for name, profile in profiles.items():
-        rate = run_figures.rate(profile)
+        found = _rate(profile)
         phases_s = profile.slowest.phases_s
         rows.append(
             [
                 name,
-                "-" if rate is None else number(rate),
+                "-" if found is None else number(found),
                 ms(profile.step_s),
                 profile.findings[0].kind if profile.findings else "nothing found",
                 *(ms(phases_s.get(phase, 0.0)) for phase in used),
@@ -306,3 +320,19 @@ def comparison(profiles: Mapping[str, ProfileDocument]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def _rate(profile: ProfileDocument) -> float | None:
+    """Samples a second: the median over the whole run, of all ranks together; None where it was not measured."""
+    rates = [rank.whole_run[SAMPLES].median for rank in profile.ranks if SAMPLES in rank.whole_run]
+    return sum(rates) if rates else None
+
+
+def fastest(profiles: Mapping[str, ProfileDocument]) -> list[str]:
+    """The verdict of a comparison, by the names of the runs; empty where fewer than two have the figure."""
+    rates = {name: found for name, profile in profiles.items() if (found := _rate(profile))}
+    if len(rates) < 2:
+        return []
+    first, second, *_ = sorted(rates, key=lambda name: -rates[name])
+    times = rates[first] / rates[second]
+    return [f"{first} is fastest: {number(rates[first])} samples/s, {times:.2f} times those of {second}."]

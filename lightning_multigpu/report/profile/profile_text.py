@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from lightning_multigpu.planning.numbers import ms
-from lightning_multigpu.report.profile import profile_sections, run_figures
+from lightning_multigpu.report.profile import profile_sections
 from lightning_multigpu.report.profile.profile_document import ProfileDocument
 from lightning_multigpu.report.terminal import columns
 
@@ -36,7 +36,7 @@ def text(profile: ProfileDocument) -> str:
 def comparison(profiles: Mapping[str, ProfileDocument]) -> str:
     """The fastest run, and a row for each run."""
     rows = profile_sections.comparison(profiles)
-    return "\n".join([*run_figures.fastest(profiles), *columns(rows, "left", "right")])
+    return "\n".join([*profile_sections.fastest(profiles), *columns(rows, "left", "right")])
 
 
 def _diagnosis(profile: ProfileDocument) -> list[str]:

@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from lightning_multigpu.engine.data_parallel.agreement import ContinuedLoader
 from lightning_multigpu.engine.data_parallel.batch_distribution import OnDemandBatchSampler, distribute_batches
-from lightning_multigpu.engine.parameter_server.coordination import Coordination
 from lightning_multigpu.engine.parameter_server.server_statistics import summary
 from lightning_multigpu.engine.parameter_server.server_transport import ServerTransport
 from lightning_multigpu.engine.parameter_server.servers import Servers
@@ -38,7 +37,7 @@ class AsynchronousTraining(Callback):
     or stop.
 
     Args:
-        connections: to the servers.
+        servers: the servers.
         signals: on which this worker acts between two batches.
         can_be_lost: called when training begins, on workers that may be lost.
 
@@ -46,13 +45,12 @@ class AsynchronousTraining(Callback):
         transports: of the optimizers; filled by the strategy.
     """
 
-    def __init__(self, connections: Servers, signals: RunSignals, *, can_be_lost: Callable[[], object]) -> None:
+    def __init__(self, servers: Servers, signals: RunSignals, *, can_be_lost: Callable[[], object]) -> None:
         self.transports: Sequence[ServerTransport] = ()
-        self._connections = connections
-        self._coordination = Coordination(connections)
+        self._servers = servers
         self._signals = signals
         self._can_be_lost = can_be_lost
-        self._is_first = connections.worker == 0
+        self._is_first = servers.worker == 0
         self._first_batch: int | None = None
         self._resumed_epoch: int | None = None
         self._resumed_version = 0
@@ -128,7 +126,7 @@ class AsynchronousTraining(Callback):
     def _take(self, trainer: pl.Trainer) -> range:
         """The batches of the next update: ``accumulate_grad_batches``, or fewer at the end of the epoch."""
         size, num_batches = trainer.accumulate_grad_batches, self._num_batches(trainer)
-        update = self._coordination.next_batch(trainer.current_epoch, **self._of_epoch(trainer))
+        update = self._servers.next_batch(trainer.current_epoch, **self._of_epoch(trainer))
         return range(0) if update is None else range(update * size, min(num_batches, (update + 1) * size))
 
     def _of_epoch(self, trainer: pl.Trainer) -> dict[str, Any]:
@@ -159,7 +157,7 @@ class AsynchronousTraining(Callback):
             for transport in self.transports:
                 transport.send_changed_weights()
             self._pull()  # the answer shows that all servers have the new weights
-        self._coordination.start()
+        self._servers.begin_training()
         if not self._is_first:
             self._pull()
             self._can_be_lost()
@@ -178,7 +176,7 @@ class AsynchronousTraining(Callback):
         if within_epoch and batches >= trainer.num_training_batches:
             trainer.val_check_batch = float("inf")  # at the end of the epoch; a worker's batches are known only then
         else:
-            trainer.val_check_batch = max(1, int(batches / self._connections.job.num_workers))
+            trainer.val_check_batch = max(1, int(batches / self._servers.job.num_workers))
 
     def _resume_epoch(self, trainer: pl.Trainer) -> None:
         """Sets Lightning's counts of batches to those of the epoch that a checkpoint was saved in.
@@ -253,7 +251,7 @@ class AsynchronousTraining(Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         """Asks for the next batch, so that the answer comes while gradients are pushed and weights pulled."""
         if self._batches is not None and pl_module.automatic_optimization and self._batches.lacks_next:
-            self._coordination.ask_ahead(trainer.current_epoch, **self._of_epoch(trainer))
+            self._servers.ask_ahead(trainer.current_epoch, **self._of_epoch(trainer))
 
     def after_step(self, trainer: pl.Trainer) -> None:
         """Takes the next batch as late as possible: no other worker can train on it from then on."""
@@ -274,12 +272,12 @@ class AsynchronousTraining(Callback):
             self._unreported.append(self._number // trainer.accumulate_grad_batches)
         if self._has_stepped or is_last:  # gradients that are being accumulated would be lost with this worker
             for update in self._unreported:
-                self._coordination.trained(trainer.current_epoch, update)
+                self._servers.trained(trainer.current_epoch, update)
             self._unreported.clear()
         self._warn_of_lost()
         if is_last and self._is_first:
-            self._coordination.pause()
-            self._coordination.give_back(trainer.current_epoch)
+            self._servers.pause()
+            self._servers.give_back(trainer.current_epoch)
             self._pull()
         self._step_schedulers(trainer)
         self._stop_if_over(trainer)
@@ -287,8 +285,8 @@ class AsynchronousTraining(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._is_first:
-            self._coordination.pause()
-            self._coordination.stop(epoch=trainer.current_epoch, at_once=trainer.should_stop)
+            self._servers.pause()
+            self._servers.stop_training(epoch=trainer.current_epoch, at_once=trainer.should_stop)
             self._pull()
 
     def _pull(self) -> None:
@@ -309,7 +307,7 @@ class AsynchronousTraining(Callback):
             self._stepped[id(config.scheduler)] = due
 
     def _warn_of_lost(self) -> None:
-        for lost in self._connections.lost[self._num_reported :]:
+        for lost in self._servers.lost[self._num_reported :]:
             batches = f"; its {lost['batches']} batches go to others" if lost["batches"] else ""
             rank_zero_warn(
                 f"worker {lost['worker']} is gone, and training goes on; workers left: {lost['left']}{batches}"
@@ -319,20 +317,20 @@ class AsynchronousTraining(Callback):
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._coordination.pause()
+            self._servers.pause()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._batches is not None:
             self._unreported.clear()
-            self._coordination.give_back(trainer.current_epoch)
+            self._servers.give_back(trainer.current_epoch)
         self._stop_if_over(trainer)
 
     def _stop_if_over(self, trainer: pl.Trainer) -> None:
         loop: Any = trainer.fit_loop.epoch_loop
-        is_over = self._coordination.is_stopped
+        is_over = self._servers.is_stopped
         if self._batches is not None:
-            is_over |= self._coordination.is_exhausted and not self._batches.has_next()
+            is_over |= self._servers.is_exhausted and not self._batches.has_next()
             is_over |= not trainer.lightning_module.automatic_optimization and 0 < trainer.max_steps <= self.version
             if self._minimums[1] is not None:  # Lightning compares it with this worker's own steps
                 loop.min_steps = max(0, self._minimums[1] - (self.version - trainer.global_step))
@@ -342,7 +340,7 @@ class AsynchronousTraining(Callback):
 
     def training_ends(self, trainer: pl.Trainer) -> None:
         """Gives all workers the weights, buffers and metrics of worker 0, and the states of its callbacks."""
-        self._coordination.pause()
+        self._servers.pause()
         message: dict[str, Any] = {}
         beside = _beside_servers(trainer)
         if self._is_first:
@@ -355,7 +353,7 @@ class AsynchronousTraining(Callback):
                 if transport.send_changed_weights():  # a callback has put averages in place
                     transport.pull()  # the answer shows that all servers have the new weights
             self._report()
-        message = self._coordination.end(message)
+        message = self._servers.end_training(message)
         if not self._is_first:
             self._pull()
             for name, value in message["beside servers"].items():
@@ -364,18 +362,14 @@ class AsynchronousTraining(Callback):
                 callback.load_state_dict(state)
             trainer.callback_metrics.update(message["metrics"])
         for number, (value, found) in enumerate(self._at_end):
-            found += self._coordination.newest(f"at the end {number}", value(), of_all=True)
+            found += self._servers.newest(f"at the end {number}", value(), of_all=True)
         self._at_end.clear()
 
     def _report(self) -> None:
         rank_zero_info("Updates of each worker, with their staleness (median, 95th percentile, largest):")
-        for worker, counts in self._connections.statistics().staleness.items():
+        for worker, counts in self._servers.statistics().staleness.items():
             found = ", ".join(map(str, summary(counts).values()))
             rank_zero_info(f"  worker {worker}: {counts.total()} updates, staleness {found}")
-
-    def newest(self, name: str, value: Any) -> list[Any]:
-        """See :meth:`.MultiGPUStrategy.newest_of_ranks`."""
-        return self._coordination.newest(name, value, of_all=False)
 
     def gather_at_end(self, value: Callable[[], Any]) -> list[Any]:
         """See :meth:`.MultiGPUStrategy.gather_at_end`."""

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
-from lightning_multigpu.engine.parameter_server.host_transport import HostMemory, HostTransport
-from lightning_multigpu.placement.optimizer_split import Split
+from lightning_multigpu.engine.parameter_server.host_transport import HostTransport
+from lightning_multigpu.placement.table import Split
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
@@ -47,7 +47,7 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
         super().__init__(**options)
         self._split = optimizer_split
         self.common.averages_buffers = True
-        self._memory: HostMemory | None = None
+        self._ranks: SharedMemoryAllReduce | None = None
         self._num_reserved = 0
 
     @property
@@ -70,44 +70,42 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        if self._memory is None:  # else the other optimizers are refused
+        if self._ranks is None:  # else the other optimizers are refused
             assert self.groups is not None
-            ranks = SharedMemoryAllReduce(self.new_group("data", backend="gloo"))
-            self._undo.callback(ranks.close)
-            self.groups.also_cut.append(ranks.abort)
-            self._memory = HostMemory(ranks, self.meter, self._reserve, self.gather_objects)
+            self._ranks = SharedMemoryAllReduce(self.new_group("data", backend="gloo"))
+            self._undo.callback(self._ranks.close)
+            self.groups.also_cut.append(self._ranks.abort)
         super().setup_optimizers(trainer)
         self.common.watch_given_gradients()
         self.owned.begin(self._transport)
         self.owned.clip_in_steps()
 
     def _transport(self, optimizer: Optimizer) -> HostTransport:
-        assert self._memory is not None
-        return HostTransport(optimizer, self._memory, split=self._split)
+        assert self._ranks is not None
+        return HostTransport(
+            optimizer, self._ranks, self.meter, reserve=self._reserve, gather=self.gather_objects, split=self._split
+        )
 
     @override
     def teardown(self) -> None:
-        with self.saves.keeping_states(self._owned):
-            self.owned.end()
-            self._undo.close()
-            self._memory = None
-            super().teardown()
+        super().teardown()
+        self._ranks = None
 
     def _reserve(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor that all ranks can access; if memory cannot be shared, ranks copy pieces of it instead."""
-        assert self._memory is not None
+        assert self._ranks is not None
         on_gpu = self.root_device.type == "cuda"
         # Memory of torch's own, not pages of the heap: two tensors may share one, which CUDA locks once only.
         flat = torch.zeros(numel, dtype=dtype, pin_memory=on_gpu)
         if not numel:
             return flat
-        if self._memory.ranks.world_size > 1:
+        if self._ranks.world_size > 1:
             self._num_reserved += 1
             try:
-                self._memory.ranks.move(flat, self._num_reserved)
+                self._ranks.move(flat, self._num_reserved)
             except SharedMemoryUnavailableError as error:
                 rank_zero_warn(f"gradients and weights are copied once more, between the ranks of this host: {error}")
-            if on_gpu and self._memory.ranks.has_moved(flat):
+            if on_gpu and self._ranks.has_moved(flat):
                 self._pin(flat)
         return flat
 

@@ -22,14 +22,15 @@ from lightning_multigpu._torch_compat import job_store
 from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.compression.factory import make_compressor
+from lightning_multigpu.engine.parameter_server.pair import PairEndedError
 from lightning_multigpu.engine.parameter_server.server import EXTERNAL, RUNS, Job
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.engine.parameter_server.server_transport import ServerTransport
-from lightning_multigpu.engine.parameter_server.servers import ServerError, Servers
+from lightning_multigpu.engine.parameter_server.servers import Servers
 from lightning_multigpu.job.process_groups import leave_world
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.server_process import ServerProcess
-from lightning_multigpu.placement.optimizer_split import Split
+from lightning_multigpu.placement.table import Split
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.parameter_server.asynchronous_training import AsynchronousTraining
@@ -110,22 +111,18 @@ class ParameterServerStrategy(MultiGPUStrategy):
         self.common.averages_buffers = True
         self._mode, self._max_staleness = mode, max_staleness
         self._is_asynchronous = mode == "async" and max_staleness != 0
-        if self._is_asynchronous:
-            self._check_that_no_rank_waits(options)
+        if self._is_asynchronous and (self.feed.uneven_inputs != "stop" or self.common.check_every):
+            name = "uneven_inputs" if self.feed.uneven_inputs != "stop" else "check_replicas_every_n_steps"
+            raise ValueError(
+                f"{name}={options[name]!r}: with mode='async' no rank waits for another one, and their weights differ; "
+                "leave it out, or use mode='sync'"
+            )
         self._asynchronous: AsynchronousTraining | None = None
         self._compressor = _elementwise(compression)
         self._num_servers, self._are_external = num_servers, servers == "external"
         self._bucket_cap_mb = bucket_cap_mb
         self._processes: list[ServerProcess] = []
         self._connections: Servers | None = None
-
-    def _check_that_no_rank_waits(self, options: Mapping[str, Any]) -> None:
-        if self.feed.uneven_inputs != "stop" or self.common.check_every:
-            name = "uneven_inputs" if self.feed.uneven_inputs != "stop" else "check_replicas_every_n_steps"
-            raise ValueError(
-                f"{name}={options[name]!r}: with mode='async' no rank waits for another one, and their weights differ; "
-                "leave it out, or use mode='sync'"
-            )
 
     @property
     @override
@@ -197,7 +194,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
         number = max(2, self.num_nodes) if self._num_servers == "nodes" else self._num_servers
         job = Job(
             name=self.broadcast(f"{RUNS}/{store.add(RUNS, 1) if self.global_rank == 0 else 0}"),
-            address=self.run_context.main_address,
+            address=self.run_context.environment.main_address,
             num_workers=self.world_size,
             num_servers=number,
             is_synchronous=not self._is_asynchronous,
@@ -245,7 +242,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
                     f"of the {job.num_servers} servers (num_servers)"
                 )
                 late = f"{what} did not come within {job.join_timeout_s:g} s (join_timeout_s)"
-                raise ServerError(late + fix if self._are_external else late)
+                raise PairEndedError(late + fix if self._are_external else late)
             if waited_s > _LATE_S and self._are_external and not is_told:
                 is_told = True
                 limit = f"for {job.join_timeout_s:g} s at most (join_timeout_s)"
@@ -275,7 +272,9 @@ class ParameterServerStrategy(MultiGPUStrategy):
 
     @override
     def newest_of_ranks(self, name: str, value: Any) -> list[Any] | None:
-        return None if self._asynchronous is None else self._asynchronous.newest(name, value)
+        if self._asynchronous is None or self._connections is None:
+            return None
+        return self._connections.newest(name, value, of_all=False)
 
     @override
     def gather_at_end(self, value: Callable[[], Any]) -> list[Any] | None:
@@ -298,11 +297,8 @@ class ParameterServerStrategy(MultiGPUStrategy):
         training, self._asynchronous = self._asynchronous, None
         if training is not None:
             training.end(self._module.trainer)
-        with self.saves.keeping_states(self._owned):
-            self.owned.end()
-            self._undo.close()
-            self._connections = None
-            super().teardown()
+        super().teardown()
+        self._connections = None
 
     @property
     @override

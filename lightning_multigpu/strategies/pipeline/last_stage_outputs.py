@@ -49,13 +49,7 @@ class LastStageOutputs(Callback):
     Attributes of submodules are not copied.
 
     Args:
-        module: the user's module.
-        group: the ranks of the pipeline.
-        is_last: this rank has the last stage.
         at_end: called when a training batch has ended, and when an error ends the run.
-
-    Attributes:
-        of_batch: the outputs of the newest training batch.
     """
 
     def __init__(
@@ -104,13 +98,7 @@ class LastStageOutputs(Callback):
     # Outputs of a step
 
     def from_last(self, message: Any, output: Any, hook: str) -> tuple[Any, Any]:
-        """The last stage's message and, where the user's code has the ``hook``, its output of a step. A collective.
-
-        Args:
-            message: picklable; all ranks get the last stage's.
-            output: this rank's output, which it keeps if no hook reads the last stage's.
-            hook: the name of the hook that gets the output.
-        """
+        """The last stage's message and, where the user's code has the ``hook``, its output of a step. A collective."""
         package = None
         if self._is_last and output is not None and has_hook(hook, self._module):
             package = packed(output, f"the argument of {hook}")

@@ -61,19 +61,11 @@ class PipelineOptions:
         names = self.replicated if isinstance(self.replicated, Sequence) else ()
         if isinstance(self.replicated, str) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"replicated={self.replicated!r}: pass True, or a list of names such as ['embedding']")
-        self._check_stages_per_rank()
-        self._check_activation_checkpointing()
-        if self.split_points is not None:
-            self._check_split_points(self.split_points)
-
-    def _check_stages_per_rank(self) -> None:
         looped = self.schedule in LOOPED_SCHEDULES
-        if self.stages_per_rank is None or (self.stages_per_rank > 1) == looped:
-            return
-        fix = "pass 2 or more" if looped else f"leave it out, or use one of the schedules {', '.join(LOOPED_SCHEDULES)}"
-        raise ValueError(f"stages_per_rank={self.stages_per_rank} under schedule={self.schedule!r}; {fix}")
-
-    def _check_activation_checkpointing(self) -> None:
+        if self.stages_per_rank is not None and (self.stages_per_rank > 1) != looped:
+            others = f"leave it out, or use one of the schedules {', '.join(LOOPED_SCHEDULES)}"
+            fix = "pass 2 or more" if looped else others
+            raise ValueError(f"stages_per_rank={self.stages_per_rank} under schedule={self.schedule!r}; {fix}")
         check_choice(self.activation_checkpointing)
         if self.activation_checkpointing and self.schedule == "zero_bubble":
             raise ValueError(
@@ -81,6 +73,8 @@ class PipelineOptions:
                 "would be computed again for each group of their parameters; use schedule='interleaved', or leave it "
                 "out"
             )
+        if self.split_points is not None:
+            self._check_split_points(self.split_points)
 
     def _check_split_points(self, points: object) -> None:
         if isinstance(points, str) or not isinstance(points, Sequence):

@@ -61,7 +61,6 @@ class FirstBatchStrategy(Strategy):
     Args:
         visit: called on every rank in place of the first ``training_step``, with this strategy, the batch and the
             further arguments.
-        options: of the other base class.
     """
 
     def __init__(self, visit: Callable[[Any, Any, Sequence[Any]], None], **options: Any) -> None:
@@ -100,15 +99,10 @@ class PipelinePlanner:
     """Predicts time and memory of pipelines under several schedules and with several numbers of micro-batches.
 
     Args:
-        options: of the pipeline, one for each schedule.
         sizes: ranks of a pipeline; the first one decides what a batch is.
         num_pipelines: pipelines beside each other; each has its own batches.
         num_micro_batches: by default 1, 2, 4, 8, 16 and the strategy's own number, up to the batch's samples.
-        link: the cost of messages between neighbouring ranks.
-        device: of the measurement.
         clip_micro_batches: leave out numbers of micro-batches for which the batch has too few samples.
-        callbacks: of the Trainer.
-        split_options: of the strategy that splits layers, over ``tensor_parallel_size`` ranks.
 
     Attributes:
         refused: a schedule and a size -> why the module cannot be split so.

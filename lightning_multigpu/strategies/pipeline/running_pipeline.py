@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
@@ -17,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 from torchmetrics import Metric
 
-from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.engine.activation_checkpointing import layers_of
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
@@ -35,20 +37,22 @@ from lightning_multigpu.engine.micro_batches import (
 from lightning_multigpu.engine.one_process.gathering import gathered
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
-from lightning_multigpu.engine.pipeline.stages.loss_forms import LossForms
-from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
-from lightning_multigpu.engine.step_state import seed_of, without_differentiation
+from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis, StageSums, remote_gradients
+from lightning_multigpu.engine.pipeline.stages.runner import LossForms, PipelineRunner
+from lightning_multigpu.engine.step_state import seed_of
+from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import whole
-from lightning_multigpu.engine.training_memory import held_bytes
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.engine.training_memory import held_bytes, measured_bytes
 from lightning_multigpu.planning.pipelines.balance import Bounds
-from lightning_multigpu.planning.pipelines.timeline import StageRecord
+from lightning_multigpu.planning.pipelines.timeline import StageMemory, StageRecord
 from lightning_multigpu.strategies.pipeline.first_batch.preparation import Preparation
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
-from lightning_multigpu.strategies.pipeline.stage_agreement import StageAgreement
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
 from lightning_multigpu.strategies.steps.dry_run import unlogged_loss
+from lightning_multigpu.strategies.steps.hook_detection import has_hook
+from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 from lightning_multigpu.strategies.steps.same_batches import same_batch
 from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined, uncounted_logs
 
@@ -63,17 +67,9 @@ class RunningPipeline:
 
     To make one splits the module over the ranks, a collective of the world. It ends with the strategy's ``_undo``.
 
-    Args:
-        strategy: whose module is split.
-        chain, bounds: the layers, and those ``[start, stop)`` of each stage.
-
     Attributes:
         data_axis: the ranks that hold the same stages in other pipelines; None for one pipeline.
         tensor_axis: the ranks that split the layers of this rank's stages; None without a tensor split.
-        logs: records what the user's steps log.
-        num_micro_batches: of a batch with enough samples.
-        seed: the seed of this pipeline's random numbers, the same on its ranks.
-        recompute: indices of the layers that run again in backward.
         in_step: a step of the user is running, so other stages are elsewhere in the program.
         step_args: the arguments of the ``training_step`` under way.
 
@@ -99,7 +95,7 @@ class RunningPipeline:
             strategy.saves.begin(module.trainer, undo)
         else:
             undo.callback(axis.layers.follow_updates(plugin, strategy._watch_states).end)
-        self.recorder = Recorder(model.meter, model.device, model.ownership.parameters, model.ownership.buffers)
+        self.recorder = Recorder(model.meter, model.device)
         self.logs = StepLogs(module)
         self.loss_reduction = _of_micro_batches(strategy.feed.loss_reduction, self.options.batch_dim)
         self.num_micro_batches = self.options.num_parts(model.group.num_ranks)
@@ -176,7 +172,6 @@ class RunningPipeline:
         """Forward and backward of a batch; a collective of the world. The step's logs are logged once, on every stage.
 
         Args:
-            multiplier: the factor of the loss before its backward.
             accumulating: more batches follow before the optimizer's step, so gradients stay on their ranks.
 
         Returns:
@@ -223,7 +218,6 @@ class RunningPipeline:
         with (
             self.strategy.precision_plugin.train_step_context(),
             self.logs.recording(pass_on=False) as batch.records[micro_batch],
-            without_differentiation(),
         ):
             loss = self.call("training_step", part, *batch.others)
         if isinstance(loss, Mapping):
@@ -268,20 +262,6 @@ class RunningPipeline:
         self.agreement.sums.sum_gradients(common)
         if self.data_axis is not None:
             self.data_axis.average_gradients([p for p in ownership.held() if id(p) in shared])
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """The block in which an optimizer steps; no collective."""
-        axis = self.tensor_axis
-        with self.agreement.stepping(), nullcontext() if axis is None else axis.layers.stepping():
-            yield
-
-    def held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
-        """The parameters that several stages hold, and those that a tensor group holds whole; no collective."""
-        model = self.model
-        shared = [h for h in model.ownership.common() if model.ownership.position in h.holders]
-        of_stages = (model.stages, [(h.name, h.tensor) for h in shared])
-        return [of_stages, *([(axis.peers, axis.replicated())] if (axis := self.tensor_axis) is not None else [])]
 
     # Evaluation
 
@@ -337,13 +317,11 @@ class RunningPipeline:
 
     # Reports
 
-    def record(self, steps: bool, activations: bool) -> None:
-        """Sets whether steps are recorded from now on and, in one step, the tensors that autograd keeps."""
-        self.recorder.notes_steps, self.recorder.counts_activations = steps, activations
-
     def stage_record(self) -> StageRecord:
         """The newest steps of this rank's stages, and their memory, with the optimizers' states."""
-        strategy, optimizers = self.strategy, self.model.module.trainer.optimizers
+        strategy, optimizers, device = self.strategy, self.model.module.trainer.optimizers, self.model.device
+        peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        held = measured_bytes(self.model.ownership.parameters(), optimizers)
         return StageRecord(
             # Reports show the ranks with the same part of every layer as one pipeline.
             pipeline=strategy.data_parallel_rank * strategy.tensor_parallel_size + strategy.tensor_parallel_rank,
@@ -352,7 +330,7 @@ class RunningPipeline:
             stages_per_rank=self.options.num_stages_of_rank,
             schedule=self.options.schedule,
             steps=self.recorder.steps(),
-            memory=self.recorder.memory(optimizers),
+            memory=StageMemory(**vars(held), device_peak_bytes=peak_bytes),
             predicted=held_bytes(self.model.ownership.held(), optimizers),
         )
 
@@ -401,3 +379,70 @@ def _of_micro_batches(loss_reduction: LossReduction, batch_dim: int) -> LossRedu
     if not callable(loss_reduction):
         return loss_reduction
     return wraps(loss_reduction)(lambda part: loss_reduction(moved(part, 0, batch_dim)))
+
+
+class StageAgreement:
+    """Clips by the norm of all stages' gradients, and skips a step with inf or nan on all stages or on none.
+
+    It replaces methods of the precision plugin and of its gradient scaler until :meth:`end`. Until then it also
+    silences Lightning's advice to log with ``sync_dist=True``: the stages of a pipeline log the same values anyway.
+
+    Args:
+        tensor: the ranks that split the layers of this stage; None without a tensor split.
+    """
+
+    def __init__(self, plugin: Precision, model: SplitModel, tensor: TensorGroup | None = None) -> None:
+        self._module = model.module
+        self._ownership = model.ownership
+        self._tensor = tensor
+        self.sums = StageSums(model.group, tensor)
+        hooks = partial(self.gradients_for, "on_before_optimizer_step", "configure_gradient_clipping")
+        self._methods = PluginMethods(plugin, {HOOKS_BEFORE_STEP: hooks}, owned=self._owned, reduce_sum=self.sums.sum)
+        warnings.filterwarnings("ignore", "It is recommended to use `self.log")
+        self._filter: Any = warnings.filters[0]
+        self._shown = ExitStack()
+        self._is_stepping = False
+
+    def end(self) -> None:
+        """Gives the plugin and its scaler their own methods back."""
+        self._methods.end()
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def gradients_for(self, *hooks: str) -> Iterator[None]:
+        """Within the block the gradients are those of one device, if the user's code has one of the hooks.
+
+        Parameters of other stages have gradients too, and split ones are whole: see :class:`.RemoteGradient` and
+        :class:`.SplitParameter`.
+        """
+        if not any(has_hook(hook, self._module) for hook in hooks):
+            yield
+            return
+        remote = remote_gradients(self._ownership, self.sums)
+        with remote, nullcontext() if self._tensor is None else self._tensor.showing(parts=False):
+            yield
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """The block in which an optimizer steps."""
+        self.hide_gradients()
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+
+    def show_gradients_until_step(self) -> None:
+        """Shows all gradients to an ``optimizer_step`` of the module that calls the closure itself, and may clip."""
+        if not self._is_stepping:
+            self._shown.enter_context(self.gradients_for("optimizer_step"))
+
+    def hide_gradients(self) -> None:
+        """Ends :meth:`show_gradients_until_step`, if the step or the batch has ended without :meth:`stepping`."""
+        self._shown.close()
+
+    def _owned(self, held: Sequence[Tensor]) -> list[Tensor]:
+        counted = {id(parameter) for parameter in self._ownership.counted()}
+        counts_whole = self._tensor is None or self._tensor.rank == 0
+        return [p for p in held if id(p) in counted and (counts_whole or split_of(p) is not None)]

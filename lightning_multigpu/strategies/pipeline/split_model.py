@@ -48,14 +48,9 @@ class SplitModel:
     To make one is a collective of the world: it makes the values of all ranks equal, and leaves each rank only those of
     its own stages, on its device.
 
-    Args:
-        strategy: whose module is split.
-        chain, bounds: its layers, and those ``[start, stop)`` of each stage.
-
     Attributes:
-        group: point-to-point messages between the ranks of the pipeline.
-        on_hosts: the same between the hosts' memories.
-        stages: collectives of the same ranks.
+        on_hosts: messages of the pipeline between the hosts' memories.
+        stages: collectives of the pipeline.
 
     Raises:
         ValueError: on all ranks, if no rank has values that one of them needs.
@@ -105,11 +100,7 @@ class SplitModel:
                 states.pop(holding.tensor, None)
 
     def make_whole(self, *, is_first: bool) -> None:
-        """Gives every rank all values, or only rank 0 if no other rank had them; and rank 0 the optimizers' states.
-
-        Args:
-            is_first: this is the first pipeline, whose last stage is on rank 0.
-        """
+        """Gives every rank all values, or only rank 0 if no other rank had them; and rank 0 the optimizers' states."""
         optimizers = self.module.trainer.optimizers
         states = [self.whole_optimizer_state(optimizer) for optimizer in optimizers] if is_first else []
         if self._was_whole:
@@ -132,7 +123,6 @@ class SplitModel:
         """``module.state_dict()`` with all values, on the last stage; elsewhere ``state`` unchanged.
 
         Args:
-            state: this rank's state, with placeholders for values of other stages.
             streams: other stages keep their values until the checkpoint is written.
         """
         last, position = self.group.num_ranks - 1, self.ownership.position
@@ -150,10 +140,6 @@ class SplitModel:
 
     def whole_optimizer_state(self, optimizer: Optimizer, *, streams: bool = False) -> dict[str, Any]:
         """The optimizer's state of one device, on the last stage; elsewhere this rank's part of it.
-
-        Args:
-            optimizer: an optimizer of the module.
-            streams: as in :meth:`whole_state_dict`.
 
         Raises:
             PipelineError: on all stages, if their optimizers do not have the same parameters.
@@ -193,34 +179,13 @@ class SplitModel:
         return "\n".join([*lines, self.describe_ranks()])
 
     def describe_ranks(self) -> str:
-        """The parameters of each rank, and the ranks of shared ones and of those outside of the layers, as text."""
-        held = [f"{size(own)} on rank {rank}" for rank, own in zip(self.group.ranks, self._held(), strict=True)]
-        shared: dict[tuple[int, ...], list[Holding]] = {}
-        for holding in self.ownership.holdings:
-            if holding.is_parameter and (holding.is_outside or len(holding.holders) > 1):
-                shared.setdefault(holding.holders, []).append(holding)
-        lines = [f"  parameters in all: {', '.join(held)}"]
-        for holders, holdings in sorted(shared.items()):
-            largest = sorted(holdings, key=lambda holding: -holding.tensor.nbytes)
-            names = ", ".join(f"{holding.name} ({size(holding.tensor.nbytes)})" for holding in largest[:2])
-            further = f" and {len(largest) - 2} more" if len(largest) > 2 else ""
-            lines.append(f"  {self._describe_holders(holders)}: {names}{further}")
-        return "\n".join(lines)
-
-    def _describe_holders(self, holders: Sequence[int]) -> str:
-        ranks = [self.group.ranks[position] for position in holders]
-        if len(ranks) == 1:
-            return f"outside of the layers, on rank {ranks[0]}"
-        where = "all ranks" if len(ranks) == self.group.num_ranks else f"ranks {', '.join(map(str, ranks))}"
-        return f"the same on {where}"
-
-    def _held(self) -> list[int]:
-        """Bytes of the parameters that each rank holds, by position."""
+        """The bytes of the parameters that each rank holds, as text."""
         found = [0] * self.group.num_ranks
         for holding in self.ownership.holdings:
             for position in holding.holders if holding.is_parameter else ():
                 found[position] += local(holding.tensor).nbytes
-        return found
+        held = [f"{size(own)} on rank {rank}" for rank, own in zip(self.group.ranks, found, strict=True)]
+        return f"  parameters in all: {', '.join(held)}"
 
     def _check_groups(self, optimizer: Optimizer) -> None:
         """Checks that stages number parameters alike: a callback may have added some during the run."""

@@ -111,7 +111,7 @@ class PipelineStrategy(MultiGPUStrategy):
     """Called on every rank after the layers were split, before anything is trained."""
     _transport = GradientTransport(shared_memory=False)
     """How gradients travel between pipelines."""
-    _recording = (False, False)
+    _records_stages = False
     _built_bounds: Bounds | None = None
     _running: RunningPipeline | None = None
     _accumulating = False
@@ -221,7 +221,6 @@ class PipelineStrategy(MultiGPUStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]  # and the module's own
-            pipeline_checks.check_loggers(trainer.loggers, self._module)
         super().setup(trainer)
 
     @override
@@ -241,7 +240,7 @@ class PipelineStrategy(MultiGPUStrategy):
     def model_to_device(self) -> None:
         """Splits the module, whose dtype is final now, and moves this rank's stages to its device."""
         self._running = RunningPipeline(self, *self._split(self._module))
-        self._running.record(*self._recording)
+        self._running.recorder.notes_steps = self._records_stages
         self.collectives.in_step = lambda: self._in_step
         gather_metrics_by(self._gather_metric, self._module, self._undo)
 
@@ -267,10 +266,10 @@ class PipelineStrategy(MultiGPUStrategy):
         return None if self._axis is None else self._axis.plan
 
     @override
-    def record_stages(self, *, count_activations: bool | None = True) -> None:
-        self._recording = (True, self._recording[1] if count_activations is None else count_activations)
+    def record_stages(self) -> None:
+        self._records_stages = True
         if self._running is not None:
-            self._running.record(*self._recording)
+            self._running.recorder.notes_steps = True
 
     @override
     def stage_record(self) -> StageRecord | None:
@@ -327,8 +326,10 @@ class PipelineStrategy(MultiGPUStrategy):
         return multiplier
 
     @override
-    def _updating(self) -> AbstractContextManager[None]:
-        return self._pipeline.stepping()
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        with self._pipeline.agreement.stepping(), nullcontext() if self._axis is None else self._axis.layers.stepping():
+            yield
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -345,7 +346,14 @@ class PipelineStrategy(MultiGPUStrategy):
 
     @override
     def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
-        return [*super()._held_in_common(), *self._pipeline.held_in_common()]
+        model, axis = self._pipeline.model, self._axis
+        shared = [h for h in model.ownership.common() if model.ownership.position in h.holders]
+        of_tensor_group = [] if axis is None else [(axis.peers, axis.replicated())]
+        return [
+            *super()._held_in_common(),
+            (model.stages, [(h.name, h.tensor) for h in shared]),
+            *of_tensor_group,
+        ]
 
     @override
     def on_train_end(self) -> None:

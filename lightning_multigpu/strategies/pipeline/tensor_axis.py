@@ -42,9 +42,7 @@ class TensorAxis:
     """The ranks that split the layers of this rank's stages; to make one is a collective of the world.
 
     Attributes:
-        group: the ranks, for communication within layers.
-        peers: the same ranks, for everything else.
-        layers: the split layers, which also translate checkpoints.
+        peers: collectives of the group's ranks outside of layers.
         plan: the plan of the split; None before the first batch.
     """
 
@@ -55,7 +53,7 @@ class TensorAxis:
         model.chain.tensor_group = group
         group.shows_parts = model.group.num_ranks > 1  # stages move parameters outside of steps, too
         self._on_split = strategy.on_split
-        self._verify_steps = strategy.pipeline_options.verify_steps
+        self._proves = strategy.pipeline_options.verify_steps > 0
         self.layers = layers_within(model.chain, model.module, group, options["plan"], options["sequence_split"])
         self.plan: SplitPlan | None = None
         held = [*model.ownership.held(), *model.ownership.buffers()]
@@ -68,10 +66,6 @@ class TensorAxis:
 
     def split(self, step: Callable[[], Any], world: MeteredGroup) -> None:
         """Splits the module by its first training batch, and prints the split; a collective of all ranks.
-
-        Args:
-            step: runs the training step and returns its loss.
-            world: all ranks, of all pipelines.
 
         Raises:
             ValueError: no layer can be split, the plan does not fit, or an optimizer needs whole tensors.
@@ -87,7 +81,7 @@ class TensorAxis:
                 TracelessStep(module, self.group, step, traceless=traceless, gather=world.gather_objects),
                 module.trainer.optimizers,
                 rtol=gradient_rtol(module, model.device),
-                verify_steps=min(1, self._verify_steps),  # on whole layers each one is the same again, at other weights
+                proves=self._proves,
             )
             gc.collect()  # reference cycles hold autograd graphs, and these hold parameters
             model.ownership.drop()

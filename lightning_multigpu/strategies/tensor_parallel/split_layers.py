@@ -21,13 +21,11 @@ from torch.utils.hooks import RemovableHandle
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP, is_compiled, plain_optimizer
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.tensor_split.blocks import (
     Applied,
     Block,
     find_blocks,
     find_pairs,
-    kind_of,
     planned_blocks,
 )
 from lightning_multigpu.engine.tensor_split.layers import is_linear
@@ -39,7 +37,7 @@ from lightning_multigpu.engine.tensor_split.split_proof import SplitProof
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import Left, TracelessStep, Trials, rows_of_plan
 from lightning_multigpu.engine.training_memory import held_bytes
-from lightning_multigpu.placement.optimizer_split import split_of as shards_of
+from lightning_multigpu.placement.table import split_of as shards_of
 from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.planning.split_plan import SplitPlan, WholeBlocks
 from lightning_multigpu.strategies import option_checks
@@ -56,7 +54,7 @@ Plan = Literal["auto"] | Mapping[str, str]
 _STYLES = ("column", "row", "vocab", "head")
 
 _SMALLEST_SHARE = 0.1
-"""Of the parameters' bytes; "auto" refuses a module of which less would be split."""
+"""Of the parameters' bytes; "auto" warns of a module of which less is split."""
 
 
 def check_plan(plan: Plan) -> None:
@@ -69,23 +67,15 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_patterns(plan: Plan, module: Module) -> None:
-    """Checks that each pattern of the option ``plan`` decides the split of a layer of the module."""
-    if plan == "auto":
-        return
-    names = [name for name, _ in module.named_modules()]
-    for number, (pattern, style) in enumerate(plan.items()):
-        matched = [name for name in names if fnmatchcase(name, pattern)]
-        if not matched:
-            near = ", ".join(map(repr, _nearest_layers(pattern, module))) or "none that can be split"
+    """Checks that each pattern of the option ``plan`` matches a module."""
+    names = dict(module.named_modules())
+    for pattern, style in {} if plan == "auto" else plan.items():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            layers = [name for name, part in names.items() if is_linear(part) or isinstance(part, Embedding)]
+            near = ", ".join(map(repr, get_close_matches(pattern, layers, cutoff=0.0))) or "none that can be split"
             raise ValueError(
                 f"plan: {{{pattern!r}: {style!r}}} matches no module of {type(module).__name__}; the nearest of its "
                 f"layers: {near}. Change the pattern, or leave it out"
-            )
-        earlier = list(plan)[:number]
-        if all(any(fnmatchcase(name, other) for other in earlier) for name in matched):
-            raise ValueError(
-                f"plan: {{{pattern!r}: {style!r}}} changes nothing, as earlier patterns match all of its modules, "
-                f"{matched[0]!r} for example; put it before them, or leave it out"
             )
 
 
@@ -101,15 +91,6 @@ def check_uncompiled(module: LightningModule) -> None:
                 "torch.compile cannot follow: compile only what has no nn.Linear or nn.Embedding, or use "
                 "strategy='ring_ddp'"
             )
-
-
-def _nearest_layers(pattern: str, module: Module) -> list[str]:
-    """Names, with * for numbers, of layers that could be split, those first whose ends are most like the pattern's."""
-    known = [name for name, part in module.named_modules() if is_linear(part) or isinstance(part, Embedding)]
-    end = pattern.lstrip("*.")
-    num_words = 1 + end.count(".")
-    by_end = {".".join(kind.split(".")[-num_words:]): kind for kind in (kind_of([name]) for name in reversed(known))}
-    return [by_end[each] for each in get_close_matches(end, by_end, n=3, cutoff=0.0)]
 
 
 def open_tensor_group(strategy: MultiGPUStrategy, *, shared_memory: bool) -> tuple[TensorGroup, MeteredGroup]:
@@ -166,15 +147,12 @@ class SplitLayers:
         self._copies: list[tuple[Module, RemovableHandle]] = []
         self._gathered: set[str] = set()
         self._update = ExitStack()
-        self._is_updating = False
         group.on_gather = self._note
 
     # The split
 
     @_of_parts
-    def decide(
-        self, step: TracelessStep, optimizers: Iterable[Optimizer], *, rtol: float, verify_steps: int
-    ) -> SplitPlan:
+    def decide(self, step: TracelessStep, optimizers: Iterable[Optimizer], *, rtol: float, proves: bool) -> SplitPlan:
         """Splits the module by its first training batch; a collective of all ranks.
 
         Returns the plan, with the memory of the first ranks that ``step.gather`` returns.
@@ -183,7 +161,7 @@ class SplitLayers:
             step: of the module.
             optimizers: the module's optimizers; their states are split too.
             rtol: as for :class:`.SplitProof`.
-            verify_steps: steps whose gradients are compared; 0 for none.
+            proves: compare gradients of a step.
 
         Raises:
             ValueError: no layer can be split, the plan does not fit, an optimizer needs whole tensors, or split layers
@@ -191,16 +169,17 @@ class SplitLayers:
         """
         optimizers, module, num_ranks = list(optimizers), self._module, self._group.size
         held = held_bytes(module.parameters(), optimizers)
-        proof = SplitProof(step, rtol=rtol, num_steps=verify_steps)
+        proof = SplitProof(step, rtol=rtol) if proves else None
         trials = Trials(step, sequence_split=self._sequence_split, keeps_whole=self._keeps_whole)
         trials.run(self._blocks, *([partial(find_pairs, module)] if self._plan == "auto" else []))
         ranks = step.gather(held_bytes(module.parameters(), optimizers))[:num_ranks]
         rows = rows_of_plan(module, trials.split, trials.traffic, num_ranks)
         plan = SplitPlan(num_ranks, rows, _whole_rows(trials.split, trials.left), trials.notes, held, ranks)
-        self._check(plan, trials.left)
-        if proof.obstacle:
+        self._check(plan)
+        if proof is not None and proof.obstacle:
             rank_zero_info(proof.obstacle)
-        proof.check()
+        elif proof is not None:
+            proof.check()
         self.split, self._regions = trials.split, trials.regions
         for optimizer in optimizers:
             for parameter, state in held_states(plain_optimizer(optimizer)).items():
@@ -223,7 +202,7 @@ class SplitLayers:
                 roles[name] = style
         return planned_blocks(self._module, roles, found)
 
-    def _check(self, plan: SplitPlan, left: Iterable[Left]) -> None:
+    def _check(self, plan: SplitPlan) -> None:
         reasons = "; ".join(f"{each.names}: {each.reason}" for each in plan.whole)
         if plan.whole and self._plan != "auto":
             raise ValueError(f"plan={self._plan!r} does not work. {reasons}")
@@ -234,29 +213,13 @@ class SplitLayers:
                 f"what computes on parts. {reasons or 'It has found none of these'}. Name layers yourself: "
                 "TensorSplitStrategy(plan={'*.first': 'column', '*.second': 'row'}), or use strategy='ring_ddp'"
             )
-        if self._plan == "auto":
-            self._check_share(plan, left)
-
-    def _check_share(self, plan: SplitPlan, left: Iterable[Left]) -> None:
-        """Checks that enough of the module is split to be worth the communication."""
         split, total = sum(each.whole_bytes for each in plan.blocks), plan.one_device.parameters_bytes
-        if split >= _SMALLEST_SHARE * total:
-            return
-        reasons = {kind_of([name]): reason for block, reason in left for name in block.roles}
-        sizes: dict[str, int] = {}
-        for name, parameter in self._module.named_parameters():
-            if split_of(parameter) is None:
-                kind = kind_of([name.rpartition(".")[0]])
-                sizes[kind] = sizes.get(kind, 0) + parameter.nbytes
-        largest = sorted(sizes, key=lambda kind: sizes[kind], reverse=True)[:3]
-        layers = "; ".join(f"{kind}, {size(sizes[kind])} ({reasons.get(kind, 'in no such block')})" for kind in largest)
-        raise ValueError(
-            f"tensor_split would split {size(split)} of the {size(total)} of parameters, less than a tenth. It splits "
-            "pairs of nn.Linear, attention with an attribute that counts its heads, nn.MultiheadAttention, and "
-            f"embeddings with their heads. The largest layers that stay whole: {layers}. Change their module, name "
-            "layers yourself by plan={'*.first': 'column', '*.second': 'row'}, or use strategy='ring_ddp', or "
-            "'pipeline_1f1b' to save memory"
-        )
+        if self._plan == "auto" and split < _SMALLEST_SHARE * total:
+            rank_zero_warn(
+                f"tensor_split splits {size(split)} of the {size(total)} of parameters, less than a tenth: name more "
+                "layers by plan={'*.first': 'column', '*.second': 'row'}, or use strategy='ring_ddp', or "
+                "'pipeline_1f1b' to save memory"
+            )
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Raises ValueError for an optimizer that may need whole tensors, and gets parts."""
@@ -342,7 +305,6 @@ class SplitLayers:
             for parameter in self._module.parameters():
                 local(parameter)  # raises if a view of what was gathered has changed, and no rank's part with it
             self._update.enter_context(torch._C.DisableTorchFunctionSubclass())
-            self._update.enter_context(replaced(self, _is_updating=True))
 
         methods: dict[str, Any] = {HOOKS_BEFORE_STEP: then_update}
         return PluginMethods(plugin, **methods)
@@ -354,8 +316,9 @@ class SplitLayers:
             yield
 
     def shown_state(self, parameter: Tensor, state: Any) -> Any:
-        """A parameter's state for who reads it now."""
-        return state if self._is_updating or self._group.shows_parts else state_of(parameter, state)
+        """A parameter's state for who reads it now; the optimizer's own step reads parts."""
+        is_step = not torch._C._is_torch_function_enabled()
+        return state if is_step or self._group.shows_parts else state_of(parameter, state)
 
     @_of_parts
     def cut_copy(self, copy: Module, gathers: Callable[[], bool]) -> None:

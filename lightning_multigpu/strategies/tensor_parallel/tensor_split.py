@@ -77,8 +77,8 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
             results raises an error.
         sequence_split: split activations between blocks along the sequence, in lists of layers. Where a list would then
             gather more, its activations stay whole.
-        verify_steps: so many steps are computed on the first batch, before it trains, on whole layers and on split
-            ones, and their gradients compared; 0 for none.
+        verify_steps: 1 to compare, before the first batch trains, its gradients on whole layers with those on split
+            ones; 0 not to.
         options: options of :class:`RingDDPStrategy` and of
             :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
@@ -98,7 +98,8 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         verify_steps: int = 1,
         **options: Any,
     ) -> None:
-        option_checks.check_verify_steps(verify_steps)
+        if verify_steps not in (0, 1):
+            raise ValueError(f"verify_steps={verify_steps!r}: pass 1 to compare a step with one on whole layers, or 0")
         for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
             if size is not None:
                 option_checks.check_positive(name, size, whole=True)
@@ -106,6 +107,12 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         option_checks.check_bools(sequence_split=sequence_split)
         averaging = option_checks.own_options(RingDDPStrategy, options)
         self.averaging = AveragedGradients(self, averaging, options)
+        if (compressor := self.averaging.transport.compressor) is not None:
+            raise ValueError(
+                f"compression={compressor!r}: parameters that the ranks of a tensor group hold alike would drift "
+                "apart, compressed with other parts on each rank; leave it out, or use "
+                "HybridStrategy(pipeline_parallel_size=1, compression=...)"
+            )
         options = {name: value for name, value in options.items() if name not in averaging}
         super().__init__(**self.averaging.lightnings_options, **options)
         self._asked_sizes = tensor_parallel_size, data_parallel_size
@@ -157,13 +164,6 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
                 if value
             )
             raise ValueError(f"{given} does not make the {world} ranks that there are; leave one out, or change it")
-        compressor = self.averaging.transport.compressor
-        if compressor is not None and world > size:
-            raise ValueError(
-                f"compression={compressor!r} with {world // size} tensor groups: parameters that the ranks of a group "
-                "hold alike would drift apart, compressed with other parts on each rank; use "
-                f"HybridStrategy(pipeline_parallel_size=1, tensor_parallel_size={size}, compression=...)"
-            )
 
     @override
     def check_before_launch(self, trainer: pl.Trainer) -> None:
@@ -264,7 +264,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
                 ),
                 self.optimizers,
                 rtol=gradient_rtol(module, self.root_device),
-                verify_steps=self._verify_steps,
+                proves=self._verify_steps > 0,
             )
         self._split_plan = plan
         for copy in filter(None, map(averaged_copy, module.trainer.callbacks)):  # type: ignore[attr-defined]
@@ -324,21 +324,20 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated(lambda: super(TensorSplitStrategy, self).validation_step(*args, **kwargs))
+        self._agree_on_random_states()
+        return tree_map(whole, super().validation_step(*args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated(lambda: super(TensorSplitStrategy, self).test_step(*args, **kwargs))
+        self._agree_on_random_states()
+        return tree_map(whole, super().test_step(*args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated(lambda: super(TensorSplitStrategy, self).predict_step(*args, **kwargs))
-
-    def _evaluated(self, step: Callable[[], Any]) -> Any:
         self._agree_on_random_states()
-        return tree_map(whole, step())
+        return tree_map(whole, super().predict_step(*args, **kwargs))
 
-    def whole(self, tensor: Tensor, value: Tensor | None = None) -> Tensor:
+    def whole(self, tensor: Tensor) -> Tensor:
         """The gathered, plain tensor of a parameter, a hidden activation, a gradient or a state that is split.
 
         Code gets the same values without it; it names the place where ranks communicate. A collective of the tensor
@@ -346,10 +345,8 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
 
         Args:
             tensor: one that is not split is returned as it is.
-            value: a tensor that is split as a parameter is, whose whole is returned instead: its ``grad``, for example,
-                or an optimizer's state.
         """
-        found: Tensor = whole(tensor if value is None else value)
+        found: Tensor = whole(tensor)
         return found
 
     @override

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece
-from lightning_multigpu.communication.compression.error_feedback import ErrorFeedback
 from lightning_multigpu.communication.compression.powersgd import (
     Owners,
     PowerSGD,
@@ -20,7 +19,7 @@ from lightning_multigpu.communication.compression.powersgd import (
     orthonormalise,
 )
 from lightning_multigpu.communication.ring import RingAllReduce
-from tests.communication.shared import errors_of
+from tests.communication.shared import own_errors
 from tests.world import World, init_group
 
 PIECES = tuple(
@@ -156,11 +155,11 @@ def test_factors_start_where_the_last_step_ended(world2: World) -> None:
 def _reduce_without_errors(matrix: Tensor) -> list[Tensor]:
     init_group()
     reduce = CompressedAllReduce(dist.new_group(backend="gloo"), PowerSGD(rank=1, start_step=0))
-    found = []
+    found, pieces = [], (GradientPiece("matrix", tuple(matrix.shape)),)
     for _ in range(3):
-        found.append(reduce(matrix.clone(), (GradientPiece("matrix", tuple(matrix.shape)),), average=True))
+        found.append(reduce(matrix.clone(), pieces, average=True))
         reduce.end_step()
-        reduce._errors = ErrorFeedback()
+        reduce.share_errors(pieces, pieces, Tensor.zero_)
     return found
 
 
@@ -177,8 +176,7 @@ def _warm_up(dtype: torch.dtype) -> list[tuple[bool, int, int, int, bool]]:
         sent = reduce.sent_bytes(matrix, pieces)
         reduce(matrix, pieces, average=True)
         reduce.end_step()
-        assert reduce._errors is not None
-        keeps = bool(errors_of(reduce._errors, pieces).any())
+        keeps = bool(own_errors(reduce, pieces).any())
         found.append((torch.equal(matrix, expected), sent, ring.sent_bytes(matrix), reduce.step, keeps))
     return found
 

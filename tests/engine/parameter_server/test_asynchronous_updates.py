@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, optim
 
 from lightning_multigpu.engine.parameter_server.batch_queue import BatchQueue
-from lightning_multigpu.engine.parameter_server.coordination import Coordination
-from lightning_multigpu.engine.parameter_server.servers import ServerError
+from lightning_multigpu.engine.parameter_server.pair import PairEndedError
 from lightning_multigpu.engine.parameter_server.worker_clocks import Clocks
-from tests.engine.parameter_server.test_host_transport import (
+from tests.engine.parameter_server.test_servers import ALL, SMALL, Job, job, server_step, vanish
+from tests.engine.parameter_server.updates import (
     OPTIMIZERS,
     NormedSGD,
     OrderedSGD,
@@ -26,7 +26,6 @@ from tests.engine.parameter_server.test_host_transport import (
     groups_of,
     weights,
 )
-from tests.engine.parameter_server.test_servers import ALL, SMALL, Job, job, server_step, vanish
 
 
 class Worker:
@@ -42,8 +41,7 @@ class Worker:
         self.parameters = weights()
         self.optimizer = make(groups_of(self.parameters))
         self.remote = server_step(self.optimizer, self.connections, bucket_bytes=int(SMALL))
-        self.coordination = Coordination(self.connections)
-        assert self.remote.imbalance >= 1.0  # the servers know its parameters from now on
+        self.remote.place_new()  # the servers know its parameters from now on
 
     def step(self, of_step: list[Tensor]) -> None:
         for parameter, gradient in zip(self.parameters, of_step, strict=True):
@@ -179,13 +177,13 @@ def test_a_worker_waits_when_it_is_too_far_ahead(way: str) -> None:
             assert ahead.has_done(3)
             ahead._thread.join(0.3)
             assert ahead.done == 3
-            slow.coordination.pause()
+            slow.connections.pause()
         elif way == "it is lost":
             slow.vanish()
         elif way == "it leaves":
             slow.leave()
         else:
-            slow.coordination.pause()
+            slow.connections.pause()
         other.join()
         ahead.join()
         if way == "it pauses":
@@ -229,8 +227,8 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 def test_the_job_ends_with_worker_0() -> None:
     with workers() as (first, second):
         first.vanish()
-        with pytest.raises(ServerError, match="has ended"):
-            second.coordination.start()
+        with pytest.raises(PairEndedError, match="has ended"):
+            second.connections.begin_training()
 
 
 def test_a_worker_with_another_model_is_sent_away_and_the_others_go_on() -> None:
@@ -238,7 +236,7 @@ def test_a_worker_with_another_model_is_sent_away_and_the_others_go_on() -> None
         made = found.workers.run(lambda worker: Worker(found, worker, OPTIMIZERS[["SGD", "AdamW"][worker]]))
         first, other = made
         first.begin()
-        with pytest.raises(ServerError, match="worker 1 has other parameters, or another optimizer"):
+        with pytest.raises(PairEndedError, match="worker 1 has other parameters, or another optimizer"):
             other.begin()
         first.step(gradients(0, 0))
         assert_equal(first.now, alone(OPTIMIZERS["SGD"], [gradients(0, 0)]))
@@ -279,14 +277,14 @@ def test_training_may_end_before_parameters_come() -> None:
         found: list[str] = []
 
         def step() -> None:
-            with pytest.raises(ServerError) as raised:
+            with pytest.raises(PairEndedError) as raised:
                 early.step(gradients(0, 0))
             found.append(str(raised.value))
 
         waiting = threading.Thread(target=step)
         waiting.start()
         waiting.join(0.2)
-        first.coordination.stop(epoch=0, at_once=True)
+        first.connections.stop_training(epoch=0, at_once=True)
         waiting.join(20)
         assert "worker 1 has other parameters" in found[0]
 
@@ -303,25 +301,6 @@ def test_a_hook_that_changes_weights_is_refused_and_a_checkpoint_is_sent() -> No
         halved = [p.detach() * (0.5 if i == 1 else 1.0) for i, p in enumerate(weights())]
         assert_equal(first.now, halved)
         assert_equal(second.now, halved)
-
-
-def test_the_state_goes_on() -> None:
-    make = OPTIMIZERS["AdamW"]
-    with workers(make) as (first, second):
-        first.step(gradients(0, 0))
-        second.step(gradients(1, 0))
-        saved = first.remote.state_dict()
-        assert second.remote.state_dict()["state"] == {}
-    with workers(make) as (first, second):
-        with torch.no_grad():
-            for parameter, value in zip(first.parameters, alone(make, [gradients(0, 0), gradients(1, 0)]), strict=True):
-                parameter.copy_(value)
-        first.remote.transport.send_changed_weights()
-        for worker in (first, second):
-            worker.remote.load_state_dict(saved)
-        second.remote.transport.pull()
-        second.step(gradients(2, 0))
-        assert_equal(second.now, alone(make, [gradients(step, 0) for step in range(3)]))
 
 
 def test_the_first_worker_clears_the_state() -> None:
@@ -374,12 +353,6 @@ class TestBatchQueue:
         queue.give_back(1, 0)
         assert [self.taken(queue, 0) for _ in range(4)] == [0, 1, 3, None]
 
-    def test_a_run_takes_so_many_batches(self) -> None:
-        queue = BatchQueue()
-        queue.left = 2
-        assert [self.taken(queue, 0) for _ in range(3)] == [0, 1, None]
-        assert queue.is_over(0, 0)
-
     def test_worker_0_gets_a_batch_of_each_epoch_of_a_run_that_is_limited(self) -> None:
         """Others took all batches of the run, and worker 0 never validated."""
         queue = BatchQueue()
@@ -431,33 +404,33 @@ class TestBatchQueue:
 def test_an_epoch_and_the_end_of_training() -> None:
     """Worker 0 waits for the others' batches; the others wait for its last message, and get no batch after it."""
     with workers() as (first, second):
-        started = threading.Thread(target=second.coordination.start)
+        started = threading.Thread(target=second.connections.begin_training)
         started.start()
-        first.coordination.start()
+        first.connections.begin_training()
         started.join(20)
         of_epoch: dict[str, Any] = {"epoch": 0, "first": 0, "num_batches": 2, "limit": None}
-        assert (first.coordination.next_batch(**of_epoch), second.coordination.next_batch(**of_epoch)) == (0, 1)
-        first.coordination.trained(0, 0)
+        assert (first.connections.next_batch(**of_epoch), second.connections.next_batch(**of_epoch)) == (0, 1)
+        first.connections.trained(0, 0)
         last: list[int | None] = []
-        waiting = threading.Thread(target=lambda: last.append(first.coordination.next_batch(**of_epoch)))
+        waiting = threading.Thread(target=lambda: last.append(first.connections.next_batch(**of_epoch)))
         waiting.start()
         waiting.join(0.2)
         assert waiting.is_alive()
-        second.coordination.trained(0, 1)
+        second.connections.trained(0, 1)
         waiting.join(20)
         assert last == [None]
-        stopped = threading.Thread(target=first.coordination.stop, kwargs={"epoch": 0, "at_once": True})
+        stopped = threading.Thread(target=first.connections.stop_training, kwargs={"epoch": 0, "at_once": True})
         stopped.start()
-        wait_until(lambda: bool(second.connections.statistics()) and second.coordination.is_stopped)
-        assert second.coordination.next_batch(**of_epoch) is None
+        wait_until(lambda: bool(second.connections.statistics()) and second.connections.is_stopped)
+        assert second.connections.next_batch(**of_epoch) is None
         stopped.join(0.2)
         assert stopped.is_alive(), "the other has not come to the end"
         told: list[Any] = []
-        waiting = threading.Thread(target=lambda: told.append(second.coordination.end({})))
+        waiting = threading.Thread(target=lambda: told.append(second.connections.end_training({})))
         waiting.start()
         stopped.join(20)
         assert told == []
-        first.coordination.end({"metrics": {"loss": torch.tensor(2.0)}, "best": "a.ckpt"})
+        first.connections.end_training({"metrics": {"loss": torch.tensor(2.0)}, "best": "a.ckpt"})
         waiting.join(20)
         assert told == [{"metrics": {"loss": torch.tensor(2.0)}, "best": "a.ckpt"}]
 
@@ -465,38 +438,38 @@ def test_an_epoch_and_the_end_of_training() -> None:
 def test_a_batch_is_asked_for_ahead() -> None:
     """Its answer waits until it is wanted, beside other answers; one of an epoch that was given back is dropped."""
     with workers() as (first, second):
-        first.coordination.start()
+        first.connections.begin_training()
         of_epoch: dict[str, Any] = {"epoch": 0, "first": 0, "num_batches": 4, "limit": None}
-        first.coordination.ask_ahead(**of_epoch)
+        first.connections.ask_ahead(**of_epoch)
         first.connections.statistics()
-        assert (second.coordination.next_batch(**of_epoch), first.coordination.next_batch(**of_epoch)) == (1, 0)
-        first.coordination.ask_ahead(**of_epoch)
-        first.coordination.give_back(0)
-        assert first.coordination.next_batch(**{**of_epoch, "epoch": 1}) == 0
-        assert [second.coordination.next_batch(**of_epoch) for _ in range(3)] == [0, 2, 3]
+        assert (second.connections.next_batch(**of_epoch), first.connections.next_batch(**of_epoch)) == (1, 0)
+        first.connections.ask_ahead(**of_epoch)
+        first.connections.give_back(0)
+        assert first.connections.next_batch(**{**of_epoch, "epoch": 1}) == 0
+        assert [second.connections.next_batch(**of_epoch) for _ in range(3)] == [0, 2, 3]
 
 
 def test_worker_0_trains_on_what_a_worker_loses_late() -> None:
     """Worker 0 was told that there were no more batches while the other had some, and these were then nobody's."""
     with workers(max_staleness=1, num_servers=2) as (first, second):
-        first.coordination.start()
+        first.connections.begin_training()
         of_epoch: dict[str, Any] = {"epoch": 0, "first": 0, "num_batches": 3, "limit": None}
-        taken = [worker.coordination.next_batch(**of_epoch) for worker in (first, second, second)]
+        taken = [worker.connections.next_batch(**of_epoch) for worker in (first, second, second)]
         assert taken == [0, 1, 2]
-        waiting = threading.Thread(target=lambda: taken.append(first.coordination.next_batch(**of_epoch)), daemon=True)
+        waiting = threading.Thread(target=lambda: taken.append(first.connections.next_batch(**of_epoch)), daemon=True)
         waiting.start()
         ahead = Ahead(second, 3)
         assert ahead.has_done(3), "a worker that waits holds nobody back"
         ahead.join()
-        second.coordination.trained(0, 1)
-        assert second.coordination.next_batch(**of_epoch) is None, "all but worker 0 go on"
+        second.connections.trained(0, 1)
+        assert second.connections.next_batch(**of_epoch) is None, "all but worker 0 go on"
         assert len(taken) == 3
         second.vanish()
         waiting.join(20)
         assert taken[3:] == [2]
         for number in (0, 2):
-            first.coordination.trained(0, number)
-        assert first.coordination.next_batch(**of_epoch) is None
+            first.connections.trained(0, number)
+        assert first.connections.next_batch(**of_epoch) is None
 
 
 def test_parameters_without_a_gradient_get_the_updates_of_others() -> None:

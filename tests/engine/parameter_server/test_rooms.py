@@ -24,8 +24,8 @@ from lightning_multigpu.engine.parameter_server import servers as servers_module
 from lightning_multigpu.engine.parameter_server.pair import LastWords, Pair, PairEndedError
 from lightning_multigpu.engine.parameter_server.servers import Servers
 from tests.engine.parameter_server.test_asynchronous_updates import wait_until, workers
-from tests.engine.parameter_server.test_host_transport import assert_equal, gradients, groups_of, on_one_device, weights
 from tests.engine.parameter_server.test_servers import Job, job, server_step, train
+from tests.engine.parameter_server.updates import assert_equal, gradients, groups_of, on_one_device, weights
 
 NOBODY = 65534
 
@@ -155,16 +155,6 @@ def as_nobody(segment: OfferedSegment) -> int:
 
 
 class TestSegment:
-    def test_another_process_sees_what_is_written(self) -> None:
-        segment = OfferedSegment(100)
-        assert segment.memory.tolist() == [0] * 100
-        pid = os.fork()
-        if pid == 0:
-            mapped(segment.offer)[1:3] = 7
-            os._exit(0)
-        os.waitpid(pid, 0)
-        assert segment.memory.tolist() == [0, 7, 7] + [0] * 97
-
     def test_it_has_no_name_and_keeps_its_length(self) -> None:
         maps, files = num_mapped(), len(os.listdir("/proc/self/fd"))
         segment = OfferedSegment(100)

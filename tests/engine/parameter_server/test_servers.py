@@ -11,11 +11,10 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -23,23 +22,20 @@ from torch import Tensor, nn, optim
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from lightning_multigpu.communication.checksums import checksums, device_checksum
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.parameter_server import server as server_module
 from lightning_multigpu.engine.parameter_server import servers as servers_module
-from lightning_multigpu.engine.parameter_server.pair import Pair
+from lightning_multigpu.engine.parameter_server.pair import Pair, PairEndedError
 from lightning_multigpu.engine.parameter_server.rooms import Room
 from lightning_multigpu.engine.parameter_server.server import Job as ServedJob
 from lightning_multigpu.engine.parameter_server.server import Server
-from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.engine.parameter_server.server_transport import ServerTransport
-from lightning_multigpu.engine.parameter_server.servers import ServerError, Servers
-from lightning_multigpu.placement.optimizer_split import Split
+from lightning_multigpu.engine.parameter_server.servers import Servers
 from lightning_multigpu.placement.owned_step import OwnedStep
-from tests.engine.parameter_server.test_host_transport import (
-    OPTIMIZERS,
+from lightning_multigpu.placement.table import Split
+from tests.engine.parameter_server.updates import (
     STEPS,
     DecayingSGD,
     Trained,
@@ -49,43 +45,16 @@ from tests.engine.parameter_server.test_host_transport import (
     averaged,
     every_optimizer,
     gradients,
-    groups_of,
     hooks_of_all_optimizers,
-    on_one_device,
     unusual_steps,
     weights,
 )
+from tests.threads import Threads
 
-T = TypeVar("T")
 SMALL = 100.0  # bytes of a bucket: each of the weights has one of its own
 ALL = range(1_000_000)
 WAYS = pytest.mark.parametrize("in_memory", [(), ALL], ids=["sockets", "memory"])
 """Workers that share memory with servers."""
-
-
-class Workers:
-    """Two workers of one job, each on a thread."""
-
-    def __init__(self, num: int = 2) -> None:
-        self.num = num
-        self._meeting = threading.Barrier(num, timeout=30)
-        self._told: list[Any] = [None] * num
-
-    def gather(self, worker: int, value: Any) -> list[Any]:
-        self._told[worker] = value
-        self._meeting.wait()
-        told = list(self._told)
-        self._meeting.wait()
-        return told
-
-    def run(self, work: Callable[[int], T]) -> list[T]:
-        with ThreadPoolExecutor(self.num) as pool:
-            running = [pool.submit(work, worker) for worker in range(self.num)]
-            try:
-                return [future.result(timeout=60) for future in running]
-            except BaseException:
-                self._meeting.abort()
-                raise
 
 
 @dataclass
@@ -94,7 +63,7 @@ class Job:
 
     job: ServedJob
     store: TCPStore
-    workers: Workers
+    workers: Threads
     problems: list[str]
     in_memory: Collection[int] = ALL
     servers: dict[int, Server] = field(default_factory=dict)
@@ -142,7 +111,7 @@ def job(
     before = os.environ.get("GLOO_SOCKET_IFNAME")
     served = ServedJob("servers/1", "127.0.0.1", num_workers, num_servers, 20.0, 20.0, **rules)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    found = Job(served, store, Workers(num_workers), [""] * num_servers, in_memory)
+    found = Job(served, store, Threads(num_workers), [""] * num_servers, in_memory)
 
     def serve(number: int) -> None:
         try:
@@ -203,71 +172,6 @@ def test_every_optimizer_of_torch_updates_as_on_one_device(num_servers: int, in_
         results = found.workers.run(work)
     assert found.problems == [""] * num_servers
     assert_as_on_one_device(*results)
-
-
-def test_checksums_see_the_order_of_elements() -> None:
-    """They were sums: weights that a hook on worker 0 had permuted were not sent, and the step took the old ones."""
-    orders = ([1.0, -1.0, 2.0], [-1.0, 1.0, 2.0], [2.0, -1.0, 1.0]), ([1.0, 2, 2, 1], [2.0, 1, 1, 2])
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int8):
-        whole = torch.zeros(2**21 + 3, dtype=dtype)
-        whole[: 2**20] = 1
-        for one, *others in (*[[torch.tensor(o, dtype=dtype) for o in alike] for alike in orders],
-                             [whole, torch.cat([whole[2**20 : 2**21], whole[: 2**20], whole[2**21 :]])]):  # fmt: skip
-            for sums in (checksums([one, *others]), [device_checksum(tensor).item() for tensor in (one, *others)]):
-                assert len({*sums}) == 1 + len(others)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_checksums_see_signs_and_the_order_of_rows(dtype: torch.dtype) -> None:
-    """Of an even number of highest bits that change, a sum of words does not tell."""
-    weight = torch.randn(4 * 509, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
-    every_other = torch.tensor([1.0, -1.0], dtype=dtype).repeat(256)
-    changed = [-weight, weight * every_other, -weight * every_other, weight.roll(1, 0), weight.flip(0)]
-    assert len({*checksums([weight, *changed])}) == 1 + len(changed)
-
-
-@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
-def test_a_loaded_state_goes_on(name: str) -> None:
-    wanted, _ = on_one_device(OPTIMIZERS[name])
-    halfway, state = on_one_device(OPTIMIZERS[name], steps=2)
-    with job(2) as found:
-
-        def work(worker: int) -> list[Tensor]:
-            with found.connections(worker) as connections:
-                parameters = [nn.Parameter(p.detach().clone()) for p in halfway]
-                optimizer = OPTIMIZERS[name](groups_of(parameters))
-                remote = server_step(optimizer, connections)
-                remote.load_state_dict(state)
-                remote.close()
-                train(connections, parameters, optimizer, range(0)).load_state_dict(state)
-                for step in range(2, STEPS):
-                    for parameter, gradient in zip(parameters, gradients(step, worker), strict=True):
-                        parameter.grad = gradient
-                    optimizer.step()
-            return [p.detach() for p in parameters]
-
-        for result in found.workers.run(work):
-            assert_equal(result, [p.detach() for p in wanted])
-
-
-def test_tensors_of_several_dtypes_are_divided_evenly() -> None:
-    with job(2) as found:
-
-        def work(worker: int) -> list[list[int]]:
-            with found.connections(worker) as connections:
-                parameters = [nn.Parameter(torch.ones(size, dtype=dtype)) for size, dtype in
-                              ((40, torch.float64), (80, torch.float32), (120, torch.bfloat16))]  # fmt: skip
-                optimizer = optim.SGD(parameters, lr=1.0)
-                remote = server_step(optimizer, connections, bucket_bytes=100_000)
-                for parameter in parameters:
-                    parameter.grad = torch.full_like(parameter, 0.5 * worker)
-                optimizer.step()
-                assert all(torch.equal(p.detach(), torch.full_like(p, 0.75)) for p in parameters)
-                assert remote.imbalance == 1.0
-                return [[part.nbytes for part in bucket.parts] for bucket in remote.transport._buckets]
-
-        sizes = found.workers.run(work)[0]
-    assert sizes == [[160, 160], [160, 160], [120, 120]]
 
 
 @WAYS
@@ -345,33 +249,6 @@ def test_averages_come_back_and_the_step_takes_what_hooks_have_made_of_them(
         found.workers.run(work)
 
 
-def test_weights_and_gradients_of_other_layouts() -> None:
-    """Convolutions in channels_last, whose elements do not lie in the order of their indices."""
-    with job(2) as found:
-
-        def work(worker: int) -> None:
-            with found.connections(worker) as connections:
-                generator = torch.Generator().manual_seed(0)
-                start = torch.randn(4, 3, 2, 2, generator=generator, dtype=torch.float64)
-                given = [torch.randn(4, 3, 2, 2, generator=generator, dtype=torch.float64) for _ in range(2)]
-                mean = (given[0] + given[1]) / 2
-                weight = nn.Parameter(start.to(memory_format=torch.channels_last))
-                optimizer = optim.SGD([weight], lr=1.0)
-                remote = server_step(optimizer, connections, bucket_bytes=int(SMALL))
-                changes = changes_of(remote)
-                for number in (1, 2):
-                    weight.grad = given[worker].to(memory_format=torch.channels_last)
-                    if number == 2:
-                        remote.average_gradients()
-                        assert_equal(weight.grad, mean)
-                    optimizer.step()
-                    assert_equal(weight.detach(), start - number * mean)
-                assert weight.is_contiguous(memory_format=torch.channels_last)
-                assert changes == [0, 0], "no hook has changed a weight"
-
-        found.workers.run(work)
-
-
 def test_buckets_are_pushed_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a worker that shares memory with the server, and by one that does not."""
     push, in_memory = Room.push, (0,)
@@ -393,7 +270,7 @@ def test_buckets_are_pushed_while_backward_goes_on(monkeypatch: pytest.MonkeyPat
                 optimizer = optim.SGD(model.parameters(), lr=0.1)
                 remote = server_step(optimizer, connections, bucket_bytes=1024)
                 remote.transport.pushes_early = True
-                assert remote.imbalance == 1.0
+                remote.place_new()
                 x = torch.randn(5, 8, dtype=torch.float64, generator=generator)
                 for halved in (True, False):
                     before = [p.detach().clone() for p in model.parameters()]
@@ -475,7 +352,7 @@ def test_workers_with_other_models_are_refused() -> None:
                 parameters = weights()[: 3 - worker]
                 train(connections, parameters, optim.SGD(parameters, lr=0.1), range(1))
 
-        with pytest.raises(ServerError, match="worker 1 has other parameters, or another optimizer, than worker 0"):
+        with pytest.raises(PairEndedError, match="worker 1 has other parameters, or another optimizer, than worker 0"):
             found.workers.run(work)
 
 
@@ -490,22 +367,15 @@ def test_an_optimizer_that_no_server_can_make_is_refused() -> None:
             server_step(optim.LBFGS(weights()), connections)
 
 
-def test_options_of_any_kind_travel() -> None:
+def test_options_of_any_kind_travel_and_those_that_cannot_be_pickled_are_refused() -> None:
     """Numbers and texts alone did, in JSON."""
     with job(num_workers=1) as found, found.connections(0) as connections:
-        parameters = weights()
-        optimizer = optim.SGD(parameters, lr=0.1)
+        optimizer = optim.SGD(parameters := weights(), lr=0.1)
         optimizer.param_groups[0]["rule"] = {"scale": torch.tensor(2.0), "function": torch.nn.functional.gelu}
-        train(connections, parameters, optimizer, range(1))
-
-
-def test_options_that_cannot_be_pickled_are_refused() -> None:
-    with job(num_workers=1) as found, found.connections(0) as connections:
-        optimizer = optim.SGD(weights(), lr=0.1)
+        train(connections, parameters, optimizer, range(1)).close()
         optimizer.param_groups[0]["rule"] = lambda: None
-        remote = server_step(optimizer, connections)
         with pytest.raises(ValueError, match=r"a value for parameter server 0 of 1 .* cannot be pickled: .*no lambda"):
-            _ = remote.imbalance
+            server_step(optimizer, connections).place_new()
 
 
 def test_an_optimizer_that_changes_values_of_its_groups_is_refused() -> None:
@@ -513,46 +383,8 @@ def test_an_optimizer_that_changes_values_of_its_groups_is_refused() -> None:
     words = "DecayingSGD changes 'momentum' of its groups in its step, .*: use strategy='cpu_ps'"
     parameters = weights()
     optimizer = DecayingSGD(parameters, lr=0.1, momentum=0.9)
-    with job(num_workers=1) as found, found.connections(0) as connections, pytest.raises(ServerError, match=words):
+    with job(num_workers=1) as found, found.connections(0) as connections, pytest.raises(PairEndedError, match=words):
         train(connections, parameters, optimizer, range(STEPS))
-
-
-class Slow(optim.SGD):
-    """Its step on a server takes until the other worker has pushed."""
-
-    pushed = threading.Event()
-
-    def step(self, closure: Any = None) -> Any:
-        self.pushed.wait(10)
-        return super().step(closure)
-
-
-def test_the_time_that_workers_wait_for_a_busy_server_is_counted() -> None:
-    """Worker 1 pushes while the server computes the update of worker 0."""
-
-    def work(worker: int) -> ServerStatistics | None:
-        with found.connections(worker) as connections:
-            parameters = weights()
-            Slow.pushed.set()
-            train(connections, parameters, optimizer := Slow(parameters, lr=0.1), range(1))
-            found.workers.gather(worker, None)
-            Slow.pushed.clear()
-            found.workers.gather(worker, None)
-            if worker == 1:
-                time.sleep(0.2)  # worker 0 is in its step
-                threading.Timer(1.5, Slow.pushed.set).start()  # on a busy machine a push takes a while to come
-            optimizer.step()
-            found.workers.gather(worker, None)
-            return connections.statistics() if worker == 0 else None
-
-    with job(is_synchronous=False) as found:
-        counted, _ = found.workers.run(work)
-    assert counted is not None
-    assert counted.num_steps == [4]
-    assert counted.queue_ms()[0] > 50  # about 1,500 ms of one of four steps
-    assert sum(of_worker.total() for of_worker in counted.staleness.values()) == 4
-    pushed = 4 * sum(parameter.nbytes for parameter in weights())
-    assert counted.bytes_in[0] == pushed < counted.bytes_out[0]
 
 
 def test_frozen_parameters_do_not_travel() -> None:
@@ -579,7 +411,7 @@ def test_a_server_that_has_failed_says_why(when: str) -> None:
                 optimizer.step()
 
     words = "parameter server 0 of 1 .127.0.0.1. has (failed: (the step of Fails .*it cannot|it was told to)|ended)"
-    with job(num_workers=1) as found, pytest.raises(ServerError, match=f"(?s){words}"):
+    with job(num_workers=1) as found, pytest.raises(PairEndedError, match=f"(?s){words}"):
         train_on(found)
 
 
@@ -602,7 +434,7 @@ def test_a_worker_that_is_gone_ends_the_job(worker: int) -> None:
                 else:
                     train(connections, parameters, optim.SGD(parameters, lr=0.1), range(1))
 
-        with pytest.raises(ServerError, match=f"worker {worker} has ended, or the connection to it|has ended"):
+        with pytest.raises(PairEndedError, match=f"worker {worker} has ended, or the connection to it|has ended"):
             found.workers.run(work)
     assert all(problem.startswith(f"worker {worker} has ended") for problem in found.problems)
 

@@ -78,7 +78,7 @@ class Trial:
         self.runner = PipelineRunner(
             ownership,
             schedule=schedule,
-            recorder=Recorder(Meter(), CPU, ownership.held),  # type: ignore[arg-type]
+            recorder=Recorder(Meter(), CPU),
         )
         self.steps = 0
 

@@ -12,9 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from lightning_multigpu.engine.tensor_split.block_input import BlockInput, sequence_placement
-from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear, RowSplitLinear, VocabSplitEmbedding
-from lightning_multigpu.engine.tensor_split.parameter_split import split_of
+from lightning_multigpu.engine.tensor_split.layers import (
+    BlockInput,
+    ColumnSplitLinear,
+    RowSplitLinear,
+    VocabSplitEmbedding,
+    sequence_placement,
+)
 from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from tests.engine.tensor_split.shared import assert_equal, assert_parts, counts, tensor_group
@@ -174,30 +178,6 @@ def _raises(token: int) -> bool:
 def test_an_unknown_token_raises_as_on_one_device(world2: World, token: int) -> None:
     """Each rank took it for a row of another one, and its embedding was zero."""
     assert world2.run(_raises, token) == [token < 0, token > 0]
-
-
-def _autocast() -> None:
-    with tensor_group() as (group, _):
-        whole, split = (block.float() for block in _pair("linear", group))
-        x = torch.randn(2, 3, WIDTH, dtype=torch.float32)
-        outputs = []
-        for block in (whole, split):
-            with torch.autocast("cpu", torch.bfloat16):
-                outputs.append(block(x))
-            outputs[-1].float().sum().backward()
-        assert outputs[0].dtype == outputs[1].dtype == torch.bfloat16
-        torch.testing.assert_close(outputs[1], outputs[0], rtol=2e-2, atol=1e-2)
-        for (name, parameter), expected in zip(split.named_parameters(), whole.parameters(), strict=True):
-            assert parameter.grad is not None, name
-            assert expected.grad is not None
-            assert parameter.grad.dtype == torch.float32
-            cut = split_of(parameter)
-            own = expected.grad if cut is None else cut.part(expected.grad, group.rank)
-            torch.testing.assert_close(parameter.grad, own, rtol=2e-2, atol=1e-2)
-
-
-def test_autocast(world2: World) -> None:
-    world2.run(_autocast)
 
 
 def _gradient_of_a_gradient() -> None:

@@ -34,12 +34,6 @@ def test_each_section_is_cut_in_its_own_units() -> None:
     assert split.part(torch.arange(16), 1).tolist() == [4, 5, 6, 7, 10, 11, 14, 15]
 
 
-def test_parts_are_even_in_whole_units() -> None:
-    assert ParameterSplit.even(7, 3).ranges == (((0, 3),), ((3, 5),), ((5, 7),))
-    assert ParameterSplit.even(12, 2, unit=4).ranges == (((0, 8),), ((8, 12),))
-    assert ParameterSplit.even(2, 3).size(2) == 0
-
-
 @pytest.mark.parametrize(
     ("size", "options"), [(10, {"sections": (4, 4)}), (10, {"unit": 4}), (8, {"sections": (4, 4), "unit": (2,)})]
 )

@@ -131,7 +131,8 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     ),
     "by position": (lambda z: (z + torch.arange(5.0)[:, None]).square().sum(), ["sum"]),
     "its gradient": (lambda z: torch.autograd.grad(z.square().sum(), z)[0].sum() + z.sum(), ["sum", "sum", "sum"]),
-    "noise": (lambda z: (z + 0 * torch.randn_like(z)).sum(), ["sum"]),
+    "noise": (lambda z: (torch.manual_seed(0), z * torch.randn_like(z))[1].sum(), ["randn_like", "sum"]),
+    "strides": (lambda z: z.sum() * z.stride(0), ["sum", "stride"]),
 }
 
 

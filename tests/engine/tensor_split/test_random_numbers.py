@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_multigpu.engine.tensor_split.attention import SplitMultiheadAttention
 from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear, RowSplitLinear
 from lightning_multigpu.engine.tensor_split.parts import local
 from tests.engine.tensor_split.shared import tensor_group
@@ -71,22 +70,3 @@ def test_an_activation_checkpoint_draws_the_same_again(world2: World, reentrant:
         assert torch.equal(forward, expected["inside"][0])
         assert torch.equal(second_forward, expected["inside"][1])
         assert torch.equal(result["state"], expected["state"])
-
-
-def _dropped_weights() -> Tensor:
-    with tensor_group() as (group, _):
-        torch.manual_seed(0)
-        attention = SplitMultiheadAttention.of(nn.MultiheadAttention(8, 4, dropout=0.5, batch_first=True), group)
-        x = torch.randn(2, 6, 8)
-        _, weights = attention(x, x, x)
-        assert attention.training
-        own = torch.rand(4)
-        assert weights is not None
-        return torch.cat([own, weights.flatten()])
-
-
-def test_dropout_of_attention(world2: World) -> None:
-    first, second = world2.run(_dropped_weights)
-    assert torch.equal(first, second)  # the sum over all heads, and the numbers after it
-    # Each head has a mask of its own: with the same on all ranks a weight would be zero more often.
-    assert (first[4:] > 0).double().mean() > 0.85

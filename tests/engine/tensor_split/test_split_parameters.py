@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn import functional as F
+from torch.optim import optimizer as optimizers
+from torch.optim import sgd
 
 from lightning_multigpu.engine.tensor_split import tensor_group as tensor_group_module
 from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear
@@ -54,6 +56,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "an own gradient assigned": lambda p: setattr(p, "grad", p.grad.square()),
     "lists": lambda p: torch._foreach_mul_([p.grad, torch.ones(3)], torch.tensor(0.5))[0].norm(),
     "lists of results": lambda p: torch._foreach_mul([p.grad, torch.ones(3)], 0.5)[0].norm(),
+    "an own average": lambda p: torch.ones(SHAPE).lerp_(p.detach(), 0.1),
     "clipped": lambda p: torch.nn.utils.clip_grad_norm_([p], 0.3),
 }
 
@@ -108,6 +111,20 @@ def test_after_the_run_a_read_of_what_other_ranks_have_is_refused(world2: World)
     for told in world2.run(_closed):
         for message in told:
             assert re.search("needs the values of up .* the run has ended: read them before the end", message)
+
+
+def test_an_optimizer_updates_them_together_as_on_one_device() -> None:
+    """On GPUs, the default: it updated them one by one, since torch did not know their class."""
+    parameter = _parameter()
+    cut(parameter, PartLayout(ParameterSplit.even(SHAPE[0], 2), mock.Mock(rank=0, size=2, shows_parts=True), "up"))
+    parameter.grad = torch.ones(8, 8)
+    expected, optimizer = parameter.detach().clone() - 0.5, torch.optim.SGD([parameter], lr=0.5)
+    with (
+        mock.patch.object(optimizers, "_get_foreach_kernels_supported_devices", return_value=["cpu"]),
+        mock.patch.object(sgd, "_single_tensor_sgd", side_effect=AssertionError),
+    ):
+        optimizer.step()
+    assert torch.equal(parameter.detach(), expected)
 
 
 def test_a_users_attribute_is_no_mark_of_a_cut() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient, GuardianError
-from lightning_multigpu.job.guardian.start import AddressTakenError, address_of_job
-from tests.job.guardian.job import WORK, eventually, is_alive, start_rank
+from lightning_multigpu.job.guardian.start import ADDRESS, AddressTakenError, address_of_job
+from tests.job.guardian.job import REPOSITORY, SCRIPT, WORK, eventually, is_alive, start_rank
 
 JOB: dict[str, Any] = {"node_rank": 0, "attempt": 0, "variables": {}}
 
@@ -129,11 +129,9 @@ def test_a_guardian_of_another_user_is_none(address: str) -> None:
 @as_other_user
 def test_another_container_with_the_same_network_and_user_is_refused(guardian: Guardian, address: str) -> None:
     """UNIX addresses belong to the network namespace, which containers may share with their host."""
-    connects = (
-        "import socket, sys; sock = socket.socket(socket.AF_UNIX); sock.connect(chr(0) + sys.argv[1]); "
-        "print(sock.recv(1000))"
-    )
-    command = ["unshare", "--pid", "--fork", sys.executable, "-I", "-S", "-c", connects, address]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    said = "it is a process of another container (PID namespace)"
-    assert said in ran.stdout, f"before it could introduce itself: {ran.stdout}{ran.stderr}"
+    rank = [sys.executable, "-I", "-S", str(SCRIPT), str(REPOSITORY), "0", ""]
+    ran = subprocess.run(
+        ["unshare", "--pid", "--fork", *rank], env={**os.environ, ADDRESS: address}, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert "the guardian's address belongs to a process of another container (PID namespace)" in ran.stderr

@@ -20,7 +20,7 @@ from lightning_multigpu.job.guardian.hang.flight_recorder import (
 
 
 def began(flight_recorder: FlightRecorder, operation: str = "all_reduce", group: str = "data", **fields: Any) -> Any:
-    options = {"ranks": "0-1", "group_size": 2, "size_bytes": 4096, **fields}
+    options = {"ranks": "0-1", **fields}
     return flight_recorder.began(operation, group=group, **options)
 
 
@@ -37,7 +37,7 @@ def test_a_collective_from_its_beginning_to_its_end() -> None:
     note = began(flight_recorder)
     entry = only(memory)
     assert entry.name == "all_reduce #1 of group data"
-    assert (entry.ranks, entry.group_size, entry.state, entry.size_bytes) == ("0-1", 2, AWAITED, 4096)
+    assert (entry.ranks, entry.state) == ("0-1", AWAITED)
     assert before_s <= entry.since_s <= time.clock_gettime(time.CLOCK_BOOTTIME)
     assert entry.thread == threading.get_ident()
     note.ended()
@@ -127,27 +127,6 @@ def test_nothing_is_written_after_leaving() -> None:
     flight_recorder.completed(7)
     began(flight_recorder)
     assert bytes(memory) == before
-
-
-def test_a_reader_meets_no_half_written_row() -> None:
-    memory = bytearray(PAGE_BYTES)
-    flight_recorder = FlightRecorder(memory, 0)
-    row_of = {"all_reduce": 1, "broadcast": 2}
-    stop = threading.Event()
-
-    def write() -> None:
-        while not stop.is_set():
-            for operation, size in row_of.items():
-                began(flight_recorder, operation, size_bytes=size).ended()
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        for _ in range(2000):
-            assert all(row_of[entry.operation] == entry.size_bytes for entry in read_entries(memory, 0))
-    finally:
-        stop.set()
-        writer.join()
 
 
 def test_a_row_whose_editions_differ_is_left_out() -> None:

@@ -18,10 +18,6 @@ from tests.job.guardian.job import WORK, Job, eventually, is_alive, line_of, sta
 
 pytestmark = pytest.mark.launch
 
-LEAVE = "client.leave()"
-# CDLL would release the interpreter lock; PyDLL keeps it, and no other thread of the rank can answer.
-IN_C = "import ctypes; ctypes.PyDLL(None).usleep({us})"
-
 
 def message(capfd: pytest.CaptureFixture[str]) -> str:
     """What the guardian has printed."""
@@ -104,25 +100,6 @@ def test_a_job_that_is_paused_as_a_whole_goes_on(first: str, capfd: pytest.Captu
         time.sleep(0.7)  # they see that the others are stopped
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
-        assert job.outcome()[0] == [0, 0]
-        assert job.guardian_ends()
-    assert message(capfd) == ""
-
-
-def test_ctrl_z_suspends_all_ranks_of_a_host_and_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
-    with Job("time.sleep(3); client.leave()", "time.sleep(3); client.leave()", failure_timeout_s=2.0) as job:
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for rank in job.ranks:
-                rank.send_signal(number)
-            time.sleep(2.0)
-        assert job.outcome()[0] == [0, 0]
-    assert message(capfd) == ""
-
-
-def test_a_rank_that_computes_in_c_with_the_interpreter_lock_held_is_no_failure(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    with Job("time.sleep(3.5); client.leave()", IN_C.format(us=3_500_000) + "; " + LEAVE, failure_timeout_s=1) as job:
         assert job.outcome()[0] == [0, 0]
         assert job.guardian_ends()
     assert message(capfd) == ""
@@ -238,15 +215,6 @@ def test_a_rank_that_a_signal_keeps_from_showing_the_failure(capfd: pytest.Captu
     assert last.startswith("The job failed: rank 1")
 
 
-def test_a_rank_of_another_process_and_one_too_many_are_refused() -> None:
-    with Job(WORK, WORK) as job:
-        for rank, reason in ((1, "a rank of its own"), (2, "one too many")):
-            other = start_rank(rank, "", job.guardian.address)
-            assert reason in other.communicate(timeout=60)[1]
-        job.ranks[0].kill()
-        job.outcome()
-
-
 @pytest.mark.parametrize("status", [0, 7])
 def test_what_has_been_started_is_watched_before_it_introduces_itself(status: int) -> None:
     """A script that leaves one rank early kept the others waiting for ``join_timeout_s``, ten minutes by default."""
@@ -261,24 +229,6 @@ def test_what_has_been_started_is_watched_before_it_introduces_itself(status: in
     when = "before it joined the run" if status == 0 else ""
     assert f"ended with exit status {status} {when}".rstrip() in printed
     assert eventually(lambda: not is_alive(guardian.pid))
-    guardian.stop()
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_child_of_what_has_been_started_is_the_rank(is_first: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    """A wrapper in place of the interpreter starts it, and its parent may say so after the rank has come."""
-    guardian = Guardian.start(num_ranks=1)
-    rank = start_rank(0, "sys.stdin.readline(); os._exit(3)", guardian.address)
-    wrapper = subprocess.Popen([sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE)
-    if is_first:
-        guardian.started(0, wrapper.pid)
-    assert line_of(rank) == "ready\n"
-    if not is_first:
-        guardian.started(0, wrapper.pid)
-    wrapper.communicate(b"\n", timeout=60)
-    rank.communicate("\n\n", timeout=60)
-    assert eventually(lambda: not is_alive(guardian.pid))
-    assert "ended with exit status 3" in message(capfd)
     guardian.stop()
 
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import select
-import signal
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from lightning_multigpu.job.guardian.blocking import append, show
 from lightning_multigpu.job.guardian.hang import hang_watch
 from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, BROKEN, PAGE_BYTES, Entry
 from lightning_multigpu.job.guardian.hang.hang_reports import HangReports
@@ -21,14 +22,15 @@ from lightning_multigpu.job.guardian.hang.hang_watch import HangWatch
 from lightning_multigpu.job.guardian.hang.stacks import Frame, Stacks
 from lightning_multigpu.job.guardian.hang.waiting_graph import View
 from lightning_multigpu.job.guardian.proc import RUNNING
-from tests.job.guardian.job import WORK, Job, eventually, go_on, is_alive
-from tests.job.guardian.test_host_links import LEAVE, two_hosts
+from tests.job.guardian.job import WORK, Job, eventually
+from tests.job.guardian.test_host_links import two_hosts
 
 pytestmark = pytest.mark.launch
 
+LEAVE = "client.leave()"
 LIMIT_S = 1.0
 END = "The wait that was reported has ended"
-NOTE = "note = client.flight_recorder.began('{operation}', group='data', ranks='0-1', group_size=2, size_bytes=8); "
+NOTE = "note = client.flight_recorder.began('{operation}', group='data', ranks='0-1'); "
 # A rank that waits until it is told by the test.
 UNTIL = "exec('''while not os.path.exists({file!r}): time.sleep(0.05)'''); "
 
@@ -78,21 +80,42 @@ def test_one_report_and_one_line_at_the_end(tmp_path: Path, capfd: pytest.Captur
     assert written.count("guardian/client.py") >= 2, "all threads of both ranks"
 
 
-def test_a_file_system_that_does_not_answer_fails_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Ranks hang just when it does not. The guardian hung with them in its report, which only describes."""
-    terminal, go = Terminal(capfd), tmp_path / "go"
-    os.mkfifo(tmp_path / f"hang-{os.uname().nodename}.txt")
-    finish = "client.finish(); " + LEAVE
-    with Job(
-        waits_in("all_reduce", go) + finish,
-        UNTIL.format(file=str(go)) + finish,
-        hang_report_s=LIMIT_S,
-        directory=tmp_path,
-    ) as job:
-        assert terminal.shows("Rank 0 waits in all_reduce #1 of group data")
-        go.touch()
-        assert job.outcome()[0] == [0, 0]
-        assert job.guardian_ends()
+def test_a_file_system_that_does_not_answer_keeps_no_guardian(tmp_path: Path) -> None:
+    """Ranks hang just when it does not: here a FIFO is in the place of the file."""
+    os.mkfifo(path := tmp_path / "hang.txt")
+    answers = threading.Timer(10.0, lambda: os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    answers.start()
+    since_s = time.monotonic()
+    append(str(path), "report", "The report")
+    assert time.monotonic() - since_s < 5
+    answers.cancel()
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    assert eventually(lambda: not any(t.name == "guardian-may-block" for t in threading.enumerate()))
+    os.close(reader)
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_terminal_that_nobody_reads_does_not_stop_the_guardian(is_terminal: bool) -> None:
+    """Its standard error is a pipe that is full, or a terminal that has room for a few bytes only: select is ready."""
+    read, write = os.openpty() if is_terminal else os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(write, b"x" * 64):
+            pass
+    while is_terminal and not select.select([], [write], [], 0.05)[1]:
+        os.read(read, 64)
+    os.set_blocking(write, True)
+    saved = os.dup(2)
+    os.dup2(write, 2)
+    try:
+        since_s = time.monotonic()
+        show("text" * 100)
+        assert time.monotonic() - since_s < 5
+    finally:
+        os.dup2(saved, 2)
+        for descriptor in (saved, write, read):
+            os.close(descriptor)
+    assert eventually(lambda: not any(t.name == "guardian-may-block" for t in threading.enumerate()))
 
 
 class Alone:
@@ -203,10 +226,7 @@ def test_two_looks_at_a_collective_that_nobody_has_noted(ticks: int, capfd: pyte
 
 def test_a_rank_under_way_or_at_work_is_no_hang(capfd: pytest.CaptureFixture[str]) -> None:
     """One has an announcement under way that nobody waits for, the other computes."""
-    under_way = (
-        "client.flight_recorder.began('all_gather', group='data', ranks='', group_size=2, size_bytes=8, "
-        "awaited=False); "
-    )
+    under_way = "client.flight_recorder.began('all_gather', group='data', ranks='', awaited=False); "
     busy = "end = time.time() + 3.5; exec('while time.time() < end: pass'); "
     with Job(under_way + "time.sleep(3.5); " + LEAVE, busy + LEAVE, hang_report_s=LIMIT_S) as job:
         assert job.outcome()[0] == [0, 0]
@@ -230,7 +250,7 @@ def test_a_collective_that_nobody_has_noted_is_found_by_two_looks(
     code = LIBRARY.format(file=str(go))
     own = f"exec(compile({code!r}, '/x/torch/distributed/distributed_c10d.py', 'exec'), globals()); all_reduce(); "
     with Job(own + "time.sleep(1); " + LEAVE, UNTIL.format(file=str(go)) + LEAVE, hang_report_s=LIMIT_S) as job:
-        assert terminal.shows("Only rank 0 is in all_reduce, called at ")
+        assert terminal.shows("Rank 0 waits in all_reduce, called at ")
         assert terminal.shows("rank 1 has not come: it is at ")
         go.touch()
         assert job.outcome()[0] == [0, 0]
@@ -253,32 +273,31 @@ def test_ranks_of_two_hosts_in_one_report(waiting: int, tmp_path: Path, capfd: p
     assert terminal.text.count("No progress for") == 1, "on node 0 only"
 
 
-def test_a_pause_of_the_whole_job_is_no_wait(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def watch_of_one(entries: list[Entry], monkeypatch: pytest.MonkeyPatch) -> HangWatch:
+    """With a limit of 10 s; the rank computes nothing."""
+    monkeypatch.setattr(hang_watch, "read_entries", lambda memory, slot: entries)
+    process = SimpleNamespace(state=lambda: RUNNING, cpu_ticks=lambda: 7)
+    ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=process)])
+    return HangWatch(10.0, ranks, bytes(PAGE_BYTES))
+
+
+WAITING = Entry("world", "0-1", AWAITED, 14, 14, "barrier", 5.0, 1, "")
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_pause_of_the_whole_job_is_no_wait(noted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A laptop that slept: clocks have gone on, ranks have not."""
-    go, waits = tmp_path / "go", tmp_path / "waits"
-    first = NOTE.format(operation="barrier") + f"open({str(waits)!r}, 'w').close(); " + UNTIL.format(file=str(go))
-    second = UNTIL.format(file=str(go)) + LEAVE
-    with Job(first + "note.ended(); " + LEAVE, second, hang_report_s=3.0) as job:
-        assert eventually(waits.exists)
-        pids = [job.ranks[0].pid, job.ranks[1].pid, job.guardian.pid]
-        for number, pause_s in ((signal.SIGSTOP, 3.5), (signal.SIGCONT, 1.0)):
-            for pid in pids:
-                os.kill(pid, number)
-            time.sleep(pause_s)
-        go.touch()
-        assert job.outcome()[0] == [0, 0]
-        assert job.guardian_ends()
-    assert capfd.readouterr().err == ""
+    watch = watch_of_one([WAITING] * noted, monkeypatch)
+    assert watch.observe(6.0) == {}
+    watch.restart_timers(40.0)
+    assert [watch.observe(now_s) for now_s in (41.0, 49.0)] == [{}, {}]
+    assert len(watch.observe(52.0)) == 1
 
 
 @pytest.mark.parametrize("noted", [True, False])
 def test_a_wait_that_was_too_long_before_a_pause_has_not_ended(noted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After Ctrl-Z and fg a hung run was said to go on, and reported once more."""
-    entry = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
-    monkeypatch.setattr(hang_watch, "read_entries", lambda memory, slot: [entry] if noted else [])
-    process = SimpleNamespace(state=lambda: RUNNING, cpu_ticks=lambda: 7)
-    ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=process)])
-    watch = HangWatch(10.0, ranks, bytes(PAGE_BYTES))
+    watch = watch_of_one([WAITING] * noted, monkeypatch)
     for now_s in (5.0, 16.0):
         before = watch.observe(now_s)
     assert list(before.values()) == [5.0]
@@ -299,48 +318,6 @@ def test_a_rank_that_computes_is_not_asked(tick_s: float) -> None:
         if watch.observe(now_s) and first_s is None:
             first_s = now_s
     assert first_s == pytest.approx(40.0, abs=2 * tick_s)
-
-
-def test_a_failure_file_that_cannot_be_written_does_not_keep_the_guardian(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Its file system does not answer: here a FIFO is in the place of the file."""
-    with Job(WORK, "sys.stdin.readline(); os._exit(3)", directory=tmp_path) as job:
-        os.mkfifo(tmp_path / f"failure-{os.uname().nodename}.txt")
-        go_on(job.ranks[1])
-        assert job.outcome()[0] == [1, 3]
-        assert job.guardian_ends()
-    assert "The job failed: rank 1" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_terminal_that_nobody_reads_does_not_stop_the_guardian(is_terminal: bool, tmp_path: Path) -> None:
-    """Its standard error is a pipe that is full, or a terminal that has room for a few bytes only: select is ready."""
-    read, write = os.openpty() if is_terminal else os.pipe()
-    os.set_blocking(write, False)
-    with contextlib.suppress(BlockingIOError):
-        while os.write(write, b"x" * 64):
-            pass
-    while is_terminal and not select.select([], [write], [], 0.05)[1]:
-        os.read(read, 64)
-    os.set_blocking(write, True)
-    go, saved = tmp_path / "go", os.dup(2)
-    os.dup2(write, 2)
-    try:
-        job = Job(
-            waits_in("barrier", go) + WORK, "time.sleep(3.5); os._exit(3)", hang_report_s=LIMIT_S, failure_timeout_s=4
-        )
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(write)
-    with job:
-        time.sleep(2.5 * LIMIT_S)
-        assert is_alive(job.guardian.pid)
-        go.touch()
-        assert job.outcome()[0] == [1, 3], "it still tells of a failure"
-        os.close(read)
-        assert job.guardian_ends()
 
 
 def test_what_the_others_waited_in_when_a_rank_failed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -371,7 +348,7 @@ def test_a_failing_rank_lets_a_guardian_that_takes_its_time_look(capfd: pytest.C
     assert "Meanwhile rank 0 waited" in capfd.readouterr().err
 
 
-def test_another_host_says_in_one_line_what_its_ranks_waited_in(
+def test_another_host_says_what_its_ranks_waited_in(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     waits = NOTE.format(operation="all_reduce") + "told.wait(60) and time.sleep(1); sys.exit(1)"
@@ -381,9 +358,8 @@ def test_another_host_says_in_one_line_what_its_ranks_waited_in(
         assert two.guardian_ends()
         assert one.guardian_ends()
     lines = capfd.readouterr().err.splitlines()
-    (line,) = [line for line in lines if "; meanwhile rank 1 waited in all_reduce #1 of group data" in line]
-    assert line.startswith("The job failed: rank 0")
-    assert len(lines) == 2, "a line of each host"
+    assert any(line.startswith("Meanwhile rank 1 waited in all_reduce #1 of group data") for line in lines), lines
+    assert sum(line.startswith("The job failed: rank 0") for line in lines) == 2, "a line of each host"
 
 
 class Late:
@@ -402,8 +378,7 @@ class Late:
 
 def test_a_rank_that_answers_late_on_a_busy_machine_is_named_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guardian had waited 0.4 s by the clock, most of them for a core, and told no place."""
-    waiting = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
-    monkeypatch.setattr(hang_watch, "read_entries", lambda memory, slot: [waiting])
+    monkeypatch.setattr(hang_watch, "read_entries", lambda memory, slot: [WAITING])
     monkeypatch.setattr(hang_watch, "Question", Late)
     monkeypatch.setattr(hang_watch, "_PAUSE_S", 0.5)
     ranks: Any = SimpleNamespace(at_work=[SimpleNamespace(rank=0, slot=0, process=None, stack_signal=None)])
@@ -434,8 +409,7 @@ def test_a_hang_report_gives_ranks_three_seconds_to_answer(monkeypatch: pytest.M
 
 def test_a_rank_that_the_failure_reaches_meanwhile_is_named_where_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine it is asked for its stack after it has left the collective."""
-    waiting = Entry("world", "0-1", 2, AWAITED, 14, 14, "barrier", 0, 5.0, 1, "")
-    looks = [[waiting], [waiting._replace(state=BROKEN, place="train.py:7 in validation_step")]]
+    looks = [[WAITING], [WAITING._replace(state=BROKEN, place="train.py:7 in validation_step")]]
     monkeypatch.setattr(
         "lightning_multigpu.job.guardian.hang.hang_watch.read_entries", lambda memory, slot: looks.pop(0)
     )

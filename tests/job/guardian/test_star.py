@@ -25,7 +25,6 @@ class Node:
         self.node_rank = node_rank
         self.readers: dict[socket.socket, Callable[[], None]] = {}
         self.found: list[str] = []
-        self.paused = False
         self.met = 0
         self.hosts = Hosts(
             silence_s=SILENCE_S,
@@ -82,7 +81,7 @@ class Network:
         for _ in range(round(2 * seconds)):
             self.now_s += 0.5
             for node in self.nodes:
-                found = node.hosts.observe(self.now_s, paused=node.paused)
+                found = node.hosts.observe(self.now_s)
                 if found is not None:
                     node.found.append(found.failure.describe())
                     node.hosts.send_failure(found.failure, found.since_s)
@@ -140,7 +139,7 @@ def test_a_failure_and_its_age_reach_all(three: Network) -> None:
     three.nodes[2].hosts.send_failure(Failure("was ended by SIGKILL", rank=5, host="h"), three.now_s - 2)
     three.deliver()
     for node in three.nodes[:2]:
-        found = node.hosts.observe(three.now_s, paused=False)
+        found = node.hosts.observe(three.now_s)
         assert found is not None
         assert found.failure.describe() == "rank 5 (host h) was ended by SIGKILL"
         assert found.since_s == pytest.approx(three.now_s - 2)
@@ -153,7 +152,7 @@ def test_what_a_host_says_before_it_ends_counts_more_than_its_end(three: Network
     three.nodes[1].hosts.close()
     # What is sent now comes back as an error.
     for _ in range(3):
-        three.nodes[0].connection_to(1).send("alive", paused=False)
+        three.nodes[0].connection_to(1).send("alive")
     three.go_on(1)
     assert three.nodes[0].found[0] == "rank 1 (host h) was ended by SIGKILL"
 
@@ -167,20 +166,6 @@ def test_a_guardian_that_ends_is_named(three: Network) -> None:
         assert three.nodes[node].found[0].startswith(f"the guardian of {name(1)} has ended, or its connection to")
 
 
-def test_ranks_that_all_are_stopped_wait_for_nobody(three: Network) -> None:
-    """Ctrl-Z in the terminals of all hosts, one after the other."""
-    assert [node.hosts.others_wait for node in three.nodes] == [True] * 3
-    three.nodes[0].paused = three.nodes[1].paused = True
-    three.go_on(0.5)
-    assert [node.hosts.others_wait for node in three.nodes] == [True, True, False]
-    three.nodes[2].paused = True
-    three.go_on(0.5)
-    assert [node.hosts.others_wait for node in three.nodes] == [False] * 3
-    three.nodes[1].paused = False
-    three.go_on(0.5)
-    assert [node.hosts.others_wait for node in three.nodes] == [True, False, True]
-
-
 def test_two_with_one_node_rank() -> None:
     with Network(2, expected=3) as network:
         network.nodes.append(Node(1))
@@ -188,6 +173,16 @@ def test_two_with_one_node_rank() -> None:
         network.go_on(0.5)
         assert "there is a node 1 already" in network.nodes[2].found[0]
         assert network.nodes[0].found == []
+
+
+def test_another_job_is_refused() -> None:
+    with Network(1, expected=2) as network:
+        network.nodes.append(Node(1))
+        network.join(network.nodes[1], secret="of another job")
+        network.go_on(0.5)
+        (found,) = network.nodes[1].found
+        assert found.startswith(f"the guardian of node 0 has refused that of {name(1)}: its secret is not this job's")
+        assert network.nodes[0].found == [], "a stranger is nobody's loss"
 
 
 def test_strangers_are_nobodys_loss_and_do_not_stay() -> None:
@@ -250,7 +245,7 @@ def test_the_last_message_of_a_guardian_arrives_although_it_has_left_others_unre
         first, second = network.nodes
         link = second.connection_to(0).socket
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)  # sends 0.2 s later
-        first.hosts.observe(network.now_s + 1, paused=False)
+        first.hosts.observe(network.now_s + 1)
         assert select.select([link], [], [], 10)[0]
         second.hosts.send("end now", status=143)
         second.hosts.close()

@@ -13,12 +13,11 @@ import pytest
 import torch
 import torchmetrics
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_multigpu import DataParallelStrategy, MultiGPUStrategy
+from lightning_multigpu import DataParallelStrategy
 from lightning_multigpu.callbacks import CommunicationMonitor, RunReport, ThroughputMonitor
 from tests.modules import Normalised
 from tests.strategies.tasks import (
@@ -453,17 +452,6 @@ def test_dropout_in_layers_that_run_again_is_refused_on_cpus() -> None:
     assert len({state.numpy().tobytes() for state in module.states}) == 6
 
 
-def test_callbacks_get_the_answers_of_a_strategy_with_one_rank() -> None:
-    """It has them without being one of those that start ranks."""
-    strategy, parameter = DataParallelStrategy(), nn.Parameter(torch.zeros(1))
-    assert not isinstance(strategy, MultiGPUStrategy)
-    assert (strategy.owns_batch, strategy.loss_scale, strategy.holds(parameter)) == (True, 1.0, True)
-    assert strategy.is_common(KeyboardInterrupt())
-    strategy.record_stages(count_activations=False)
-    assert strategy.newest_of_ranks("name", 1) is strategy.gather_at_end(int) is strategy.server_statistics() is None
-    assert strategy.stage_record() is strategy.split_plan() is None
-
-
 @pytest.mark.parametrize("sample", [7, 13], ids=["in the main thread", "while it waits"])
 def test_ctrl_c(sample: int) -> None:
     class Interrupting(_Failing):
@@ -521,12 +509,6 @@ class _Manual(Classifier):
         self.automatic_optimization = False
 
 
-class _Lazy(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.LazyLinear(3)
-
-
 class _Started(LightningEnvironment):
     creates_processes_externally = True
 
@@ -546,7 +528,6 @@ def _compiled() -> L.LightningModule:
         (Classifier, {"plugins": [_Started()]}, "_Started has started 2 processes, and dp is one process"),
         (_Manual, {}, r"automatic_optimization=False: under dp each replica .*, or strategy='ring_ddp'"),
         (_compiled, {}, "the module is compiled, for the tensors of one device; pass the module without torch.compile"),
-        (_Lazy, {}, r"head \(LazyLinear\) is lazy, .* run one batch through it in __init__ or configure_model"),
     ],
 )
 def test_refused(module: Any, options: dict[str, Any], message: str) -> None:
@@ -572,23 +553,6 @@ def test_a_second_backward_of_a_step_is_refused() -> None:
 def test_float16_on_cpu_is_refused() -> None:
     with pytest.raises(ValueError, match=r"precision='16-mixed' on CPU: .*; pass precision='bf16-mixed'"):
         train(Classifier(), 2, precision="16-mixed")
-
-
-def test_one_device() -> None:
-    one = train(Classifier(), 1, strategy=DataParallelStrategy())
-    assert one.world_size == 1
-    assert_same_weights(
-        {"weights": state(one.lightning_module)}, {"weights": state(train(Classifier(), 1).lightning_module)}
-    )
-
-
-def test_stochastic_weight_averaging() -> None:
-    averaged = []
-    for devices in (1, 3):
-        module = Classifier()
-        train(module, devices, max_epochs=4, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=2)])
-        averaged.append({"weights": state(module)})
-    assert_same_weights(averaged[1], averaged[0])
 
 
 def test_the_order_of_the_loader_is_kept_and_the_threads_intra_op_threads_are_given_back(
@@ -624,7 +588,7 @@ def test_what_travels_is_measured(caplog: pytest.LogCaptureFixture, tmp_path: An
     module = Normalised()
     report = RunReport(print_table=False)
     trainer = train(module, 2, callbacks=[CommunicationMonitor(log=False), report], default_root_dir=str(tmp_path))
-    assert "Global batch: 7 samples a step = 1 rank x 7 (batch_size of the loader); dp cuts each batch" in caplog.text
+    assert "Global batch: 7 samples a step (data ranks: 1 x 7); dp cuts each batch" in caplog.text
     meter = trainer.strategy.meter  # type: ignore[attr-defined]
     buffers = 6 * 8 + 6 * 8 + 8  # of BatchNorm: mean, variance, number of batches
     gradients = 8 * sum(parameter.numel() for parameter in module.parameters())
@@ -636,8 +600,3 @@ def test_what_travels_is_measured(caplog: pytest.LogCaptureFixture, tmp_path: An
     assert {"model to the devices", "batches to the devices", "sum of gradients"} == set(
         report.report["communication_ms"]
     )
-
-
-def test_an_option_of_other_strategies_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"'start_method'\. It takes activation_checkpointing, loss_reduction\."):
-        DataParallelStrategy(start_method="spawn")

@@ -5,15 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 
-from lightning_multigpu import PipelineStrategy, RingDDPStrategy
+from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.communication.metering.traffic import StepTraffic
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader
 from lightning_multigpu.job import process_groups
@@ -185,32 +182,12 @@ def test_a_group_that_has_lost_a_transfer_is_not_destroyed(world2: World) -> Non
     assert world2.run(fails_with_a_lost_transfer) == [1, 1]
 
 
-def groups_used() -> bool:
-    strategy = make_strategy("ring_ddp")
-    own: list[bool] = []
-
-    class Look(L.Callback):
-        def on_train_start(self, *args: Any) -> None:
-            assert strategy.averaging.reducer is not None
-            own.append(strategy.averaging.reducer._group is not dist.group.WORLD)
-
-    fit_module(Classifier(), strategy, 2, Case(max_epochs=1), callbacks=[Look()])
-    return own[0]
-
-
-def test_gradients_have_a_process_group_of_their_own(world2: World) -> None:
-    assert all(world2.run(groups_used))
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"bucket_cap_mb": 0}, ["bucket_cap_mb=0", "above 0"]),
-        ({"failure_timeout_s": -1}, ["failure_timeout_s=-1"]),
         ({"failure_timeout_s": 0.5}, ["failure_timeout_s=0.5", "1 or more"]),
         ({"hang_report_s": 0.5}, ["hang_report_s=0.5", "1 or more"]),
-        ({"hang_report_s": -1}, ["hang_report_s=-1"]),
-        ({"hang_report_s": "60"}, ["hang_report_s='60'", "not a number"]),
         ({"join_timeout_s": 0.5}, ["join_timeout_s=0.5", "1 or more"]),
         ({"uneven_inputs": "wait"}, ["uneven_inputs='wait'", "'stop'", "'join'"]),
         ({"loss_reduction": "median"}, ["loss_reduction='median'", "'mean'", "'sum'"]),
@@ -221,24 +198,3 @@ def test_options_out_of_range_are_named(options: dict[str, Any], words: list[str
     with pytest.raises(ValueError, match=r".+") as caught:
         RingDDPStrategy(**options)
     assert all(word in str(caught.value) for word in words)
-
-
-def test_an_option_that_is_nearly_right_is_suggested() -> None:
-    """Only options of the base were: ``bucket_cap`` was told of 15 others, and not of ``bucket_cap_mb``."""
-    with pytest.raises(TypeError, match=r"no option 'bucket_cap'\. Did you mean 'bucket_cap_mb'\?"):
-        RingDDPStrategy(bucket_cap=3)
-    with pytest.raises(TypeError, match=r"no option 'micro_batches'\. Did you mean 'num_micro_batches'\?"):
-        PipelineStrategy(micro_batches=4)
-    with pytest.raises(TypeError, match=r"no option 'failure_timeout'\. Did you mean 'failure_timeout_s'\?"):
-        RingDDPStrategy(failure_timeout=4)
-
-
-@pytest.mark.filterwarnings("ignore:You passed", "ignore:`precision=16`", "ignore:The `accelerator`")
-@pytest.mark.parametrize(("strategy", "precision"), [(RingDDPStrategy, 16), (PipelineStrategy, "16-mixed")])
-def test_half_precision_on_cpu_is_not_taken_for_another_silently(precision: Any, strategy: Any) -> None:
-    """Lightning takes bf16-mixed for it with a warning among others; our command line alone refused that."""
-    options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False}
-    with pytest.raises(ValueError, match=r"precision='16-mixed' on CPU.*pass precision='bf16-mixed'"):
-        L.Trainer(strategy=strategy(), precision=precision, **options)
-    for asked in ({"precision": "bf16-mixed"}, {"plugins": MixedPrecision("16-mixed", "cpu")}):
-        L.Trainer(strategy=strategy(), **asked, **options)

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
     Callback,
     EarlyStopping,
     LearningRateFinder,
@@ -25,9 +24,8 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_multigpu import ParameterServerStrategy
-from lightning_multigpu.engine.parameter_server.coordination import Coordination
-from tests.modules import ReadsGradients, ScalesWeights, Stream, TwoOptimizers, WithBackbone
+from lightning_multigpu.engine.parameter_server.servers import Servers
+from tests.modules import Stream, TwoOptimizers
 from tests.strategies.tasks import (
     IS_LIGHTNING_2_5,
     NUM_CLASSES,
@@ -147,15 +145,19 @@ class EndsEarly(Seen):
         return -1 if self.global_rank == 1 and batch_idx == 1 else None
 
 
-def slow(rank_: int, loading: dict[str, Any], **overrides: Any) -> dict[str, Any]:
-    return fit(Seen(slow_rank=rank_), loading, **overrides)
+def slow(rank_: int, *arguments: Any) -> dict[str, Any]:
+    return fit(Seen(slow_rank=rank_), *arguments)
 
 
 @pytest.mark.parametrize(
-    ("slow_rank", "loading"), [(1, {}), (0, {"num_workers": 1})], ids=["1-no workers", "0-a loader's worker"]
+    ("slow_rank", "loading", "options"),
+    [(1, {}, {}), (0, {"num_workers": 1}, {"max_staleness": 1})],
+    ids=["1-no workers", "0-a loader's worker, a bound of staleness"],
 )
-def test_each_sample_is_trained_on_once_an_epoch(world2: World, slow_rank: int, loading: dict[str, Any]) -> None:
-    results = world2.run(slow, slow_rank, loading)
+def test_each_sample_is_trained_on_once_an_epoch(
+    world2: World, slow_rank: int, loading: dict[str, Any], options: dict[str, Any]
+) -> None:
+    results = world2.run(slow, slow_rank, loading, options)
     assert trained_on(results) == dict.fromkeys(range(EPOCHS), EVERY)
     assert sum(result["steps"] for result in results) == EPOCHS * NUM_BATCHES
     first, second = results
@@ -203,14 +205,14 @@ class Accumulates(Seen):
 
 def accumulates(automatic: bool) -> dict[str, Any]:
     module = Accumulates(automatic=automatic)
-    trained = Coordination.trained
+    trained = Servers.trained
 
-    def told(coordination: Coordination, epoch: int, number: int) -> None:
+    def told(servers: Servers, epoch: int, number: int) -> None:
         module.when_told[module.accumulated] += 1
-        trained(coordination, epoch, number)
+        trained(servers, epoch, number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Coordination, "trained", told)
+        patch.setattr(Servers, "trained", told)
         return {**fit(module, accumulate_grad_batches=2 if automatic else 1), "told": module.when_told}
 
 
@@ -460,7 +462,6 @@ SCHEDULED: list[tuple[dict[str, Any], int, int]] = [
     ({}, 3 * 13, 3 * 50),
     ({"limit_train_batches": 5}, 3 * 5, 3 * 20),
     ({"limit_train_batches": 0.6, "accumulate_grad_batches": 2}, 3 * 4, 3 * 28),
-    ({"accumulate_grad_batches": 2}, 3 * 7, 3 * 50),
     ({"max_steps": 17, "max_epochs": -1}, 17, 50 + 16),
     ({"max_steps": 17, "max_epochs": -1, "loading": {"num_workers": 1}}, 17, 50 + 16),
     ({"max_steps": 8, "max_epochs": -1, "accumulate_grad_batches": 2}, 8, 50 + 8),
@@ -497,16 +498,16 @@ def end_of_cycle(total: int) -> float:
 
 def loses_word() -> dict[str, Any]:
     """Rank 1 tells nobody of one update in the last epoch, as if it were lost after it: others make it again."""
-    trained, untold = Coordination.trained, []
+    trained, untold = Servers.trained, []
 
-    def told(coordination: Coordination, epoch: int, number: int) -> None:
+    def told(servers: Servers, epoch: int, number: int) -> None:
         if rank() == 1 and epoch == EPOCHS - 1 and not untold:
             untold.append(number)
         else:
-            trained(coordination, epoch, number)
+            trained(servers, epoch, number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Coordination, "trained", told)
+        patch.setattr(Servers, "trained", told)
         return fit(OneCycle(slow_rank=0))
 
 
@@ -517,22 +518,19 @@ def test_a_schedule_ends_where_it_was_planned_to_also_with_an_update_more(world2
     assert results[0]["rate"] == pytest.approx(end_of_cycle(EPOCHS * NUM_BATCHES))
 
 
-def own_stream() -> Stream:
-    return Stream(range(rank(), SAMPLES, 2), SAMPLES)
-
-
 def own_batches(kind: str) -> dict[str, Any]:
     module = OneCycle()
     case = Case(max_epochs=2, trainer=OWN_BATCHES[kind][0])
-    data = own_stream() if kind == "stream" else dataset(SAMPLES)
+    data = Stream(range(rank(), SAMPLES, 2), SAMPLES) if kind == "stream" else dataset(SAMPLES)
     trainer = fit_module(module, "async_ps", 2, case, DataLoader(data, batch_size=BATCH))
-    return {"steps": trainer.global_step, "rate": trainer.optimizers[0].param_groups[0]["lr"]}
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    return {"steps": trainer.global_step, "rate": rate, "samples": module.samples}
 
 
-# Options, and the steps of each rank.
-OWN_BATCHES: dict[str, tuple[dict[str, Any], int]] = {
-    "stream": ({"max_steps": 9, "max_epochs": -1}, 9),
-    "loader": ({"use_distributed_sampler": False}, 2 * NUM_BATCHES),
+# Options, the steps of each rank, and how often a sample is trained on in an epoch.
+OWN_BATCHES: dict[str, tuple[dict[str, Any], int, int]] = {
+    "stream": ({"max_steps": 9, "max_epochs": -1}, 9, 1),
+    "loader": ({"use_distributed_sampler": False}, 2 * NUM_BATCHES, 2),
 }
 
 
@@ -540,57 +538,29 @@ OWN_BATCHES: dict[str, tuple[dict[str, Any], int]] = {
 @pytest.mark.parametrize("kind", OWN_BATCHES)
 def test_schedules_count_a_ranks_own_steps_where_its_batches_are_its_own(world2: World, kind: str) -> None:
     """They counted the updates of all ranks, and ended after a part of the run."""
-    for result in world2.run(own_batches, kind):
-        steps = OWN_BATCHES[kind][1]
-        assert result == {"steps": steps, "rate": pytest.approx(end_of_cycle(steps))}
+    results, (_, steps, times) = world2.run(own_batches, kind), OWN_BATCHES[kind]
+    assert [(found["steps"], found["rate"]) for found in results] == [(steps, pytest.approx(end_of_cycle(steps)))] * 2
+    assert trained_on(results)[0] == Counter({sample: times * count for sample, count in EVERY.items()})
 
 
-def test_a_bound_of_staleness(world2: World) -> None:
-    results = world2.run(fit, None, None, {"max_staleness": 1})
-    assert trained_on(results) == dict.fromkeys(range(EPOCHS), EVERY)
-
-
-def losses(kind: str) -> tuple[float, float]:
+def losses() -> tuple[float, float]:
     """Of the whole data before and after training."""
     torch.manual_seed(4)
-    callbacks: list[Callback] = []
-    if kind == "a backbone that is unfrozen":
-        module: Any = WithBackbone()
-        callbacks = [BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=0.05)]
-    else:
-        module = {"hooks that read gradients": ReadsGradients, "manual optimization": TwoOptimizers}[kind]()
+    module = TwoOptimizers().double()
     x, y = dataset(SAMPLES).tensors
 
     def loss() -> float:
-        net = module.layers if kind == "hooks that read gradients" else None
         with torch.no_grad():
-            if net is not None:
-                out = net(x.double())
-            elif kind == "manual optimization":
-                out = module.second(torch.tanh(module.first(x.double())))
-            else:
-                out = module.head(torch.tanh(module.backbone(x.double())))
-        return float(nn.functional.cross_entropy(out, y))
+            return float(nn.functional.cross_entropy(module.second(torch.tanh(module.first(x.double()))), y))
 
-    module.double()
     before = loss()
-    fit_module(module, "async_ps", 2, Case(max_epochs=6), loader(), callbacks=callbacks)
+    fit_module(module, "async_ps", 2, Case(max_epochs=6), loader())
     return before, loss()
 
 
-@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")
-@pytest.mark.parametrize("kind", ["hooks that read gradients", "manual optimization", "a backbone that is unfrozen"])
-def test_unmodified_modules(world2: World, kind: str) -> None:
-    for before, after in world2.run(losses, kind):
+def test_manual_optimization_of_two_optimizers(world2: World) -> None:
+    for before, after in world2.run(losses):
         assert after < 0.8 * before
-
-
-def scales() -> None:
-    fit(callbacks=[ScalesWeights()])
-
-
-def test_hooks_that_change_weights_are_refused(world2: World) -> None:
-    world2.run_raising(ValueError, "a hook has changed weights in place", scales)
 
 
 def pairs() -> None:
@@ -605,18 +575,6 @@ def test_several_training_loaders_are_refused(world2: World) -> None:
     world2.run_raising(ValueError, "there are several training loaders", pairs)
 
 
-def streams() -> dict[str, Any]:
-    module = Seen()
-    fit_module(module, "async_ps", 2, Case(max_epochs=2), DataLoader(own_stream(), batch_size=BATCH), eval_loader())
-    return {"samples": module.samples, "validated": len(module.versions)}
-
-
-def test_streams_are_each_workers_own(world2: World) -> None:
-    results = world2.run(streams)
-    assert trained_on(results) == dict.fromkeys(range(2), EVERY)
-    assert [result["validated"] for result in results] == [2, 0]
-
-
 def twice() -> list[float]:
     """A fit, an evaluation on all ranks together, and a fit again."""
     module, values = Seen(), []
@@ -629,23 +587,6 @@ def twice() -> list[float]:
 def test_a_program_goes_on_after_the_fit(world2: World) -> None:
     first, second = world2.run(twice)
     assert first == second
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"mode": "asynchronous"}, "mode='asynchronous' is not one of the choices"),
-        ({"max_staleness": 3}, "max_staleness=3: with mode='sync' no gradients are stale"),
-        ({"mode": "async", "max_staleness": -1}, "max_staleness=-1"),
-        ({"mode": "async", "max_staleness": 1.5}, "max_staleness=1.5"),
-        ({"mode": "async", "max_staleness": False}, "max_staleness=False is not a whole number"),
-        ({"mode": "async", "uneven_inputs": "join"}, "uneven_inputs='join': with mode='async' no rank waits"),
-        ({"mode": "async", "check_replicas_every_n_steps": 5}, "check_replicas_every_n_steps=5: with mode='async'"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        ParameterServerStrategy(**options)
 
 
 def test_what_needs_ranks_in_step_is_refused() -> None:

@@ -13,9 +13,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from lightning_multigpu import CPUParameterServerStrategy, ParameterServerStrategy
+from lightning_multigpu import ParameterServerStrategy
 from lightning_multigpu.callbacks import CommunicationMonitor, RunReport, ThroughputMonitor
 from tests.modules import Normalised, ReadsGradients
 from tests.report.shape import assert_follows_schema
@@ -43,13 +42,10 @@ def fit(module: L.LightningModule, name: str | None, case: Case = CASE, **option
 
 
 trained_on_one_device = functools.cache(functools.partial(trained, strategy=None, ranks=1))
-MODULES = ["hooks that read gradients", "manual optimization of two optimizers", "weights that a callback changes",
-           "a backbone that is unfrozen"]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist")
 @pytest.mark.parametrize("name", ["ring_ddp", "cpu_ps", "sync_ps"])
-@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("kind", ["hooks that read gradients", "manual optimization of two optimizers"])
 def test_unmodified_modules(world2: World, kind: str, name: str) -> None:
     """test_sharded.py has these and more; ring_ddp is here since it averages gradients in hooks of its own."""
     reference = trained_on_one_device(kind)
@@ -59,7 +55,7 @@ def test_unmodified_modules(world2: World, kind: str, name: str) -> None:
         assert result["steps"] == reference["steps"]
 
 
-def traffic(name: str) -> dict[str, Any]:
+def traffic(name: str) -> list[dict[Any, Any]]:
     module = Classifier("adamw")
     trainer = fit(module, name, callbacks=[CommunicationMonitor()])
     strategy: Any = trainer.strategy
@@ -68,26 +64,18 @@ def traffic(name: str) -> dict[str, Any]:
                   for step in strategy.meter.steps]  # fmt: skip
     assert trainer.callback_metrics["parameter_server/push_ms"] > 0
     assert trainer.callback_metrics["parameter_server/pull_ms"] > 0
-    state_bytes = sum(v.nbytes for s in trainer.optimizers[0].state.values() for v in s.values())
-    return {"operations": operations, "state_bytes": state_bytes}
+    return operations
 
 
-def test_gradients_and_weights_travel_once_a_step_and_over_no_socket(world2: World) -> None:
-    for result in world2.run(traffic, "cpu_ps"):
-        for operations in result["operations"][1:]:
-            assert operations.pop(("push", "host")) == (PARAMETER_BYTES, PARAMETER_BYTES, PARAMETER_BYTES)
-            assert operations.pop(("pull", "host")) == (PARAMETER_BYTES, 0, 0)
+@pytest.mark.parametrize(("name", "group"), [("cpu_ps", "host"), ("sharded_ps", "servers")])
+def test_gradients_and_weights_travel_once_a_step_and_over_no_socket(world2: World, name: str, group: str) -> None:
+    for steps in world2.run(traffic, name):
+        for operations in steps[1:]:
+            assert operations.pop(("push", group)) == (PARAMETER_BYTES, PARAMETER_BYTES, PARAMETER_BYTES)
+            assert operations.pop(("pull", group)) == (PARAMETER_BYTES, 0, 0)
             # What is left are the few bytes by which ranks agree on a batch, on the end of training and on what is
             # logged: a row of 64 bytes a rank for each of these. The small model's gradients are more than all of them.
             assert sum(sent for _, sent, _ in operations.values()) < PARAMETER_BYTES
-
-
-def test_gradients_and_weights_travel_once_a_step_to_servers_and_back(world2: World) -> None:
-    for result in world2.run(traffic, "sharded_ps"):
-        for operations in result["operations"][1:]:
-            assert operations.pop(("push", "servers")) == (PARAMETER_BYTES, PARAMETER_BYTES, PARAMETER_BYTES)
-            assert operations.pop(("pull", "servers")) == (PARAMETER_BYTES, 0, 0)
-            assert sum(sent for _, sent, _ in operations.values()) < PARAMETER_BYTES  # as above
 
 
 def told_of_servers(name: str, directory: str) -> dict[str, Any]:
@@ -112,7 +100,6 @@ def test_figures_of_the_servers_are_logged_and_reported(world2: World, tmp_path:
         for way in ("bytes_in", "bytes_out"):
             assert server[way] >= report["steps"] * shard_bytes
             assert 0 < logged[f"parameter_server/{way}/{server['server']}"] < server[way]
-    assert logged["parameter_server/queue_ms"] >= 0
     parts = [rank["metrics"]["throughput/samples_per_sec"]["mean"] for rank in report["ranks"]]
     assert report["aggregate"]["metrics"]["throughput/samples_per_sec"]["mean"] == pytest.approx(sum(parts))
     if name == "async_ps":
@@ -141,34 +128,22 @@ def test_gradients_that_are_read_come_back_once_a_step(world2: World, name: str)
     assert world2.run(returned, name) == [[2, 2, 2]] * 2
 
 
-def other_weights(name: str) -> dict[str, Tensor]:
+def begins_apart(name: str, path: str) -> dict[str, Any]:
     module = Classifier("adamw")
     with torch.no_grad():
         module.first.weight.add_(rank())
-    fit(module, name)
-    return state(module)
+    fit(module, name).save_checkpoint(path)
+    return {"weights": state(module)}
 
 
 @both
-def test_ranks_begin_with_the_weights_of_the_first(world2: World, name: str) -> None:
-    reference = Classifier("adamw")
-    fit(reference, None)
-    for result in world2.run(other_weights, name):
-        assert_same_weights({"weights": result}, {"weights": state(reference)})
-
-
-def saved_after_the_fit(name: str, directory: str) -> list[str]:
-    trainer = fit(Classifier("adamw"), name)
-    path = str(Path(directory) / "after.ckpt")
-    trainer.save_checkpoint(path)
-    return [path]
-
-
-@both
-def test_the_whole_state_is_there_after_the_fit(world2: World, tmp_path: Path, name: str) -> None:
-    [path], _ = world2.run(saved_after_the_fit, name, str(tmp_path))
-    module = Classifier("adamw")
-    wanted = fit(module, None).optimizers[0].state_dict()
+def test_ranks_begin_with_the_weights_of_the_first_and_the_whole_state_is_there_after_the_fit(
+    world2: World, tmp_path: Path, name: str
+) -> None:
+    reference, path = Classifier("adamw"), str(tmp_path / "after.ckpt")
+    wanted = fit(reference, None).optimizers[0].state_dict()
+    for result in world2.run(begins_apart, name, path):
+        assert_same_weights(result, {"weights": state(reference)})
     found = torch.load(path, weights_only=False)["optimizer_states"][0]
     assert found["state"].keys() == wanted["state"].keys()
     for number, values in wanted["state"].items():
@@ -199,13 +174,13 @@ def test_statistics_of_the_ranks_are_averaged_at_the_end(world2: World, name: st
     assert batches == 14
 
 
-@both
-def test_one_device_trains_with_its_optimizer_elsewhere(name: str) -> None:
+def test_one_device_trains_with_its_optimizer_elsewhere() -> None:
     reference = Classifier("adamw")
     fit(reference, None)
     with contextlib.closing(World(1)) as world:
-        [result] = world.run(alone, name)
-    assert_same_weights({"weights": result}, {"weights": state(reference)})
+        for name in ("cpu_ps", "sync_ps"):
+            [result] = world.run(alone, name)
+            assert_same_weights({"weights": result}, {"weights": state(reference)})
 
 
 def alone(name: str) -> dict[str, Tensor]:
@@ -220,11 +195,6 @@ def test_several_hosts_are_refused_before_anything_starts() -> None:
         L.Trainer(strategy="cpu_ps", num_nodes=2, devices=2, accelerator="cpu", logger=False)
 
 
-def test_a_wrong_split_is_refused() -> None:
-    with pytest.raises(ValueError, match="optimizer_split='rows' is not one of the choices: 'elements', 'tensors'"):
-        CPUParameterServerStrategy(optimizer_split="rows")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("num_nodes", "options", "expected_mb"),
     [(1, {}, 4), (2, {}, 1), (1, {"servers": "external"}, 1), (2, {"bucket_cap_mb": 0.5}, 0.5)],
@@ -236,19 +206,27 @@ def test_buckets_are_smaller_on_a_network(num_nodes: int, options: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "words"),
     [
-        {"num_servers": 0},
-        {"num_servers": 1.5},
-        {"num_servers": "node"},
-        {"bucket_cap_mb": 0},
-        {"compression": "powersgd"},
-        {"compression": "int7"},
-        {"servers": ["10.0.0.5:7000"]},
+        ({"num_servers": 0}, "num_servers="),
+        ({"num_servers": 1.5}, "num_servers="),
+        ({"num_servers": "node"}, "num_servers="),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb="),
+        ({"compression": "powersgd"}, "compression="),
+        ({"compression": "int7"}, "compression="),
+        ({"servers": ["10.0.0.5:7000"]}, "servers="),
+        ({"optimizer_split": "rows"}, "optimizer_split='rows' is not one of the choices: 'elements', 'tensors'"),
+        ({"mode": "asynchronous"}, "mode='asynchronous' is not one of the choices"),
+        ({"max_staleness": 3}, "max_staleness=3: with mode='sync' no gradients are stale"),
+        ({"mode": "async", "max_staleness": -1}, "max_staleness=-1"),
+        ({"mode": "async", "max_staleness": 1.5}, "max_staleness=1.5"),
+        ({"mode": "async", "max_staleness": False}, "max_staleness=False is not a whole number"),
+        ({"mode": "async", "uneven_inputs": "join"}, "uneven_inputs='join': with mode='async' no rank waits"),
+        ({"mode": "async", "check_replicas_every_n_steps": 5}, "check_replicas_every_n_steps=5: with mode='async'"),
     ],
 )
-def test_wrong_options_of_servers_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(options))}="):
+def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
         ParameterServerStrategy(**options)
 
 
@@ -260,8 +238,17 @@ class Fails(Classifier):
             raise ValueError("the second rank is spoilt")
 
 
-def test_the_rank_that_fails_is_named_and_not_the_server(world2: World) -> None:
-    for error in world2.run_raising(ValueError, "the second rank is spoilt", lambda: fit(Fails(), "sync_ps")):
+class SavesAtExceptions(Callback):
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint("never.ckpt")
+
+
+@both
+@pytest.mark.filterwarnings("ignore:.*is not written")
+def test_the_rank_that_fails_is_named_and_not_the_server(world2: World, name: str) -> None:
+    """A checkpoint at the exception would read states that are lost, and hide it."""
+    words, callbacks = "the second rank is spoilt", [SavesAtExceptions()]
+    for error in world2.run_raising(ValueError, words, lambda: fit(Fails(), name, callbacks=callbacks)):
         assert "rank 1" in "".join(error.__notes__)
 
 
@@ -279,31 +266,6 @@ def test_a_server_that_is_killed_ends_the_run_and_is_named(world2: World) -> Non
     world2.run_raising(RuntimeError, words, lambda: fit(Interrupted(), "sync_ps"))
 
 
-# Samples of each batch, by rank: no two of them have the same number.
-UNEQUAL = [[[0, 1, 2, 3], [4, 5], [6, 7, 8]], [[9, 10], [11, 12, 13, 14, 15], [16]]]
-
-
-def unequal(name: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    batches = [[*of_first, *of_second] for of_first, of_second in zip(*UNEQUAL, strict=True)]
-    batches = batches if name is None else UNEQUAL[rank()]
-    module, loader = Classifier("adamw"), DataLoader(dataset(17), batch_sampler=batches)
-    case = Case(max_epochs=3, trainer={"use_distributed_sampler": False, **options})
-    fit_module(module, name, 1 if name is None else 2, case, loader)
-    return {"weights": state(module)}
-
-
-@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.3}], ids=["no clipping", "clipping"])
-def test_batches_of_unequal_sizes_are_weighted_by_their_samples(world2: World, options: dict[str, Any]) -> None:
-    """As under ring_ddp, and on one device."""
-    reference = unequal(None, options)["weights"]
-    ring = world2.run(unequal, "ring_ddp", options)[0]["weights"]
-    for name in ("cpu_ps", "sync_ps", "sharded_ps"):
-        for result in world2.run(unequal, name, options):
-            for key, value in result["weights"].items():
-                torch.testing.assert_close(value, ring[key], rtol=1e-12, atol=1e-13, msg=f"{name}: {key}")
-                torch.testing.assert_close(value, reference[key], rtol=1e-9, atol=1e-11)
-
-
 def in_16_bits(name: str | None, precision: str, optimizer: str) -> dict[str, Any]:
     module, (x, y) = Classifier(optimizer), dataset(CASE.num_samples).tensors
     before = nn.functional.cross_entropy(module(x), y)
@@ -317,7 +279,7 @@ def in_16_bits(name: str | None, precision: str, optimizer: str) -> dict[str, An
 # does not train in float16 on one device either: its eps of 1e-8 is 0 there.
 @pytest.mark.parametrize(
     ("precision", "optimizer", "difference"),
-    [("bf16-true", "sgd", 2**-4), ("bf16-true", "adamw", 2**-4), ("16-true", "sgd", 2**-7)],
+    [("bf16-true", "adamw", 2**-4), ("16-true", "sgd", 2**-7)],
 )
 def test_weights_of_16_bits_are_updated_as_on_one_device(
     world2: World, precision: str, optimizer: str, difference: float

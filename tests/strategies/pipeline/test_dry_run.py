@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.strategies.pipeline.first_batch.whole_copy import WholeCopy
+from lightning_multigpu.strategies.pipeline.first_batch.proof import WholeCopy
 from lightning_multigpu.strategies.steps.dry_run import without_trace
 from tests.strategies.pipeline.fitted import fitted
 from tests.strategies.tasks import Case, Classifier, assert_same_weights, make_trainer, train_loader

@@ -234,19 +234,15 @@ def test_each_stage_has_what_it_uses(world4: World) -> None:
     wide, tied, *_ = world4.output(0).split("Pipeline over ")[1:]
     assert "stage 3 on rank 0: layer 3, 336 B of parameters" in wide
     assert "parameters in all: 2.26 kB on rank 3, 336 B on rank 2, 336 B on rank 1, 2.26 kB" in wide
-    assert "outside of the layers, on rank 3: tokens.weight (1.92 kB)" in wide
-    assert "outside of the layers, on rank 0: head.weight (1.92 kB)" in wide
     assert "parameters in all: 2.26 kB on rank 3, 336 B on rank 2, 336 B on rank 1, 2.26 kB" in tied
-    assert "the same on ranks 3, 0: tokens.weight (1.92 kB)" in tied
     for kind, (cls, expected) in enumerate(ON_FOUR.items()):
         of_ranks = [result[kind] for result in results]
         assert [outside(result)[-1] for result in reversed(of_ranks)] == expected, cls
         assert_same_outcomes(of_ranks, one_device(cls))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero_bubble"])
-def test_under_other_schedules(schedule: str, world2: World) -> None:
-    (last,), (first,) = world2.run(pipelined, [Mixed], 2, schedule=schedule)
+def test_two_stages_a_rank(world2: World) -> None:
+    (last,), (first,) = world2.run(pipelined, [Mixed], 2, schedule="interleaved")
     assert_same_outcomes([last, first], one_device(Mixed))
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
@@ -45,11 +43,6 @@ class Clipping(Classifier):
         self.log_dict(grad_norm(self, 2))
         self.norms.append(float(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3)))
         self.log("clipped", torch.nn.utils.get_total_norm(gradients(self)))
-
-
-class ByConfiguration(Classifier):
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3)
 
 
 class ByHand(Classifier):
@@ -93,11 +86,10 @@ def train(module: type[Classifier], strategy: Any, ranks: int, trainer_options: 
         (Clipping, "1f1b", {}),
         (Clipping, "zero_bubble", {}),
         (Clipping, "1f1b", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
-        (ByConfiguration, "1f1b", {}),
         (ByHand, "1f1b", {"accumulate_grad_batches": 2}),
         (Classifier, "1f1b", {"callbacks": [ClipEach()]}),
     ],
-    ids=["by hand", "zero-bubble", "and by the Trainer", "configured", "in optimizer_step", "by a callback"],
+    ids=["by hand", "zero-bubble", "and by the Trainer", "in optimizer_step", "by a callback"],
 )
 def test_trains_as_on_one_device(
     module: type[Classifier], schedule: Any, options: dict[str, Any], world2: World
@@ -162,50 +154,12 @@ def test_gradients_of_split_layers_are_whole(shape: tuple[int, int, int], world4
             assert not mine[3] or mine[3] == pytest.approx(theirs[3], rel=1e-9)
 
 
-def scaled(strategy: Any, ranks: int) -> list[float]:
-    module = Clipping()
-    case = Case(precision="32-true", trainer={"plugins": MixedPrecision("16-mixed", "cpu"), "precision": None})
-    trainer = make_trainer(case, strategy, ranks)
-    trainer.fit(module, train_loader(case, trainer))
-    return module.norms
-
-
-def test_norms_are_those_of_unscaled_gradients(world2: World) -> None:
-    expected = scaled("auto", 1)
-    for found in world2.run(scaled, PipelineStrategy(balance=[1, 7]), 2):
-        assert found == pytest.approx(expected, rel=0.05), "in half precision"
-
-
-class Careful(Classifier):
-    """Skips a step whose gradients are not finite, here by a batch that makes those of the last layers infinite."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: list[int] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss + self.second.bias.sum() * float("inf") if batch_idx == 3 else loss
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if not all(torch.isfinite(gradient).all() for gradient in gradients(self)):
-            self.noted.append(self.trainer.global_step)
-            optimizer.zero_grad()
-
-
 class Drawing(Classifier):
     """Looks at the gradients that are here."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         strategy: Any = self.trainer.strategy
         self.noted = [n for n, p in self.named_parameters() if strategy.holds(p) and len(p.grad.numpy())]
-
-
-def test_all_stages_skip_a_step_that_one_of_them_would(world2: World) -> None:
-    expected = fitted(Careful, 1)
-    for found in world2.run(fitted, Careful, balance=[2, 6], num_micro_batches=1):
-        assert found["noted"] == expected["noted"] == [3]
-        assert_same_weights(found, expected)
 
 
 def test_a_hook_can_ask_what_is_here(world2: World) -> None:
@@ -221,62 +175,3 @@ class Averaging(Classifier):
 def test_what_is_not_known_is_refused(world2: World) -> None:
     words = r"the gradient of parameter layers.*strategy\.holds\(parameter\)"
     world2.run_raising(PipelineError, words, fitted, Averaging)
-
-
-class ClippingAdam(torch.optim.AdamW):
-    """Clips by the norm of what it holds: on a stage, of that stage's gradients."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None if closure is None else closure()
-        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.3)
-        super().step()
-        return loss
-
-
-class Unprobed(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        if self.param_groups[0]["params"][0].numel() < 10:
-            raise RuntimeError("too small")
-        return super().step(closure)
-
-
-class WithClippingAdam(Classifier):
-    kind: Any = ClippingAdam
-
-    def configure_optimizers(self) -> Any:
-        return self.kind(self.parameters(), lr=0.1)
-
-
-class WithUnprobed(WithClippingAdam):
-    kind = Unprobed
-
-
-class WithHook(WithClippingAdam):
-    kind = torch.optim.SGD
-
-    def configure_optimizers(self) -> Any:
-        self.first.weight.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad))
-        return super().configure_optimizers()
-
-
-@pytest.mark.parametrize(
-    ("module", "words"),
-    [
-        (WithClippingAdam, r"ClippingAdam works on all parameters at once.*gradient_clip_val"),
-        (WithHook, r"such a hook runs after each micro-batch"),
-    ],
-)
-def test_optimizers_that_need_all_gradients_are_refused(module: Any, words: str, world2: World) -> None:
-    """Each stage stepped by the norm of its own gradients, and the run ended as if nothing were wrong."""
-    world2.run_raising(ValueError, words, fitted, module)
-
-
-def warned() -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fitted(WithUnprobed)
-    return [str(each.message) for each in caught if "parameter by parameter" in str(each.message)]
-
-
-def test_optimizers_that_cannot_be_checked_warn(world2: World) -> None:
-    assert "Unprobed works parameter by parameter could not be checked: RuntimeError" in world2.run(warned)[0][0]

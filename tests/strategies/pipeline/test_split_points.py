@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import ast
-from collections import OrderedDict
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.optimizer_state import held_states
-from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.engine.placeholder import Placeholder
-from tests.strategies.pipeline.fitted import assert_same_outcomes, loss_by_hand, outcome
+from tests.strategies.pipeline.fitted import assert_same_outcomes, outcome
 from tests.strategies.tasks import Case, assert_same_weights, data_ranks, make_trainer
 from tests.world import World
 
@@ -62,7 +58,6 @@ class LadderTask(L.LightningModule):
 
     def logits(self, batch: dict[str, Tensor]) -> Tensor:
         x = self.tokens(batch["tokens"])
-        x = x + 0.1 * torch.randn_like(x) if self.training else x
         found = self.net(x, (batch["tokens"] > 1)[:, None].to(x.dtype), scale=0.7)
         return self.head(found["y"] + 0.1 * found["skip"])
 
@@ -92,23 +87,6 @@ class LadderTask(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.02)
 
 
-class ByHand(LadderTask):
-    """The same on one device, in the same micro-batches with the same random numbers."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        loss = loss_by_hand(self, batch, batch_idx, self.begins(), SEED)
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def begins(self) -> list[nn.Module]:
-        return [self.net, self.net.middle, self.net.deep, self.net.up]
-
-
-class ByHandOnce(ByHand):
-    def begins(self) -> list[nn.Module]:
-        return [self.net, self.net.deep]
-
-
 def tokens(num_samples: int) -> Any:
     pairs = torch.randint(VOCABULARY, (num_samples, 2), generator=torch.Generator().manual_seed(1))
     return [{"tokens": token, "targets": target} for token, target in pairs]
@@ -135,21 +113,9 @@ def train(module: LadderTask, strategy: Any, ranks: int, *, sanity: int = 0, **f
     }
 
 
-def cut(ranks: int, *, points: list[str] = POINTS, sanity: int = 0, **options: Any) -> dict[str, Any]:
-    # The check traces the module four times more: one schedule does for all.
-    options = {"verify_steps": 2 * (options.get("schedule") == "gpipe"), **options}
-    strategy = PipelineStrategy(split_points=points, num_micro_batches=4, start_method="popen", **options)
-    return train(LadderTask(), strategy, ranks, sanity=sanity)
-
-
-@pytest.fixture(scope="module")
-def by_hand() -> dict[str, Any]:
-    return train(ByHand(), "auto", 1)
-
-
-@pytest.fixture(scope="module")
-def by_hand_once() -> dict[str, Any]:
-    return train(ByHandOnce(), "auto", 1)
+def cut(sanity: int) -> dict[str, Any]:
+    strategy = PipelineStrategy(split_points=["net.deep"], num_micro_batches=4, verify_steps=0)
+    return train(LadderTask(), strategy, 2, sanity=sanity)
 
 
 def assert_same(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
@@ -157,30 +123,10 @@ def assert_same(results: list[dict[str, Any]], reference: dict[str, Any]) -> Non
     assert results[0]["predicted"] == reference["predicted"]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_two_stages_train_as_one_device(schedule: str, by_hand_once: dict[str, Any], world2: World) -> None:
-    results = world2.run(cut, 2, points=["net.deep"], schedule=schedule, sanity=1)
-    assert_same(results, by_hand_once)
-    assert [result["num_validated"] for result in results] == 2 * [by_hand_once["num_validated"]], "steps leave traces"
-
-
-@pytest.mark.parametrize("schedule", ["interleaved", "zero_bubble"])
-def test_two_stages_a_rank_train_as_one_device(schedule: str, by_hand: dict[str, Any], world2: World) -> None:
-    assert_same(world2.run(cut, 2, schedule=schedule), by_hand)
-
-
-def test_four_stages_train_as_one_device(by_hand: dict[str, Any], world4: World) -> None:
-    assert_same(world4.run(cut, 4, sanity=1), by_hand)
-
-
-def test_activations_are_computed_again(by_hand: dict[str, Any], world2: World) -> None:
-    assert_same(world2.run(cut, 2, schedule="interleaved", activation_checkpointing=True), by_hand)
-
-
 @pytest.mark.parametrize("sanity", [0, 1])
 def test_a_stage_holds_what_its_piece_uses(sanity: int, world2: World) -> None:
     """Whether training or validation comes first, and with what only one of the two uses."""
-    last, first = world2.run(cut, 2, points=["net.deep"], sanity=sanity)
+    last, first = world2.run(cut, sanity)
     everywhere = {"net.down.weight"}
     norms = [f"net.{norm}.{name}" for norm in ("first", "second", "auxiliary") for name in ("weight", "bias")]
     own = {"tokens.weight", "net.middle.weight", *norms}
@@ -217,15 +163,6 @@ def without_chance(module: LadderTask) -> LadderTask:
     return module
 
 
-class LadderQuiet(LadderTask):
-    """Without noise."""
-
-    def logits(self, batch: dict[str, Tensor]) -> Tensor:
-        x = self.tokens(batch["tokens"])
-        found = self.net(x, (batch["tokens"] > 1)[:, None].to(x.dtype), scale=0.7)
-        return self.head(found["y"] + 0.1 * found["skip"])
-
-
 def resume() -> tuple[list[float], dict[str, Tensor]]:
     path = "cut.ckpt"
     strategy = PipelineStrategy(split_points=["net.deep"], num_micro_batches=4)
@@ -233,9 +170,9 @@ def resume() -> tuple[list[float], dict[str, Tensor]]:
     loader = DataLoader(tokens(32), batch_size=16)
     torch.manual_seed(SEED)
     first = make_trainer(case, strategy, 2, use_distributed_sampler=False)
-    first.fit(without_chance(LadderQuiet()), loader)
+    first.fit(without_chance(LadderTask()), loader)
     first.save_checkpoint(path)
-    module = without_chance(LadderQuiet())
+    module = without_chance(LadderTask())
     again = make_trainer(
         Case(max_epochs=2), PipelineStrategy(split_points=["net.up"], num_micro_batches=4), 2,
         use_distributed_sampler=False,
@@ -249,7 +186,7 @@ def resume() -> tuple[list[float], dict[str, Tensor]]:
 
 def test_a_run_goes_on_with_other_split_points(world2: World) -> None:
     """The states of the optimizer go where the parameters are, once that is known."""
-    module = without_chance(LadderQuiet())
+    module = without_chance(LadderTask())
     trainer = make_trainer(Case(max_epochs=2), "auto", 1)
     trainer.fit(module, DataLoader(tokens(32), batch_size=16))
     for losses, weights in world2.run(resume):
@@ -257,7 +194,7 @@ def test_a_run_goes_on_with_other_split_points(world2: World) -> None:
         assert_same_weights({"weights": weights}, {"weights": module.state_dict()})
 
 
-class LadderLate(LadderQuiet):
+class LadderLate(LadderTask):
     """Builds its net when the ranks know of each other."""
 
     def __init__(self) -> None:
@@ -267,7 +204,7 @@ class LadderLate(LadderQuiet):
     def configure_model(self) -> None:
         if not hasattr(self, "net"):
             torch.manual_seed(6)
-            self.net = without_chance(LadderQuiet()).net
+            self.net = without_chance(LadderTask()).net
 
 
 def trained(cls: type[LadderTask], strategy: Any = "auto", ranks: int = 1, **further: Any) -> dict[str, Any]:
@@ -275,9 +212,18 @@ def trained(cls: type[LadderTask], strategy: Any = "auto", ranks: int = 1, **fur
     return train(module if cls is LadderLate else without_chance(module), strategy, ranks, **further)
 
 
-def cut_quiet(cls: type[LadderTask], ranks: int, precision: str = "64-true", **options: Any) -> dict[str, Any]:
+def cut_quiet(cls: type[LadderTask], ranks: int, sanity: int = 0, **options: Any) -> dict[str, Any]:
     strategy = PipelineStrategy(**{"split_points": ["net.deep"], "num_micro_batches": 4, **options})
-    return trained(cls, strategy, ranks, precision=precision)
+    return trained(cls, strategy, ranks, sanity=sanity)
+
+
+def test_stages_train_as_one_device(world2: World, world4: World) -> None:
+    reference = trained(LadderTask)
+    results = world2.run(cut_quiet, LadderTask, 2, sanity=1)
+    assert_same(results, reference)
+    assert [result["num_validated"] for result in results] == 2 * [reference["num_validated"]], "steps leave traces"
+    assert_same(world2.run(cut_quiet, LadderTask, 2, split_points=POINTS, schedule="interleaved"), reference)
+    assert_same(world4.run(cut_quiet, LadderTask, 4, split_points=POINTS, sanity=1), reference)
 
 
 @pytest.mark.parametrize(
@@ -296,157 +242,6 @@ def test_other_modules_are_cut(cls: type[LadderTask], options: dict[str, Any], w
 
 
 def test_two_pipelines_side_by_side(world4: World) -> None:
-    reference = trained(LadderQuiet)
-    for result in world4.run(cut_quiet, LadderQuiet, 4, pipeline_parallel_size=2):
+    reference = trained(LadderTask)
+    for result in world4.run(cut_quiet, LadderTask, 4, pipeline_parallel_size=2):
         assert_same_weights(result, reference)
-
-
-def test_bfloat16(world2: World) -> None:
-    """Cut or not, every operation rounds its inputs alike; what differs is the order of sums."""
-    reference = trained(LadderQuiet, precision="bf16-mixed")
-    for result in world2.run(cut_quiet, LadderQuiet, 2, precision="bf16-mixed"):
-        for name, value in reference["weights"].items():
-            assert torch.linalg.vector_norm(result["weights"][name] - value) <= 3e-2 * torch.linalg.vector_norm(value)
-
-
-class Residuals(nn.Sequential):
-    """A container whose own forward pass adds to what its layers compute."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self:
-            x = x + layer(x)
-        return x
-
-
-class Between(nn.Module):
-    """Computes between its layers: something is added, a result is changed in place, or an older one is used."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        names = ["first", "second", "third", "fourth"]
-        layers = OrderedDict((name, nn.Linear(WIDTH, WIDTH)) for name in names)
-        self.layers = Residuals(layers) if kind == "inside" else nn.Sequential(layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "inside":
-            return self.layers(x)  # type: ignore[no-any-return]
-        results = [x]
-        for layer in self.layers:
-            y = results[-1] if self.kind != "older" or len(results) < 3 else results[-1] + results[-2]
-            y = layer(y)
-            if self.kind == "in place":
-                y.mul_(0.9)
-            results.append(y + results[-1] if self.kind == "residual" else y)
-        return results[-1]
-
-
-class BetweenTask(L.LightningModule):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        torch.manual_seed(6)
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.net = Between(kind)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.losses: list[float] = []
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        logits = self.head(self.net(self.tokens(batch["tokens"])))
-        return nn.functional.cross_entropy(logits, batch["targets"])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-KINDS = ("residual", "inside", "in place", "older")
-
-
-def pasted(kinds: list[str], strategies: list[Any], ranks: int = 2) -> list[dict[str, Any]]:
-    """Trains each kind with its strategy, given as code or as a name."""
-    found = []
-    for kind, strategy in zip(kinds, strategies, strict=True):
-        module = BetweenTask(kind)
-        given = eval(strategy, {"PipelineStrategy": PipelineStrategy}) if "(" in strategy else strategy
-        trainer = make_trainer(Case(max_epochs=1), given, ranks, use_distributed_sampler=False)
-        trainer.fit(module, DataLoader(tokens(16), batch_size=8))
-        found.append({"weights": module.state_dict()})
-    return found
-
-
-def test_what_is_computed_between_layers_is_told_a_line_that_trains_it(world2: World) -> None:
-    """The answer was to rewrite the module; the line in the message trains it as it is, like one device."""
-    kinds, schedules = list(KINDS), ("1f1b", "gpipe", "1f1b", "interleaved")
-    lines = []
-    for kind, schedule in zip(kinds, schedules, strict=True):
-        before = f"PipelineStrategy(schedule={schedule!r})"
-        errors = world2.run_raising(PipelineError, r"unchanged.* PipelineStrategy\(", pasted, [kind], [before])
-        (options,) = {str(error).partition("PipelineStrategy(")[2].partition(")")[0] for error in errors}
-        assert options.startswith("module='net', split_points=['net.layers.")
-        lines.append(f"PipelineStrategy({options}, schedule={schedule!r})")
-    references = pasted(kinds, ["auto"] * len(kinds), 1)
-    for results in world2.run(pasted, kinds, lines):
-        for result, reference in zip(results, references, strict=True):
-            assert_same_weights(result, reference)
-
-
-class Convolutions(L.LightningModule):
-    """Layers are attributes, and most parameters are in one of them."""
-
-    def __init__(self, *, nested: bool) -> None:
-        super().__init__()
-        torch.manual_seed(6)
-        self.net = ConvNet() if nested else None
-        if not nested:
-            for name, layer in ConvNet().named_children():
-                self.add_module(name, layer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ConvNet.forward(self, x) if self.net is None else self.net(x)  # type: ignore[arg-type, no-any-return]
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-class ConvNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)
-        self.pool, self.fc1, self.fc2 = nn.MaxPool2d(2), nn.Linear(32, 64), nn.Linear(64, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.pool(torch.relu(self.conv1(x)))
-        x = self.pool(torch.relu(self.conv2(x)))
-        return self.fc2(torch.relu(self.fc1(x.flatten(1))))  # type: ignore[no-any-return]
-
-
-def convolved(nested: bool, strategy: Any, ranks: int) -> dict[str, Any]:
-    module, generator = Convolutions(nested=nested), torch.Generator().manual_seed(5)
-    images, labels = torch.randn(24, 1, 8, 8, generator=generator), torch.randint(3, (24,), generator=generator)
-    trainer = make_trainer(Case(max_epochs=1), strategy, ranks, use_distributed_sampler=False)
-    trainer.fit(module, DataLoader(TensorDataset(images, labels), 8))
-    return {"weights": trainer.strategy.lightning_module_state_dict()}
-
-
-def suggested(nested: bool, stages: int) -> list[str]:
-    """The split points of the message that the module gets without any."""
-    with pytest.raises(ValueError, match=r"split_points=") as caught:
-        find_chain(Convolutions(nested=nested), "auto", stages)
-    return ast.literal_eval(str(caught.value).rpartition("split_points=")[2].rstrip(")"))  # type: ignore[no-any-return]
-
-
-def cut_as_suggested(nested: bool, ranks: int) -> dict[str, Any]:
-    points = suggested(nested, ranks)
-    return convolved(nested, PipelineStrategy(split_points=points, start_method="popen"), ranks)
-
-
-@pytest.mark.parametrize(("nested", "ranks"), [(False, 2), (True, 4)])
-def test_layers_that_are_attributes_are_cut_where_the_message_says(
-    nested: bool, ranks: int, world2: World, world4: World
-) -> None:
-    """The message said to use fewer devices, since no cut makes stages of similar size."""
-    world = world2 if ranks == 2 else world4
-    assert_same_weights(world.run(cut_as_suggested, nested, ranks)[0], convolved(nested, "auto", 1))
-    assert len(suggested(nested, 8)) == 3

@@ -100,7 +100,7 @@ def by_parameters(ranks2: World) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("schedule", "balance"),
-    [("gpipe", "time"), ("1f1b", "time"), ("gpipe", "memory"), ("1f1b", "memory"), ("interleaved", "time")],
+    [("1f1b", "time"), ("gpipe", "memory"), ("interleaved", "time")],
 )
 def test_trains_as_on_one_device(
     schedule: str, balance: str, by_hand: dict[str, Any], by_parameters: list[dict[str, Any]], world2: World
@@ -146,23 +146,22 @@ def pause(*_: Any) -> None:
     time.sleep(0.003)
 
 
-def resume(optimizer: str, balance: str) -> dict[str, Any]:
-    module = Resumable(optimizer)
+def resume() -> dict[str, Any]:
+    module = Resumable("adamw")
     first = make_trainer(Case(max_epochs=1), PipelineStrategy(schedule="gpipe"), 2)
     first.fit(module, train_loader(Case(), 1))
     first.save_checkpoint("half.ckpt")
-    resumed = Resumable(optimizer)
-    again = make_trainer(Case(max_epochs=2), PipelineStrategy(schedule="gpipe", balance=balance), 2)
+    resumed = Resumable("adamw")
+    again = make_trainer(Case(max_epochs=2), PipelineStrategy(schedule="gpipe", balance="time"), 2)
     again.fit(resumed, train_loader(Case(), 1), ckpt_path="half.ckpt")
     again.strategy.barrier()
     again.strategy.remove_checkpoint("half.ckpt")
     return {"weights": state(resumed), "noted": resumed.noted}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_optimizer_states_move_with_their_layers(optimizer: str, world2: World) -> None:
-    reference = fitted(partial(Resumable, optimizer), 1, case=Case(max_epochs=2))
-    results = world2.run(resume, optimizer, "time")
+def test_optimizer_states_move_with_their_layers(world2: World) -> None:
+    reference = fitted(partial(Resumable, "adamw"), 1, case=Case(max_epochs=2))
+    results = world2.run(resume)
     for result in results:
         assert_same_weights(result, reference)
     last, first = (result["noted"] for result in results)

@@ -1,4 +1,4 @@
-"""What the report of a real fit says about a pipeline: its passes, its bubble, and what each stage holds."""
+"""What the profile of a real fit says about a pipeline: its passes, its bubble, and what each stage holds."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.callbacks import RunReport
+from lightning_multigpu.callbacks import ProfilerReport
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PlannedMemory
 from lightning_multigpu.planning.pipelines.stage_costs import LinkCost
-from lightning_multigpu.report.document import read
-from lightning_multigpu.report.schedule_picture import FILE_NAME
 from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner
 from tests.strategies.tasks import Case, Classifier, dataset, make_strategy, make_trainer
-from tests.world import World, rank
+from tests.world import World
 
 WIDTH = 32
 
@@ -42,17 +40,19 @@ class Deep(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def report(
+def profiled(
     directory: Path,
     batches: int = 5,
     *,
     module: type[Deep] = Deep,
     ranks: int = 2,
-    count_activations: bool = True,
+    activations: bool = True,
     **options: Any,
 ) -> Any:
-    """The pipelines' section, and the picture, of a fit of some batches of 64 samples."""
-    callback = RunReport(print_table=False, count_activations=count_activations)
+    """The profile of a fit of some batches of 64 samples, on rank 0."""
+    callback = ProfilerReport(
+        wait=0, warmup=0, active=batches, activations=activations, print_report=False, write_files=False
+    )
     trainer = make_trainer(
         Case(max_epochs=1, precision="32-true"),
         PipelineStrategy(start_method="popen", **options),
@@ -62,12 +62,14 @@ def report(
     )
     data: Any = [torch.ones(64, WIDTH)] * batches
     trainer.fit(module(), DataLoader(data, batch_size=None))
-    assert callback.report is not None
-    if rank() == 0:
-        assert read(directory / "multigpu_report.json") == callback.report
-        assert callback.picture_path in (None, directory / FILE_NAME)
-        return callback.report["pipeline"], callback.picture_path is not None
-    return callback.report["pipeline"], None
+    return callback.profile
+
+
+def passes_of(of_rank: dict[str, Any]) -> tuple[int, ...]:
+    """The number of forward, backward and weight passes of a rank in its newest step."""
+    timeline = of_rank["stages"]["steps"][-1]["timeline"]
+    kinds = [kind for kind, *_ in {(i["kind"], i["stage"], i["micro_batch"]) for i in timeline}]
+    return tuple(kinds.count(kind) for kind in ("forward", "backward", "weight"))
 
 
 @pytest.mark.parametrize(
@@ -82,46 +84,40 @@ def report(
 def test_passes_and_times_of_each_rank(
     schedule: Any, count: int, passes: Any, theory: float, tmp_path: Path, world2: World
 ) -> None:
-    (found, drawn), (again, _) = world2.run(report, tmp_path, schedule=schedule, num_micro_batches=count)
-    assert found == again
-    assert drawn
-    assert found["schedule"] == schedule
-    [pipeline] = found["pipelines"]
-    assert pipeline["num_micro_batches"] == count
+    profile, _ = world2.run(profiled, tmp_path, schedule=schedule, num_micro_batches=count)
+    [pipeline] = profile["pipelines"]
+    assert (pipeline["schedule"], pipeline["num_micro_batches"]) == (schedule, count)
     assert 0 < pipeline["bubble"] < 1
     assert pipeline["theoretical_bubble"] == pytest.approx(theory)
     assert [entry["rank"] for entry in pipeline["ranks"]] == [1, 0]
     for entry in pipeline["ranks"]:
-        assert tuple(entry[f"{kind}_passes"] for kind in ("forward", "backward", "weight")) == passes
         assert 0 < entry["bubble"] < 1
-        times = {key: value for key, value in entry.items() if key.endswith("_s")}
-        assert all(value >= 0 for value in times.values())
-        assert sum(times.values()) == pytest.approx(pipeline["wall_s"])
-        assert times["forward_s"] > 0
-        assert times["backward_s"] > 0
-        assert times["receive_s"] > 0
-        assert times["send_s"] > 0
-        assert (times["weight_s"] > 0) == (schedule == "zero_bubble")
-    last = pipeline["ranks"][1]
+        seconds = entry["seconds"]
+        assert sum(seconds.values()) == pytest.approx(pipeline["wall_s"])
+        assert seconds["idle"] >= 0
+        assert min(seconds[kind] for kind in ("forward", "backward", "send", "receive")) > 0
+        assert (seconds["weight"] > 0) == (schedule == "zero_bubble")
     # The last rank has nothing to do until the first micro-batch has come.
-    assert last["bubble"] * pipeline["wall_s"] >= last["receive_s"]
+    last = pipeline["ranks"][1]
+    assert last["bubble"] * pipeline["wall_s"] >= last["seconds"]["receive"]
+    assert [passes_of(rank) for rank in profile["ranks"]] == [passes, passes]
 
 
 def test_a_stage_holds_its_own_parameters_gradients_and_states(tmp_path: Path, world2: World) -> None:
-    (found, _), _ = world2.run(report, tmp_path, num_micro_batches=4)
-    ranks = found["pipelines"][0]["ranks"]
+    profile, _ = world2.run(profiled, tmp_path, num_micro_batches=4)
     whole = sum(parameter.numel() * 4 for parameter in Deep().parameters())
-    assert [entry["parameters_bytes"] for entry in ranks] == [whole / 2, whole / 2]
-    assert [entry["gradients_bytes"] for entry in ranks] == [whole / 2, whole / 2]
-    tensors = 4 * 4  # a stage
-    assert [entry["optimizer_bytes"] for entry in ranks] == [2 * whole / 2 + 4 * tensors] * 2
-    for kind, expected in (("parameters", whole / 2), ("gradients", whole / 2), ("optimizer", whole)):
-        assert [entry[f"predicted_{kind}_bytes"] for entry in ranks] == [expected] * 2
+    for rank in profile["ranks"]:
+        assert rank["memory"]["parameters_bytes"] == rank["memory"]["gradients_bytes"] == whole / 2
+        tensors = 4 * 4  # a stage
+        assert rank["memory"]["optimizer_bytes"] == 2 * whole / 2 + 4 * tensors
+        predicted = {"parameters_bytes": whole / 2, "gradients_bytes": whole / 2, "optimizer_bytes": whole}
+        assert rank["stages"]["predicted"] == predicted
 
 
 def activations(directory: Path, world: World, **options: Any) -> list[int]:
-    (found, _), _ = world.run(report, directory, batches=3, num_micro_batches=16, **options)
-    return [entry["activations_bytes"] for entry in found["pipelines"][0]["ranks"]]
+    profile, _ = world.run(profiled, directory, batches=3, num_micro_batches=16, **options)
+    by_position = sorted(profile["ranks"], key=lambda rank: rank["stages"]["position"])
+    return [rank["memory"]["activations_bytes"] for rank in by_position]
 
 
 class Loading(Deep):
@@ -148,17 +144,14 @@ INPUT, INSIDE = 4 * 4 * WIDTH * 4, 4 * 4 * 4 * WIDTH * 4
     [
         ("gpipe", False, 16 * (INPUT + INSIDE)),
         ("1f1b", False, 2 * (INPUT + INSIDE)),
-        ("gpipe", True, 16 * INPUT),
         ("1f1b", True, 2 * INPUT),
         ("1f1b", ["layers.4"], 2 * (INPUT + INSIDE)),
         ("interleaved", ["layers.1", "layers.6"], None),
     ],
 )
-def test_what_a_plan_predicts_is_kept(
-    schedule: str, again: Any, of_first: int | None, tmp_path: Path, world2: World
-) -> None:
+def test_what_a_plan_predicts_is_kept(schedule: str, again: Any, of_first: int | None, world2: World) -> None:
     memory = predicted(schedule, again)
-    measured = activations(tmp_path, world2, schedule=schedule, activation_checkpointing=again)
+    measured, _ = world2.run(activations, schedule=schedule, activation_checkpointing=again)
     assert of_first in (None, measured[0])
     assert [rank.activations_bytes for rank in memory] == measured
     ranks = [True, True] if again is True else [bool(again) and schedule == "interleaved", bool(again)]
@@ -166,21 +159,17 @@ def test_what_a_plan_predicts_is_kept(
 
 
 def test_two_pipelines_side_by_side(tmp_path: Path, world4: World) -> None:
-    (found, drawn), *_ = world4.run(report, tmp_path, num_micro_batches=4, pipeline_parallel_size=2, ranks=4)
-    assert drawn
-    assert [[entry["rank"] for entry in p["ranks"]] for p in found["pipelines"]] == [[1, 0], [3, 2]]
+    profile, *_ = world4.run(profiled, tmp_path, num_micro_batches=4, pipeline_parallel_size=2, ranks=4)
+    assert [[entry["rank"] for entry in pipeline["ranks"]] for pipeline in profile["pipelines"]] == [[1, 0], [3, 2]]
 
 
 @pytest.mark.parametrize("batches", [1, 2])
 def test_too_few_batches_for_a_time(batches: int, tmp_path: Path, world2: World) -> None:
-    (tmp_path / FILE_NAME).write_text("of an earlier fit")
-    (found, drawn), _ = world2.run(report, tmp_path, batches=batches, num_micro_batches=4)
-    assert not drawn
-    assert not (tmp_path / FILE_NAME).exists()
-    for entry in found["pipelines"][0]["ranks"]:
-        assert "forward_s" not in entry
-        assert ("activations_bytes" in entry) == (batches == 2)
-        assert entry["gradients_bytes"] > 0
+    profile, _ = world2.run(profiled, tmp_path, batches=batches, num_micro_batches=4)
+    assert "pipelines" not in profile
+    for rank in profile["ranks"]:
+        assert (rank["memory"]["activations_bytes"] is not None) == (batches == 2)
+        assert rank["memory"]["gradients_bytes"] > 0
 
 
 class Differentiating(Deep):
@@ -191,15 +180,15 @@ class Differentiating(Deep):
 
 
 def test_activations_need_not_be_counted(tmp_path: Path, world2: World) -> None:
-    options: dict[str, Any] = {"module": Differentiating, "num_micro_batches": 4, "count_activations": False}
-    (found, drawn), _ = world2.run(report, tmp_path, 2, **options)
-    assert drawn, "the second batch is timed then"
-    assert all("activations_bytes" not in entry for entry in found["pipelines"][0]["ranks"])
+    options: dict[str, Any] = {"module": Differentiating, "num_micro_batches": 4, "activations": False}
+    profile, _ = world2.run(profiled, tmp_path, 2, **options)
+    assert "pipelines" in profile, "the second batch is timed then"
+    assert all(rank["memory"]["activations_bytes"] is None for rank in profile["ranks"])
 
 
 def test_layers_that_have_moved_are_recorded_where_they_are(tmp_path: Path, world2: World) -> None:
-    (found, _), _ = world2.run(report, tmp_path, num_micro_batches=4, balance="memory")
-    assert [entry["forward_passes"] for entry in found["pipelines"][0]["ranks"]] == [4, 4]
+    profile, _ = world2.run(profiled, tmp_path, num_micro_batches=4, balance="memory")
+    assert [passes_of(rank)[0] for rank in profile["ranks"]] == [4, 4]
 
 
 class Frozen(Deep):
@@ -214,20 +203,20 @@ class Frozen(Deep):
 
 
 def test_a_stage_without_gradients_has_no_backward_passes(tmp_path: Path, world2: World) -> None:
-    (found, _), _ = world2.run(report, tmp_path, module=Frozen, num_micro_batches=4)
-    first, last = found["pipelines"][0]["ranks"]
-    assert (first["forward_passes"], first["backward_passes"], last["backward_passes"]) == (4, 0, 4)
-    assert first["gradients_bytes"] == first["activations_bytes"] == 0
+    profile, _ = world2.run(profiled, tmp_path, module=Frozen, num_micro_batches=4)
+    last, first = profile["ranks"]
+    assert (passes_of(first)[:2], passes_of(last)[1]) == ((4, 0), 4)
+    assert first["memory"]["gradients_bytes"] == first["memory"]["activations_bytes"] == 0
 
 
 def two_fits(directory: Path) -> dict[str, Any]:
-    callback = RunReport(print_table=False)
+    callback = ProfilerReport(wait=0, warmup=0, active=1, print_report=False, write_files=False)
     for strategy in (PipelineStrategy(), make_strategy("ring_ddp")):
         trainer = make_trainer(Case(max_epochs=1), strategy, 2, callbacks=[callback], default_root_dir=directory)
         trainer.fit(Classifier(), DataLoader(dataset(8), batch_size=4))
-    assert callback.report is not None
-    return callback.report
+    return callback.profile or {}
 
 
-def test_a_later_fit_without_a_pipeline_has_no_such_section(tmp_path: Path, world2: World) -> None:
-    assert "pipeline" not in world2.run(two_fits, tmp_path)[0]
+def test_a_later_fit_without_a_pipeline_has_no_stages(tmp_path: Path, world2: World) -> None:
+    profile = world2.run(two_fits, tmp_path)[0]
+    assert [rank["stages"] for rank in profile["ranks"]] == [None, None]

@@ -14,10 +14,9 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from tests.strategies.pipeline.fitted import fitted
 from tests.strategies.tasks import NUM_FEATURES, Case, assert_same_weights
@@ -72,26 +71,6 @@ class CallingForward(Task):
         return x
 
 
-class Listening(Task):
-    """Hooks keep what layers return, or look at it; with ``uses`` the loss depends on it."""
-
-    def __init__(self, *, uses: bool) -> None:
-        super().__init__(blocks)
-        kept: list[Tensor] = []
-        sizes: list[float] = []
-        self.heard = lambda: kept  # no state of the module's
-        self.uses = uses
-        for layer in self.layers:  # type: ignore[attr-defined]
-            layer.register_forward_hook(lambda module, given, out: kept.append(out))
-            layer.register_forward_hook(lambda module, given, out: sizes.append(out.detach().abs().mean().item()))
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.heard().clear()
-        loss = super().training_step(batch, batch_idx)
-        assert len(self.heard()) == 4
-        return loss + 0.1 * sum(out.square().mean() for out in self.heard()) if self.uses else loss
-
-
 class CompiledStep(Task):
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__(make)
@@ -138,16 +117,6 @@ def readers() -> nn.ModuleList:
     return nn.ModuleList(Reader(memory) for _ in range(8))
 
 
-def one_activation() -> nn.Sequential:
-    activation = nn.Tanh()
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) if i % 2 == 0 else activation for i in range(8)))
-
-
-def box_twice() -> nn.Sequential:
-    box = nn.Sequential(Block(), nn.Tanh())
-    return nn.Sequential(box, Block(), nn.Sequential(box, nn.Tanh()), box)
-
-
 def tied() -> nn.Sequential:
     layers = blocks()
     layers[3].linear.weight = layers[0].linear.weight  # type: ignore[union-attr,assignment]
@@ -172,13 +141,6 @@ def compiled_around() -> nn.Module:
     return torch.compile(blocks(), backend="eager")  # type: ignore[return-value]
 
 
-def pruned() -> nn.Sequential:
-    layers = blocks()
-    for layer in layers:
-        prune.l1_unstructured(layer.linear, "weight", 0.5)  # type: ignore[arg-type]
-    return layers
-
-
 def normalised() -> nn.Sequential:
     layers = blocks()
     for layer in layers:
@@ -190,15 +152,11 @@ MODULES: dict[str, Callable[[], Task]] = {
     "a parameter that is used twice": lambda: Task(lambda: nn.Sequential(*(Gate() for _ in range(4)))),
     "a memory that all layers share": lambda: Iterating(readers),
     "one layer four times": lambda: Iterating(lambda: nn.ModuleList([Block()] * 4)),
-    "one activation between all layers": lambda: Task(one_activation),
-    "a container within two others": lambda: Task(box_twice),
     "two layers with one weight": lambda: Task(tied),
     "compiled layers": lambda: Task(lambda: compiled("eager")),
     "layers compiled with their backward": lambda: Task(lambda: compiled("aot_eager")),
     "layers in a compiled container": lambda: Task(compiled_around),
     "layers in a compiled function": lambda: CompiledStep(blocks),
-    "hooks before layers": lambda: Task(lambda: hooked("register_forward_pre_hook", lambda m, a: (2 * a[0],))),
-    "hooks that look at what layers return": lambda: Listening(uses=False),
     "hooks behind layers": lambda: Task(lambda: hooked("register_forward_hook", lambda m, a, out: out + a[0])),
     "hooks in backward": lambda: Task(
         lambda: hooked(
@@ -206,7 +164,6 @@ MODULES: dict[str, Callable[[], Task]] = {
         )
     ),
     "layers whose forward is called": lambda: CallingForward(blocks),
-    "pruned layers": lambda: Task(pruned),
     "layers with weight norm": lambda: Task(normalised),
     "recurrent layers": lambda: Task(
         lambda: nn.Sequential(*(Recurrent(k) for k in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTM)))
@@ -288,9 +245,3 @@ def test_one_layer_twelve_times_is_split_in_halves() -> None:
     """It counted once, so that one stage had one layer and the other had eleven."""
     chain = find_chain(Iterating(lambda: nn.ModuleList([Block()] * 12)), "layers", 2)
     assert PipelineStrategy().pipeline_options.bounds(chain, 2) == [(0, 6), (6, 12)]
-
-
-def test_a_loss_of_what_hooks_keep_is_refused(world2: World) -> None:
-    """The last stage had kept its own layers' outputs only, and trained without the others."""
-    words = "what the step returns depends on the output of layer"
-    world2.run_raising(PipelineError, words, train, partial(Listening, uses=True), 2, num_micro_batches=4)

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_multigpu.engine.tensor_split.parts import local
 from lightning_multigpu.planning.split_plan import SplitPlan
-from tests.strategies.tasks import Case, data_ranks, make_trainer, state
-from tests.strategies.tensor_parallel.test_hybrid import assert_close, hybrid, sizes
+from tests.strategies.tasks import Case, assert_same_weights, data_ranks, make_trainer, state
+from tests.strategies.tensor_parallel.test_hybrid import hybrid, sizes
 from tests.strategies.tensor_parallel.test_tensor_split import VOCABULARY, Attention, Block, Gated, Language
 from tests.world import World
 
@@ -105,7 +105,7 @@ def test_trains_as_one_device(world4: World, layout: str) -> None:
     for result in results:
         assert "activations between the blocks of model.blocks are split along dimension 1" in result["notes"]
         assert {"all_gather", "reduce_scatter"} <= result["sent"]
-        assert_close(result["weights"], reference["weights"], 1e-9)
+        assert_same_weights(result, reference, atol=1e-8)  # the bias of keys has no gradient but rounding
         assert result["validated"] == pytest.approx(reference["validated"], rel=1e-9)
 
 
@@ -117,4 +117,4 @@ def test_lists_beside_the_layers_of_the_pipeline(world4: World) -> None:
         outer, *inner = result["notes"]
         assert "model.blocks stay whole (the layers of the pipeline, model.blocks.0, are inside of one of its" in outer
         assert [note.split()[5] for note in inner] == ["model.blocks.0", "model.blocks.1"]
-        assert_close(result["weights"], reference["weights"], 1e-9)
+        assert_same_weights(result, reference, atol=1e-8)  # the bias of keys has no gradient but rounding

@@ -1,11 +1,12 @@
-"""Language models as a course writes them are split, unmodified, and train as on one device."""
+"""Blocks are found in models as a course writes them, and in those of Hugging Face, as they stand."""
 
 # ruff: noqa: N803, N806 - names as in courses
 
 from __future__ import annotations
 
-import functools
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,12 +15,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.strategies.tasks import assert_same_weights
-from tests.strategies.tensor_parallel import test_tensor_split
-from tests.strategies.tensor_parallel.test_tensor_split import HEADS, LENGTH, MODELS, Language
-from tests.world import World
-
-WIDTH = 24  # of which three heads may be made
+from lightning_multigpu.engine.step_state import preserved_state
+from lightning_multigpu.engine.tensor_split.trials import TracelessStep
+from lightning_multigpu.planning.split_plan import SplitPlan
+from lightning_multigpu.strategies.steps.lone_steps import LoneTensorGroup
+from lightning_multigpu.strategies.tensor_parallel.split_layers import SplitLayers
+from tests.strategies.tensor_parallel.test_tensor_split import (
+    FOUND,
+    HEADS,
+    LENGTH,
+    MODELS,
+    WIDTH,
+    Block,
+    Language,
+    Task,
+    perceptron,
+    text,
+)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -42,32 +54,6 @@ class Fused(nn.Module):
         return self.proj(attend(q, k, v).reshape(B, T, D))  # type: ignore[no-any-return]
 
 
-class FusedBySections(nn.Module):
-    """As nanoGPT's: sections as wide as an attribute, and heads whose width the input says."""
-
-    def __init__(self, n_embd: int, n_head: int) -> None:
-        super().__init__()
-        self.c_attn, self.c_proj = nn.Linear(n_embd, 3 * n_embd), nn.Linear(n_embd, n_embd)
-        self.n_head, self.n_embd = n_head, n_embd
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, T, C = x.size()
-        q, k, v = (each.view(B, T, self.n_head, C // self.n_head) for each in self.c_attn(x).split(self.n_embd, dim=2))
-        return self.c_proj(attend(q, k, v).contiguous().view(B, T, C))  # type: ignore[no-any-return]
-
-
-class FusedWithHeadDim(nn.Module):
-    def __init__(self, dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.heads_of_layer, self.head_dim = num_heads, dim // num_heads
-        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, T, _ = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.heads_of_layer, self.head_dim).unbind(2)
-        return self.out(attend(q, k, v).flatten(2))  # type: ignore[no-any-return]
-
-
 class OnlyHeadDim(nn.Module):
     """The shape of the projection says how many heads there are."""
 
@@ -78,18 +64,6 @@ class OnlyHeadDim(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in self.qkv(x).chunk(3, dim=-1))
-        return self.out(attend(q, k, v).flatten(2))  # type: ignore[no-any-return]
-
-
-class Unnamed(nn.Module):
-    """Nothing says how many heads there are."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (HEADS, -1)) for each in self.qkv(x).chunk(3, dim=-1))
         return self.out(attend(q, k, v).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -114,29 +88,6 @@ class Separate(nn.Module):
         return self.proj(y)  # type: ignore[no-any-return]
 
 
-class MLP(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.fc, self.gelu, self.proj = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(self.gelu(self.fc(x)))  # type: ignore[no-any-return]
-
-
-def sequential(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-
-class Block(nn.Module):
-    def __init__(self, attention: nn.Module, mlp: nn.Module) -> None:
-        super().__init__()
-        self.ln1, self.attn, self.ln2, self.mlp = nn.LayerNorm(WIDTH), attention, nn.LayerNorm(WIDTH), mlp
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln1(x))
-        return x + self.mlp(self.ln2(x))  # type: ignore[no-any-return]
-
-
 class Flat(nn.Module):
     """All layers of a block are its own attributes."""
 
@@ -155,57 +106,79 @@ class Flat(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.ln2(x))))  # type: ignore[no-any-return]
 
 
-BLOCKS: dict[str, Callable[[], nn.Module]] = {
-    "fused, h": lambda: Block(Fused(WIDTH, HEADS), sequential(WIDTH)),
-    "nanoGPT": lambda: Block(FusedBySections(WIDTH, HEADS), MLP(WIDTH)),
-    "head_dim": lambda: Block(FusedWithHeadDim(WIDTH, HEADS), sequential(WIDTH)),
-    "only head_dim": lambda: Block(OnlyHeadDim(WIDTH, HEADS), sequential(WIDTH)),
-    "separate": lambda: Block(Separate(WIDTH, HEADS), sequential(WIDTH)),
+OWN: dict[str, Callable[[], nn.Module]] = {
+    "fused, h": lambda: Block(Fused(WIDTH, HEADS), perceptron()),
+    "separate": lambda: Block(Separate(WIDTH, HEADS), perceptron()),
     "flat": lambda: Flat(WIDTH, HEADS),
-    "two heads and one": lambda: Block(Fused(WIDTH, 3), sequential(WIDTH)),
+}
+OWN_FOUND = {"vocabulary": 1, "attention": 2, "first, second": 2}
+
+
+def language(block: Callable[[], nn.Module]) -> nn.Module:
+    return Language(block(), block())
+
+
+def planned(model: Callable[[], nn.Module], *, plan: Any = "auto", optimizer: Any = torch.optim.SGD) -> SplitPlan:
+    """The plan of the first of two ranks, which tries the split without the other one."""
+    with mock.patch.dict(MODELS, {"own": model}):
+        task = Task("own")
+    batch = next(iter(text()))
+    group = LoneTensorGroup(2)
+    step = TracelessStep(
+        task,
+        group,
+        lambda: task.training_step(batch, 0),
+        traceless=partial(preserved_state, task),
+        gather=lambda value: [value],
+    )
+    optimizers = [optimizer(task.parameters())]
+    return SplitLayers(task, group, plan).decide(step, optimizers, rtol=0.0, proves=False)
+
+
+MODELS_AND_BLOCKS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
+    **{name: (MODELS[name], found) for name, found in FOUND.items()},
+    **{name: (partial(language, block), OWN_FOUND) for name, block in OWN.items()},
 }
 
 
-WHOLE: dict[str, Callable[[], nn.Module]] = {
-    "unnamed": lambda: Block(Unnamed(WIDTH), sequential(WIDTH)),
-    "alone": lambda: Block(Unnamed(WIDTH), nn.Linear(WIDTH, WIDTH)),
-}
+@pytest.mark.parametrize("name", MODELS_AND_BLOCKS)
+def test_blocks_are_found(name: str) -> None:
+    model, expected = MODELS_AND_BLOCKS[name]
+    found: Counter[str] = Counter()
+    for blocks in planned(model).blocks:
+        found[blocks.shape] += blocks.num_blocks
+    assert found == expected
 
 
-def train(block: str, ranks: int, *, tied: bool = False, depth: int = 2) -> dict[str, Any]:
-    def model() -> nn.Module:
-        return Language(*((BLOCKS | WHOLE)[block]() for _ in range(depth)), tied=tied)
-
-    with mock.patch.dict(MODELS, {block: model}), mock.patch.object(test_tensor_split, "WIDTH", WIDTH):
-        return test_tensor_split.train(block, ranks)
-
-
-@functools.cache
-def on_one_device(block: str, tied: bool = False) -> dict[str, Any]:
-    return train(block, 1, tied=tied)
+def test_a_whole_attention_is_told_what_to_change() -> None:
+    words = "no attribute of model.blocks.*.attention counts the heads: store their number in __init__, as self.num_h"
+    plan = planned(partial(language, lambda: Block(OnlyHeadDim(WIDTH, HEADS), perceptron())))
+    assert [row.shape for row in plan.blocks] == ["vocabulary", "first, second"]
+    (row,) = plan.whole
+    assert (row.shape, row.num_blocks) == ("attention", 2)
+    assert words in row.reason
 
 
-@pytest.mark.parametrize(("block", "tied"), [*((block, False) for block in BLOCKS), ("nanoGPT", True)])
-def test_trains_as_on_one_device(world2: World, block: str, tied: bool) -> None:
-    reference, results = on_one_device(block, tied), world2.run(train, block, 2, tied=tied)
-    for result in results:
-        assert result["split"] == {"vocabulary": 1, "attention": 2, "first, second": 2}
-        assert_same_weights(result, reference)
-        assert result["held"] == result["state"]
-    assert sum(result["held"] for result in results) < 1.1 * reference["held"]
+def without_blocks() -> nn.Module:
+    model = Language(nn.LayerNorm(WIDTH))
+    model.embedding.max_norm = 100.0
+    return model
 
 
-def test_a_whole_attention_is_told_what_to_change(world2: World) -> None:
-    words = "no attribute of model.blocks.*.attn counts the heads: store their number in __init__, as self.num_heads"
-    for result in world2.run(train, "unnamed", 2):
-        assert result["split"] == {"vocabulary": 1, "first, second": 2}
-        (row,) = result["plan"].whole
-        assert (row.shape, row.num_blocks) == ("attention", 2)
-        assert words in row.reason
-        assert_same_weights(result, on_one_device("unnamed"))
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        (MODELS["fused"], {"optimizer": torch.optim.Adafactor}, "Adafactor may need whole tensors"),
+        (MODELS["fused"], {"plan": {"*.quv": "column"}}, r"'\*\.quv': 'column'} matches no module"),
+        (without_blocks, {}, "has found no layer to split"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(model: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        planned(model, **options)
 
 
-def test_a_module_of_which_little_is_split_is_refused(world2: World) -> None:
-    """It trained on: each rank held 98 per cent of the parameters."""
-    words = r"less than a tenth.*stay whole: model\.blocks\.\*\.attn\.qkv, .*\.attn counts the heads.*ring_ddp"
-    world2.run_raising(ValueError, words, train, "alone", 2, depth=4)
+def test_a_split_of_little_warns() -> None:
+    """Each rank held 98 per cent of the parameters, and nothing said so."""
+    with pytest.warns(UserWarning, match="less than a tenth: name more layers by plan="):
+        planned(lambda: Language(nn.Linear(WIDTH, 64 * WIDTH), nn.Softmax(-1), nn.Linear(64 * WIDTH, WIDTH)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_multigpu import HybridStrategy, TensorSplitStrategy
-from lightning_multigpu.engine.tensor_split import split_proof
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.split_proof import SplitProof
 from lightning_multigpu.engine.tensor_split.tensor_group import Done, TensorGroup
@@ -73,8 +71,8 @@ def one_rank_alone() -> AbstractContextManager[Any]:
     """The other one has right gradients: its own part is scaled on rank 1 alone."""
     own = SplitProof._gradients
 
-    def gradients(self: SplitProof, step: int) -> Any:
-        found = own(self, step)
+    def gradients(self: SplitProof) -> Any:
+        found = own(self)
         is_split = any(map(split_of, self._module.parameters()))
         return {name: value * (1 + is_split * self._group.rank) for name, value in found.items()}
 
@@ -92,12 +90,14 @@ def train(options: dict[str, Any], dropout: float = 0.0, fault: Fault | None = N
     return list(MODES), state(module), "\n".join(map(str, lines))
 
 
-FAULTS = (scaled_in_forward, skipped_in_backward, one_rank_alone)
-
-
 @pytest.mark.parametrize(
     ("fault", "dropout", "options"),
-    [*((fault, dropout, {}) for fault in FAULTS for dropout in (0.0, 0.5)), (skipped_in_backward, 0.0, HYBRID)],
+    [
+        (scaled_in_forward, 0.5, {}),
+        (skipped_in_backward, 0.0, {}),
+        (skipped_in_backward, 0.0, HYBRID),
+        (one_rank_alone, 0.0, {}),
+    ],
 )
 def test_a_fault_of_split_layers_ends_the_run(
     fault: Fault, dropout: float, options: dict[str, Any], world2: World
@@ -122,34 +122,12 @@ def test_verify_steps_0_proves_nothing(world2: World) -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_a_proof_runs_the_step_in_training_mode_unless_it_draws_random_numbers(dropout: float, world2: World) -> None:
     """It leaves no trace: training goes on as without it."""
-    ways = [world2.run(train, {"verify_steps": steps}, dropout)[0] for steps in (0, 1, 2)]
+    ways = [world2.run(train, {"verify_steps": steps}, dropout)[0] for steps in (0, 1)]
     modes = [found for found, _, _ in ways]
     mode = dropout == 0.0
     assert sorted(modes[1]) == sorted([*modes[0], mode, mode])
-    assert sorted(modes[2]) == sorted([*modes[0], *[mode] * 4])
-    for _, weights, _ in ways[1:]:
-        for name, value in weights.items():
-            assert torch.equal(value, ways[0][1][name])
-
-
-def without_memory() -> AbstractContextManager[Any]:
-    return mock.patch.object(split_proof.psutil, "virtual_memory", return_value=SimpleNamespace(available=100))
-
-
-def test_gradients_that_the_memory_of_the_host_does_not_hold_are_not_compared(world2: World) -> None:
-    _, _, told = world2.run(train, {}, 0.0, without_memory)[0]
-    assert "Whether split layers train as whole ones is not proved: gradients take" in told
-    assert "of 100 B" in told
-
-
-def not_finite() -> AbstractContextManager[Any]:
-    own = Task.training_step
-    return mock.patch.object(Task, "training_step", lambda self, *args: own(self, *args) * float("nan"))
-
-
-def test_gradients_that_are_not_finite_are_not_compared(world2: World) -> None:
-    _, _, told = world2.run(train, {}, 0.0, not_finite)[0]
-    assert "is not proved: gradients of whole layers are not finite" in told
+    for name, value in ways[1][1].items():
+        assert torch.equal(value, ways[0][1][name])
 
 
 def not_finite_on_parts() -> AbstractContextManager[Any]:
@@ -165,9 +143,3 @@ def not_finite_on_parts() -> AbstractContextManager[Any]:
 def test_parts_that_are_not_finite_are_a_fault(world2: World) -> None:
     words = r"parameters differ, most 'layers.*' \(relative difference inf"
     world2.run_raising(ValueError, words, train, {}, 0.0, not_finite_on_parts)
-
-
-@pytest.mark.parametrize("steps", [-1, 1.5, True])
-def test_a_number_of_steps_that_is_none_is_refused(steps: Any) -> None:
-    with pytest.raises(ValueError, match=f"verify_steps={steps!r}: pass how many steps"):
-        TensorSplitStrategy(verify_steps=steps)

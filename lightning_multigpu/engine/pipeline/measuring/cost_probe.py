@@ -47,10 +47,6 @@ class CostProbe:
     """Times the parts of a step, stage by stage. Parameters, their gradients and random states are left unchanged.
 
     Args:
-        ownership: the stages of this rank at present.
-        seed: the seed of the random numbers, the same on all ranks.
-        recompute: indices of the layers that run again in backward, also when they are measured.
-        fewest_runs: the smallest number of measured runs of a step.
         enough_s: seconds after which no further run begins, if there are ``fewest_runs``.
         agreed: makes one decision of those of ranks whose layers communicate with each other.
 

@@ -33,12 +33,7 @@ _READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
 class UseProbe:
-    """Watches steps on the stages of one rank.
-
-    Args:
-        ownership: the stages of this rank.
-        seed: the seed of the random numbers, the same on all ranks.
-    """
+    """Watches steps on the stages of one rank."""
 
     def __init__(self, ownership: Ownership, seed: int) -> None:
         self._ownership = ownership
@@ -54,7 +49,6 @@ class UseProbe:
         A step stops where it needs values that the rank lacks; these values count as used.
 
         Args:
-            step: runs the user's step.
             left: returns further results of the step, such as logged values, in nested containers; called after the
                 last stage's step.
 
@@ -130,7 +124,6 @@ class _Watch(TorchDispatchMode):
     Attributes:
         part: the running part of the step; 0 also between the layers.
         runs_first_stage: this stage itself uses the values that are computed before the layers.
-        uses: the uses found so far.
     """
 
     supports_higher_order_operators = True

@@ -27,15 +27,11 @@ class Chain:
     """Layers in the order in which they run.
 
     Attributes:
-        name: the container's name in the module, "layers" for example.
-        layers: the container's children.
         around: the modules that contain the layers, the container included, with their names; the outermost first.
         points: names of submodules at which other stages could begin; empty if there are none.
         uses: for each tensor outside of the layers, by its first name, the parts of a step that have used its values:
             0 before the layers, 1 + i layer i, and n + 1 after the last of n layers.
         replicated: names of modules and tensors outside of the layers that all ranks hold; True for all.
-        is_arranged: the parameters and buffers of each layer are known.
-        tensor_group: the ranks that split the layers of this stage; None without a tensor split.
     """
 
     name: str
@@ -113,11 +109,6 @@ def find_chain(module: Module, name: str, num_stages: int) -> Chain:
     Containers are ``nn.Sequential`` and ``nn.ModuleList``. Of nested containers with equally many parameters the outer
     one is taken. Whether the layers form a chain is checked when they run. In a module with Hugging Face models "auto"
     takes only their lists of blocks, or an ``nn.Sequential`` outside of them.
-
-    Args:
-        module: the whole module.
-        name: the name of the container, or "auto".
-        num_stages: the number of stages.
 
     Raises:
         ValueError: there is no such container, or it has too few layers; the message lists the containers.

@@ -59,12 +59,8 @@ class Ownership:
     """The stages of one rank of a pipeline, and the parameters and buffers that it holds.
 
     Args:
-        module: the whole module.
-        chain, bounds: its layers, and those ``[start, stop)`` of each stage.
         position: this rank's position; it has every stage whose index modulo ``num_ranks`` is its position.
-        num_ranks: the ranks of the pipeline.
-        group: these ranks, to which the rank sends its values; None if it has all layers, or only plans.
-        device: where this rank computes.
+        group: the ranks of the pipeline; None if this rank has all layers, or only plans.
     """
 
     def __init__(
@@ -164,7 +160,6 @@ class Ownership:
         that lack it; then the first pipeline's values count, and those of rank 0 for tensors that all ranks hold.
 
         Args:
-            world: all ranks, in order.
             peers: the ranks at this position in all pipelines.
 
         Returns:
@@ -279,7 +274,6 @@ class Ownership:
         of its receivers.
 
         Args:
-            bounds: the layers ``[start, stop)`` of each stage.
             moved: called on every rank with a parameter, the position of its sender, and the positions of its new
                 holders.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -18,19 +16,11 @@ from lightning_multigpu.engine.pipeline.splitting.chain import Chain, modules_ar
 from lightning_multigpu.engine.pipeline.splitting.tracing import GraphPiece, Trace, traced
 from lightning_multigpu.engine.replaced_attributes import replaced
 
-_MANY_TRACES = 12  # the checks of the first batch make up to four
-
 
 class TracedPiece(Module):
     """The part of a traced module between two split points.
 
     It finds its parameters and buffers by name. It lists them as its own, and their modules as its children.
-
-    Args:
-        whole: the module that is cut.
-
-    Attributes:
-        names: its parameters and buffers.
     """
 
     def __init__(self, whole: Module) -> None:
@@ -40,9 +30,8 @@ class TracedPiece(Module):
 
     def forward(self, arrived: tuple[Tensor, ...], piece: GraphPiece, arguments: list[Any]) -> tuple[Any, ...]:
         """Runs a graph's piece on the previous piece's result and on the whole module's arguments that it uses."""
-        if piece.changes_arrived:
-            arrived = tuple(tensor.clone() for tensor in arrived)
-        result: tuple[Any, ...] = piece.module(*arrived, *map(self._tensor, piece.tensors), *arguments)
+        copies = (tensor.clone() for tensor in arrived)  # which the piece may change in place
+        result: tuple[Any, ...] = piece.module(*copies, *map(self._tensor, piece.tensors), *arguments)
         return result
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[Module]:
@@ -78,10 +67,7 @@ class TracedChain(Chain):
     takes seconds. Side effects of the forward pass, such as Python counters or logs, happen only in a trace.
 
     Args:
-        module: the module with the submodules.
         name: the submodule to cut; "auto" takes the smallest submodule with all points in its forward pass.
-        points: names of submodules of ``module``; a piece begins with each of them.
-        device: where the parameters and buffers will be.
 
     Raises:
         ValueError: there are no such submodules.
@@ -123,7 +109,6 @@ class TracedChain(Chain):
         """Runs ``step`` up to the call of the module, traces the module and assigns its tensors to the pieces.
 
         Args:
-            step: the user's step.
             will_train: trace the module in training mode too, which may use further parameters and buffers.
 
         Raises:
@@ -156,11 +141,11 @@ class TracedChain(Chain):
             yield
 
     def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        trace, leaves = self._traced(forward, args, kwargs)
+        (pieces, output), leaves = self._traced(forward, args, kwargs)
         values: Any = ()
-        for layer, piece in zip(self.layers, trace.pieces, strict=True):
+        for layer, piece in zip(self.layers, pieces, strict=True):
             values = layer(values, piece, [leaves[index] for index in piece.arguments])
-        return tree_unflatten(list(values), trace.output)
+        return tree_unflatten(list(values), output)
 
     def _traced(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -176,26 +161,18 @@ class TracedChain(Chain):
             torch.get_default_dtype(),
         )
         if key not in self._traces:
-            began_s = time.perf_counter()
             trace = traced(self._whole, forward, self._points, args, kwargs, self._device)
-            self._assign_tensors(trace)
+            self._assign_tensors(trace[0])
             self._traces[key] = trace
-            if len(self._traces) == _MANY_TRACES + 1:
-                warnings.warn(
-                    f"{self.name!r} has been traced for {len(self._traces)} kinds of arguments, the last in "
-                    f"{time.perf_counter() - began_s:.1f} s; give batches the same shape where that can be done, by "
-                    "padding and drop_last=True for example",
-                    stacklevel=2,
-                )
         return self._traces[key], leaves
 
-    def _assign_tensors(self, trace: Trace) -> None:
+    def _assign_tensors(self, pieces: Sequence[GraphPiece]) -> None:
         """Records which piece uses which tensors.
 
         Raises:
             PipelineError: another piece used one of them in earlier traces.
         """
-        for stage, (layer, piece) in enumerate(zip(self.layers, trace.pieces, strict=True)):
+        for stage, (layer, piece) in enumerate(zip(self.layers, pieces, strict=True)):
             for name in piece.tensors:
                 users = [other for other, one in enumerate(self.layers) if name in one.names]
                 if self.is_arranged and stage not in users and (users or name in piece.written):

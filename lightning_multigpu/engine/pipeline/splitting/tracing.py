@@ -56,21 +56,18 @@ class GraphPiece:
         tensors: names of the parameters and buffers that the piece takes.
         arguments: indices of the leaves of ``(args, kwargs)`` that the piece takes.
         written: the tensors that the piece writes into.
-        changes_arrived: the piece writes into received values.
     """
 
     module: GraphModule
     tensors: tuple[str, ...]
     arguments: tuple[int, ...]
     written: Collection[str]
-    changes_arrived: bool
 
 
 class _Cuts:
     """Cuts a graph at its marks, which are left out.
 
     Args:
-        root: the graph's module.
         tensors: names of the parameters and buffers, the graph's first inputs; the arguments follow.
 
     Raises:
@@ -91,7 +88,6 @@ class _Cuts:
         self._arguments = {node: index for index, node in enumerate(inputs[len(tensors) :])}
         self._last_use = {node: max((self._piece[user] for user in node.users), default=0) for node in self._piece}
         self._written: set[str] = set()
-        self._changed: set[int] = set()
 
     def pieces(self) -> tuple[GraphPiece, ...]:
         """The pieces, in the order in which they run."""
@@ -135,10 +131,6 @@ class _Cuts:
     def _check_write(self, writer: Node, aliases: list[Node]) -> None:
         """Checks that no other piece sees what a node writes.
 
-        Args:
-            writer: the node.
-            aliases: the nodes with the memory that it writes into.
-
         Raises:
             PipelineError: another piece uses this memory.
         """
@@ -164,8 +156,6 @@ class _Cuts:
                 f"({writer.target}), and {arriving[1].target}, which shares its memory, is needed too; work on a copy, "
                 "or move the split point"
             )
-        if arriving:
-            self._changed.add(piece)
 
     def _cut(self, piece: int) -> GraphPiece:
         graph = Graph()
@@ -186,7 +176,6 @@ class _Cuts:
             names,
             tuple(self._arguments[node] for node in arguments),
             self._written.intersection(names),
-            piece in self._changed,
         )
 
 
@@ -209,17 +198,8 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-@dataclass(frozen=True)
-class Trace:
-    """A forward pass in pieces.
-
-    Attributes:
-        pieces: the pieces, in the order in which they run.
-        output: the containers that the forward pass returns.
-    """
-
-    pieces: tuple[GraphPiece, ...]
-    output: TreeSpec
+Trace = tuple[tuple[GraphPiece, ...], TreeSpec]
+"""The pieces of a forward pass, in the order in which they run, and the containers that it returns."""
 
 
 def traced(
@@ -233,11 +213,8 @@ def traced(
     """The forward pass of ``module`` in its present mode (training or not), cut before ``points``.
 
     Args:
-        module: the module that is cut.
-        forward: its own forward.
         points: names of submodules, each called once; a piece begins with each of them.
         args, kwargs: only shapes, dtypes and devices of their tensors matter.
-        device: the device of parameters and buffers.
 
     Raises:
         PipelineError: the pass cannot be traced, or does not call each submodule once; the message says why.
@@ -290,7 +267,7 @@ def traced(
             f"{_listed(points)} make {len(points) + 1}; leave pipe_split() out of its code, and do not call the "
             "submodules in a block such as torch.no_grad()"
         )
-    return Trace(cuts.pieces(), program.call_spec.out_spec)
+    return cuts.pieces(), program.call_spec.out_spec
 
 
 class _Call(Module):

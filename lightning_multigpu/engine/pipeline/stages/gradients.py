@@ -51,7 +51,6 @@ class StageSums:
     """Sums over the stages of one pipeline; every method is a collective of the pipeline.
 
     Args:
-        group: the ranks of the pipeline.
         tensor: the ranks that split the layers of this stage; None without a tensor split. With it, :meth:`norms` and
             :meth:`sum` are collectives of all stages of these ranks' pipelines.
     """
@@ -145,13 +144,7 @@ class StageSums:
 
 
 class DataAxis:
-    """The ranks that hold the same stage of several pipelines; every method is a collective of these ranks.
-
-    Args:
-        reducer: averages gradients over these ranks.
-        bookkeeping: the same ranks, for small messages.
-        module: the module whose gradients are averaged.
-    """
+    """The ranks that hold the same stage of several pipelines; every method is a collective of these ranks."""
 
     def __init__(self, reducer: GradientReducer, bookkeeping: MeteredGroup, module: Module) -> None:
         self._reducer = reducer

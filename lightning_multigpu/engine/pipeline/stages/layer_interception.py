@@ -15,7 +15,7 @@ that, and any other use of the layers raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -67,9 +67,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 class Slot:
     """Marks the place of tensor ``index`` in a container that is sent without its tensors.
 
-    Attributes:
-        index: of the tensor.
-        split, layer: of a part of a tensor: which entries each rank has, and the layer that has made it.
+    Of a part of a tensor, ``split`` tells the entries that each rank has, and ``layer`` the layer that has made it.
     """
 
     index: int
@@ -108,7 +106,6 @@ class LayerInterception:
     """Runs the layers of one stage within the user's step, and skips those of the other stages.
 
     Args:
-        chain: all layers of the pipeline.
         begin_part: called to set a new random state: with 0 before the step, with 1 + i before layer i of this stage,
             and with 1 + n after the last of n layers.
         run_layer: called as ``run_layer(i, own, args, kwargs)`` to run layer i of this stage; ``own`` is its own call,
@@ -163,8 +160,6 @@ class LayerInterception:
         """Runs ``step`` up to the end of a stage; call it within :meth:`installed`.
 
         Args:
-            bounds: the stage has the layers ``[start, stop)``.
-            step: the user's step.
             receive: returns the previous stage's output; called when the step reaches the chain. None on the first
                 stage.
             values: returns the tensors of ``receive()`` with their values; called just before this stage's first layer
@@ -233,9 +228,7 @@ class LayerInterception:
         self._check_input(index, given)
         self._next = index + 1
         if index < self._start:
-            output = self._skip(index)
-            self._show_to_hooks(index, args, kwargs, output)
-            return output
+            return self._skip(index)
         arriving = self._incoming if index == self._start else {}
         missing = next((t for t in given if isinstance(t, Placeholder) and id(t) not in arriving), None)
         self._begin_part(1 + index)
@@ -302,20 +295,6 @@ class LayerInterception:
 
         map_only(Slot, place, self._arrived.structure)
         return placed
-
-    def _show_to_hooks(self, index: int, args: Any, kwargs: Any, output: Any) -> None:
-        """Calls the forward hooks of a skipped layer with placeholders.
-
-        If the loss uses a value that a hook has kept, it finds a placeholder and is refused, instead of missing the
-        value silently. The stage that runs the layer uses the hook's result.
-        """
-        layer: Any = self.chain.layers[index]
-        before, after = layer._forward_pre_hooks, layer._forward_hooks
-        for number, hook in [*before.items(), *after.items()]:
-            with_kwargs = number in layer._forward_pre_hooks_with_kwargs or number in layer._forward_hooks_with_kwargs
-            result = (output,) if number in after else ()
-            with suppress(PipelineError):  # a hook that looks at values, to print them for example
-                hook(layer, args, *((kwargs,) if with_kwargs else ()), *result)
 
     def _remember(self, output: Any) -> None:
         self._previous = [(tensor, _version(tensor)) for tensor in tensors_of(output)]

@@ -21,6 +21,9 @@ from lightning_multigpu.engine.pipeline.stages.stage import Stage
 from lightning_multigpu.engine.step_state import preserved_random_state, seed_of, set_random_state
 from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName, executed_schedule
 
+_DEPTH = 8  # of operations from the loss, in its form
+_MOST_NODES = 2000
+
 
 class PipelineRunner:
     """One rank of a pipeline, with one stage or several.
@@ -32,11 +35,8 @@ class PipelineRunner:
         rank 1   .. F0 F1 F2 B0 B1 B2 ..  .. F0 B0 F1 B1 F2 B2 ..
 
     Args:
-        ownership: the stages of this rank; a runner is for their bounds of now.
         schedule: the order of the micro-batches' forward and backward passes. If it needs more micro-batches, or a
             multiple of another number, all run forward first and then backward, with equal results.
-        recompute: indices of the layers that run again in backward; none under "zero_bubble", whose backward pass has
-            two parts.
     """
 
     def __init__(
@@ -77,11 +77,9 @@ class PipelineRunner:
         """Runs all micro-batches forward and backward, and adds to the gradients.
 
         Args:
-            step: runs the user's step on micro-batch m and returns its loss.
             kinds: a hashable value for each micro-batch; equal values mean equal shapes. The same on all stages.
             scales: the factor of each micro-batch's loss before backward. A micro-batch of scale 0 has no gradients,
                 also if its loss is NaN.
-            seed: the seed of the step; the same on all stages, different for every step.
 
         Returns:
             On the last stage the unscaled losses of the micro-batches in order, elsewhere an empty list.
@@ -182,3 +180,40 @@ class PipelineRunner:
             return forward(*args, **kwargs)
         begin = functools.partial(set_random_state, seed_of(*self._seed, 1 + index), self._device)
         return recomputed(self._ownership.chain.layers[index], forward, args, kwargs, lambda: nullcontext(begin()))
+
+
+class LossForms:
+    """Remembers from which operations losses were computed.
+
+    A form is the set of pairs of successive operations, with their distances from the loss. Distances of 8 and more
+    count as 8, so that loops of varying length make few forms. A loss that lacks operations has no new form.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[tuple[int, str, str]] = set()
+
+    def is_new(self, loss: Tensor) -> bool:
+        """Whether the graph of ``loss``, before backward, has a pair of operations that no earlier loss had.
+
+        The first loss has no new one. The graph is followed to the leaves and to the stage's inputs, over at most 2000
+        operations.
+        """
+        found: set[tuple[int, str, str]] = set()
+        nodes: list[Any] = [loss.grad_fn]
+        seen = set(nodes)
+        depth = 0
+        while nodes and len(seen) < _MOST_NODES:
+            following: list[Any] = []
+            for node in nodes:
+                name = node.name() if node is not None else ""
+                for other, _ in () if node is None else node.next_functions:
+                    if other is None:
+                        continue
+                    found.add((depth, name, other.name()))
+                    if other not in seen:
+                        seen.add(other)
+                        following.append(other)
+            nodes, depth = following, min(depth + 1, _DEPTH)
+        is_new = bool(self._known) and not found <= self._known
+        self._known |= found
+        return is_new

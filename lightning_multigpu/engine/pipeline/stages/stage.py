@@ -52,9 +52,6 @@ class Stage:
         run: called as ``run(stage, number)`` in a forward pass, with the micro-batch's number in the schedule. Runs the
             part of the user's step that this stage computes, on the tensors of :meth:`expected` and :meth:`arrived`,
             and returns the output, on the last stage the loss.
-        ownership: the stages of the rank.
-        index: the index of the stage.
-        recorder: records the stage's work.
 
     Attributes:
         needs_input: some output of the step depends on a tensor that the stage before has sent.
@@ -101,7 +98,6 @@ class Stage:
 
         Args:
             keys: one for each micro-batch; micro-batches with equal keys have equal shapes.
-            alternates: the schedule is 1F1B.
         """
         self.needs_input = False
         self._keys = keys

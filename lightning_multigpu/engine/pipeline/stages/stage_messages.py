@@ -53,9 +53,6 @@ class PipelineGroup(PointToPointGroup):
     A rank's *position* is that of its first stage: position p of P has the stages p, P + p, 2P + p...
 
     Args:
-        process_group: the ranks, in the order of their positions.
-        meter: records every message.
-        device: where the back end wants its tensors.
         in_batches: two ranks that send to each other have to post both messages in one batch, as torch's schedules do;
             by default True unless the back end sends from the host's memory.
     """

@@ -4,7 +4,7 @@ Every rank of a host shares one page of memory with the guardian. It contains th
 for each of the rank's process groups, with the group's oldest collective that has not ended::
 
     page of a rank   | steps | row of group "data" | row of group "world" | ... | free rows |
-    row of a group   | edition | state, begun, number, bytes, since, thread, operation | edition | group, ranks, place |
+    row of a group   | edition | state, begun, number, since, thread, operation | edition | group, ranks, place |
 
 A collective is identified by its group and its number in the group: ranks count from 1, and all begin a group's
 collectives in the same order. The rank writes with plain stores; if a reader finds two different editions, the row has
@@ -30,8 +30,8 @@ FREE, ENDED, UNDER_WAY, AWAITED, BROKEN = range(5)
 DEVICE = 0
 
 _STEPS = struct.Struct("q")
-_CHANGING = struct.Struct("QqqqqdQ24sQ")
-_LASTING = struct.Struct("24s40sq")
+_CHANGING = struct.Struct("QqqqdQ24sQ")
+_LASTING = struct.Struct("24s40s")
 _PLACE = struct.Struct("96s")
 _LASTING_AT = _CHANGING.size
 _PLACE_AT = _LASTING_AT + _LASTING.size
@@ -44,13 +44,11 @@ class Entry(NamedTuple):
     Attributes:
         group: the name of the process group: "data".
         ranks: its members, for :func:`parse_ranks`; empty if unknown.
-        group_size: the number of its members.
         state: :data:`ENDED`, nothing is under way; :data:`UNDER_WAY`, no thread waits for it so far; :data:`AWAITED`, a
             thread waits for it; :data:`BROKEN`, it has raised an error.
         begun: the number of the collective that was begun last.
         number: the number of the collective in this row, the oldest that has not ended.
         operation: its name in ``torch.distributed``.
-        size_bytes: the size of its tensor.
         since_s: the time at which its thread began to wait, on CLOCK_BOOTTIME.
         thread: the ``threading.get_ident()`` of that thread; :data:`DEVICE` if the rank's device waits.
         place: for a broken one, the line of the main thread.
@@ -58,12 +56,10 @@ class Entry(NamedTuple):
 
     group: str
     ranks: str
-    group_size: int
     state: int
     begun: int
     number: int
     operation: str
-    size_bytes: int
     since_s: float
     thread: int
     place: str
@@ -77,13 +73,11 @@ class Entry(NamedTuple):
 class Note:
     """One collective of this rank that is under way. Exactly one of :meth:`ended` and :meth:`broke` is called."""
 
-    __slots__ = ("_recorder", "_row", "number", "operation", "since_s", "size_bytes", "state", "thread")
+    __slots__ = ("_recorder", "_row", "number", "operation", "since_s", "state", "thread")
 
-    def __init__(
-        self, flight_recorder: FlightRecorder, row: _Row, operation: bytes, size_bytes: int, state: int
-    ) -> None:
+    def __init__(self, flight_recorder: FlightRecorder, row: _Row, operation: bytes, state: int) -> None:
         self._recorder, self._row = flight_recorder, row
-        self.operation, self.size_bytes, self.state = operation, size_bytes, state
+        self.operation, self.state = operation, state
         self.number = 0
         self.since_s = clock_s()
         self.thread = threading.get_ident()
@@ -94,7 +88,6 @@ class Note:
         self._recorder._changed(self._row)
 
     def ended(self) -> None:
-        """Notes that it has ended."""
         self._recorder._remove(self._row, self, ENDED)
 
     def broke(self) -> None:
@@ -124,19 +117,17 @@ class FlightRecorder:
         """Notes that ``step`` optimizer steps are done."""
         _STEPS.pack_into(self._memory, self._at, step)
 
-    def began(
-        self, operation: str, *, group: str, ranks: str, group_size: int, size_bytes: int, awaited: bool = True
-    ) -> Note | None:
+    def began(self, operation: str, *, group: str, ranks: str, awaited: bool = True) -> Note | None:
         """Notes that this rank begins a collective; None if the page has no row left for the group.
 
         Args:
             ranks: its members ("0-3", "0-6:2", "0,3,4"), or empty: then only its name identifies it.
             awaited: the calling thread waits for it from now on.
         """
-        row = self._row(group, ranks, group_size)
+        row = self._row(group, ranks)
         if row is None:
             return None
-        note = Note(self, row, _text(operation, 24), size_bytes, AWAITED if awaited else UNDER_WAY)
+        note = Note(self, row, _text(operation, 24), AWAITED if awaited else UNDER_WAY)
         with self._lock:
             row.begun += 1
             note.number = row.begun
@@ -149,7 +140,7 @@ class FlightRecorder:
         # The old memory is freed with its last user: a thread may be writing to it now.
         self._memory = bytearray(self._at + PAGE_BYTES)
 
-    def _row(self, group: str, ranks: str, group_size: int) -> _Row | None:
+    def _row(self, group: str, ranks: str) -> _Row | None:
         try:
             return self._rows[group, ranks]
         except KeyError:
@@ -160,8 +151,7 @@ class FlightRecorder:
                 row = _Row(self._at + _ROWS_FROM + _ROW_BYTES * index) if index < NUM_ROWS else None
                 if row is not None:
                     shown = ranks.encode() if len(ranks) < 40 else b""
-                    lasting = (_text(group, 24), shown, group_size)
-                    _LASTING.pack_into(self._memory, row.at + _LASTING_AT, *lasting)
+                    _LASTING.pack_into(self._memory, row.at + _LASTING_AT, _text(group, 24), shown)
                 self._rows[group, ranks] = row
             return self._rows[group, ranks]
 
@@ -171,7 +161,8 @@ class FlightRecorder:
                 self._write(row, row.pending[0], row.pending[0].state)
 
     def _remove(self, row: _Row, note: Note, state: int) -> None:
-        place = _main_place() if state == BROKEN else ""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0) if state == BROKEN else None
+        place = "" if frame is None else place_of_frame(frame)
         with self._lock:
             if note not in row.pending:
                 return
@@ -187,8 +178,8 @@ class FlightRecorder:
     def _write(self, row: _Row, note: Note, state: int) -> None:
         row.edition += 1
         _CHANGING.pack_into(
-            self._memory, row.at, row.edition, state, row.begun, note.number, note.size_bytes, note.since_s,
-            note.thread, note.operation, row.edition,
+            self._memory, row.at, row.edition, state, row.begun, note.number, note.since_s, note.thread,
+            note.operation, row.edition,
         )  # fmt: skip
 
 
@@ -208,17 +199,17 @@ def read_entries(memory: Any, slot: int, *, attempts: int = 5) -> list[Entry]:
         at = PAGE_BYTES * slot + _ROWS_FROM + _ROW_BYTES * index
         for _ in range(attempts):
             first, again = (bytes(memory[at : at + _ROW_BYTES]) for _ in range(2))
-            edition, state, begun, number, size_bytes, since_s, thread, operation, last = _CHANGING.unpack_from(first)
+            edition, state, begun, number, since_s, thread, operation, last = _CHANGING.unpack_from(first)
             if first == again and edition == last:
                 break
         else:
             continue
         if state == FREE:
             break  # rows are taken in their order
-        group, ranks, group_size = _LASTING.unpack_from(first, _LASTING_AT)
+        group, ranks = _LASTING.unpack_from(first, _LASTING_AT)
         place = _read(*_PLACE.unpack_from(first, _PLACE_AT)) if state == BROKEN else ""
-        changing = state, begun, number, _read(operation), size_bytes, since_s, thread
-        entries.append(Entry(_read(group), _read(ranks), group_size, *changing, place))
+        changing = state, begun, number, _read(operation), since_s, thread
+        entries.append(Entry(_read(group), _read(ranks), *changing, place))
     return entries
 
 
@@ -239,11 +230,6 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     except (ValueError, OverflowError):  # the length of a range, too, has a limit
         return ()
     return tuple(ranks)
-
-
-def _main_place() -> str:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return "" if frame is None else place_of_frame(frame)
 
 
 def _text(text: str, size_bytes: int) -> bytes:

@@ -167,7 +167,7 @@ def hang_report(views: Sequence[View], *, waited_s: float, limit_s: float, file:
 
     ``file`` has all stacks. With ``ends``, ranks wait for each other, so that the run is ended.
     """
-    views = sorted(views, key=_most_telling_first)
+    views = sorted(views, key=lambda view: (bool(calls(view)), view.rank))  # first those that wait in no collective
     outcome = "Ranks wait for each other: the run ends" if ends else "The run goes on; this is only a report"
     lines = [
         f"No progress for {waited_s:.0f} s (hang_report_s={limit_s:g}). {outcome}.",
@@ -190,11 +190,6 @@ def full_stacks(views: Sequence[View]) -> str:
         f"\n--- rank {view.rank} (host {view.host}, pid {view.pid}) ---\n{view.stacks.text}\n"
         for view in sorted(views, key=lambda view: view.rank)
     )
-
-
-def _most_telling_first(view: View) -> tuple[bool, int]:
-    """Sorts ranks that do not wait in a collective first."""
-    return bool(calls(view)), view.rank
 
 
 def _short_stack(view: View) -> list[str]:

@@ -122,30 +122,16 @@ def _finding(by_rank: dict[int, View], members: list[int], found: list[Call]) ->
     for call in found:
         by_name.setdefault(call.name, []).append(call.rank)
     first, there = found[0], {call.rank for call in found}
+    at = f" ({first.place})" if first.number and first.place and len(by_name) == 1 else ""
+    named = "; ".join(f"{_ranks(r)} wait{'s' * (len(r) == 1)} in {name}{at}" for name, r in by_name.items())
     for_s = f" for {max(call.for_s for call in found):.0f} s" if first.number else ""
     absent = [rank for rank in members if rank not in there]
     others = [_other(by_rank.get(rank), rank, first) for rank in absent[:_MAX_OTHERS]]
     if absent[_MAX_OTHERS:]:
         others.append(f"{len(absent) - _MAX_OTHERS} more ranks are not there")
-    if len({call.operation for call in found}) > 1:
-        named = "; ".join(f"{_ranks(ranks)} in {name}" for name, ranks in by_name.items())
-        head = f"Mismatch: different collectives at the same time: {named}{',' * bool(for_s)}{for_s}"
-    elif not (absent or first.number):
-        at = " and ".join(f"{name.partition(', called ')[2]} ({_ranks(ranks)})" for name, ranks in by_name.items())
-        head = f"All ranks are in {first.operation}, called {at}"
-    else:
-        views = [by_rank.get(rank) for rank in absent]
-        only = bool(views) and all(v is not None and _is_in_another(v, first) for v in views)
-        is_in = ("is", "are") if only else ("waits", "wait")
-        at = f" ({first.place})" if first.number and first.place else ""
-        named = "; ".join(f"{_ranks(ranks)} {is_in[len(ranks) > 1]} in {name}{at}" for name, ranks in by_name.items())
-        head = f"Only {named}{for_s}" if only else named[0].upper() + named[1:] + for_s
-        others = others or ["all ranks of the group have come: their messages are slow or lost"]
-    return "; ".join([head, *others])
-
-
-def _is_in_another(view: View, call: Call) -> bool:
-    return not call.number or (bool(calls(view)) and _begun(view, call) < call.number)
+    if not absent and first.number and len(by_name) == 1:
+        others = ["all ranks of the group have come: their messages are slow or lost"]
+    return "; ".join([named[0].upper() + named[1:] + for_s, *others])
 
 
 def _other(view: View | None, rank: int, call: Call) -> str:
@@ -242,15 +228,15 @@ def _awaited(by_rank: dict[int, View], view: View, call: Call) -> set[int]:
     """The ranks that certainly have not come to ``call``, or have come with another operation."""
     if not call.number:
         # Only the stack shows it, and not its group: ranks in the same operation may be all of the group.
-        same = {rank for rank, other in by_rank.items() if _calls_unnoted(other, call.operation)}
+        same = {
+            other.rank
+            for other in by_rank.values()
+            if any(each.operation == call.operation and not each.number for each in calls(other))
+        }
         of_all_ranks = any(frame.function == _OF_ALL_RANKS for frame in view.stacks.main)
         return set(by_rank) - same if same == {call.rank} or of_all_ranks else set()
     members = parse_ranks(call.ranks) or by_rank
     return {rank for rank in members if rank in by_rank and rank != call.rank and _is_elsewhere(by_rank[rank], call)}
-
-
-def _calls_unnoted(view: View, operation: str) -> bool:
-    return any(call.operation == operation and not call.number for call in calls(view))
 
 
 def _is_elsewhere(view: View, call: Call) -> bool:

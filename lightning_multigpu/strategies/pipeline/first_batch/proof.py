@@ -12,13 +12,21 @@ cut into micro-batches, these must add up to it::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric
 
+from lightning_multigpu._lightning_internals import attributes_of_lightning
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.gradient_check import (
@@ -29,13 +37,29 @@ from lightning_multigpu.engine.gradient_check import (
     Verdict,
     moved_weights,
     norm_of,
+    take_gradients,
     without_gradients,
 )
-from lightning_multigpu.engine.micro_batches import cloned, disagreement, relative_tolerance, signature_of, split_batch
+from lightning_multigpu.engine.micro_batches import (
+    cloned,
+    disagreement,
+    moved,
+    relative_tolerance,
+    signature_of,
+    split_batch,
+)
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
-from lightning_multigpu.engine.step_state import preserved_state, without_differentiation
-from lightning_multigpu.strategies.pipeline.first_batch.whole_copy import WholeCopy, lacks_memory
-from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, precision_dtypes, without_trace
+from lightning_multigpu.engine.pipeline.stages.layer_interception import LayerInterception
+from lightning_multigpu.engine.step_state import (
+    is_users,
+    preserved_random_state,
+    preserved_state,
+    seed_of,
+    set_random_state,
+)
+from lightning_multigpu.planning.numbers import size
+from lightning_multigpu.strategies.pipeline.last_stage_outputs import mark
+from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, precision_dtypes, unlogged_loss, without_trace
 
 if TYPE_CHECKING:
     from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline, TrainingBatch
@@ -45,6 +69,9 @@ _ONCE_A_BATCH = (
     "Change it in on_train_batch_start or on_train_batch_end(outputs, batch, batch_idx), which every stage calls once "
     "a batch, with the loss of the whole batch"
 )
+_COPIES = 4
+"""Of the model, that have to fit into the memory: weights, their moved values, and the gradients of both ways."""
+_SHARED = (Callback, LightningDataModule, DataLoader, Dataset)
 
 
 class Proof:
@@ -54,9 +81,7 @@ class Proof:
     objects of libraries stay. Its messages have arrived when it ends, since the run may end there.
 
     Args:
-        pipeline: before a step.
         one: on the last stage, the copy of the module, before it was split over a tensor group; None elsewhere.
-        batch: whose step is proved, before or after that step has run.
     """
 
     def __init__(self, pipeline: RunningPipeline, one: WholeCopy | None, batch: TrainingBatch) -> None:
@@ -64,7 +89,7 @@ class Proof:
         self._one, self._batch, self._others = one, batch, batch.others
         self._parts = split_batch(batch.whole, len(batch.parts))  # again: a step may change lists in its micro-batch
         model = self._model
-        self._runner = pipeline.new_runner(Recorder(model.meter, model.device, model.ownership.held))
+        self._runner = pipeline.new_runner(Recorder(model.meter, model.device))
 
     def run(self) -> str:
         """Ends the run, on every stage, if its steps would not equal those of one device; a collective.
@@ -137,8 +162,7 @@ class Proof:
         pipeline, model = self._pipeline, self._model
 
         def run(number: int) -> Any:
-            with without_differentiation():
-                return pipeline.loss_of(cloned(self._parts[number]), self._others)
+            return pipeline.loss_of(cloned(self._parts[number]), self._others)
 
         self._runner.train(run, [signature_of(part) for part in self._parts], self._batch.scales, self._seed(step))
         pipeline.agreement.sums.sum_gradients(model.ownership.common())
@@ -216,7 +240,8 @@ class Proof:
             return (
                 f"Layers keep a value for the rest of the step, as an attribute or by a hook (router logits, for "
                 f"example), which other stages do not get; the step changes {kept}. Let the layer return the value "
-                f"with its output, and the later layers pass it on, as in x, own = layer(x, own). {_ONCE_A_BATCH}"
+                f"with its output, and the later layers pass it on, as in x, own = layer(x, own). {_ONCE_A_BATCH}. "
+                "Leave backward, and gradients across layers, to Lightning"
             )
         if (stages := self._pipeline.options.num_stages_of_rank) > 1:
             return (
@@ -381,3 +406,118 @@ def copied(pipeline: RunningPipeline) -> tuple[bool, WholeCopy | None]:
     if problem is not None:
         rank_zero_info(f"{_NOT_PROVED}: {problem}.")
     return problem is None, one
+
+
+class WholeCopy:
+    """A copy of the user's module, on the device of the last stage.
+
+    It draws the same random numbers as the stages do for equal micro-batches. It logs nothing.
+
+    Args:
+        values: by ``id``, the values of tensors that this rank lacks.
+
+    Attributes:
+        changed: attributes and buffers that its steps have changed, as users write them.
+
+    Raises:
+        Exception: an object in the module cannot be copied.
+    """
+
+    def __init__(self, pipeline: RunningPipeline, values: Mapping[int, Tensor]) -> None:
+        module, device, chain = pipeline.model.module, pipeline.model.device, pipeline.model.chain
+        trainer = module.trainer
+        known = (trainer, trainer.strategy, pipeline, chain.tensor_group, *trainer.callbacks)  # type: ignore[attr-defined]
+        memo: dict[int, Any] = {id(each): each for each in known}
+        for holding in pipeline.model.ownership.holdings:
+            if id(holding.tensor) in values:
+                value = values[id(holding.tensor)].to(device)
+                memo[id(holding.tensor)] = (
+                    Parameter(value, holding.tensor.requires_grad) if holding.is_parameter else value
+                )
+        for value in (value for part in module.modules() for value in vars(part).values()):
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                memo[id(value)] = value.detach().clone()
+            elif isinstance(value, _SHARED):
+                memo[id(value)] = value
+        self.module, self._chain = copy.deepcopy((module, chain), memo)
+        self.module.trainer = trainer
+        self.parameters = dict(self.module.named_parameters())
+        self.changed: dict[str, None] = {}
+        self._pipeline, self._device = pipeline, device
+        self._seed: tuple[int, ...] = ()
+        self._layers = LayerInterception(self._chain, self._begin_part)
+
+    def free(self) -> None:
+        """Gives back the memory: references in cycles keep the copy until Python's garbage collector runs."""
+        for tensor in (*self.parameters.values(), *self.module.buffers()):
+            tensor.grad, tensor.data = None, tensor.new_empty(0)
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes values of parameters and buffers, by their names."""
+        own = {**self.parameters, **dict(self.module.named_buffers())}
+        with torch.no_grad():
+            for name, tensor in own.items():
+                if name in state:
+                    tensor.copy_(state[name])
+
+    def loss(self, part: Any, others: Sequence[Any], seed: tuple[int, ...]) -> Any:
+        """The loss of the step for a copy of ``part``, whose random numbers follow from ``seed``."""
+        pipeline, self._seed = self._pipeline, seed
+        part = moved(cloned(part), 0, pipeline.options.batch_dim)
+        plugin, module = pipeline.strategy.precision_plugin, self.module
+        pipeline.in_step = True  # a metric gathers from the last stages, which all run this
+        try:
+            with preserved_random_state(self._device), self._layers.installed():
+                step = partial(unlogged_loss, plugin, module, partial(module.training_step, part, *others))
+                return self._layers.run((0, len(self._chain)), step, None)[1]
+        finally:
+            pipeline.in_step = False
+
+    def backward(
+        self,
+        parts: Sequence[Any],
+        others: Sequence[Any],
+        scales: Sequence[float],
+        seed: tuple[int, ...],
+        order: Sequence[int] | None = None,
+    ) -> None:
+        """Forward and backward of a batch in parts, each with the factor of its loss; adds to the gradients."""
+        before = self._marks()
+        for number in range(len(parts)) if order is None else order:
+            with without_gradients(self.parameters.values()):  # Lightning drops those that a step computes by itself
+                loss = self.loss(parts[number], others, (*seed, number))
+            if scales[number] and isinstance(loss, Tensor):
+                (loss * scales[number]).backward()  # type: ignore[no-untyped-call]
+        after = self._marks()
+        self.changed |= {name: None for name, found in after.items() if name not in before or before[name] != found}
+
+    def taken(self) -> Gradients:
+        """The gradients, in host memory; they are taken from the parameters."""
+        taken = take_gradients(self.parameters)
+        return {name: value.to_dense() if value.is_sparse else value for name, value in taken.items()}
+
+    def _begin_part(self, part: int) -> None:
+        set_random_state(seed_of(*self._seed, part), self._device)
+
+    def _marks(self) -> dict[str, Any]:
+        """What shows a change of attributes and buffers; torch's own modules keep statistics, and torchmetrics states.
+
+        An object of another class is looked into.
+        """
+        marks = {}
+        for name, part in self.module.named_modules():
+            if isinstance(part, Metric) or type(part).__module__.startswith("torch."):
+                continue
+            for key, value in {**vars(part), **part._buffers}.items():
+                if key not in attributes_of_lightning() and key != "forward":
+                    inside = vars(value) if is_users(value) else value
+                    marks[".".join(filter(None, ("self", name, key)))] = mark(inside)
+        return marks
+
+
+def lacks_memory(pipeline: RunningPipeline) -> str | None:
+    """Why a copy of the whole model does not fit on this rank's device; None if it does."""
+    needed = _COPIES * sum(holding.tensor.nbytes for holding in pipeline.model.ownership.holdings)
+    device = pipeline.model.device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return None if needed <= free else f"a copy of the model with its gradients takes {size(needed)} of {size(free)}"

@@ -1,0 +1,360 @@
+"""Updates of optimizers by ranks, or workers, with the result of one device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_multigpu.placement.owned_step import OwnedStep
+
+# Each with the options under which most of its arithmetic is used.
+ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adam": lambda groups: optim.Adam(groups, lr=0.1, amsgrad=True, weight_decay=0.1),
+    "AdamW": lambda groups: optim.AdamW(groups, lr=0.1),
+    "Adamax": lambda groups: optim.Adamax(groups, lr=0.1),
+    "Adagrad": lambda groups: optim.Adagrad(groups, lr=0.1, lr_decay=0.1),
+    "Adadelta": lambda groups: optim.Adadelta(groups, lr=0.5),
+    "ASGD": lambda groups: optim.ASGD(groups, lr=0.1, t0=2),
+    "NAdam": lambda groups: optim.NAdam(groups, lr=0.1),
+    "RAdam": lambda groups: optim.RAdam(groups, lr=0.1),
+    "RMSprop": lambda groups: optim.RMSprop(groups, lr=0.1, momentum=0.5, centered=True),
+    "Rprop": lambda groups: optim.Rprop(groups, lr=0.1),
+}
+TENSORWISE: dict[str, Callable[[Any], Optimizer]] = {
+    "Adafactor": lambda groups: optim.Adafactor(groups, lr=0.1),
+    "Muon": lambda groups: optim.Muon(groups, lr=0.1),
+}
+OPTIMIZERS = {**ELEMENTWISE, **TENSORWISE}
+LOADED = ("AdamW", "Adafactor")
+"""Those whose state of one device is loaded after half of the steps."""
+STEPS = 4
+
+
+class NormedSGD(optim.SGD):
+    """It divides by the norm of all gradients together, so that it cannot be divided."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if gradients:
+            norm = torch.linalg.vector_norm(torch.cat([gradient.reshape(-1) for gradient in gradients]))
+            for gradient in gradients:
+                gradient.div_(norm)
+        return super().step(closure)
+
+
+class OrderedSGD(optim.SGD):
+    """Its update of a parameter depends on the parameter's place among those with gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for place, parameter in enumerate(p for p in group["params"] if p.grad is not None):
+                parameter.grad.mul_(place + 1)
+        return super().step(closure)
+
+
+class DecayingSGD(optim.SGD):
+    """It keeps a number of its own in its groups, as schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["momentum"] = 0.9 * group["momentum"]
+        return super().step(closure)
+
+
+def weights() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(7, 5), (3, 3), (11, 2)]
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for shape in shapes]
+
+
+def gradients(step: int, number: int) -> list[Tensor]:
+    """Those of one of two ranks in a step; the average is what one device sees."""
+    generator = torch.Generator().manual_seed(100 * step + number)
+    return [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in weights()]
+
+
+def groups_of(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.05}]
+
+
+def averaged(step: int) -> list[Tensor]:
+    return [(a + b) / 2 for a, b in zip(gradients(step, 0), gradients(step, 1), strict=True)]
+
+
+def on_one_device(
+    make: Callable[[Any], Optimizer], steps: int = STEPS, state: dict[str, Any] | None = None, *, first: int = 0
+) -> tuple[list[nn.Parameter], dict[str, Any]]:
+    """The weights and the state after ``steps`` steps, or after those from ``first`` on, with a state from before."""
+    parameters = weights()
+    optimizer = make(groups_of(parameters))
+    if state is not None:
+        optimizer.load_state_dict(state)
+    for step in range(first, steps):
+        for parameter, gradient in zip(parameters, averaged(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return parameters, optimizer.state_dict()
+
+
+def sparse_gradient(step: int, number: int) -> Tensor:
+    """Three rows of the first weight, one of them of zeros."""
+    generator = torch.Generator().manual_seed(100 * step + number)
+    rows = torch.randperm(7, generator=generator)[:3]
+    values = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    values[0] = 0.0
+    return torch.sparse_coo_tensor(rows[None], values, (7, 5), check_invariants=True)
+
+
+def sparse_steps(step: Callable[[int, nn.Parameter, Optimizer], None]) -> Tensor:
+    parameter = weights()[0]
+    optimizer = optim.SparseAdam([parameter], lr=0.1)
+    for number in range(STEPS):
+        step(number, parameter, optimizer)
+    return parameter.detach()
+
+
+def sparse_on_one_device() -> Tensor:
+    """SparseAdam updates the moments of each row that a gradient has: a row of zeros counts."""
+
+    def step(number: int, parameter: nn.Parameter, optimizer: Optimizer) -> None:
+        parameter.grad = (sparse_gradient(number, 0) + sparse_gradient(number, 1)) / 2
+        optimizer.step()
+
+    return sparse_steps(step)
+
+
+def sparse_steps_of(rank_: int, serve: Callable[[Optimizer], Any]) -> Tensor:
+    """Those of one of two ranks, which read the average before every other step."""
+    served: Any = None
+
+    def step(number: int, parameter: nn.Parameter, optimizer: Optimizer) -> None:
+        nonlocal served
+        served = served or serve(optimizer)
+        parameter.grad = sparse_gradient(number, rank_)
+        if number % 2:
+            served.average_gradients()
+            average = sparse_gradient(number, 0) + sparse_gradient(number, 1)
+            assert torch.equal(parameter.grad.coalesce().indices(), average.coalesce().indices())
+        optimizer.step()
+        if number == STEPS - 1:  # what one rank has dense is dense on one device, which SparseAdam refuses
+            parameter.grad = torch.ones_like(parameter) if rank_ else sparse_gradient(number, 0)
+            served.average_gradients()
+            assert not parameter.grad.is_sparse
+
+    found = sparse_steps(step)
+    served.close()
+    return found
+
+
+VALUES: dict[str, Callable[[Any], Optimizer]] = {
+    "rate": lambda groups: optim.Adam(groups, lr=torch.tensor(0.1)),
+    "rate of one dimension": lambda groups: optim.Adam(groups, lr=torch.tensor([0.1])),
+    "betas": lambda groups: optim.Adam(groups, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False),
+    "numpy": lambda groups: optim.Adam(groups, lr=numpy.float32(0.1), weight_decay=numpy.float64(0.1)),
+}
+
+
+def scheduled_steps(
+    name: str, gradients_of: Callable[[int], list[Tensor]], serve: Callable[[Optimizer], Any] | None = None
+) -> list[Tensor]:
+    """Steps of Adam whose values are tensors, or numpy's numbers, which a scheduler changes."""
+    parameters = weights()
+    optimizer = VALUES[name]([{"params": parameters}])
+    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: numpy.float64(0.5) ** step)
+    served = serve(optimizer) if serve else None
+    for step in range(STEPS):
+        for parameter, gradient in zip(parameters, gradients_of(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        scheduler.step()
+    if served is not None:
+        served.close()
+    return [p.detach() for p in parameters]
+
+
+@contextlib.contextmanager
+def hooks_of_all_optimizers() -> Iterator[list[tuple[Optimizer, str]]]:
+    """Hooks of every optimizer's step, which note the optimizer."""
+    calls: list[tuple[Optimizer, str]] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda optimizer, *_: calls.append((optimizer, "all before"))),
+        register_optimizer_step_post_hook(lambda optimizer, *_: calls.append((optimizer, "all after"))),
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def hooked_steps(
+    gradients_of: Callable[[int], list[Tensor]],
+    calls: list[tuple[Optimizer, str]],
+    serve: Callable[[Optimizer], OwnedStep[Any]] | None = None,
+) -> list[Tensor]:
+    """Steps with hooks that change the gradients and the weights, element by element; every other has a closure."""
+    parameters = weights()
+    optimizer = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
+
+    def before(*_: Any) -> None:
+        calls.append((optimizer, "before"))
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-0.3, 0.3)
+
+    def after(*_: Any) -> None:
+        calls.append((optimizer, "after"))
+        for parameter in parameters:
+            parameter.data.clamp_(-0.5, 0.5)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    served = serve(optimizer) if serve else None
+    for step in range(STEPS):
+        given = gradients_of(step)
+
+        def closure(given: list[Tensor] = given) -> None:
+            for parameter, gradient in zip(parameters, given, strict=True):
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad + gradient
+
+        for parameter, gradient in zip(parameters, given, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step(closure if step % 2 else None)  # type: ignore[arg-type]
+    called = [word for of, word in calls if of is optimizer]
+    assert called == ["all before", "before", "after", "all after"] * STEPS
+    if served is not None:
+        served.close()
+    return [p.detach() for p in parameters]
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+Serve = Callable[[Optimizer], OwnedStep[Any]]
+
+
+def trained(
+    serve: Serve,
+    optimizer: Optimizer,
+    parameters: list[nn.Parameter],
+    number: int,
+    loaded: dict[str, Any] | None = None,
+) -> OwnedStep[Any]:
+    """``STEPS`` steps of one of two ranks, or workers; half of them where a state is loaded."""
+    server = serve(optimizer)
+    if loaded is not None:
+        server.load_state_dict(loaded)
+    for step in range(STEPS // 2 if loaded else 0, STEPS):
+        for parameter, gradient in zip(parameters, gradients(step, number), strict=False):
+            parameter.grad = gradient
+        optimizer.step()
+    return server
+
+
+Trained = dict[str, tuple[list[Tensor], dict[str, Any], int]]
+
+
+def every_optimizer(serve: Serve, number: int, held_by: Callable[[OwnedStep[Any]], int] = lambda _: 0) -> Trained:
+    """The weights, the state as one device has it, and the elements of the state that are held here."""
+    found: Trained = {}
+    for name, make in OPTIMIZERS.items():
+        parameters, halfway = on_one_device(make, STEPS // 2) if name in LOADED else (weights(), None)
+        optimizer = make(groups_of(parameters))
+        server = trained(serve, optimizer, parameters, number, halfway)
+        assert not optimizer.state, "a device holds no state"
+        found[name] = [p.detach() for p in parameters], server.state_dict(), held_by(server)
+        server.close()
+        assert "step" not in vars(optimizer), "the optimizer has its own step again"
+    return found
+
+
+def assert_as_on_one_device(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    """Of both ranks or workers."""
+    for name, make in OPTIMIZERS.items():
+        parameters, state = on_one_device(make)
+        for index, parameter in enumerate(parameters):
+            assert_equal(first[name][0][index], parameter.detach())
+            assert torch.equal(first[name][0][index], second[name][0][index]), f"{name}: ranks differ"
+        found = first[name][1]
+        assert found["param_groups"] == state["param_groups"]
+        assert found["state"].keys() == state["state"].keys(), name
+        for number, values in state["state"].items():
+            assert found["state"][number].keys() == values.keys(), name
+            for key, value in values.items():
+                assert_equal(found["state"][number][key], value)
+
+
+def unusual_steps(serve: Serve, number: int, calls: list[tuple[Optimizer, str]]) -> dict[str, Any]:
+    """What one of two ranks, or workers, gets from steps with something unusual."""
+    found: dict[str, Any] = {}
+    parameters = weights()
+    optimizer: Optimizer = NormedSGD(groups_of(parameters), lr=0.1)
+    trained(serve, optimizer, parameters, number).close()
+    found["one updates all"] = [p.detach() for p in parameters]
+
+    parameters = weights()
+    optimizer = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
+    server = trained(serve, optimizer, parameters[:1], number)  # one of the groups has no gradients
+    assert parameters[1].grad is None
+    found["unused"] = [p.detach() for p in parameters]
+    late = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [late], "lr": 1.0})
+
+    def step(gradient: float | None) -> list[float]:
+        late.grad = None if gradient is None else torch.full((3,), gradient)
+        optimizer.step()
+        return late.tolist()
+
+    for parameter in parameters:
+        parameter.grad = None
+    found["a group that came later, on one rank"] = step(1.0 if number == 0 else None)
+    late.data.zero_()  # as a hook may, on every rank
+    optimizer.param_groups[2]["lr"] = 2.0  # as a scheduler does
+    found["a weight and a rate that changed"] = step(1.0)
+    optimizer.param_groups[2] |= {"lr": 1.0, "momentum": 0.0}
+    late.data.zero_()
+    found["a gradient that one rank no longer has"] = step(1.0 if number == 0 else None)
+    late.data.zero_()
+    for norm in (0.1, None, 0.2):
+        server.clip_norm = None if norm is None else norm * 3**0.5
+        step(1.0)
+    server.clip_value = 0.25
+    found["clipping"] = step(2.0 * number)
+    server.close()
+    found["hooks"] = hooked_steps(lambda step: gradients(step, number), calls, serve)
+    found |= {name: scheduled_steps(name, lambda step: gradients(step, number), serve) for name in VALUES}
+    found["sparse"] = sparse_steps_of(number, serve)
+    return found
+
+
+def assert_unusual(found: dict[str, Any]) -> None:
+    """The results of :func:`unusual_steps` are those of one device."""
+    normed, _ = on_one_device(lambda groups: NormedSGD(groups, lr=0.1))
+    assert_equal(found["one updates all"], [p.detach() for p in normed])
+    parameters = weights()
+    optimizer = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        parameters[0].grad = averaged(step)[0]
+        optimizer.step()
+    assert_equal(found["unused"], [p.detach() for p in parameters])
+    assert found["a group that came later, on one rank"] == [0.5] * 3, "the mean of 1 and of no gradient"
+    # The momentum of the step before, 0.5 x 0.9, and the gradient.
+    assert found["a weight and a rate that changed"] == pytest.approx([-2.0 * 1.45] * 3)
+    assert found["a gradient that one rank no longer has"] == [-0.5] * 3
+    assert found["clipping"] == pytest.approx([-0.1 - 1.0 - 0.2 - 0.25] * 3)
+    for name in VALUES:
+        assert_equal(found[name], scheduled_steps(name, averaged))
+    assert_equal(found["sparse"], sparse_on_one_device())
+    with hooks_of_all_optimizers() as calls:
+        assert_equal(found["hooks"], hooked_steps(averaged, calls))
