@@ -188,7 +188,7 @@ def test_the_observer_hears_what_the_device_waits_for(meter: Meter, fake_gpu: Fa
     begun, waits = ["began, not awaited"], ["began, not awaited", "awaited by the device"]
     assert heard == [begun, waits, waits, [*waits, "ended"]]
     assert told.fields[0] == {
-        "operation": "all_reduce", "group": "data", "ranks": "0-1", "group_size": 2, "size_bytes": BYTES
+        "operation": "all_reduce", "group": "data", "ranks": "0-1"
     }  # fmt: skip
     meter.notes = None
 

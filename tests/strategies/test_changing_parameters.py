@@ -193,7 +193,7 @@ AT_ANY_TIME = (
     ("strategy", "names"),
     [
         ("pipeline_1f1b", (*IN_TURNS, *OTHER_OPTIMIZERS)),
-        ("ddp_sharded", (*AT_ANY_TIME, "unfrozen with a new layer", "unused parameters")),
+        ("ddp_sharded", (*AT_ANY_TIME, "unfrozen with a new layer")),
         ("cpu_ps", (*AT_ANY_TIME, "a new layer, the same on all ranks")),
         ("sync_ps", (*AT_ANY_TIME, "a new layer, the same on all ranks")),
     ],

@@ -84,12 +84,15 @@ def test_pipelines_of_split_layers(world4: World, name: str) -> None:
 
 
 class Noting(Callback):
-    """The elements of parameters that the rank holds."""
+    """The elements of parameters that the rank holds, and the number of its pipeline."""
 
     held = 0
+    pipeline: int | None = None
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         strategy: Any = trainer.strategy
+        if trainer.world_size > 1 and (stages := strategy.stage_record()) is not None:
+            self.pipeline = stages.pipeline
         self.held = sum(local(p).numel() for p in module.parameters() if trainer.world_size == 1 or strategy.holds(p))
 
 
