@@ -152,13 +152,8 @@ class Recomputation:
     Hooks of a layer run once; hooks of the modules inside it run again, as under ``torch.utils.checkpoint``.
 
     Args:
-        module: the whole module.
-        choice: the layers.
         in_threads: several threads run copies of the module and share the generators of Python and NumPy, so a layer
             that draws from these is refused.
-
-    Attributes:
-        names: the layers' names.
 
     Raises:
         ValueError: as for :func:`selected_layers`; or a module around a layer is compiled.
@@ -257,8 +252,6 @@ def recomputed(
     buffers that a layer changes in its forward pass are changed twice.
 
     Args:
-        layer: the layer.
-        forward: the layer's own forward.
         again: the context of the second run, which sets the random states from the start of the first run.
         preserve_rng_state: torch's random states are set without ``again``, and restored after the second run.
 

@@ -8,9 +8,7 @@ from collections.abc import Iterable
 class PipelineError(RuntimeError):
     """A module whose stages cannot run apart from each other; the message names the reason.
 
-    Args:
-        message: the reason.
-        lacking: the sources of placeholders whose values the step needs; empty for another reason.
+    ``lacking`` are the sources of placeholders whose values the step needs; empty for another reason.
     """
 
     def __init__(self, message: str, lacking: Iterable[str] = ()) -> None:

@@ -105,7 +105,6 @@ class GradientCheck:
     their mode. The check restores weights, gradients and the state that ``traceless`` restores.
 
     Args:
-        module: the module that ``run`` runs.
         parameters: this rank's parameters by name; ranks may have different ones.
         run: ``run(parts, weights, seed)`` runs forward and backward of each part, whose loss is multiplied by its
             weight, and adds to the gradients. It does not change the parts. May be a collective.

@@ -92,8 +92,7 @@ def first_part(batch: Any, wanted: int) -> Any:
 
     A view would keep the whole batch in memory.
     """
-    part = split_batch(batch, num_micro_batches_of(batch, wanted))[0]
-    return cloned(part)
+    return cloned(split_batch(batch, num_micro_batches_of(batch, wanted))[0])
 
 
 def weights_of(parts: Sequence[Any], loss_reduction: LossReduction) -> list[float]:
@@ -162,7 +161,6 @@ def disagreement(
     """A message if the losses of micro-batches do not add up to the loss of their batch; None if they do.
 
     Args:
-        whole: the loss of the batch as a whole.
         losses, weights, samples: one value for each micro-batch.
         given: the loss reduction that the weights come from, for the message: "mean", "sum" or a function's name.
         rtol: the relative difference that rounding explains.

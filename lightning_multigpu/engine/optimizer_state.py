@@ -91,7 +91,6 @@ class PartialState(MutableMapping[Any, Any]):
         key: returns under which key a parameter's state is kept; None if another rank has it.
         show: returns what user code gets for the state that this rank has of a parameter.
         take: returns what is kept of a state that user code puts in a parameter's place.
-        own: where the states of this rank are.
 
     Attributes:
         own: the states that this rank has, by key.
@@ -190,9 +189,7 @@ class _RemoteState(dict[str, Any]):
 def watch(optimizer: Optimizer, *functions: Callable[..., Any]) -> None:
     """Makes the state of an optimizer a :class:`PartialState`, also where user code has put another in its place.
 
-    Args:
-        optimizer: the optimizer.
-        functions: ``key``, ``show`` and ``take`` of :class:`PartialState`.
+    ``functions`` are its ``key``, ``show`` and ``take``.
     """
     if not isinstance(optimizer.state, PartialState):
         watched = PartialState(optimizer, *functions)

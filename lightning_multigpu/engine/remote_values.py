@@ -72,12 +72,7 @@ class _RemoteStorage(torch.UntypedStorage):
 
 
 class RemoteValues:
-    """Tensors that the ranks of a group offer to its last position.
-
-    Args:
-        group: the ranks.
-        position: this rank's position.
-    """
+    """Tensors that the ranks of a group offer to its last position."""
 
     def __init__(self, group: PointToPointGroup, position: int) -> None:
         self._group = group

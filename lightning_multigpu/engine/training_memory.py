@@ -58,7 +58,6 @@ class SavedTensors:
 
     Attributes:
         part: the part that is running.
-        counts: whether anything is counted.
         size_bytes: bytes of each part, so far.
         input_bytes: the bytes among ``size_bytes`` that are input of the part.
     """
@@ -113,12 +112,7 @@ class SavedTensors:
 class SavedActivations:
     """Counts the bytes that autograd holds for backward at a time: each storage once, until it is freed.
 
-    Args:
-        held: parameters and buffers, which do not count.
-
-    Attributes:
-        size_bytes: bytes held at present.
-        peak_bytes: the largest ``size_bytes`` so far.
+    Parameters and buffers that are ``held`` do not count.
     """
 
     def __init__(self, held: Sequence[Tensor]) -> None:

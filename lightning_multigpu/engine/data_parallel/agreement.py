@@ -142,10 +142,7 @@ class LoaderWrapper:
     """Wraps a loader and shows its attributes: Lightning seeds and ends the workers of a loader through them.
 
     The position that a loader saves by itself is not shown: it is that of the batch fetched ahead, on one rank. A run
-    that resumes leaves batches out.
-
-    Args:
-        loader: the wrapped loader; assigned after all other attributes.
+    that resumes leaves batches out. ``loader`` is assigned after all other attributes.
     """
 
     loader: Any
@@ -193,8 +190,6 @@ class AgreedLoader(ContinuedLoader):
     """Iterates over a rank's loader for as long as all ranks agree to.
 
     Args:
-        loader: the rank's own loader.
-        announcer: carries the announcements.
         batches, skip: as in :class:`ContinuedLoader`.
         uneven_inputs: ``"stop"``: all ranks stop as soon as one has no batch; ``"join"``: all go on until no rank has
             one, and a rank without data repeats its last batch with weight 0.

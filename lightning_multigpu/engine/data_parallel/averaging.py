@@ -7,7 +7,7 @@ the momentum with the weights follows J. Wang et al., "SlowMo", ICLR 2020, secti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -55,35 +55,26 @@ class ModelAverager:
         parameters = list(parameters)
         with torch.no_grad():
             device = parameters[0].device
-            moments = self._on_all_ranks([_moments(state) for state in _states(optimizers)], device)
+            found = [*_moments(optimizers)]
+            present = torch.tensor([float(bool(of_one)) for of_one in found], device=device)
+            self._average(present)
+            on_all_ranks = [of_one for of_one, share in zip(found, present.tolist(), strict=True) if share == 1]
 
             def average(flat: Tensor) -> None:
                 moved = flat.to(device)  # an optimizer may keep state in the host's memory, which NCCL cannot move
                 self._average(moved)
                 flat.copy_(moved)
 
-            for tensors in alike([*parameters, *moments], full_bytes=_FLAT_BYTES):
+            for tensors in alike([*parameters, *chain.from_iterable(on_all_ranks)], full_bytes=_FLAT_BYTES):
                 apply_flat(average, tensors)
         return True
 
-    def _on_all_ranks(self, moments: list[list[Tensor]], device: torch.device) -> list[Tensor]:
-        """The optimizer state of the parameters that have one on every rank."""
-        present = torch.tensor([float(bool(of_one)) for of_one in moments], device=device)
-        self._average(present)
-        return [
-            tensor for of_one, share in zip(moments, present.tolist(), strict=True) if share == 1 for tensor in of_one
-        ]
 
-
-def _states(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """Each parameter with its state, in an order that is the same on all ranks."""
+def _moments(optimizers: Iterable[Optimizer]) -> Iterator[list[Tensor]]:
+    """The tensors to average of each parameter's state, in an order that is the same on all ranks."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                yield parameter, optimizer.state.get(parameter, {})
-
-
-def _moments(entry: tuple[Tensor, dict[str, Any]]) -> list[Tensor]:
-    parameter, state = entry
-    values = [state[name] for name in sorted(state, key=str)]
-    return [v for v in values if isinstance(v, Tensor) and v.shape == parameter.shape and v.is_floating_point()]
+                state = optimizer.state.get(parameter, {})
+                values = [state[name] for name in sorted(state, key=str) if isinstance(state[name], Tensor)]
+                yield [v for v in values if v.shape == parameter.shape and v.is_floating_point()]

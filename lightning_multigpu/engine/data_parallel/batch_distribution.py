@@ -90,7 +90,6 @@ class ShardedBatchSampler(CountedBatchSampler):
         batches: its sampler gives the one global order, the same on every rank; its ``batch_size`` counts the samples
             of a rank in a batch; with ``drop_last`` a last global batch that is not full is left out.
         num_replicas: data ranks.
-        rank: this data rank.
         even: let a last batch with too few samples for all ranks take some from the batch before it. This is for use
             outside training, where the composition of a batch does not matter.
     """
@@ -187,7 +186,6 @@ def distribute_batches(
     Args:
         loader: the user's loader, or Lightning's copy of it.
         num_replicas: data ranks.
-        rank: this data rank.
         even: as in :class:`ShardedBatchSampler`.
         take: as in :class:`OnDemandBatchSampler`; None gives this rank a part of each global batch.
 

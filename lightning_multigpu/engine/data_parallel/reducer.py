@@ -87,7 +87,7 @@ class GradientReducer:
         ``pieces`` are the name and shape of each of its parameters, which compression needs.
         """
         self._pieces = pieces
-        module.register_comm_hook(state=self, hook=_run_hook)
+        module.register_comm_hook(state=self, hook=GradientReducer.reduce)
 
     def detach(self) -> None:
         """Frees the memory of the attached module's buckets; that module is not used any more."""
@@ -150,7 +150,10 @@ class GradientReducer:
                 return self._reduce_by_nccl(bucket.buffer())
             return self._reduce_in_thread(bucket)
         except BaseException as error:
-            return self._failed(error, bucket.buffer())
+            self._error = self._error or error
+            failed: Future[Tensor] = Future()
+            failed.set_result(bucket.buffer())
+            return failed
         finally:
             if self._nccl or (self._hook is not None and bucket.buffer().is_cuda):
                 self._last_bucket = recorded_event()
@@ -284,16 +287,6 @@ class GradientReducer:
             described |= {"sent_bytes": sent.network + sent.memory, "memory_bytes": sent.memory}
         return described
 
-    def _failed(self, error: BaseException, buffer: Tensor) -> Future[Tensor]:
-        self._error = self._error or error
-        future: Future[Tensor] = Future()
-        future.set_result(buffer)
-        return future
-
 
 def _nothing() -> None:
     pass
-
-
-def _run_hook(reducer: GradientReducer, bucket: GradBucket) -> Future[Tensor]:
-    return reducer.reduce(bucket)

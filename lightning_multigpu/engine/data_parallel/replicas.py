@@ -154,11 +154,8 @@ class GivenGradients:
     """Gradients that do not come from backward, as ``torch.autograd.grad`` gives them, averaged before a step.
 
     Lightning's ``ddp`` leaves this to the user's code, and ranks then step with gradients of their own. Code that has
-    made the average itself has the same gradients on all ranks, and nothing more is sent.
-
-    Args:
-        group: the ranks.
-        weight: returns the weight of this rank's batch; weights add up to the number of ranks.
+    made the average itself has the same gradients on all ranks, and nothing more is sent. The weights
+    of the ranks' batches add up to the number of ranks.
     """
 
     def __init__(self, group: MeteredGroup, weight: Callable[[], float]) -> None:
@@ -175,23 +172,21 @@ class GivenGradients:
     @torch.no_grad()
     def average(self, parameters: Iterable[Tensor]) -> None:
         """Averages the gradients that some rank has set or changed, unless all ranks have the same; a collective."""
+        listed = list(parameters)
         with torch._C.DisableTorchFunctionSubclass():
-            self._average(list(parameters))
-
-    def _average(self, listed: list[Tensor]) -> None:
-        given = {n: p.grad for n, p in enumerate(listed) if p.grad is not None and not self._is_averaged(p)}
-        marks = [_ABSENT if parameter.grad is None else _AS_AVERAGED for parameter in listed]
-        dense = [gradient.to_dense().contiguous() for gradient in given.values()]
-        for number, checksum in zip(given, checksums(dense), strict=True):
-            marks[number] = checksum % 2**62
-        by_parameter = self._group.all_gather(torch.tensor(marks)).T.tolist()
-        for parameter, found in zip(listed, by_parameter, strict=True):
-            if max(found) < 0 or len({*found}) == 1:
-                continue
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            average = self._group.all_reduce(gradient.to_dense() * self._weight(), "mean")
-            parameter.grad = average.to_sparse(1) if gradient.is_sparse else average
-        self.note(listed)
+            given = {n: p.grad for n, p in enumerate(listed) if p.grad is not None and not self._is_averaged(p)}
+            marks = [_ABSENT if parameter.grad is None else _AS_AVERAGED for parameter in listed]
+            dense = [gradient.to_dense().contiguous() for gradient in given.values()]
+            for number, checksum in zip(given, checksums(dense), strict=True):
+                marks[number] = checksum % 2**62
+            by_parameter = self._group.all_gather(torch.tensor(marks)).T.tolist()
+            for parameter, found in zip(listed, by_parameter, strict=True):
+                if max(found) < 0 or len({*found}) == 1:
+                    continue
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                average = self._group.all_reduce(gradient.to_dense() * self._weight(), "mean")
+                parameter.grad = average.to_sparse(1) if gradient.is_sparse else average
+            self.note(listed)
 
     def _is_averaged(self, parameter: Tensor) -> bool:
         gradient, version = self._averaged.get(parameter, (lambda: None, 0))

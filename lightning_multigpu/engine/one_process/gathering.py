@@ -25,7 +25,6 @@ def gathered(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device)
     =============================================  =====================================================
 
     Args:
-        outputs: one for each replica.
         sizes: the samples of each replica's part.
         device: gets all tensors: the first replica's.
     """
@@ -67,13 +66,12 @@ def _gathered_tensors(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor
 def _has_entry_of_each_sample(outputs: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
     if any(len(output) != size for output, size in zip(outputs, sizes, strict=True)):
         return False
-    entries = [entry for output in outputs for entry in output]
-    batched = (
+    batched = [
         isinstance(entry, Tensor) and entry.ndim > 0 and len(entry) == size
         for output, size in zip(outputs, sizes, strict=True)
         for entry in output
-    )
-    return not (entries and all(batched))
+    ]
+    return not (batched and all(batched))
 
 
 def on_device(value: Any, device: torch.device) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -11,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_multigpu.engine.activation_checkpointing import default_dtype
-from lightning_multigpu.engine.one_process.random_numbers import NoDraws, same_generator
+from lightning_multigpu.engine.activation_checkpointing import default_dtype, runs_in_checkpoint
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
+from lightning_multigpu.engine.replaced_attributes import replaced
+
+_DRAWS_NOTHING_ON_CPUS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # runs without dropout only
 
 Gradients = Sequence[Tensor | None]
 
@@ -38,10 +42,9 @@ class JointLoss:
         losses: each replica's loss, on its device.
         weights: the weight of each loss in the sum. A loss of weight 0 is left out: it may be a mean over nothing.
         parameters: each replica's parameters, in one order; the first replica's are the module's.
-        threads: the threads of the replicas.
         reducing: returns the block in which gradients are summed; called with their bytes.
         has_drawn: the forward passes have drawn from torch's generator on the CPU. Backward restores it.
-        may_draw: False on CPUs where the forward passes have drawn random numbers; see :class:`.NoDraws`.
+        may_draw: False on CPUs where the forward passes have drawn random numbers; see :class:`_NoDraws`.
     """
 
     losses: Sequence[Tensor]
@@ -94,7 +97,7 @@ class JointLoss:
         if not weight or not loss.requires_grad:
             return [None] * len(parameters)
         gradient = self.gradient.to(loss.device, non_blocking=True) * weight
-        with nullcontext() if self.may_draw else NoDraws():  # type: ignore[no-untyped-call]
+        with nullcontext() if self.may_draw else _NoDraws():  # type: ignore[no-untyped-call]
             return torch.autograd.grad(loss, parameters, gradient.to(loss.dtype), allow_unused=True)
 
 
@@ -142,6 +145,57 @@ def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for parameter, hooks in hooked:
             parameter._backward_hooks = hooks
+
+
+class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Around the backward pass of a replica on a CPU: refuses random numbers in layers that run again.
+
+    Such a layer would draw other numbers than in its forward pass. ``torch.utils.checkpoint`` sets the generator to its
+    state at the beginning of that pass, but the threads of other replicas draw from the same generator.
+
+    Raises:
+        RuntimeError: at the first draw.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (
+            torch.Tag.nondeterministic_seeded in func.tags
+            and func is not _DRAWS_NOTHING_ON_CPUS
+            and kwargs.get("generator") is None
+            and runs_in_checkpoint()
+        ):
+            raise RuntimeError(
+                f"a layer that backward computes again draws random numbers ({func}): under dp on CPUs all replicas "
+                "draw from one generator, so that it would draw others than in its forward pass, and gradients would "
+                "be wrong. Leave the checkpoint around layers with dropout out, set dropout to 0, or use "
+                "strategy='ring_ddp'"
+            )
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def same_generator() -> Iterator[None]:
+    """Restores torch's generator at the end of the block, within which threads read and set it one at a time.
+
+    In ``torch.utils.checkpoint`` several threads set and restore the generator, and may leave a state from before the
+    forward pass: the next step would then draw the same numbers again. Two threads have also been seen to wait for each
+    other for ever, one reading the state and one setting it.
+    """
+    state, turn = torch.get_rng_state(), threading.Lock()
+
+    def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with turn:
+                return function(*args)
+
+        return call
+
+    try:
+        with replaced(torch, get_rng_state=in_turn(torch.get_rng_state), set_rng_state=in_turn(torch.set_rng_state)):
+            yield
+    finally:
+        torch.set_rng_state(state)
 
 
 def summed(gradients: Sequence[Gradients], parameters: Sequence[Tensor]) -> Gradients:

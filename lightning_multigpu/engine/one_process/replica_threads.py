@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -42,7 +42,7 @@ class ReplicaThreads:
             for call, device in zip(calls[1:], self._devices[1:], strict=False):
                 others.append(self._threads.submit(_in_modes, modes, device, call))
             try:
-                own.set_result(_on_device(self._devices[0], calls[0]))
+                own.set_result(_in_modes((), self._devices[0], calls[0]))
             except Exception as error:
                 own.set_exception(error)
         finally:
@@ -78,15 +78,10 @@ def _modes_of_this_thread(device_type: str) -> list[Mode]:
     return modes
 
 
-def _in_modes(modes: Sequence[Mode], device: torch.device, call: Callable[[], T]) -> T:
+def _in_modes(modes: Iterable[Mode], device: torch.device, call: Callable[[], T]) -> T:
     with ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode())
-        return _on_device(device, call)
-
-
-def _on_device(device: torch.device, call: Callable[[], T]) -> T:
-    if device.type != "cuda":
-        return call()
-    with torch.cuda.device(device):
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
         return call()

@@ -81,8 +81,11 @@ class BatchQueue:
         if self.is_over(worker, epoch):
             return None
         self._epoch_of[worker] = max(epoch, self._epoch_of.get(worker, 0))
-        self._forget_ended()
-        if epoch < self._first_open:  # all workers have left it
+        slowest = min(self._epoch_of.values()) if 0 in self._epoch_of else 0
+        if slowest > self._first_open:  # earlier epochs, which worker 0 and all that have asked for batches have left
+            self._first_open = slowest
+            self._epochs = {n: e for n, e in self._epochs.items() if n >= slowest or any(e.assigned.values())}
+        if epoch < self._first_open:
             return None
         batches = self._epochs.setdefault(epoch, _Epoch(num_batches))
         batches.following = max(batches.following, first)
@@ -98,13 +101,6 @@ class BatchQueue:
                 self.left -= 1
         batches.assigned[worker].add(number)
         return number
-
-    def _forget_ended(self) -> None:
-        """Forgets epochs that worker 0, and all others that have asked for batches, have left."""
-        slowest = min(self._epoch_of.values()) if 0 in self._epoch_of else 0
-        if slowest > self._first_open:
-            self._first_open = slowest
-            self._epochs = {n: e for n, e in self._epochs.items() if n >= slowest or any(e.assigned.values())}
 
     def trained(self, worker: int, epoch: int, number: int) -> None:
         """Notes that a worker has trained on a batch."""

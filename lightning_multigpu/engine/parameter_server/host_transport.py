@@ -61,13 +61,9 @@ class HostTransport:
     Args:
         optimizer: of a module that is the same on all ranks.
         ranks: of the host; they exchange what is in memory that they share.
-        meter: told of every push and pull.
         reserve: makes a flat tensor of the host's memory, equally long on every rank; a collective.
         gather: collects an object of every rank, in the order of ranks; a collective.
         split: what may be divided; by default, what the class of the optimizer allows.
-
-    Attributes:
-        part: this rank's pieces.
     """
 
     def __init__(

@@ -90,12 +90,8 @@ class Pair:
     """One end of the connections between a worker and a server; made by both ends at the same time.
 
     Args:
-        store: of the job.
         name: of the pair, the same at both ends.
         label: of the other end, for errors.
-        is_server: whether this end is the server.
-        connections: notes the pair's connections.
-        timeout_s: how long to wait for the other end.
 
     Attributes:
         shares_memory: both ends are on one host, and map memory of the server.

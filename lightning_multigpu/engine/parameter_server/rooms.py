@@ -35,9 +35,6 @@ class Room:
         memory: for pushed gradients, compressed or not: :func:`room_bytes` of uint8.
         pulled: for weights, flat.
         compressor: of pushed gradients, if they are float32 as the weights; None to push them as they are.
-
-    Attributes:
-        wire_bytes: of pushed gradients.
     """
 
     pair: Pair

@@ -18,7 +18,6 @@ from lightning_multigpu.communication.compression.compressors import Elementwise
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
 from lightning_multigpu.engine.parameter_server.pair import Pair
 from lightning_multigpu.engine.parameter_server.rooms import Room, offered, room_bytes
-from lightning_multigpu.engine.parameter_server.worker_clocks import Clocks
 from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, common_kind, sparse
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
 from lightning_multigpu.placement.owned_step import Update
@@ -125,8 +124,38 @@ class _Gradients:
     rows: dict[int, Tensor]
 
     def present(self) -> Iterator[Tensor]:
-        """The gradients of the pieces that have one."""
         return (self.bucket.part(self.flat, index) for index, kind in enumerate(self.kinds) if kind != ABSENT)
+
+
+class Clocks:
+    """The steps of each asynchronous worker, by which workers that are too far ahead wait.
+
+    Source: Q. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS 2013.
+
+    Args:
+        workers: that are there from the beginning.
+        max_staleness: how many steps a worker may be ahead of the slowest one; None for any number.
+    """
+
+    def __init__(self, workers: Iterable[int], max_staleness: int | None) -> None:
+        self._steps = dict.fromkeys(workers, 0)
+        self._max_staleness = max_staleness
+
+    def leaves(self, worker: int) -> None:
+        """Nobody waits for the worker until it completes a step again."""
+        self._steps.pop(worker, None)
+
+    def completes(self, worker: int) -> None:
+        """The worker has completed a step; one that comes back begins beside the slowest of the others."""
+        self._steps.setdefault(worker, min(self._steps.values(), default=0))
+        self._steps[worker] += 1
+
+    def may_go_on(self, worker: int) -> bool:
+        """Whether the worker may begin its next step when the present one is done."""
+        if self._max_staleness is None or worker not in self._steps or len(self._steps) == 1:
+            return True
+        slowest = min(steps for other, steps in self._steps.items() if other != worker)
+        return self._steps[worker] + 1 - slowest <= self._max_staleness
 
 
 class ServedShard:
@@ -136,7 +165,6 @@ class ServedShard:
 
     Args:
         pairs: the connections to the workers, by their numbers.
-        job: the job.
         changing: held while asynchronous workers change what others may wait for.
 
     Attributes:
@@ -187,7 +215,6 @@ class ServedShard:
             self._part.states[self._buckets[number].pieces[index]] = state
 
     def _held(self) -> list[list[Parameter]]:
-        """The pieces of each group."""
         return [[self._buckets[number].pieces[index] for number, index in group] for group in self.plans[-1].groups]
 
     def knows_more_than(self, worker: int) -> bool:

@@ -78,11 +78,6 @@ class Job:
 class Server:
     """A parameter server of a job; the constructor waits for the workers.
 
-    Args:
-        store: of the job.
-        job: the job.
-        number: of this server.
-
     Raises:
         PairEndedError: a worker has not come in time.
     """
@@ -154,11 +149,7 @@ class Server:
         return self._problem
 
     def end(self, problem: str) -> None:
-        """Ends :meth:`serve`.
-
-        Args:
-            problem: why; an empty text where all is well.
-        """
+        """Ends :meth:`serve`; ``problem`` tells why, and is empty where all is well."""
         if not self._ended.is_set():
             self._problem = problem
             self._ended.set()

@@ -99,11 +99,6 @@ class _Bucket:
     pushed: list[tuple[Tensor | None, int]] | None = None
     num_pushes: int = 0
 
-    @property
-    def is_active(self) -> bool:
-        """Whether it is pushed and pulled: buckets of frozen parameters are not."""
-        return any(p.requires_grad or p.grad is not None for p in self.parameters)
-
     def gradients(self) -> list[tuple[Tensor | None, int]]:
         """The gradients of now, and how often each was changed."""
         gradients = [parameter.grad for parameter in self.parameters]
@@ -120,7 +115,6 @@ class ServerTransport:
 
     Args:
         optimizer: of a module that is the same on all workers.
-        servers: the servers.
         split: what the servers may divide; by default, what the class of the optimizer allows.
         bucket_bytes: of gradients that travel together.
         compressor: of the float32 gradients that are pushed; None to push them as they are.
@@ -259,7 +253,6 @@ class ServerTransport:
             answer.get()
 
     def _states_by_server(self, state_of: Mapping[Any, Any]) -> list[_States]:
-        """States of parameters as the servers have them: by bucket and place."""
         found: list[_States] = [{} for _ in range(self._servers.job.num_servers)]
         for parameter, state in state_of.items():
             for part, index in self._pieces.get(parameter, []) if state else ():
@@ -402,7 +395,7 @@ class ServerTransport:
             finally:
                 transfer.finish()
 
-        self._pushing.append((part.server, self._servers.in_background(part.server, push)))
+        self._pushing.append((part.server, self._servers.background[part.server].submit(push)))
 
     def _on_host(self, part: _Part) -> tuple[list[Tensor], torch.cuda.Event | None]:
         """The gradients of a part, dense and in host memory, and the event after which they are there.
@@ -436,7 +429,8 @@ class ServerTransport:
 
     def _ask(self, update: Update, *, is_step: bool, changed: Sequence[_Part] = ()) -> list[Any]:
         """Pushes gradients, asks all servers for the same, and takes what they send; their answers."""
-        active = [bucket for bucket in self._buckets if bucket.is_active]
+        # Buckets of frozen parameters are neither pushed nor pulled.
+        active = [b for b in self._buckets if any(p.requires_grad or p.grad is not None for p in b.parameters)]
         servers, parts = self._servers, [part for bucket in active for part in bucket.parts]
         if servers.worker == 0 or not update.is_whole:
             for bucket in active:
@@ -481,7 +475,6 @@ class ServerTransport:
         return [*found.values()]
 
     def _arrived(self, part: _Part, answers: Mapping[int, Reply], *, averages: bool) -> Tensor:
-        """Waits for the weights, or averages, of a part."""
         with answers[part.server].arriving():
             return part.room.await_pull(averages=averages)
 
@@ -497,7 +490,6 @@ class ServerTransport:
 
 
 def _check_importable(optimizer: Optimizer) -> None:
-    """Raises ValueError if a server cannot import the class of an optimizer."""
     kind = type(optimizer)
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         raise ValueError(
@@ -526,7 +518,6 @@ def _joined(part: _Part) -> Tensor:
 
 
 def _weights_for(server: int, parts: Iterable[_Part]) -> dict[int, Tensor]:
-    """The weights of a server's parts, by bucket."""
     return {part.bucket: _joined(part) for part in parts if part.server == server}
 
 

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -33,13 +33,9 @@ _Question = tuple[int, int, int, int | None]
 class Servers:
     """This worker's connections to all servers of a job, which :meth:`join` makes.
 
-    Args:
-        job: the job.
-        worker: the number of this worker.
-        meter: told of every push and pull.
-
     Attributes:
         unshared: the servers of this host with which no memory is shared: their name, and why.
+        background: for each server the thread that works for it, one thing after the other.
         is_exhausted: the run has no more batches for this worker, which may have some that it has yet to train on.
         numbers_of_optimizers: one for each further optimizer.
         numbers_of_buckets: one for each further bucket, of any optimizer.
@@ -51,7 +47,7 @@ class Servers:
         self.is_exhausted = False
         self.pairs: list[Pair] = []
         self._connections = Connections()
-        self._background = [ThreadPoolExecutor(1, "parameter servers") for _ in range(job.num_servers)]
+        self.background = [ThreadPoolExecutor(1, "parameter servers") for _ in range(job.num_servers)]
         self._is_cut = False
         self._has_left = threading.Event()
         self._asked: tuple[_Question, Reply] | None = None
@@ -61,7 +57,6 @@ class Servers:
         """Connects to all servers; :meth:`cut` ends it.
 
         Args:
-            store: of the job.
             await_server: waits until the server of a number has come to the store; may raise.
 
         Raises:
@@ -105,10 +100,6 @@ class Servers:
             self.pairs[server].send(message)
         return expected
 
-    def in_background(self, server: int, work: Callable[[], None]) -> Future[None]:
-        """Does work for a server in the background, after what was begun for it before."""
-        return self._background[server].submit(work)
-
     def statistics(self) -> ServerStatistics:
         """What all servers have counted since they started."""
         asked = [self.ask(server, "statistics") for server in range(self.job.num_servers)]
@@ -125,7 +116,7 @@ class Servers:
         for pair in [] if self._is_cut else self.pairs:
             with contextlib.suppress(PairEndedError):
                 pair.send(("goodbye",), timeout=_LEAVING)
-        for background in self._background:
+        for background in self.background:
             background.shutdown(cancel_futures=True)
         self.pairs.clear()
 

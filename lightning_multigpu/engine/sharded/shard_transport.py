@@ -68,10 +68,6 @@ class ShardTransport:
         group: the ranks; its meter records every broadcast.
         broadcast_dtype: the dtype in which new values travel; None for the parameters' own.
         offload: keep states in the host's memory, and update a copy of this rank's parameters there.
-
-    Attributes:
-        part: this rank's parameters.
-        shards: FairScale's OSS.
     """
 
     pushes_early = False

@@ -245,7 +245,7 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
         size_bytes = parameter.grad.nbytes // (2 if self._reduce_fp16 else 1)
         if view is not None:
             size_bytes = self._buckets[parameter.device][self._trainable_param_to_rank[parameter]].buffer.nbytes
-        self._transfers.next_is(self._trainable_param_to_rank[parameter], size_bytes)
+        self._transfers.following = self._trainable_param_to_rank[parameter], size_bytes
         self._bucket_flush_callback_set = True  # finish() does FairScale's work at the end of backward
         self._reduces[parameter]()
         self._sent.append(parameter)
@@ -270,20 +270,19 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
 
 
 class _Transfers(deque[Workhandle]):
-    """FairScale's queue of transfers under way; the group's meter records each."""
+    """FairScale's queue of transfers under way; the group's meter records each.
+
+    ``following`` is the target rank of the next transfer, and its bytes.
+    """
 
     def __init__(self, group: MeteredGroup, *, on_stream: bool) -> None:
         super().__init__()
         self._group = group
         self._on_stream = on_stream
-        self._next = (0, 0)
-
-    def next_is(self, target: int, size_bytes: int) -> None:
-        """The next transfer goes to the rank ``target``."""
-        self._next = target, size_bytes
+        self.following = 0, 0
 
     def append(self, entry: Workhandle) -> None:
-        target, size_bytes = self._next
+        target, size_bytes = self.following
         sent_bytes = 0 if target == self._group.rank else size_bytes
         transfer = self._group.begin("reduce", size_bytes, sent_bytes=sent_bytes, on_stream=self._on_stream)
         entry.handle.get_future().add_done_callback(lambda _: transfer.finish())

@@ -44,12 +44,7 @@ _LARGE_VOCABULARY = 0.05
 
 @dataclass(frozen=True)
 class Way:
-    """One way to split a block.
-
-    Attributes:
-        options: of the layers, by name.
-        problem: why the block cannot be split.
-    """
+    """One way to split a block: options of its layers, by name; or the problem, why it cannot be split."""
 
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     problem: str = ""
@@ -128,12 +123,7 @@ def order_of_calls(module: Module) -> Iterator[dict[str, int]]:
 
 
 def find_blocks(module: Module, called: Mapping[str, int]) -> list[Block]:
-    """The blocks of a module.
-
-    Args:
-        module: the whole one.
-        called: names of layers in the order in which a step runs them, of :func:`order_of_calls`.
-    """
+    """The blocks of a module, whose layers a step has ``called`` in the order of :func:`order_of_calls`."""
     parts = dict(module.named_modules())
     blocks = list(_vocabularies(module, called))
     taken = {name for block in blocks for name in block.roles}
@@ -151,12 +141,7 @@ def find_blocks(module: Module, called: Mapping[str, int]) -> list[Block]:
 
 
 def planned_blocks(module: Module, roles: Mapping[str, str], found: Sequence[Block]) -> list[Block]:
-    """The blocks of a user's plan: those of ``found`` with all of their roles, and one of its other layers.
-
-    Args:
-        module: the whole one.
-        roles: of the layers, by name.
-        found: the blocks of :func:`find_blocks`.
+    """The blocks of a user's plan, roles by name: those of ``found`` with all of their roles, and one of other layers.
 
     Raises:
         ValueError: a layer cannot have its role.
@@ -223,7 +208,9 @@ def _attention_at(parts: Mapping[str, Module], names: Sequence[str], called: Map
     if len(names) >= 2:
         names = names[:2]
         (q_in, fused), (o_in, _) = sizes[:2]
-        is_gate = fused == 2 * o_in and not _counts_heads(parts, *names)
+        # A module around an attention has an attribute of its own about heads, and not just a config.
+        counts_heads = any("head" in own for around in _ancestors(parts, *names) for own in vars(parts[around]))
+        is_gate = fused == 2 * o_in and not counts_heads
         roles = {names[0]: "column", names[1]: "row"}
         number, of_keys = (0, 0) if is_gate else _heads_of(parts, *names)
         unit = o_in // (number or 1)
@@ -271,18 +258,8 @@ def _ancestors(parts: Mapping[str, Module], first: str, last: str) -> list[str]:
     return found if other in found else [*found, other]
 
 
-def _counts_heads(parts: Mapping[str, Module], first: str, last: str) -> bool:
-    """Whether a module around the layers has an attribute of its own about heads, and not just a ``config``."""
-    return any("head" in name for each in _ancestors(parts, first, last) for name in vars(parts[each]))
-
-
 def _heads_of(parts: Mapping[str, Module], first: str, last: str) -> tuple[int, int]:
-    """How many heads an attention has, and those of its keys and values, by attributes with usual names; 0 if none.
-
-    Args:
-        parts: all modules, by name.
-        first, last: the names of layers of the attention.
-    """
+    """How many heads an attention has, and those of its keys and values, by attributes with usual names; 0 if none."""
     for name in _ancestors(parts, first, last) if _are_near((first, last)) else ():
         known = vars(parts[name])
         config = known.get("config")
@@ -321,12 +298,6 @@ def _vocabularies(module: Module, called: Iterable[str]) -> Iterator[Block]:
 
 class Applied:
     """A block that is split in one way, until :meth:`undo`.
-
-    Args:
-        module: the whole one.
-        block: of it.
-        way: one of the block's.
-        group: the ranks.
 
     Raises:
         ValueError: the sizes do not allow it.

@@ -52,8 +52,6 @@ def _is_conv1d(kind: type) -> bool:
 
 
 class _SplitLayer(nn.Module):
-    """Base of the split layers."""
-
     weight: Any
     bias: Any
     part_layout: PartLayout
@@ -99,11 +97,6 @@ class BlockInput:
     ============  =========================  ===============================  =====================
 
     After Shoeybi et al., Megatron-LM (2019), section 3 (f), and Korthikanti et al. (2022), section 4.2.2 (g).
-
-    Args:
-        group: the ranks.
-        name: in the meter.
-        last: the column layer that runs last.
     """
 
     def __init__(self, group: TensorGroup, name: str, last: Any) -> None:
@@ -111,7 +104,6 @@ class BlockInput:
         self._known: tuple[Tensor, int, Tensor] | None = None
 
     def __call__(self, input: Tensor, layer: Any) -> Tensor:
-        """What the layer computes with."""
         version = 0 if input.is_inference() else input._version
         if self._known is None or self._known[0] is not input or self._known[1] != version:
             self._known = input, version, enter(input, self._group, self._name)
@@ -158,11 +150,9 @@ class ColumnSplitLinear(_SplitLayer, nn.Linear):
 
         Args:
             linear: an ``nn.Linear``, or a Conv1D of transformers.
-            group: the ranks.
             sections: lengths of the parts of the output that are split one by one: of queries, keys and values, for
                 example, in a fused projection. One by default.
             unit: outputs that stay on one rank, of a head for example; or one number for each section.
-            name: in the meter.
 
         Raises:
             ValueError: the sections do not fit.
@@ -215,9 +205,7 @@ class RowSplitLinear(_SplitLayer, nn.Linear):
 
         Args:
             linear: an ``nn.Linear``, or a Conv1D of transformers.
-            group: the ranks.
             unit: inputs that stay on one rank, of a head for example.
-            name: in the meter.
 
         Raises:
             ValueError: the unit does not fit.
@@ -315,18 +303,15 @@ def is_sequence(input: Any) -> bool:
 def enter(input: Tensor, group: TensorGroup, name: str) -> Tensor:
     """The whole input; in backward its gradient is summed over the ranks, and a part gets its part of that.
 
-    Args:
-        input: (..., in), the same on every rank, or a :class:`.SplitTensor` of a sequence.
-        group: the ranks.
-        name: in the meter.
+    ``input`` is (..., in), the same on every rank, or a :class:`.SplitTensor` of a sequence.
     """
     if not is_sequence(input):
         (tensor,) = _cast(whole(input))
         return entered(tensor, group, name)
     split = input.placed.split  # type: ignore[attr-defined]
     (part,) = _cast(local(input))
-    gathered: Tensor = _GatherSequence.apply(part, group, split.dim, group.bounds(split.whole_size), name)  # type: ignore[no-untyped-call]
-    return gathered
+    bounds = group.bounds(split.whole_size)
+    return _GatherSequence.apply(part, group, split.dim, bounds, name)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, placed: PartLayout) -> Tensor:
@@ -340,8 +325,7 @@ def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, placed: Pa
     """
     if is_sequence(input):
         return F.linear(enter(input, placed.group, placed.layer), weight, bias)
-    output: Tensor = _ColumnLinear.apply(*_cast(whole(input), weight, bias), placed)  # type: ignore[no-untyped-call]
-    return output
+    return _ColumnLinear.apply(*_cast(whole(input), weight, bias), placed)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def summed(
@@ -358,8 +342,7 @@ def summed(
     ``sequence_dim`` each rank gets its part of the sum along that dimension, and the gradient is gathered. The function
     g of Shoeybi et al., Megatron-LM (2019), section 3.
     """
-    total: Tensor = _Sum.apply(tensor, bias, group, name, sequence_dim)  # type: ignore[no-untyped-call]
-    return total
+    return _Sum.apply(tensor, bias, group, name, sequence_dim)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _cast(*tensors: Tensor | None) -> tuple[Any, ...]:

@@ -26,7 +26,6 @@ class ParameterSplit:
     """The cut of a parameter, the same on all ranks.
 
     Attributes:
-        dim: the dimension that is cut.
         ranges: of each rank, the entries of the whole parameter that it has, as first and one-past-last indices.
     """
 
@@ -40,9 +39,6 @@ class ParameterSplit:
         """The cut of ``size`` entries, as even as can be in whole units.
 
         Args:
-            size: of the dimension.
-            num_ranks: the number of parts.
-            dim: the dimension.
             sections: lengths of the sections; one by default.
             unit: entries that stay together, of a head for example; or one for each section.
 

@@ -39,9 +39,7 @@ _MOST_OWNERS = 1 << 22
 
 
 def _shape(part: Any) -> torch.Size:
-    shape = list(part.as_subclass(Tensor).shape)
-    shape[part.placed.split.dim] = part.placed.split.whole_size
-    return torch.Size(shape)
+    return torch.Size(part.placed.split.whole_shape(part.as_subclass(Tensor)))
 
 
 def _parts_in(args: Any, kwargs: Any) -> list[SplitTensor]:
@@ -86,7 +84,6 @@ def _beside(value: Any, part: SplitTensor, offset: int) -> Any:
 
 
 def _own_arguments(args: Any, kwargs: Any, part: SplitTensor, offset: int) -> tuple[list[Any], dict[str, Any]]:
-    """What this rank needs of an operation's arguments; see :func:`_beside`."""
     return [_beside(each, part, offset) for each in args], {k: _beside(v, part, offset) for k, v in kwargs.items()}
 
 
@@ -379,7 +376,6 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """The loss of logits that are split over classes."""
     is_usual = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
     if not isinstance(input, SplitTensor) or isinstance(target, SplitTensor) or not is_usual:
         return NotImplemented
@@ -395,10 +391,6 @@ def _cross_entropy(
         reduction=reduction,
         label_smoothing=label_smoothing,
     )
-
-
-def _size(part: Any, dim: int | None = None) -> Any:
-    return _shape(part) if dim is None else _shape(part)[dim]
 
 
 def _plain(func: Any, args: Any, kwargs: Any) -> Any:
@@ -513,7 +505,7 @@ _BY_NAME = _by_name(
     ("conv1d conv2d conv3d", lambda func, args, kwargs: _convolved(func, *args, **kwargs)),
     ("dropout alpha_dropout", _dropped),
     ("cross_entropy", _of(_cross_entropy)),
-    ("size", _of(_size)),
+    ("size", _of(lambda part, dim=None: _shape(part) if dim is None else _shape(part)[dim])),
     ("numel nelement", _of(lambda part: _shape(part).numel())),
     ("__len__", _of(lambda part: _shape(part)[0])),
     ("__hash__", _of(id)),

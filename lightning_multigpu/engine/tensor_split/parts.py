@@ -44,7 +44,6 @@ class PartLayout(NamedTuple):
 
     Attributes:
         split: the dimension that is split, and the entries of each rank.
-        group: the ranks.
         layer: the name of the layer that has made the part, for the meter.
     """
 
@@ -208,14 +207,12 @@ def _whole_of(part: Tensor, placed: PartLayout) -> Tensor:
 
 def own_of(tensor: Tensor, placed: PartLayout, name: str) -> Tensor:
     """This rank's part of a tensor that all ranks have; in backward the gradient is gathered."""
-    own: Tensor = _Own.apply(tensor, placed, name)  # type: ignore[no-untyped-call]
-    return own
+    return _Own.apply(tensor, placed, name)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def entered(tensor: Tensor, group: TensorGroup, name: str) -> Tensor:
     """The tensor itself; in backward its gradient is summed over the ranks."""
-    result: Tensor = _Enter.apply(tensor, group, name)  # type: ignore[no-untyped-call]
-    return result
+    return _Enter.apply(tensor, group, name)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Gather(Function):
@@ -329,7 +326,6 @@ class _Gathering:
         self._gathered: list[tuple[SplitTensor, Tensor, int]] = []
 
     def whole(self, value: Any) -> Any:
-        """An argument with whole tensors in it."""
         if isinstance(value, SplitTensor):
             _, group, layer = value.placed
             group.on_gather(layer, self._operation)

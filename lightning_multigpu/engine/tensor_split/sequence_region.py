@@ -33,13 +33,7 @@ DIMS = (1, 0)
 
 @dataclass(frozen=True)
 class LayerList:
-    """A list of layers, each of which has blocks that are split.
-
-    Attributes:
-        name: of the list.
-        layers: in their order.
-        blocks: of all layers.
-    """
+    """A list of layers, each of which has blocks that are split; and the blocks of all of them."""
 
     name: str
     layers: Sequence[Module]
@@ -60,12 +54,6 @@ def layer_lists(module: Module, split: Sequence[tuple[Block, Applied]]) -> Itera
 
 class SequenceRegion:
     """Layers whose activations are split along the sequence, until :meth:`undo`.
-
-    Args:
-        module: the whole one.
-        found: the layers, with their blocks split.
-        group: the ranks.
-        dim: the dimension that is split.
 
     Raises:
         ValueError: in a forward, a layer gets no tensor that could be split.

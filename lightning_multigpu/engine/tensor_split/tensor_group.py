@@ -91,8 +91,6 @@ class TensorGroup:
         readers: the same ranks over Gloo; for :meth:`agree_on_read`.
 
     Attributes:
-        rank: of this process in the group.
-        size: the number of ranks.
         on_gather: called with the layer's name and the operation that needs the whole of a :class:`.SplitTensor`.
         shows_parts: parameters of split layers read as this rank's part, and not as whole ones; see :meth:`showing`.
         observer: called with the operation, the layer's name and the bytes of each collective, also within
@@ -177,12 +175,7 @@ class TensorGroup:
         return chunk_bounds(size, self.size)
 
     def all_reduce(self, tensor: Tensor, name: str) -> Tensor:
-        """Sums ``tensor`` in place over all ranks and returns it.
-
-        Args:
-            tensor: contiguous; the same shape and dtype on every rank.
-            name: of the layer, for the meter.
-        """
+        """Sums ``tensor``, contiguous and of one shape and dtype on all ranks, in place over all ranks; returns it."""
         self._observe("all_reduce", tensor, name)
         if not self._is_silent(tensor):
             with self._begin("all_reduce", tensor, name, blocking=True):
@@ -221,7 +214,6 @@ class TensorGroup:
             tensor: this rank's part; the other dimensions are the same on every rank.
             dim: along which parts follow one another.
             bounds: of the parts, as indices of the result.
-            name: of the layer, for the meter.
 
         Returns:
             A tensor of ``bounds[-1][1]`` entries along ``dim``, contiguous if ``dim`` is the first one.
@@ -240,7 +232,12 @@ class TensorGroup:
                 whole[start:stop] = own
                 shared.all_gather(whole, bounds=[(a * row, b * row) for a, b in bounds])
             else:
-                self._gather(own, whole, bounds)
+                padded = own.new_zeros(max(b - a for a, b in bounds), *own.shape[1:])
+                padded[: len(own)] = own
+                parts = [torch.empty_like(padded) for _ in bounds]
+                dist.all_gather(parts, padded, group=self.group)
+                for (a, b), part in zip(bounds, parts, strict=True):
+                    whole[a:b] = part[: b - a]
         return whole.movedim(0, dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int, bounds: Bounds, name: str) -> Tensor:
@@ -250,7 +247,6 @@ class TensorGroup:
             tensor: whole; the same shape on every rank. It may be overwritten.
             dim: along which the sum is cut into parts.
             bounds: of the parts.
-            name: of the layer, for the meter.
         """
         whole = tensor.detach().movedim(dim, 0).contiguous()
         row = whole[0].numel()
@@ -301,15 +297,6 @@ class TensorGroup:
     def _shared_for(self, tensor: Tensor) -> SharedMemoryAllReduce | None:
         """The shared memory for CPU tensors; None for those on a GPU, which Gloo takes to the host by itself."""
         return self._shared if tensor.is_cpu else None
-
-    def _gather(self, own: Tensor, whole: Tensor, bounds: Bounds) -> None:
-        longest = max(stop - start for start, stop in bounds)
-        padded = own.new_zeros(longest, *own.shape[1:])
-        padded[: len(own)] = own
-        parts = [torch.empty_like(padded) for _ in bounds]
-        dist.all_gather(parts, padded, group=self.group)
-        for (start, stop), part in zip(bounds, parts, strict=True):
-            whole[start:stop] = part[: stop - start]
 
     def _reduce_beside(self) -> None:
         while (item := self._work.get()) is not None:

@@ -49,7 +49,6 @@ class TracelessStep:
 
     Args:
         module: the same on all ranks, as whole tensors.
-        group: the ranks.
         step: runs the step and returns its loss.
         traceless: a block at whose end the module and random states are as before it.
         gather: returns the objects of all ranks, also of other groups, on every rank.
@@ -108,13 +107,10 @@ class Trials:
     """Splits the blocks of a module in which a step computes on parts; a collective of all ranks.
 
     Args:
-        step: of a whole module.
         sequence_split: split activations between blocks along the sequence.
         keeps_whole: why activations stay whole in a list of layers, by its name; None if they may be split.
 
     Attributes:
-        split: the blocks that are split.
-        left: those that stay whole.
         regions: layers between whose blocks activations are split along the sequence.
         notes: about ``sequence_split``, for the user.
         traffic: of a step with all blocks that are split.
@@ -136,10 +132,7 @@ class Trials:
         self.traffic: list[Sent] = []
 
     def run(self, *searches: Callable[[dict[str, int]], list[Block]]) -> None:
-        """Splits blocks.
-
-        Args:
-            searches: each finds blocks, by the order in which layers run; later ones are asked if nothing is split.
+        """Splits the blocks that searches find by the order in which layers run, later ones if nothing is split.
 
         Raises:
             ValueError: the step gives no loss.
@@ -262,14 +255,7 @@ class Trials:
 def rows_of_plan(
     module: Module, split: Sequence[tuple[Block, Applied]], traffic: Sequence[Sent], num_ranks: int
 ) -> list[SplitBlocks]:
-    """The rows of a plan: one for blocks of a kind.
-
-    Args:
-        module: with the blocks split.
-        split: its blocks.
-        traffic: of a step.
-        num_ranks: among which each layer is split.
-    """
+    """The rows of a plan, one for blocks of a kind; ``traffic`` is that of a step with these blocks split."""
     by_kind: dict[str, list[Block]] = {}
     for block, _ in split:
         by_kind.setdefault(block.kind, []).append(block)

@@ -15,7 +15,7 @@ from torch import Tensor, optim
 
 from lightning_multigpu.engine.parameter_server.batch_queue import BatchQueue
 from lightning_multigpu.engine.parameter_server.pair import PairEndedError
-from lightning_multigpu.engine.parameter_server.worker_clocks import Clocks
+from lightning_multigpu.engine.parameter_server.served_shard import Clocks
 from tests.engine.parameter_server.test_servers import ALL, SMALL, Job, job, server_step, vanish
 from tests.engine.parameter_server.updates import (
     OPTIMIZERS,

@@ -60,11 +60,7 @@ class Recorder:
         self._steps.append((self._number, num_micro_batches, origin, marks))
 
     def enter(self, kind: str, stage: int, micro_batch: int, *, received: bool = False) -> None:
-        """Marks the beginning of a piece of work.
-
-        Args:
-            received: the work needs a received message, and the rank has waited for it since the previous mark.
-        """
+        """Marks the beginning of a piece of work; if ``received``, the wait for its message since the last mark too."""
         marks = self._marks
         if marks is None:
             return

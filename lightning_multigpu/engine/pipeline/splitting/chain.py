@@ -116,10 +116,14 @@ def find_chain(module: Module, name: str, num_stages: int) -> Chain:
     found = {path: child for path, child in module.named_modules() if isinstance(child, _CONTAINERS)}
     if name != "auto":
         return _named(module, name, num_stages, found)
+    blocks = set(block_lists(module))
+    in_models = {part for model in models_in(module).values() for part in model.modules()}
     usable = {
-        path: found[path]
-        for path in _candidates(module, found)
-        if len(found[path]) >= num_stages and _size(found[path]) > 0
+        path: child
+        for path, child in found.items()
+        if (not blocks or path in blocks or (isinstance(child, Sequential) and child not in in_models))
+        and len(child) >= num_stages
+        and _size(child) > 0
     }
     if not usable:
         raise ValueError(
@@ -215,19 +219,6 @@ def modules_around(module: Module, path: str) -> dict[Module, str]:
 
 def _is_compiled(module: Module) -> bool:
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
-
-
-def _candidates(module: Module, found: dict[str, Sequential | ModuleList]) -> list[str]:
-    """The containers that "auto" may take."""
-    blocks = set(block_lists(module))
-    if not blocks:
-        return list(found)
-    inside = {part for model in models_in(module).values() for part in model.modules()}
-    return [
-        path
-        for path, child in found.items()
-        if path in blocks or (isinstance(child, Sequential) and child not in inside)
-    ]
 
 
 def _size(container: Module) -> int:

@@ -56,10 +56,7 @@ class Construction:
 
     @contextmanager
     def building(self, is_held: Callable[[Tensor], bool]) -> Iterator[None]:
-        """Keeps the values of tensors that modules register within the block if ``is_held``.
-
-        Args:
-            is_held: called with the matching tensor of the dry run.
+        """Keeps the values of tensors that modules register within the block if the one of the dry run ``is_held``.
 
         Raises:
             PipelineError: modules register other tensors than in the dry run.

@@ -85,7 +85,6 @@ class Ownership:
 
     @property
     def group(self) -> PipelineGroup:
-        """The ranks of the pipeline."""
         assert self._group is not None
         return self._group
 
@@ -158,9 +157,7 @@ class Ownership:
 
         Rank 0 sends its values, if it has all. Else a rank of each pipeline that has a tensor sends it to the holders
         that lack it; then the first pipeline's values count, and those of rank 0 for tensors that all ranks hold.
-
-        Args:
-            peers: the ranks at this position in all pipelines.
+        ``peers`` are the ranks at this position in all pipelines.
 
         Returns:
             Whether every rank had all values.

@@ -64,10 +64,8 @@ class TracedChain(Chain):
     """The pieces of a module between split points.
 
     The forward pass is traced again for arguments of other shapes, and once each for training and evaluation; a trace
-    takes seconds. Side effects of the forward pass, such as Python counters or logs, happen only in a trace.
-
-    Args:
-        name: the submodule to cut; "auto" takes the smallest submodule with all points in its forward pass.
+    takes seconds. Side effects of the forward pass, such as Python counters or logs, happen only in a trace. The name
+    "auto" takes the smallest submodule with all points in its forward pass.
 
     Raises:
         ValueError: there are no such submodules.
@@ -108,8 +106,7 @@ class TracedChain(Chain):
     def arrange(self, step: Callable[[], Any], *, will_train: bool) -> None:
         """Runs ``step`` up to the call of the module, traces the module and assigns its tensors to the pieces.
 
-        Args:
-            will_train: trace the module in training mode too, which may use further parameters and buffers.
+        If it ``will_train``, it is traced in training mode too, which may use further parameters and buffers.
 
         Raises:
             PipelineError: the step does not call the module, or the module cannot be traced.
@@ -136,16 +133,16 @@ class TracedChain(Chain):
     def entered(self) -> Iterator[None]:
         """Runs the module in pieces within the block."""
         forward = self._whole.forward
-        in_pieces = uncompiled(lambda *args, **kwargs: self._forward(forward, args, kwargs))
-        with replaced(self._whole, forward=in_pieces):
-            yield
 
-    def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        (pieces, output), leaves = self._traced(forward, args, kwargs)
-        values: Any = ()
-        for layer, piece in zip(self.layers, pieces, strict=True):
-            values = layer(values, piece, [leaves[index] for index in piece.arguments])
-        return tree_unflatten(list(values), output)
+        def in_pieces(*args: Any, **kwargs: Any) -> Any:
+            (pieces, output), leaves = self._traced(forward, args, kwargs)
+            values: Any = ()
+            for layer, piece in zip(self.layers, pieces, strict=True):
+                values = layer(values, piece, [leaves[index] for index in piece.arguments])
+            return tree_unflatten(list(values), output)
+
+        with replaced(self._whole, forward=uncompiled(in_pieces)):
+            yield
 
     def _traced(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -65,10 +65,7 @@ class GraphPiece:
 
 
 class _Cuts:
-    """Cuts a graph at its marks, which are left out.
-
-    Args:
-        tensors: names of the parameters and buffers, the graph's first inputs; the arguments follow.
+    """Cuts a graph at its marks, which are left out; its inputs are ``tensors``, by name, and then the arguments.
 
     Raises:
         PipelineError: the pieces cannot run apart from each other.

@@ -63,10 +63,7 @@ class StageSums:
         """Gives every holder of a parameter the sum of the ranks' gradients; a missing gradient counts as zero.
 
         Each path from a parameter to the loss runs through exactly one stage, so the sum is the gradient. Parameters
-        without a gradient on any rank keep none. Sparse gradients become dense.
-
-        Args:
-            common: parameters that several ranks hold; the same list on every rank.
+        without a gradient on any rank keep none. Sparse gradients become dense. All ranks pass the same ``common``.
         """
         trained = {h.tensor: h.holders for h in common if isinstance(h.tensor, Parameter) and h.tensor.requires_grad}
         if not trained:

@@ -94,11 +94,7 @@ class Stage:
         self._weight_parts: dict[int, Callable[[], None]] = {}
 
     def begin(self, keys: list[Any], *, alternates: bool) -> None:
-        """Starts a step.
-
-        Args:
-            keys: one for each micro-batch; micro-batches with equal keys have equal shapes.
-        """
+        """Starts a step of a micro-batch for each key; those with equal keys have equal shapes."""
         self.needs_input = False
         self._keys = keys
         self._alternates = alternates
