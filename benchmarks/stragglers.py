@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from benchmarks.heading import heading
 from lightning_multigpu import ParameterServerStrategy
-from lightning_multigpu.bench.spread import Spread
+from lightning_multigpu.report.statistics import Spread
 
 _BATCH_SIZE = 4
 _WIDTH = 64

@@ -90,7 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: help or a printed configuration was asked for; its code is the exit status.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    _make_current_directory_importable()
+    # Behind all others: no file there, of another user perhaps, is taken for the standard library's or a package's.
+    if not {"", os.getcwd()} & {*sys.path}:
+        sys.path.append(os.getcwd())
     wait_if_started_early(lambda: import_module("lightning_multigpu.commands.training"))
     try:
         return _dispatch(arguments)
@@ -155,10 +157,3 @@ def _report(error: UsageError, arguments: Sequence[str]) -> None:
     known = {command.name.split()[0] for command in COMMANDS}
     name = f"{PROGRAM} {arguments[0]}" if arguments and arguments[0] in known else PROGRAM
     print(f"{name}: error: {error}", file=sys.stderr)
-
-
-def _make_current_directory_importable() -> None:
-    """Behind all others: no file there, of another user perhaps, is taken for the standard library's or a package's."""
-    here = os.getcwd()
-    if "" not in sys.path and here not in sys.path:
-        sys.path.append(here)

@@ -17,14 +17,7 @@ from lightning_multigpu.job.shared_gpus import sharing_note
 
 
 def header(placement: Placement, *, threads: int, device_type: str, command: Sequence[str]) -> dict[str, Any]:
-    """The first host and the job, as JSON.
-
-    Args:
-        placement: ranks and hosts.
-        threads: intra-op threads of each rank.
-        device_type: "cpu" or "cuda".
-        command: what follows the program's name.
-    """
+    """The first host and the job, as JSON; ``command`` is what follows the program's name."""
     machine = machine_of(device_type)
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),

@@ -23,11 +23,7 @@ class BackgroundSampler:
     """Calls a function every ``interval_s`` seconds in a thread and keeps the results.
 
     The thread is a daemon, so that it never keeps a process alive; :meth:`stop` ends and joins it. An exception ends
-    sampling and reaches the caller from the next :meth:`take`.
-
-    Args:
-        sample: takes one sample; never called by two threads at once.
-        interval_s: seconds from one sample to the next, above 0.
+    sampling and reaches the caller from the next :meth:`take`. ``sample`` is never called by two threads at once.
     """
 
     def __init__(self, sample: Callable[[], Sample], *, interval_s: float) -> None:

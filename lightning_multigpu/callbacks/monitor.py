@@ -172,8 +172,11 @@ class Monitor(Callback):
         for key, figure in {**self._over_ranks(trainer, local), **self._of_rank_0}.items():
             # In float64, as bytes do not fit float32. An epoch's tensors would bring advice to reduce them over the
             # ranks, which has been done; an epoch's metrics do not.
-            value = torch.tensor(figure, dtype=torch.float64)
-            logged = value if on_step else _of_epoch(value)
+            logged: torch.Tensor | Metric = torch.tensor(figure, dtype=torch.float64)
+            if not on_step:
+                metric = MaxMetric(sync_on_compute=False).set_dtype(torch.float64)
+                metric.update(logged)
+                logged = metric
             pl_module.log(key, logged, on_step=on_step, on_epoch=not on_step, batch_size=1, metric_attribute=key)
 
     def _over_ranks(self, trainer: Trainer, local: dict[str, float]) -> dict[str, float]:
@@ -198,10 +201,3 @@ class Monitor(Callback):
             if values:
                 run[key] = aggregate(values, KEYS[key])
         return run
-
-
-def _of_epoch(value: torch.Tensor) -> Metric:
-    """A figure that is logged once in an epoch, as a metric that is not synchronised."""
-    metric = MaxMetric(sync_on_compute=False).set_dtype(value.dtype)
-    metric.update(value)
-    return metric

@@ -104,14 +104,10 @@ class RunReport(SilentMonitors):
             counted = trainer.strategy.server_statistics()
             self._servers = counted and from_json(document.ServersSection, counted.section())
             self._split_plan = trainer.strategy.split_plan()
-        self._memory = self._memory_at_end(trainer)
-
-    def _memory_at_end(self, trainer: Trainer) -> StageMemory | None:
-        """The memory of this rank now; with the gradients of an earlier batch if Lightning has freed them."""
         held = memory_of(trainer)
-        if held is None or held.gradients_bytes or self._memory is None:
-            return held
-        return replace(held, gradients_bytes=self._memory.gradients_bytes)
+        if held is not None and not held.gradients_bytes and self._memory is not None:  # Lightning has freed them
+            held = replace(held, gradients_bytes=self._memory.gradients_bytes)
+        self._memory = held
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -116,7 +116,7 @@ def identity(machine: Machine) -> dict[str, str]:
 
 
 def _measured(machine: Machine, devices: int | None, options: argparse.Namespace) -> Machine:
-    from lightning_multigpu.bench.calibration.calibration import RANK_MODULES, calibrated
+    from lightning_multigpu.bench.calibration import RANK_MODULES, calibrated
     from lightning_multigpu.bench.jobs.host_agents import HostAgents
 
     try:

@@ -52,12 +52,9 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
 
 def checked_settings(name: str, arguments: Sequence[str], *, also: Sequence[str] = ()) -> Settings:
-    """The settings of a command line, or none where only Lightning can read them.
+    """The settings of a subcommand's arguments, or none where only Lightning can read them.
 
-    Args:
-        name: of the subcommand.
-        arguments: that follow it.
-        also: further names of options, which a misspelt one may mean.
+    ``also`` are further names of options, which a misspelt one may mean.
 
     Raises:
         UsageError: a setting, or a strategy of this pack has a wrong name, or a file is missing or cannot be read.

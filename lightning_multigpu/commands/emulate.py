@@ -16,7 +16,7 @@ from types import FrameType
 
 from lightning_multigpu.commands.option_parser import OptionParser
 from lightning_multigpu.commands.usage import COMMAND, PROGRAM, UsageError
-from lightning_multigpu.emulation import EmulatedHosts, HostsUnavailable, InterfaceCounters
+from lightning_multigpu.emulation import EmulatedHosts, HostsUnavailable
 from lightning_multigpu.emulation.job import HostsJob
 from lightning_multigpu.emulation.namespaces import become_root_of_a_user_namespace
 
@@ -81,13 +81,9 @@ def _emulate(hosts: EmulatedHosts, command: Sequence[str], options: argparse.Nam
             for number, handler in before.items():
                 signal.signal(number, handler)
     for host, counters in traffic.items():
-        print(f"{host}: {_told(counters)}", file=sys.stderr)
+        sent_mb, received_mb = counters.sent_bytes / 1e6, counters.received_bytes / 1e6  # without frames' checksums
+        print(f"{host}: sent {sent_mb:.1f} MB, received {received_mb:.1f} MB", file=sys.stderr)
     return status or (128 + ended[0] if ended else 0)
-
-
-def _told(counters: InterfaceCounters) -> str:
-    """The traffic of an interface in megabytes of 10^6 bytes, with all headers but the frame's checksum."""
-    return f"sent {counters.sent_bytes / 1e6:.1f} MB, received {counters.received_bytes / 1e6:.1f} MB"
 
 
 def _parser(name: str) -> OptionParser:

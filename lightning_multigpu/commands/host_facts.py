@@ -54,12 +54,7 @@ Problem = tuple[str, str]
 
 
 def facts_of_host(main_address: str, num_ranks: int) -> Facts:
-    """The facts about this host.
-
-    Args:
-        main_address: the address of rank 0.
-        num_ranks: ranks on this host.
-    """
+    """The facts about this host with ``num_ranks`` ranks; ``main_address`` is that of rank 0."""
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     back_end, launcher = (shown_variables(os.environ, names) for names in (_BACK_END, _LAUNCHER))
     return {

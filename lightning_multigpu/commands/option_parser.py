@@ -48,9 +48,7 @@ class OptionParser(argparse.ArgumentParser):
 def check_directories(options: argparse.Namespace, *names: str) -> None:
     """Checks that the directories of files that are to be written exist.
 
-    Args:
-        options: the parsed options.
-        names: those whose values are paths of such files, or None.
+    ``names`` are those of options whose values are paths of such files, or None.
 
     Raises:
         UsageError: a directory does not exist.
@@ -62,12 +60,7 @@ def check_directories(options: argparse.Namespace, *names: str) -> None:
 
 
 def names_of(name: str, given: Sequence[str], known: Collection[str]) -> list[str]:
-    """Names that were given with spaces or commas between them, in their order, without repetitions.
-
-    Args:
-        name: of the option.
-        given: its values.
-        known: the names that there are.
+    """Names that were given to the option ``name`` with spaces or commas between, in their order, without repetitions.
 
     Raises:
         UsageError: there is none of that name.

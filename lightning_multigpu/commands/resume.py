@@ -33,12 +33,7 @@ _CONFIG = "config.yaml"  # as LightningCLI names it
 
 
 class Resumption(NamedTuple):
-    """An earlier run that is to go on.
-
-    Args:
-        file: its newest complete checkpoint.
-        config: the settings that it has saved, as a file; None where there are none beside the checkpoint.
-    """
+    """An earlier run that is to go on: its newest complete checkpoint, and the settings saved beside it, if any."""
 
     file: CheckpointFile
     config: Path | None
@@ -55,10 +50,7 @@ class Resumption(NamedTuple):
         return [*saved, *given, "--ckpt_path=null"]  # set once all is parsed: the saved settings may name another file
 
     def check(self, settings: Mapping[str, Any]) -> None:
-        """Checks that a model is configured as that of the run was.
-
-        Args:
-            settings: of the new run, with a section ``model``.
+        """Checks that the section ``model`` of a new run's settings is as that of the run was.
 
         Raises:
             UsageError: it is not; the message names each setting with both values.
@@ -72,7 +64,6 @@ class Resumption(NamedTuple):
             )
 
     def tell(self) -> None:
-        """One line on standard error, on rank 0."""
         settings = "" if self.config is None else f", with the settings of {short(str(self.config))}"
         _tell(f"Resumes from {self.file}{settings}")
 
@@ -91,10 +82,7 @@ def check_epochs(file: CheckpointFile, max_epochs: int | None) -> None:
 
 
 def taken_out(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The value of ``--resume``, None where it is not given, and the other arguments.
-
-    Args:
-        arguments: of the command line, without the subcommand.
+    """The value of ``--resume``, None where it is not given, and the other arguments of the subcommand.
 
     Raises:
         UsageError: its value is missing.
@@ -138,21 +126,17 @@ def find_last(trainer: pl.Trainer, settings: Mapping[str, Any]) -> CheckpointFil
     files = [file for place in places for file in complete_checkpoints(place)]
     found = newest(file for file in files if not _settings_differ(file, settings))
     if found is None and (trainer.is_global_zero or not isinstance(trainer.strategy, MultiGPUStrategy)):
-        raise UsageError(_none_of_this_configuration(places, newest(files), settings))
+        shown = " or ".join(map(short, places)) or "a directory of this run"
+        problem = f"ckpt_path='last': there is no complete checkpoint of this configuration in {shown}"
+        if (other := newest(files)) is None:
+            raise UsageError(f"{problem}; leave --ckpt_path out to begin anew")
+        differing = "; ".join(_settings_differ(other, settings))
+        raise UsageError(
+            f"{problem}. The newest of another one is {other} ({differing}): to take it all the same, pass its path"
+        )
     if found is not None:
         _tell(f"ckpt_path='last' is {found}")
     return found
-
-
-def _none_of_this_configuration(
-    places: Sequence[str], other: CheckpointFile | None, settings: Mapping[str, Any]
-) -> str:
-    shown = " or ".join(map(short, places)) or "a directory of this run"
-    problem = f"ckpt_path='last': there is no complete checkpoint of this configuration in {shown}"
-    if other is None:
-        return f"{problem}; leave --ckpt_path out to begin anew"
-    differing = "; ".join(_settings_differ(other, settings))
-    return f"{problem}. The newest of another one is {other} ({differing}): to take it all the same, pass its path"
 
 
 def _settings_differ(file: CheckpointFile, settings: Mapping[str, Any]) -> list[str]:

@@ -71,19 +71,15 @@ def as_table(rows: Sequence[StrategyRow]) -> Table:
         details = Table.grid(padding=(0, 1))
         details.add_column(no_wrap=True, style="dim")
         details.add_column()
-        for label, value in _details(row):
+        options = ", ".join(f"{name}={value!r}" for name, value in row.options.items())
+        for label, value in (
+            ("summary", row.summary),
+            ("class", row.class_path + (f" with {options}" if options else "")),
+            ("compute", row.compute),
+            ("gradients", row.gradients),
+            ("model", row.model),
+            ("bytes/step", row.bytes_per_step),
+        ):
             details.add_row(label, Text(value))
         table.add_row(row.name, details, end_section=True)
     return table
-
-
-def _details(row: StrategyRow) -> list[tuple[str, str]]:
-    options = ", ".join(f"{name}={value!r}" for name, value in row.options.items())
-    return [
-        ("summary", row.summary),
-        ("class", row.class_path + (f" with {options}" if options else "")),
-        ("compute", row.compute),
-        ("gradients", row.gradients),
-        ("model", row.model),
-        ("bytes/step", row.bytes_per_step),
-    ]

@@ -45,9 +45,6 @@ class TrainingParser(LightningArgumentParser):
     """Remembers what the first class that could not be made raised.
 
     jsonargparse buries it, without its traceback, in a list of all the types that the value did not fit.
-
-    Attributes:
-        failure: the class and the exception; None so far.
     """
 
     failure: tuple[type, Exception] | None = None
@@ -94,11 +91,7 @@ class TrainingCLI(LightningCLI):
     """LightningCLI that refuses what is wrong in one message, before any process is started.
 
     Model and data are given by their classes (``--model=examples.digits.DigitsCNN``). The configuration is
-    saved beside the logs, over that of an earlier run there.
-
-    Args:
-        arguments: the subcommand and its options.
-        wanted: further options, for the methods of a subclass.
+    saved beside the logs, over that of an earlier run there. ``wanted`` are further options, for subclasses.
 
     Raises:
         UsageError: an argument, a configuration file or a setting is wrong.

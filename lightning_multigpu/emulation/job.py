@@ -23,10 +23,7 @@ class HostsJob:
 
     Host 0 has this process's terminal. What the others print comes line by line, behind the name of the host.
 
-    Args:
-        hosts: that are up.
-        command: program and arguments, the same on every host.
-        env: variables for all of them, beside those by which ranks find each other.
+    ``env`` are variables for all of them, beside those by which ranks find each other.
 
     Raises:
         HostsUnavailable: the system refuses one of the processes; those that were started are ended.
@@ -71,7 +68,6 @@ class HostsJob:
         return first if first >= 0 else 128 - first
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Signals the command on every host."""
         for process in self._processes:
             process.send_signal(number)
 

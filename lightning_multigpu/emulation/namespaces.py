@@ -50,9 +50,6 @@ class Namespace:
 
     The kernel removes it with the last of its processes: when it is closed, or when this process has ended, however.
 
-    Args:
-        hosts_file: the content of /etc/hosts.
-
     Raises:
         HostsUnavailable: the process that holds it cannot be started.
     """

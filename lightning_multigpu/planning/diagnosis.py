@@ -29,7 +29,6 @@ class Finding:
     """A reason for long steps, or a limit that the run is near to.
 
     Attributes:
-        kind: short name.
         saving_s: predicted saving of the remedy, in seconds of a step; 0 for a limit.
         step_s: predicted step with the remedy.
         evidence: the measurements, as text.

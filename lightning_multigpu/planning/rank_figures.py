@@ -21,7 +21,6 @@ class RankFigures:
     """A rank's profiled steps; times are medians over its optimizer steps, in seconds.
 
     Attributes:
-        rank, host: the rank, and its host's name.
         node: number of its host.
         phases_s: seconds of a step by phase, see :data:`~lightning_multigpu.planning.step_phases.PHASES`.
         callbacks_s: seconds of a step by callback, for those that take time.
@@ -155,7 +154,6 @@ class LaunchQueue:
         GPU        [k0][k1  ][k2][k3]    at L3, k1 and k2 wait: 2 are queued
 
     Attributes:
-        kernels: the number of kernels.
         busy_s: seconds in which at least one kernel runs.
         queued: kernels that wait for their start when another one is launched; the median over all launches.
     """
@@ -166,11 +164,7 @@ class LaunchQueue:
 
     @classmethod
     def of(cls, kernels: Sequence[tuple[float, float, float]]) -> LaunchQueue | None:
-        """The queue of a step; None without a kernel.
-
-        Args:
-            kernels: the times of each kernel's launch, start and end, on one clock.
-        """
+        """The queue of a step, from the times of each kernel's launch, start and end; None without a kernel."""
         if not kernels:
             return None
         launches = sorted(launch_s for launch_s, _, _ in kernels)

@@ -15,12 +15,7 @@ Direction = Literal["forward", "backward"]
 class BlockTraffic:
     """Collectives of one operation in one pass through a block.
 
-    Attributes:
-        direction: the pass.
-        operation: as in ``torch.distributed``.
-        count: the number of collectives.
-        size_bytes: bytes of the whole tensors of all collectives.
-        sent_bytes: bytes that each rank sends in a ring.
+    ``size_bytes`` are those of the whole tensors of all collectives, ``sent_bytes`` what each rank sends in a ring.
     """
 
     direction: Direction
@@ -37,7 +32,6 @@ class SplitBlocks:
     Attributes:
         shape: "attention", for example.
         kind: the names of their layers, with * for numbers.
-        num_blocks: the number of blocks.
         whole_bytes: bytes of all blocks' parameters on one device.
         rank_bytes: bytes of the first rank's parts of these parameters.
         traffic: one block's traffic in the first batch.
@@ -69,12 +63,9 @@ class WholeBlocks:
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """A tensor split.
+    """A tensor split over ``num_ranks``.
 
     Attributes:
-        num_ranks: ranks that split each layer.
-        blocks: the split blocks.
-        whole: blocks that cannot be split.
         notes: further lines for the user.
         one_device: bytes that one device would hold in training.
         ranks: bytes that each rank of the first group, or of the first pipeline, holds.

@@ -25,11 +25,6 @@ class StrategyOptions:
     chosen: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def is_staged(self) -> bool:
-        """Whether the layers are in stages on different ranks."""
-        return self.class_name in _STAGED
-
-    @property
     def splits_model(self) -> bool:
         """Whether each rank holds a part of the model."""
         return self.class_name in _SPLITS_MODEL
@@ -62,7 +57,7 @@ class StrategyOptions:
         options = {**self.fixed, **self.chosen}
         if not self.class_name:
             return None
-        if self.is_staged:
+        if self.class_name in _STAGED:
             impossible = self.of_pipeline("schedule") == "zero_bubble" or self.of_pipeline("activation_checkpointing")
             return None if impossible else self.with_pipeline(activation_checkpointing=True)
         return None if options.get("activation_checkpointing") else self.with_(activation_checkpointing=True)

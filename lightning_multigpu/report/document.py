@@ -48,9 +48,6 @@ class RunFacts:
     Attributes:
         date: start of the fit, "2026-11-22T12:00:00Z".
         wall_s: seconds of the fit, validation included.
-        model: the module.
-        precision: of the Trainer.
-        hardware: of the host of rank 0.
     """
 
     date: str
@@ -108,9 +105,8 @@ class HeldMemory:
     """Bytes that a rank held at the end of training; keys of what was not measured are absent.
 
     Attributes:
-        rank: the rank.
-        parameters_bytes, gradients_bytes, optimizer_bytes: as they say. Buffers in which gradients travel count as
-            gradients; optimizer states that are offloaded to the host do not count.
+        gradients_bytes: with the buffers in which gradients travel.
+        optimizer_bytes: without states that are offloaded to the host.
         device_peak_bytes: on GPUs, the most that torch had allocated.
     """
 
@@ -164,8 +160,6 @@ class RunDocument(RunFacts):
     """``multigpu_report.json``, version 2.
 
     Attributes:
-        strategy: the strategy.
-        world: ranks and nodes.
         versions: of the software, by name.
         steps: optimizer steps of the fit; under ``async_ps`` the sum of the ranks' steps.
         ranks: one a rank, in rank order.
@@ -221,14 +215,9 @@ def build(
     parameter_servers: ServersSection | None = None,
     tensor_split: SplitPlan | None = None,
 ) -> RunDocument:
-    """The report of a run.
+    """The report of a run, from one record a rank in any order, and other fields of :class:`RunDocument`.
 
-    Args:
-        records: one a rank, in any order.
-        facts: what ran.
-        strategy, versions: as in :class:`RunDocument`.
-        aggregations: how each key's values become the run's; the keys of the report come in this order.
-        parameter_servers, tensor_split: if any, as in :class:`RunDocument`.
+    ``aggregations`` say how each key's values become the run's; the keys of the report come in this order.
 
     Raises:
         ValueError: there is no record, two have the same rank, or one is missing of a synchronous run.
@@ -298,12 +287,7 @@ def write_bytes(contents: bytes, path: Path) -> None:
 
 
 def read(path: Path, *, kind: str = "report", schema_version: int = SCHEMA_VERSION) -> dict[str, Any]:
-    """Reads a document back.
-
-    Args:
-        path: of the file.
-        kind: what it is, for messages.
-        schema_version: the version that can be read.
+    """Reads a document of one version back; ``kind`` is what messages call it.
 
     Raises:
         ReportError: it is no JSON, or of another version.

@@ -20,12 +20,9 @@ _DIGIT = 6.5  # the width of one, and of the space around a number
 
 
 class SvgFigure:
-    """A figure of rows with boxes over one scale from 0 to ``end``.
+    """A figure of rows with boxes over one scale from 0 to ``end``, whose values are shown as the text of ``show``.
 
-    Args:
-        end: of the scale, above 0.
-        show: a value on the scale as text.
-        left, width: pixels of the labels, and of the scale.
+    ``left`` and ``width`` are pixels of the labels, and of the scale.
     """
 
     def __init__(self, end: float, show: Callable[[float], str], *, left: float = _LEFT, width: float = _WIDTH) -> None:
@@ -36,12 +33,10 @@ class SvgFigure:
         self._drawn: dict[float, float] = {}
 
     def title(self, text: str) -> None:
-        """Puts a title above the next rows."""
         self._shapes.append(_text(10, self._height + 19, text, weight="bold"))
         self._height += _TITLE
 
     def row(self, label: str) -> None:
-        """Begins a row."""
         self._has_long_labels |= len(label) > _SHORT_LABEL
         shown = label if len(label) <= _LABEL else f"…{label[1 - _LABEL :]}"  # folders differ at the end
         self._shapes.append(_text(4, self._height + 17, shown, title=label))
@@ -105,7 +100,6 @@ class SvgFigure:
         )
 
     def document(self) -> str:
-        """The figure as an SVG document."""
         width, height = self._left + self._width + _RIGHT, self._height
         head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} '
         head += f'{height:g}" font-family="sans-serif" font-size="12">'

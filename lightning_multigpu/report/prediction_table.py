@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -13,17 +12,12 @@ from lightning_multigpu.planning.pipelines.balance import layers_text
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan, PipelinePlans
 from lightning_multigpu.report import schedule_picture
 from lightning_multigpu.report.schedule_picture import Panel
+from lightning_multigpu.report.schema import attributes
 from lightning_multigpu.report.terminal import narrow, say
 
 
 def print_plans(console: Console, plans: PipelinePlans, link_gbit: float | None) -> None:
-    """Prints the assumptions, a table with a row for each plan, and the stages of each plan.
-
-    Args:
-        console: to print to.
-        plans: at least one.
-        link_gbit: bandwidth of the links, as given by the user.
-    """
+    """Prints the assumptions, a table with a row for each plan, at least one, and the stages of each plan."""
     say(console, _head(plans, link_gbit))
     console.print(_table(plans))
     say(console, *map(_stages, plans.plans), "", _choice(plans))
@@ -33,17 +27,20 @@ def as_json(plans: PipelinePlans, link_gbit: float | None) -> dict[str, Any]:
     """The object of ``--json``, whose keys :mod:`lightning_multigpu.commands.plans.plan` describes."""
     may_be_fastest = [plans.fastest, *plans.alike]
     return {
-        "num_ranks": plans.num_ranks,
-        "tensor_parallel_size": plans.tensor_parallel_size,
-        "num_pipelines": plans.num_pipelines,
-        "balance": plans.balance,
+        **attributes(plans, "num_ranks", "tensor_parallel_size", "num_pipelines", "balance"),
         "link_gbit": link_gbit,
         "batch_samples": plans.num_samples,
-        "one_device_s": plans.one_device_s,
-        "waiting": plans.waiting,
+        **attributes(plans, "one_device_s", "waiting"),
         "too_noisy": plans.is_too_noisy,
         "plans": [
-            {**_plan_json(plan), "may_be_fastest": any(plan is one for one in may_be_fastest)} for plan in plans.plans
+            {
+                **attributes(plan, "module", "schedule", "num_micro_batches", "step_s", "bubble"),
+                **attributes(plan, "relative_throughput", "relative_throughput_range"),
+                "step_s_of_rounds": [of_round.step_s for of_round in plan.rounds],
+                **attributes(plan, "stages", "memory"),
+                "may_be_fastest": any(plan is one for one in may_be_fastest),
+            }
+            for plan in plans.plans
         ],
     }
 
@@ -51,9 +48,7 @@ def as_json(plans: PipelinePlans, link_gbit: float | None) -> dict[str, Any]:
 def picture(plans: PipelinePlans, suffix: str = ".svg") -> bytes:
     """The predicted schedules, one below the other on one scale of time, rank 0 at the bottom.
 
-    Args:
-        plans: at least one.
-        suffix: of the file: ".svg", ".png" or ".pdf".
+    ``suffix`` is that of the file: ".svg", ".png" or ".pdf".
     """
     return schedule_picture.picture(
         [
@@ -140,18 +135,3 @@ def _choice(plans: PipelinePlans) -> str:
 
 def _name(plan: PipelinePlan) -> str:
     return f"{plan.schedule}, M = {plan.num_micro_batches}"
-
-
-def _plan_json(plan: PipelinePlan) -> dict[str, Any]:
-    return {
-        "module": plan.module,
-        "schedule": plan.schedule,
-        "num_micro_batches": plan.num_micro_batches,
-        "step_s": plan.step_s,
-        "bubble": plan.bubble,
-        "relative_throughput": plan.relative_throughput,
-        "relative_throughput_range": list(plan.relative_throughput_range),
-        "step_s_of_rounds": [of_round.step_s for of_round in plan.rounds],
-        "stages": [asdict(stage) for stage in plan.stages],
-        "memory": [asdict(rank) for rank in plan.memory],
-    }

@@ -126,7 +126,6 @@ def _purposes(purposes: Mapping[str, float]) -> str | None:
 
 
 def _memory(held: Sequence[HeldMemory], name: str, console: Console) -> Table:
-    """The bytes that each rank holds."""
     ranks = [as_json(rank) for rank in held]
     table = _framed(f"{name}: memory of the ranks", console)
     table.add_column("rank", justify="right")

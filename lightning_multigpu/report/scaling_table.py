@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from rich.console import Console
 from lightning_multigpu.planning.numbers import number, size
 from lightning_multigpu.planning.scaling.ranking import Ranking
 from lightning_multigpu.planning.scaling.step_model import Prediction
+from lightning_multigpu.report.schema import as_json, attributes
 from lightning_multigpu.report.terminal import narrow, say
 
 SCHEMA_VERSION = 1
@@ -29,7 +29,7 @@ def show(ranking: Ranking, picture_path: Path | None, json_path: Path | None) ->
         picture_path.write_bytes(picture(ranking, picture_path.suffix))
         print(f"Picture: {picture_path}")
     if json_path is not None:
-        json_path.write_text(json.dumps(as_json(ranking), indent=2) + "\n")
+        json_path.write_text(json.dumps(document(ranking), indent=2) + "\n")
         print(f"Plans as JSON: {json_path}")
 
 
@@ -100,19 +100,16 @@ def plot(ranking: Ranking) -> list[str]:
     ]
 
 
-def as_json(ranking: Ranking) -> dict[str, Any]:
+def document(ranking: Ranking) -> dict[str, Any]:
     """The object of ``plan --json``."""
     return {
         "schema_version": SCHEMA_VERSION,
-        "model": {"name": ranking.model.name, "parameters": ranking.model.parameters, "samples": ranking.model.samples},
+        "model": attributes(ranking.model, "name", "parameters", "samples"),
         "machine": ranking.machine.name,
         "one_device": _prediction(ranking.one),
         "predictions": [_prediction(each) for each in ranking.predictions],
         "too_large": [_prediction(each) for each in ranking.too_large],
-        "impossible": [
-            {"strategy": str(candidate), "world": list(world), "reason": reason}
-            for candidate, world, reason in ranking.impossible
-        ],
+        "impossible": [{"strategy": str(c), "world": world, "reason": why} for c, world, why in ranking.impossible],
         "remedies": [{"change": each.change, **_prediction(each.prediction)} for each in ranking.remedies],
         "explanation": ranking.explanation(),
     }
@@ -121,26 +118,18 @@ def as_json(ranking: Ranking) -> dict[str, Any]:
 def _prediction(each: Prediction) -> dict[str, Any]:
     return {
         "strategy": each.candidate.strategy,
-        "options": dict(each.candidate.options),
+        "options": each.candidate.options,
         "accumulate_grad_batches": each.candidate.accumulate,
-        "world": list(each.world),
-        "step_s": each.step_s,
-        "interval_s": list(each.interval_s),
-        "parts_s": each.parts_s,
-        "hidden_s": each.hidden_s,
-        "samples_per_s": each.samples_per_s,
-        "memory": {**asdict(each.memory), "activations_bytes": each.activations_bytes},
-        "sent_bytes": dict(each.sent_bytes),
-        "limit": each.limit,
+        **attributes(each, "world", "step_s", "interval_s", "parts_s", "hidden_s", "samples_per_s"),
+        "memory": {**as_json(each.memory), "activations_bytes": each.activations_bytes},
+        **attributes(each, "sent_bytes", "limit"),
     }
 
 
 def picture(ranking: Ranking, suffix: str = ".svg") -> bytes:
     """Samples a second over devices, a line for each strategy, beside the line of perfect scaling.
 
-    Args:
-        ranking: with predictions.
-        suffix: of the file: ".svg", ".png" or ".pdf".
+    ``suffix`` is that of the file: ".svg", ".png" or ".pdf".
     """
     from matplotlib.figure import Figure
 

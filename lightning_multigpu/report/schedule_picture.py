@@ -70,7 +70,6 @@ def draw(panels: Sequence[Panel]) -> str:
 
 
 def _kinds(panels: Sequence[Panel]) -> list[str]:
-    """The kinds of intervals that occur."""
     found = {i.kind for panel in panels for timeline in panel.timelines for i in timeline}
     return [kind for kind in _COLOURS if kind in found]
 

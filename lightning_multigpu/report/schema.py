@@ -46,6 +46,11 @@ def as_json(value: Any) -> Any:
     return value
 
 
+def attributes(value: Any, *names: str) -> dict[str, Any]:
+    """Some fields and properties of an object as what JSON can write."""
+    return {name: as_json(getattr(value, name)) for name in names}
+
+
 def from_json(kind: type[_T], value: Any, place: str = "the document") -> _T:
     """The dataclass ``kind`` from what JSON has read; keys that it does not know are left out.
 

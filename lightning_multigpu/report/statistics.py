@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 Aggregation = Literal["sum", "max", "mean"]
@@ -73,13 +74,32 @@ class Series:
         }
 
 
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of the values lie, interpolated linearly between neighbours.
+@dataclass(frozen=True)
+class Spread:
+    """Median, quartiles and extremes of ``count`` values."""
 
-    Args:
-        ordered: the values in ascending order, at least one.
-        share: between 0 and 1.
-    """
+    median: float
+    p25: float
+    p75: float
+    min: float
+    max: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Raises ``ValueError`` where there is no value."""
+        ordered = sorted(values)
+        median, p25, p75 = (quantile(ordered, share) for share in (0.5, 0.25, 0.75))
+        return cls(median, p25, p75, ordered[0], ordered[-1], len(ordered))
+
+    def scaled(self, factor: float) -> Spread:
+        """In another unit."""
+        median, p25, p75, low, high = (factor * v for v in (self.median, self.p25, self.p75, self.min, self.max))
+        return Spread(median, p25, p75, low, high, self.count)
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The value below which ``share`` of the ascending values, at least one, lie, interpolated between neighbours."""
     position = share * (len(ordered) - 1)
     below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)

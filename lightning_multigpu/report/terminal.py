@@ -28,9 +28,7 @@ def narrow() -> Table:
 def columns(rows: Sequence[Sequence[str]], first: Literal["left", "right"] = "right", *others: str) -> list[str]:
     """A line for each row, with the cells of a column below each other; never wrapped.
 
-    Args:
-        rows: of as many cells each.
-        first, others: "left" or "right" for each column; the last one counts for further columns.
+    ``first`` and ``others`` are "left" or "right" for each column; the last one counts for further columns.
     """
     table = Table.grid(padding=(0, 2, 0, 0))
     for index in range(len(rows[0])):

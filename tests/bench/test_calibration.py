@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_multigpu.bench.calibration import calibration, kernels
+from lightning_multigpu.bench import calibration, kernels
 from lightning_multigpu.bench.jobs.host_agents import HostAgents
 from lightning_multigpu.bench.jobs.placement import placement
-from lightning_multigpu.bench.spread import Spread
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION
 from lightning_multigpu.bench.strategies.strategy_run import StrategyResult
 from lightning_multigpu.commands.calibrate import this_machine
@@ -30,6 +29,7 @@ from lightning_multigpu.planning.scaling.machine_model import (
     World,
 )
 from lightning_multigpu.planning.scaling.step_model import Candidate, predict
+from lightning_multigpu.report.statistics import Spread
 
 HOSTS, ONE_HOST = World(2, 1), World(1, 2)
 ALONE = {"tiny": 1e-3, "deep": 4e-3, "large": 50e-3}

@@ -13,8 +13,8 @@ from lightning_multigpu.bench.collectives import implementations
 from lightning_multigpu.bench.collectives.collective_run import CollectiveResult
 from lightning_multigpu.bench.collectives.collective_table import CollectivesTable
 from lightning_multigpu.bench.collectives.operations import BY_NAME, OPERATIONS
-from lightning_multigpu.bench.spread import Spread
 from lightning_multigpu.cli import main
+from lightning_multigpu.report.statistics import Spread
 from tests.bench.planted import FAULTY, FORGETFUL, LIAR
 
 QUICK = ("--repetitions=2", "--warm-up=1", "--min-size=1k", "--max-size=16k", "--step-factor=16")

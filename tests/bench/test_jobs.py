@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_multigpu.bench.calibration import calibration
+from lightning_multigpu.bench import calibration
 from lightning_multigpu.bench.jobs import host_agents, rank_process
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
 from lightning_multigpu.bench.jobs.placement import Placement, placement

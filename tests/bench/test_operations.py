@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_multigpu.bench.collectives.operations import BY_NAME, OPERATIONS, Buffers, Operation
-from lightning_multigpu.bench.collectives.pattern import Pattern
+from lightning_multigpu.bench.collectives.operations import BY_NAME, OPERATIONS, Buffers, Operation, Pattern
 
 CPU = torch.device("cpu")
 MOVING = [operation for operation in OPERATIONS if operation.has_size]

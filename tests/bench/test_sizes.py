@@ -1,11 +1,10 @@
-"""Sizes as people write them, and the spread of measurements."""
+"""Sizes as people write them."""
 
 from __future__ import annotations
 
 import pytest
 
 from lightning_multigpu.bench.sizes import geometric_sizes, size_bytes, size_text
-from lightning_multigpu.bench.spread import Spread
 
 
 @pytest.mark.parametrize(
@@ -49,9 +48,3 @@ def test_geometric_sizes() -> None:
     assert geometric_sizes(7, 7, 2) == [7]
     with pytest.raises(ValueError, match="--max-size=1 is below --min-size=2"):
         geometric_sizes(2, 1, 2)
-
-
-def test_spread() -> None:
-    spread = Spread.of([5.0, 1.0, 2.0, 3.0, 4.0])
-    assert spread.as_json() == {"median": 3.0, "p25": 2.0, "p75": 4.0, "min": 1.0, "max": 5.0, "count": 5}
-    assert spread.scaled(10).as_json() == {"median": 30, "p25": 20, "p75": 40, "min": 10, "max": 50, "count": 5}

@@ -13,7 +13,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_multigpu import RingDDPStrategy
-from lightning_multigpu.bench.spread import Spread
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, contender
 from lightning_multigpu.bench.strategies.models import MODELS, repeated
 from lightning_multigpu.bench.strategies.strategy_rank import Taken, TakesTurns, Turn
@@ -21,6 +20,7 @@ from lightning_multigpu.bench.strategies.strategy_run import StrategyResult
 from lightning_multigpu.bench.strategies.strategy_table import StrategiesTable
 from lightning_multigpu.cli import main
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.report.statistics import Spread
 from tests.bench.models import Tiny
 
 QUICK = ("--repetitions=3", "--steps=2", "--warm-up=1")

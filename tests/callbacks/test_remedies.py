@@ -26,7 +26,7 @@ WORK = {"data_wait": 0.03, "forward": 0.02, "backward": 0.02, "communication": 0
 def remedies(strategy: Any, *, num_nodes: int = 2) -> dict[str, str]:
     """By kind, with "memory: " and the kind of memory for those of a GPU's memory: all that a run can be told."""
     options, found = strategy_options(strategy), {}
-    staged = options.is_staged
+    staged = options.class_name in ("PipelineStrategy", "HybridStrategy")
     split = options.class_name in ("TensorSplitStrategy", "HybridStrategy")
     served = options.class_name == "ParameterServerStrategy"
     for kind in ("parameters", "optimizer", "activations"):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_multigpu.report.statistics import Series, aggregate, aggregate_ranks, quantile
+from lightning_multigpu.report.statistics import Series, Spread, aggregate, aggregate_ranks, quantile
 
 
 def series(*values: float, warm_up: int = 0, capacity: int = 1 << 16) -> Series:
@@ -65,6 +65,12 @@ def test_a_weight_is_above_zero(weight: float) -> None:
 def test_quantiles_and_aggregation() -> None:
     assert [quantile([1.0, 2.0, 4.0], share) for share in (0.0, 0.25, 1.0)] == [1.0, 1.5, 4.0]
     assert [aggregate([1.0, 2.0, 6.0], how) for how in ("sum", "max", "mean")] == [9.0, 6.0, 3.0]
+
+
+def test_spread() -> None:
+    spread = Spread.of([5.0, 1.0, 2.0, 3.0, 4.0])
+    assert spread == Spread(median=3.0, p25=2.0, p75=4.0, min=1.0, max=5.0, count=5)
+    assert spread.scaled(10) == Spread(median=30, p25=20, p75=40, min=10, max=50, count=5)
 
 
 def test_ranks_without_a_figure_do_not_count() -> None:

@@ -24,13 +24,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_multigpu.bench.collectives.implementations import Call, Implementation
-from lightning_multigpu.bench.collectives.operations import BY_NAME, Buffers, Operation
-from lightning_multigpu.bench.collectives.pattern import Pattern
+from lightning_multigpu.bench.collectives.operations import BY_NAME, Buffers, Operation, Pattern
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
 from lightning_multigpu.bench.jobs.rank_process import Seat, Turns
-from lightning_multigpu.bench.spread import Spread
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.job.shared_gpus import ask_nccl_to_share, rank_devices, refusal_of_nccl, share_a_gpu
+from lightning_multigpu.report.statistics import Spread
 
 OK = "ok"
 
@@ -58,16 +57,10 @@ class CollectiveTurn:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivePlan:
-    """The plan of a bench.
+    """The plan of a bench: every combination of operations, implementations and sizes in bytes.
 
-    Args:
-        operations, implementations, sizes: every combination, sizes in bytes.
-        device_type: "cpu" or "cuda".
-        dtype: of the tensors.
-        repetitions: turns of each implementation.
-        warm_up: calls at the start of each turn that are not timed.
-        timeout_s: for each turn.
-        join_s: how much longer ranks may take from their start to the first turn.
+    Each implementation has ``repetitions`` turns, and each turn ``warm_up`` calls that are not timed. A turn may take
+    ``timeout_s``, and the first one ``join_s`` longer, from the start of the ranks.
     """
 
     operations: Sequence[Operation]
@@ -81,7 +74,6 @@ class CollectivePlan:
     join_s: float = 60.0
 
     def turns(self) -> Iterator[CollectiveTurn]:
-        """The turns of all implementations, in order."""
         for operation in self.operations:
             having = [each.name for each in self.implementations if each.has(operation.name)]
             for size in self.sizes if operation.has_size else [0]:
@@ -139,12 +131,7 @@ def measure(hosts: HostAgents, plan: CollectivePlan) -> Iterator[CollectiveResul
 
 @dataclass
 class ImplementationRun:
-    """One implementation in the course of the table.
-
-    Attributes:
-        job: its ranks.
-        failed: the operation in which it takes no further part, after a row that says so.
-    """
+    """One implementation in the course of the table; in the operation ``failed`` it takes no further part."""
 
     hosts: HostAgents
     implementation: Implementation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,13 +20,7 @@ _UNITS = {"size": "(B)", "time": "(us)", "25 %": "(us)", "75 %": "(us)", "algbw"
 
 
 class CollectivesTable:
-    """Turns results into lines and into JSON.
-
-    Args:
-        world_size: ranks.
-        dtype: of the tensors.
-        link_gbit: the theoretical speed of a rank's way out in Gbit/s, or None.
-    """
+    """Turns results into lines and into JSON; ``link_gbit`` is the theoretical speed of a rank's way out, or None."""
 
     def __init__(self, *, world_size: int, dtype: torch.dtype, link_gbit: float | None) -> None:
         self._world_size = world_size
@@ -34,7 +29,6 @@ class CollectivesTable:
         self._widths = {name: width for name, width in _WIDTHS.items() if name != "of peak" or self._peak is not None}
 
     def head(self) -> list[str]:
-        """The lines above the rows."""
         peak = "" if self._peak is None else f"{_number(self._peak / 1e9)} GB/s"
         units = [{**_UNITS, "of peak": peak}.get(name, "") for name in self._widths]
         return [f"#{self._line(cells)[1:].rstrip()}" for cells in ([*self._widths], units)]
@@ -80,7 +74,7 @@ class CollectivesTable:
             "dtype": self._type,
             "status": result.status,
             "reason": result.reason,
-            "time_us": None if result.seconds is None else result.seconds.scaled(1e6).as_json(),
+            "time_us": result.seconds and asdict(result.seconds.scaled(1e6)),
             "algbw_gb_per_sec": None if algbw is None else algbw / 1e9,
             "busbw_gb_per_sec": None if busbw is None else busbw / 1e9,
             "share_of_peak": self._share(result),
@@ -88,7 +82,6 @@ class CollectivesTable:
         }
 
     def _line(self, cells: Sequence[str]) -> str:
-        """The cells of the first columns."""
         return " ".join(f"{cell:{width}}" for cell, width in zip(cells, self._widths.values(), strict=False))
 
     def _busbw(self, result: CollectiveResult) -> float:

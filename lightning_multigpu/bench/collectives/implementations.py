@@ -28,7 +28,6 @@ class Implementation:
         backend: the back end of torch.distributed whose process group it gets.
         make: returns the operations over such a group, by name; called once on every rank. A function of a module,
             since it is sent to ranks by its name.
-        summary: in one line of the help.
         operations: their names; empty where trying decides.
         devices: types of device whose tensors it takes; empty for those that the back end is meant for.
     """
@@ -55,7 +54,6 @@ class Implementation:
 
     @property
     def is_built(self) -> bool:
-        """Whether this build of torch has the back end."""
         import torch.distributed as dist
 
         return dist.is_backend_available(self.backend)
@@ -141,6 +139,21 @@ def compressed(group: dist.ProcessGroup) -> dict[str, Call]:
     return {"all_reduce": call}
 
 
+def broadcasts(group: dist.ProcessGroup) -> dict[str, Call]:
+    """A broadcast from each owner of a part of the model at once, as under ``ddp_sharded``."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank(group)
+
+    def gather(b: Buffers) -> None:
+        parts = list(b.parts(b.output))
+        parts[rank].copy_(b.input)
+        for work in [dist.broadcast(part, owner, group=group, async_op=True) for owner, part in enumerate(parts)]:
+            work.wait()
+
+    return {"all_gather": gather}
+
+
 def _own_group(groups: list[list[int]]) -> dist.ProcessGroup | None:
     """This rank's of several groups; None without one. A collective of all ranks."""
     import torch.distributed as dist
@@ -176,3 +189,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation("mpi", "mpi", torch_collectives, "the MPI that torch was built with"),
     Implementation("ucc", "ucc", torch_collectives, "UCC, where torch was built with it"),
 )
+OWNERS = Implementation(
+    "owners", "gloo", broadcasts, "the broadcasts of ddp_sharded, one from each owner", ("all_gather",), ("cpu",)
+)
+"""Of no bench: calibration times it."""

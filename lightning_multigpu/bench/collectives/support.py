@@ -20,14 +20,7 @@ _SIZE = 1 << 12
 def try_all(
     hosts: HostAgents, implementations: Sequence[Implementation], operations: Sequence[Operation], timeout_s: float
 ) -> list[dict[str, Any]]:
-    """The entries of ``support``: each operation is tried on a few KiB of float32, in processes of their own.
-
-    Args:
-        hosts: that run them.
-        implementations: to try, also those that this build of torch does not have.
-        operations: to try.
-        timeout_s: without an answer in this time an operation has timed out.
-    """
+    """The entries of ``support``: each operation is tried on a few KiB of float32, in processes of their own."""
     cells = []
     for implementation in implementations:
         for device in ("cpu", "cuda"):

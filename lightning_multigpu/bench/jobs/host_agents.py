@@ -46,9 +46,8 @@ _END_S = 15.0
 class JobError(RuntimeError):
     """A job has failed, and its ranks have been ended; the message is one line.
 
-    Attributes:
-        status: "crashed" where a process ended, "failed" where a rank raised an exception, "timed out".
-        all_ranks: whether all ranks failed in this way.
+    ``status`` is "crashed" where a process ended, "failed" where a rank raised an exception, or "timed out";
+    ``all_ranks`` tells whether all failed in this way.
     """
 
     def __init__(self, status: str, all_ranks: bool, reason: str) -> None:
@@ -61,7 +60,6 @@ class HostAgents:
     """A context manager: this agent's part in the jobs of all hosts. Every agent has to call the same methods.
 
     Args:
-        placement: of this agent.
         threads: intra-op threads of each rank.
         verbose: what ranks print goes to standard error, and nowhere otherwise.
         modules: that ranks of later jobs than the first one need; they are imported once, before all ranks are forked.
@@ -136,9 +134,6 @@ class HostAgents:
         """Starts a job; its ranks call ``entry(settings, seat, turns)``.
 
         Args:
-            name: of the job.
-            entry: the main function of a rank.
-            settings: what it is given.
             turns: those of :meth:`turns` in which the job works.
             timeout_s: of a turn; a rank that takes longer is ended, and with it the job.
             start_timeout_s: the same from the start to the first turn.

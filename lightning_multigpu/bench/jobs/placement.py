@@ -17,8 +17,6 @@ class Placement:
     Args:
         agent: which of the agents this is, from 0.
         num_agents: as many as the command line was started times: one a host, or one a rank under torchrun and SLURM.
-        node_rank: this host.
-        num_nodes: hosts.
         devices: ranks a host.
         local_ranks: those of this host that this agent starts.
         main_address: the first host, as the others reach it.
@@ -38,7 +36,6 @@ class Placement:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
         return self.num_nodes * self.devices
 
     def rank(self, local_rank: int) -> int:

@@ -31,7 +31,6 @@ class Seat:
     """A rank of a job.
 
     Args:
-        placement: the ranks of the job.
         local_rank: of this process.
         threads: intra-op threads.
         store_port: where the store of the bench is, at the placement's main address.
@@ -54,7 +53,6 @@ class Seat:
 
     @property
     def rank(self) -> int:
-        """Of this process, among all ranks of the job."""
         return self.placement.rank(self.local_rank)
 
     def store(self) -> Store:
@@ -66,11 +64,8 @@ class Turns:
     """The turns of this rank, one after another; between them it sleeps. Each needs one answer.
 
     A turn begins when the turn before it, of whichever job, is over. It is over when all ranks have answered. A rank
-    whose time is up says so, with the stacks of its threads on standard error.
-
-    Args:
-        seat: of this rank.
-        turns: the job's own: the number among all turns, and what is to be done.
+    whose time is up says so, with the stacks of its threads on standard error. ``turns`` are the job's own: the number
+    among all turns, and what is to be done.
     """
 
     def __init__(self, seat: Seat, turns: Sequence[tuple[int, Any]]) -> None:
@@ -149,7 +144,11 @@ def failures(store: Store, job: str) -> list[tuple[str, int, str]]:
 
 def run_rank(seat: Seat, entry: Entry, settings: Any, turns: Sequence[tuple[int, Any]]) -> None:
     """Runs ``entry`` in a process of its own, and ends the process."""
-    _redirect(seat.verbose)
+    if not seat.verbose:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+    os.dup2(2, 1)
     _set_environment(seat)
     torch.set_num_threads(seat.threads)
     threading.Thread(target=_end_when_asked, args=(seat,), name="bench-end", daemon=True).start()
@@ -166,14 +165,6 @@ def _end_when_asked(seat: Seat) -> None:
     with contextlib.suppress(RuntimeError):  # the store has gone, and with it the command that has started this process
         seat.store().wait([end_key(seat.job)], _DAY)
     os._exit(1)
-
-
-def _redirect(verbose: bool) -> None:
-    if not verbose:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
-    os.dup2(2, 1)
 
 
 def _set_environment(seat: Seat) -> None:

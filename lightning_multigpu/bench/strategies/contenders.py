@@ -19,12 +19,9 @@ NO_COMMUNICATION = "no communication"
 
 @dataclass(frozen=True)
 class Contender:
-    """One strategy with its options.
+    """One strategy with its options, labelled as it was written.
 
-    Args:
-        label: as it was written; :data:`NO_COMMUNICATION` for each rank training by itself.
-        strategy: the class; None for no communication.
-        options: its arguments.
+    Without a class each rank trains by itself, and the label is :data:`NO_COMMUNICATION`.
     """
 
     label: str
@@ -37,7 +34,6 @@ class Contender:
         return not getattr(self.strategy, "starts_ranks", True)
 
     def make(self) -> Strategy:
-        """A new strategy."""
         assert self.strategy is not None
         return self.strategy(**self.options)
 

@@ -102,12 +102,7 @@ MODELS: dict[str, type[LightningModule]] = {"mlp": BenchMLP, "gpt": BenchGPT}
 
 
 class SameBatch(Dataset[Any]):
-    """``length`` samples; every batch of them is the same one, so that loading takes no time.
-
-    Args:
-        batch: what ``training_step`` gets.
-        length: of the data set.
-    """
+    """``length`` samples; every batch of them is the same one, so that loading takes no time."""
 
     def __init__(self, batch: Any, length: int) -> None:
         self._batch = batch
@@ -141,7 +136,7 @@ def made(base: type[T], settings: Any, where: str) -> T:
     Args:
         base: LightningModule or LightningDataModule.
         settings: a class path, or a mapping with ``class_path`` and ``init_args``.
-        where: the settings stand, for the message.
+        where: place of the settings, for the message.
 
     Raises:
         ValueError: it cannot be made.

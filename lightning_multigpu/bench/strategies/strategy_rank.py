@@ -28,17 +28,9 @@ from lightning_multigpu.job.shared_gpus import place, rank_devices
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyPlan:
-    """The plan of a bench.
+    """The plan of a bench: each strategy has ``repetitions`` turns of ``steps`` timed steps after ``warm_up`` others.
 
-    Args:
-        subject: the model, its data and its precision.
-        device_type: "cpu" or "cuda".
-        repetitions: turns of each strategy.
-        steps: timed steps of a turn.
-        warm_up: steps before them, in each turn.
-        timeout_s: for a turn.
-        start_timeout_s: from the start to the first turn.
-        counts_memory: also count the bytes that a step holds.
+    A turn may take ``timeout_s``, and the start of the ranks ``start_timeout_s``.
     """
 
     subject: Subject

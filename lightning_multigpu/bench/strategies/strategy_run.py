@@ -18,9 +18,9 @@ from statistics import median
 
 from lightning_multigpu.bench.collectives.collective_run import OK
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
-from lightning_multigpu.bench.spread import Spread
 from lightning_multigpu.bench.strategies.contenders import Contender
 from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan, Taken, Turn, serve
+from lightning_multigpu.report.statistics import Spread
 
 START_EACH_S = 10.0
 """More for each strategy that starts at the same time."""
@@ -54,9 +54,7 @@ def take_turns(
 ) -> list[StrategyResult]:
     """The rows of runs with equal plans and hosts, also of different numbers of ranks; they start at the same time.
 
-    Args:
-        runners: of the rows, in their order.
-        after_turn: gets the label of the strategy after each turn; each has one more than the plan's repetitions.
+    ``after_turn`` gets the label of the strategy after each turn; each has one more than the plan's repetitions.
     """
     order = [*runners]  # first a turn each that does not count
     for repetition in range(runners[0].plan.repetitions):
@@ -119,7 +117,6 @@ class StrategyRun:
             self._metered.append([taken.metered for taken in self._taken])
 
     def end(self) -> None:
-        """Ends the ranks."""
         if self._job is not None:
             self._job.end()
             self._job = None

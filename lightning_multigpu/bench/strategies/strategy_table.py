@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION
 from lightning_multigpu.bench.strategies.strategy_run import StrategyResult
+from lightning_multigpu.report.schema import attributes
 from lightning_multigpu.report.terminal import columns
 
 
 class StrategiesTable:
-    """Sets results against a baseline and against the step without communication.
-
-    Args:
-        results: of one run.
-        baseline: the label of the row that is 1.0.
-    """
+    """Sets the results of a run against the one labelled ``baseline`` and against the step without communication."""
 
     def __init__(self, results: Sequence[StrategyResult], baseline: str) -> None:
         self._results = results
@@ -48,15 +45,13 @@ class StrategiesTable:
         return [
             {
                 "strategy": result.label,
-                "status": result.status,
-                "reason": result.reason,
-                "step_ms": None if result.step_s is None else result.step_s.scaled(1e3).as_json(),
+                **attributes(result, "status", "reason"),
+                "step_ms": result.step_s and asdict(result.step_s.scaled(1e3)),
                 "rank_median_step_ms": [1e3 * value for value in result.rank_medians_s],
                 "ratio": self._ratio(result),
                 "communication_cost_ms": _scaled(self._cost_s(result), 1e3),
                 "communication_cost_ratio": self._cost_ratio(result),
-                "metered": result.metered,
-                "samples_per_s": result.samples_per_s,
+                **attributes(result, "metered", "samples_per_s"),
             }
             for result in self._results
         ]

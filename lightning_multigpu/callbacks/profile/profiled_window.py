@@ -49,12 +49,7 @@ _PASSES = {"forward": "forward", "backward": "backward", "weight": "backward"}
 
 
 class ActionRecorder(Profiler):
-    """Records the actions that Lightning reports as spans, and passes them on to the profiler whose place it takes.
-
-    Args:
-        inner: the Trainer's profiler.
-        clock: seconds, monotonic.
-    """
+    """Records the actions that Lightning reports as spans, and passes them on to the profiler whose place it takes."""
 
     def __init__(self, inner: Profiler, clock: Callable[[], float]) -> None:
         super().__init__()
@@ -80,13 +75,7 @@ class ActionRecorder(Profiler):
 
 
 class ProfiledWindow:
-    """The profiled steps of this rank.
-
-    Args:
-        trainer: at the start of training.
-        wait, warmup, active: steps that are left out, recorded, and counted.
-        operators: whether torch's profiler records a step; None: on a GPU.
-        activations: whether saved activations are counted in a step.
+    """The profiled steps of this rank; arguments are as those of :class:`.ProfilerReport`.
 
     Attributes:
         batches: of the step that runs, which its callback counts.
@@ -124,7 +113,6 @@ class ProfiledWindow:
         next(self._course)
 
     def step_ends(self) -> None:
-        """An optimizer step has ended on this rank."""
         next(self._course, None)
         self.batches = 0
         self.interrupted = False

@@ -56,6 +56,7 @@ from lightning_multigpu.bench.sizes import geometric_sizes, size_bytes, size_tex
 from lightning_multigpu.commands.benches.bench_options import add_common_options, check_device, started, write_json
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories, names_of, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
+from lightning_multigpu.report.schema import attributes
 
 if TYPE_CHECKING:
     from lightning_multigpu.bench.collectives.collective_run import CollectivePlan, CollectiveResult
@@ -70,7 +71,10 @@ def run(name: str, arguments: Sequence[str]) -> int:
     options = _parser(name).parse(arguments)
     try:
         place = placement(options.devices, options.num_nodes)
-        _check(options, place)
+        if place.world_size < 2:
+            raise UsageError("--devices=1: a collective needs 2 ranks or more; pass --devices=2")
+        check_directories(options, "json")
+        check_device(options)
         plan = _plan(options, _operations(options), _implementations(options))
         _check_memory(options, plan, place)
     except ValueError as error:
@@ -93,9 +97,7 @@ def _table(hosts: HostAgents, head: dict[str, Any], plan: CollectivePlan, option
     print("\n".join(table.summary(results)), flush=True)
     settings = {
         "dtype": options.dtype,
-        "repetitions": plan.repetitions,
-        "warm_up": plan.warm_up,
-        "timeout_s": plan.timeout_s,
+        **attributes(plan, "repetitions", "warm_up", "timeout_s"),
         "link_gbit": options.link_gbit,
     }
     write_json(options.json, head, settings, [table.as_json(result) for result in results])
@@ -150,13 +152,6 @@ def _plan(
     )
 
 
-def _check(options: argparse.Namespace, place: Placement) -> None:
-    if place.world_size < 2:
-        raise UsageError("--devices=1: a collective needs 2 ranks or more; pass --devices=2")
-    check_directories(options, "json")
-    check_device(options)
-
-
 def _check_memory(options: argparse.Namespace, plan: CollectivePlan, place: Placement) -> None:
     if options.device == "cpu":
         jobs = len(plan.implementations) * place.devices
@@ -178,13 +173,7 @@ def _parser(name: str) -> OptionParser:
     )
     add = parser.add_argument
     add("--operations", nargs="+", default=[], metavar="NAME", help=f"some of {', '.join(BY_NAME)}; by default all")
-    add(
-        "--backends",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="some of those below; by default all that fit",
-    )
+    add("--backends", nargs="+", default=[], metavar="NAME", help="some of those below; by default all that fit")
     add("--min-size", type=_size, default=2**10, metavar="SIZE", help="smallest size, such as 64k (default: 1KiB)")
     add("--max-size", type=_size, default=2**28, metavar="SIZE", help="largest size, such as 1MiB (default: 256MiB)")
     add("--step-factor", type=number(int, 2), default=4, metavar="N", help="from one size to the next (default: 4)")

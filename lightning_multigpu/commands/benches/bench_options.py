@@ -22,13 +22,7 @@ _OWN = ("json", "verbose")  # options that hosts may be given differently
 
 
 def add_common_options(parser: OptionParser, *, timed: str, timeout_s: float) -> None:
-    """Adds the options of the ranks, of the turns and of the output.
-
-    Args:
-        parser: of a bench.
-        timed: the repeated work, "calls" for example.
-        timeout_s: the default limit of a turn.
-    """
+    """Adds the options of the ranks, of the turns and of the output; ``timed`` is the repeated work, as "calls"."""
     add = parser.add_argument
     add(
         *("--accelerator", "--device"),
@@ -71,11 +65,6 @@ def started(
     place: Placement, options: argparse.Namespace, command: Sequence[str]
 ) -> Iterator[tuple[HostAgents, dict[str, Any]]]:
     """The hosts of a bench and the header of its results; only the first agent prints until the bench has ended.
-
-    Args:
-        place: of this process.
-        options: the common ones, parsed.
-        command: what follows the program's name.
 
     Raises:
         UsageError: hosts have been started with different options.

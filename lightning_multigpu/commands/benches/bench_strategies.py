@@ -53,6 +53,7 @@ from lightning_multigpu.commands.early_checks import check_strategy
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number, strategies_of
 from lightning_multigpu.commands.settings import load
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
+from lightning_multigpu.report.schema import attributes
 
 if TYPE_CHECKING:
     from lightning_multigpu.bench.strategies.models import Subject
@@ -102,10 +103,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
         "parameters": max(result.parameters for result in results),
         "batch_size": subject.batch_size,
         "baseline": baseline,
-        "repetitions": plan.repetitions,
-        "steps": plan.steps,
-        "warm_up": plan.warm_up,
-        "timeout_s": plan.timeout_s,
+        **attributes(plan, "repetitions", "steps", "warm_up", "timeout_s"),
     }
     batch = subject.batch_size or "of its own loader"
     print(

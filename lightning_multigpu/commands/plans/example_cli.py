@@ -22,12 +22,8 @@ T = TypeVar("T")
 def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
     """Prints the source's arithmetic for "seed", and the ranking of the example on ``--preset``.
 
-    Args:
-        arguments: options of ``fit``; there must be none.
-        wanted: the options of the plan.
-
     Raises:
-        UsageError: there is no such example or machine, or no machine is named.
+        UsageError: there are ``arguments`` for fit, there is no such example or machine, or no machine is named.
     """
     if arguments:
         raise UsageError(f"{arguments[0]}: --example={wanted.example} takes no configuration and no options of fit")

@@ -14,7 +14,7 @@ import torch
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan
 from lightning_multigpu.planning.scaling.machine_model import Machine, World
-from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases, SplitPart
+from lightning_multigpu.planning.scaling.model_profile import ModelProfile, SplitPart
 from lightning_multigpu.planning.scaling.step_model import PIPELINES
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner, PlanError
@@ -29,15 +29,7 @@ _SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModule:
-    """What is measured.
-
-    Args:
-        module, datamodule: arguments of ``fit``.
-        trainer_settings: arguments of the Trainer.
-        callbacks: of the Trainer.
-        device: of the measurement.
-        pipeline_options: of the configuration's strategy, if it is a pipeline.
-    """
+    """What is measured: a module with its data, settings and callbacks of the Trainer, and options of a pipeline."""
 
     module: pl.LightningModule
     datamodule: pl.LightningDataModule | None
@@ -59,15 +51,8 @@ def measured_model(
     """The profile of a model, for predictions of the strategies ``names`` in ``worlds``.
 
     Ranks that would share the machine's cores are measured at once, if this machine has the cores. Weights of the
-    module do not change.
-
-    Args:
-        subject: the model.
-        machine: of the plan.
-        worlds: hosts and devices.
-        names: of strategies.
-        num_micro_batches: of pipelines, besides 4 for each rank.
-        tell: told what is measured next.
+    module do not change. Pipelines have 4 micro-batches for each rank, and ``num_micro_batches`` besides; ``tell`` is
+    told what is measured next.
 
     Raises:
         LoneStepsError: the training step raises an error on one device, or there is no batch.
@@ -141,11 +126,10 @@ def _rounds(subject: PlannedModule, crowds: Sequence[int], tensor_parallel_size:
 
 
 def _part(size: int, ranks: Mapping[int, LoneRank]) -> SplitPart:
-    phases: dict[int, Phases] = {crowd: rank.phases for crowd, rank in ranks.items()}
     one = next(iter(ranks.values()))
     return SplitPart(
         num_ranks=size,
-        phases=phases,
+        phases={crowd: rank.phases for crowd, rank in ranks.items()},
         collectives=one.collectives,
         held=one.held,
         activations_bytes=one.activations_bytes,

@@ -63,11 +63,12 @@ from lightning_multigpu.report.schedule_picture import check_picture
 
 SCHEDULES = {row.name: row.options["schedule"] for row in STRATEGIES if "schedule" in row.options}
 """The schedule of each pipeline's name."""
+_SHOWN = ["--strategies", "--link-gbit", "--picture", "--json"]
 # The option that asks for a view; the view's module, and the further options that it takes.
 _VIEWS = {
-    "blocks": ("split_cli", ["json"]),
-    "micro_batches": ("planning_cli", ["strategies", "link_gbit", "picture", "json"]),
-    "example": ("example_cli", ["preset", "batch", "nodes", "devices", "strategies", "link_gbit", "picture", "json"]),
+    "--blocks": ("split_cli", ["--json"]),
+    "--micro-batches": ("planning_cli", _SHOWN),
+    "--example": ("example_cli", ["--preset", "--batch", "--nodes", "--devices", *_SHOWN]),
 }
 _DESCRIPTION = f"""\
 Predict step time, memory and scaling under every strategy, without training:
@@ -101,32 +102,29 @@ def run(name: str, arguments: Sequence[str]) -> int:
         ValueError: with ``--blocks``, no layer can be split, or the plan of the configuration does not fit.
     """
     options, rest = _parser(name).parse_known_args(arguments)
-    given = [option for option, value in vars(options).items() if value is not None]
-    view = next((option for option in _VIEWS if option in given), "")
+    flags = {f"--{option.replace('_', '-')}": value for option, value in vars(options).items()}
+    given = [flag for flag, value in flags.items() if value is not None]
+    view = next((flag for flag in _VIEWS if flag in given), "")
     module, taken = _VIEWS.get(view, ("scaling_cli", given))
-    for wrong in (option for option in given if option not in (view, *taken)):
-        raise UsageError(f"{_flag(wrong)} is no option with {_flag(view)}, which takes {', '.join(map(_flag, taken))}")
+    for wrong in (flag for flag in given if flag not in (view, *taken)):
+        raise UsageError(f"{wrong} is no option with {view}, which takes {', '.join(taken)}")
     check_directories(options, "json", "picture", "write")
     try:
         if options.picture is not None:
-            check_picture(options.picture, "--picture", own_svg=view == "micro_batches")
+            check_picture(options.picture, "--picture", own_svg=view == "--micro-batches")
         options.strategies = options.strategies and strategies_of(options.strategies)
         for strategy in options.strategies or ():
             check_strategy(strategy.partition(":")[0])
-            if view == "micro_batches" and strategy not in SCHEDULES:
+            if view == "--micro-batches" and strategy not in SCHEDULES:
                 raise UsageError(
-                    f"--strategies={strategy}: with {_flag(view)}, pass names of pipelines, which are "
+                    f"--strategies={strategy}: with {view}, pass names of pipelines, which are "
                     f"{', '.join(SCHEDULES)}; their options are those of --trainer.strategy"
                 )
     except ValueError as error:
         raise UsageError(str(error)) from error
-    checked_settings("fit", rest, also=[option.replace("_", "-") for option in vars(options)])
+    checked_settings("fit", rest, also=[flag.removeprefix("--") for flag in flags])
     status: int = import_module(f"lightning_multigpu.commands.plans.{module}").run(rest, options)
     return status
-
-
-def _flag(option: str) -> str:
-    return f"--{option.replace('_', '-')}"
 
 
 def _parser(name: str) -> OptionParser:

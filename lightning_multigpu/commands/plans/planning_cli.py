@@ -43,11 +43,7 @@ def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
 
 
 class PlanningCLI(TrainingCLI):
-    """Makes the same objects as ``fit``, and plans instead of training, as the options of the plan say.
-
-    Attributes:
-        plans: what was asked for.
-    """
+    """Makes the same objects as ``fit``, and plans instead of training, as the options of the plan say."""
 
     plans: PipelinePlans
 

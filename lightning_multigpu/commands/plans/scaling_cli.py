@@ -29,11 +29,7 @@ from lightning_multigpu.strategies.steps.lone_steps import LoneStepsError
 
 
 def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
-    """Predicts every strategy in every world that was asked for.
-
-    Args:
-        arguments: options of ``fit``.
-        wanted: the options of the plan.
+    """Predicts for the ``arguments`` of ``fit`` every strategy in every world that the options ``wanted`` say.
 
     Raises:
         UsageError: a setting makes training or planning impossible.
@@ -49,11 +45,7 @@ def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
 
 
 class ScalingCLI(TrainingCLI):
-    """Makes the same objects as ``fit``, and plans instead of training, as the options of the plan say.
-
-    Attributes:
-        ranking: the predictions.
-    """
+    """Makes the same objects as ``fit``, and plans instead of training, as the options of the plan say."""
 
     ranking: Ranking
 

@@ -61,11 +61,7 @@ class SplitCLI(TrainingCLI):
 
 
 class ShownPlan:
-    """Shows a plan on rank 0 and ends the run on every rank.
-
-    Args:
-        path: where it is written as JSON; None for nowhere.
-    """
+    """Shows a plan on rank 0, writes it as JSON if there is a path, and ends the run on every rank."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

@@ -27,9 +27,7 @@ _KEPT_SPLITS = 64
 def balanced_bounds(costs: Sequence[float], num_stages: int) -> Bounds:
     """The split that minimises the cost of the most expensive stage; see :func:`cheapest_bounds`.
 
-    Args:
-        costs: each layer's cost, 0 or more, in any unit.
-        num_stages: P; every stage gets at least one layer.
+    ``costs`` are those of each layer, 0 or more, in any unit.
 
     Raises:
         ValueError: there are fewer layers than stages.

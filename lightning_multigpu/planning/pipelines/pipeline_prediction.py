@@ -29,10 +29,7 @@ class PlannedStage:
         rank: the stage's rank in the pipeline, whose last rank has the first stage; the first of several that split the
             stage's layers.
         layers: the layers ``[start, stop)``.
-        parameters_bytes: bytes of these layers' parameters.
-        forward_s, backward_s: seconds of computing.
         transfer_s: seconds of sending its output, and the gradient of its input.
-        output_bytes: bytes of its output.
     """
 
     rank: int
@@ -46,10 +43,9 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class PlannedMemory(HeldBytes):
-    """Bytes that a rank needs.
+    """Bytes that a rank of the pipeline needs.
 
     Attributes:
-        rank: the rank in the pipeline.
         activations_bytes: the most bytes saved for backward at a time.
         recomputed_bytes: bytes saved in addition while one recomputed layer runs backward.
     """
@@ -70,8 +66,6 @@ class PipelinePlan:
     Attributes:
         module: name of the split module.
         description: the split module, as text.
-        schedule, num_micro_batches: as in training.
-        stages: the stages in order.
         timelines: each rank's timeline, by position: the last rank's first.
         memory: each rank's memory, by position.
         one_device_s: seconds of the same batch on one device.
@@ -130,7 +124,6 @@ class PipelinePlan:
 
     @property
     def largest_memory(self) -> PlannedMemory:
-        """The memory of the rank that needs the most."""
         return max(self.memory, key=lambda rank: rank.total)
 
 
@@ -139,11 +132,9 @@ class PipelinePlans:
     """Plans of one pipeline.
 
     Attributes:
-        num_ranks: P.
         tensor_parallel_size: ranks that split each stage's layers.
         split: the split layers, as text; empty if layers are not split.
         num_pipelines: number of pipelines; each has its own batches.
-        balance: the strategy's ``balance``.
         link: the link between neighbouring ranks.
         num_samples: samples of a pipeline's first batch; None if unknown.
         one_device_s: seconds of that batch, forward and backward, on one device without micro-batches and optimizer;
@@ -192,18 +183,14 @@ def plan(
     tensor_parallel_size: int = 1,
     rounds: Sequence[PipelinePlan] = (),
 ) -> PipelinePlan:
-    """Predicts a step.
+    """Predicts a step; arguments that are not here are as in :class:`PipelinePlan`.
 
     Args:
         schedule: the schedule of ``costs``.
         costs: the layers' costs for the micro-batches of this plan.
         bounds: the layers ``[start, stop)`` of each stage.
-        module, description: as in :class:`PipelinePlan`.
         parameter_bytes: bytes of each layer's parameters.
         held: bytes that each rank holds, by position.
-        one_device_s: seconds of the same batch on one device.
-        tensor_parallel_size: ranks that split each layer; the ranks of a stage are neighbours.
-        rounds: as in :class:`PipelinePlan`.
     """
     forward_s, backward_s, cuts_s = costs.pass_times(bounds)
     return PipelinePlan(

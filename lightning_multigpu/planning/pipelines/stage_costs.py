@@ -169,7 +169,6 @@ class StageCosts:
         return step_time(self.orders, *self.pass_times(bounds))
 
     def largest_bytes(self, bounds: Bounds) -> int:
-        """The largest per-rank memory."""
         needed = [saved + recomputed for saved, recomputed in self.rank_activations_bytes(bounds)]
         for stage, (start, stop) in enumerate(bounds):
             needed[stage % self.num_ranks] += self._held_bytes(start, stop)

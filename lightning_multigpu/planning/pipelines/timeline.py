@@ -95,7 +95,6 @@ class StageRecord:
         position: the rank's position in the pipeline: it has the stages position, position + num_ranks...
         num_ranks: ranks of the pipeline, P.
         stages_per_rank: stages of each rank, v.
-        schedule: name of the schedule.
         steps: the newest timed steps, in order.
         memory: bytes that the rank holds.
         predicted: bytes that the rank should hold, from the split and the optimizers' classes.

@@ -16,14 +16,7 @@ _DEVICES, _PEAK, _UTILISATION = 8, 300e12, 0.5
 
 @dataclass(frozen=True)
 class BandwidthNeed:
-    """The need of data parallel training.
-
-    Attributes:
-        parameters: P.
-        tokens: D, of the batch of all nodes.
-        node_flops_per_s: operations a second of a node.
-        gradient_bytes: of a parameter.
-    """
+    """The need of data parallel training: P parameters, and D tokens in the batch of all nodes."""
 
     parameters: float
     tokens: float
@@ -32,11 +25,9 @@ class BandwidthNeed:
 
     @property
     def flops(self) -> float:
-        """Operations of a step of all nodes."""
         return 6 * self.parameters * self.tokens
 
     def step_s(self, nodes: int) -> float:
-        """Seconds of the computation of a step."""
         return self.flops / (nodes * self.node_flops_per_s)
 
     def gbit_per_s(self, nodes: int) -> float:

@@ -46,7 +46,6 @@ class Link:
     residual: float = 0.0
 
     def seconds(self, size_bytes: float) -> float:
-        """The time of a transfer of ``size_bytes``."""
         if not self.bend_bytes or size_bytes <= self.bend_bytes:
             return self.latency_s + size_bytes * self.s_per_byte
         beyond = (size_bytes - self.bend_bytes) * self.far_s_per_byte
@@ -59,15 +58,11 @@ class Link:
         return 1 / slope if slope else float("inf")
 
     def latency_times(self, factor: float) -> Link:
-        """The link with another latency."""
         return replace(self, latency_s=self.latency_s * factor)
 
 
 def fitted(points: Sequence[Point]) -> Link:
     """The link with the smallest relative errors: a straight line, or two that meet at one of the sizes.
-
-    Args:
-        points: of different sizes, at least two.
 
     Raises:
         ValueError: there are fewer than two points.

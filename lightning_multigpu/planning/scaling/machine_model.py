@@ -28,7 +28,6 @@ class World(NamedTuple):
 
     @property
     def size(self) -> int:
-        """All devices."""
         return self.nodes * self.devices
 
     def __str__(self) -> str:
@@ -76,12 +75,9 @@ class MeasuredCollective:
 
 @dataclass(frozen=True, kw_only=True)
 class Coding:
-    """Compression of gradients.
+    """Compression of gradients, named as in ``compression=``.
 
-    Attributes:
-        name: as in ``compression=``.
-        ratio: bytes before over bytes after.
-        s_per_byte: seconds to encode and decode a byte of gradients.
+    ``ratio`` is that of bytes before to bytes after, ``s_per_byte`` the time to encode and decode a byte.
     """
 
     name: str
@@ -94,7 +90,6 @@ class Machine:
     """A host, or equal hosts, and what joins their devices.
 
     Attributes:
-        name: for people.
         device_type: "cpu" or "cuda".
         processor: name of the device that computes.
         devices: of a host.
@@ -103,9 +98,7 @@ class Machine:
         memory_bytes_per_s: of a device's memory.
         inside, between: the links of two ranks of one host, and of two hosts.
         slowdown: ranks of a host that compute at once -> the time of a computation over its time alone.
-        collectives: measured operations.
         references: measured differences of strategies from their formulas.
-        codings: measured compressions.
         copy_bytes_per_s: between host and device; 0 where they are the same.
         optimizer_s_per_byte: of parameters, by optimizer's name.
         shares_cores: whether the hosts are emulated on one machine.
@@ -159,7 +152,7 @@ class Machine:
 
         Args:
             world: its ranks.
-            size_bytes: of the tensor.
+            size_bytes: bytes of the tensor.
             operation: that of gradients, or :data:`OF_ACTIVATIONS`, which is the same where it was not measured.
 
         Raises:
@@ -219,10 +212,8 @@ class Machine:
     def reference(self, strategy: str, world: World) -> ReferenceCost:
         """The cost of a strategy in ``world``, or in the nearest measured world; zeros if it was not measured.
 
-        Args:
-            strategy: registered name, with its compression if there is one. The plain strategy's cost stands for a
-                compression that was not measured.
-            world: its ranks.
+        ``strategy`` is the registered name, with its compression if there is one. The plain strategy's cost stands for
+        a compression that was not measured.
         """
         plain, _, compression = strategy.partition(":")
         measured = "sync_ps" if plain == "async_ps" else strategy
@@ -245,7 +236,6 @@ class Machine:
         return replace(self, between=Link(latency_s, 8e-9 / gbit_per_s), collectives=inside)
 
     def as_json(self) -> dict[str, Any]:
-        """The object of ``machine.json``."""
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
 
 
@@ -284,11 +274,9 @@ def from_json(text: str, path: str) -> Machine:
 
 
 def differences(machine: Machine, now: Mapping[str, str]) -> list[str]:
-    """The fields in which a calibrated machine is not this one, as sentences; ``now`` has this one's values.
+    """The fields in which a calibrated machine is not this one, as sentences.
 
-    Args:
-        machine: from a file.
-        now: "processor", "device_type", "torch" and "lightning_multigpu" of this process.
+    ``now`` has "processor", "device_type", "torch" and "lightning_multigpu" of this process.
     """
     then = {"processor": machine.processor, "device_type": machine.device_type, **machine.versions}
     return [

@@ -15,7 +15,6 @@ class Phases:
 
     Attributes:
         input_s: waiting for the next batch, and moving it to the device.
-        forward_s, backward_s, optimizer_s: as they say.
         adding_s: that backward takes longer where its gradients are added to those of an earlier batch.
         other_s: Lightning's loop and the module's hooks.
         jitter: (third quartile - first quartile) / median of the steps of a rank.
@@ -33,11 +32,9 @@ class Phases:
 
     @property
     def step_s(self) -> float:
-        """The whole step of one batch."""
         return self.forward_s + self.backward_s + self.optimizer_s + self.input_s + self.other_s
 
     def times(self, factor: float) -> Phases:
-        """The phases with all times multiplied."""
         times = {name: value * factor for name, value in asdict(self).items() if name.endswith("_s")}
         return replace(self, **times)
 
@@ -53,11 +50,8 @@ class SplitPart:
     """One rank's part of a model whose layers are split over ``num_ranks``.
 
     Attributes:
-        num_ranks: ranks that split each layer.
         phases: crowd -> the step of the part, without collectives.
         collectives: operation and bytes of each collective of a step.
-        held: bytes of the part.
-        activations_bytes: saved for backward.
     """
 
     num_ranks: int
@@ -72,10 +66,8 @@ class ModelProfile:
     """A model with its batch and its optimizers.
 
     Attributes:
-        name: for people.
         samples: of a batch of one rank; 0 if they cannot be counted.
         divides_batch: whether data-parallel ranks divide that batch among them, instead of having one each.
-        parameters: their number.
         held: bytes that one device holds.
         activations_bytes: saved for backward on one device.
         flops: multiplications and additions of a step.

@@ -59,7 +59,6 @@ class PresetModel:
     """A published model.
 
     Attributes:
-        parameters: P.
         sequence: tokens of a sample.
         batch_tokens: of all devices together.
         devices: that share the batch.
@@ -147,8 +146,6 @@ def profile_of(
     """The profile of a preset model, which nobody has measured.
 
     Args:
-        name: for people.
-        model, machine: presets.
         sizes: ranks over which layers are split, or which have stages.
         samples: of a device's batch, or of that of ranks which share one; by default ``usual_samples``.
         utilisation: the share of the machine's peak that computation reaches.

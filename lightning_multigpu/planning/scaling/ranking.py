@@ -34,7 +34,6 @@ class Ranking:
     """The predictions of a model on a machine.
 
     Attributes:
-        model, machine: as they say.
         one: one device alone.
         predictions: those that fit in memory, the most samples a second first.
         too_large: those that do not fit.
@@ -52,7 +51,6 @@ class Ranking:
 
     @property
     def first(self) -> Prediction:
-        """The first choice."""
         return self.predictions[0]
 
     def explanation(self) -> list[str]:

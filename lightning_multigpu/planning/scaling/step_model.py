@@ -83,7 +83,6 @@ class Prediction:
     """A predicted optimizer step.
 
     Attributes:
-        candidate, world: what is predicted.
         compute_s: forward and backward of the slowest rank.
         exposed_s, hidden_s: transfers that the rank waits for, and those behind its computation.
         bubble_s: waiting for other stages of a pipeline.
@@ -117,7 +116,6 @@ class Prediction:
 
     @property
     def parts_s(self) -> dict[str, float]:
-        """The parts of the step."""
         return {
             "computation": self.compute_s,
             "exposed communication": self.exposed_s,

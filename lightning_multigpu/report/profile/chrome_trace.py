@@ -33,9 +33,7 @@ _PHASE_TRACKS = {
 def trace(profile: ProfileDocument, operators: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """The timeline as JSON. Events of a track are nested or apart.
 
-    Args:
-        profile: the document.
-        operators: of each rank, in rank order, on its own clock: name, thread, start and end in seconds.
+    ``operators`` are those of each rank, in rank order, on its own clock: name, thread, start and end in seconds.
     """
     events: list[dict[str, Any]] = []
     for rank, of_rank in zip(profile.ranks, operators, strict=True):

@@ -117,7 +117,6 @@ class MeasuredRank:
     """What a rank has measured.
 
     Attributes:
-        rank, node, host: the rank, its node, and its host's name.
         threads: intra-op threads.
         cores: cores that the processes of its host may use.
         data_workers: worker processes of its DataLoader; null if unknown.
@@ -164,7 +163,6 @@ class ProfiledRank(MeasuredRank):
     """A rank with its medians over its steps.
 
     Attributes:
-        step_s: of a step.
         phases_s: by phase; where medians of phases add up to less than a step, they are scaled up to it.
         transfers_s: time with transfers under way, hidden or not.
         waits_s: the parts of "communication" in which "gradients" and weights travel, or "activations" of split layers.
@@ -213,7 +211,6 @@ class PipelineRank:
     """A rank of a pipeline in one step.
 
     Attributes:
-        rank: the rank.
         seconds: in "forward", "backward" and "weight" passes, in "send" and "receive", and "idle"; together ``wall_s``
             of the step.
         bubble: 1 - busy / wall, where forward, backward and weight passes are busy.
@@ -231,8 +228,6 @@ class PipelineStep:
     On GPUs one step in 16 is timed.
 
     Attributes:
-        schedule: its name.
-        num_micro_batches: of the step.
         wall_s: from the first pass of any rank of the pipeline to the last.
         bubble: the mean of the ranks' bubbles.
         theoretical_bubble: that of equal stages, whose messages take no time, see

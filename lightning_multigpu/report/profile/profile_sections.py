@@ -50,15 +50,9 @@ _SMALLEST_SHARE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSection:
-    """A part of a report.
+    """A part of a report: an SVG figure with its colours by name, and a table of a header and rows.
 
-    Attributes:
-        title: its heading.
-        lead: a paragraph above the figure, on the page.
-        legend: name -> colour of the figure.
-        figure: SVG.
-        table: a header and rows; numbers are right-aligned.
-        note: a sentence below.
+    ``lead`` is a paragraph above the figure, on the page; ``note`` is a sentence below.
     """
 
     title: str

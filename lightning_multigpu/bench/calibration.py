@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from lightning_multigpu.bench.calibration import kernels
-from lightning_multigpu.bench.calibration.owners import OWNERS
+from lightning_multigpu.bench import kernels
 from lightning_multigpu.bench.collectives import collective_run
 from lightning_multigpu.bench.collectives.collective_run import CollectivePlan
-from lightning_multigpu.bench.collectives.implementations import IMPLEMENTATIONS
+from lightning_multigpu.bench.collectives.implementations import IMPLEMENTATIONS, OWNERS
 from lightning_multigpu.bench.collectives.operations import BY_NAME
 from lightning_multigpu.bench.jobs.host_agents import HostAgents
 from lightning_multigpu.bench.strategies import strategy_rank
@@ -56,7 +55,7 @@ from lightning_multigpu.planning.scaling.step_model import (
 RANK_MODULES = (collective_run.__name__, strategy_rank.__name__)
 """What the ranks of a calibration import; kernels come first, and do not need them."""
 _SIZES = (4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20, 32 << 20)
-_SLOW_BYTES_PER_S = 4e8
+_SOME_BYTES, _SLOW_BYTES_PER_S = 8e6, 4e8
 _LONGEST_CALL_S = 0.5
 _ON_ONE_HOST = ("cpu_ps", "dp")
 _DATA_PARALLEL = ("ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps")
@@ -79,13 +78,9 @@ _TIMEOUT_S = 120.0
 def calibrated(
     hosts: HostAgents, device_type: str, base: Machine, tell: Callable[[str], object] = lambda what: None
 ) -> Machine:
-    """The machine ``base`` with the measurements of the hosts' world; a collective of all agents.
+    """The machine ``base``, whose measurements of other worlds stay, with those of the hosts' world.
 
-    Args:
-        hosts: that run the jobs.
-        device_type: "cpu" or "cuda".
-        base: the machine as known so far; its measurements of other worlds stay.
-        tell: told what is measured next.
+    A collective of all agents; ``tell`` is told what is measured next.
     """
     placement = hosts.placement
     world = World(placement.num_nodes, placement.devices)
@@ -185,7 +180,8 @@ def _implementations(device_type: str, world: World) -> dict[str, tuple[str, str
 
 
 def _with_references(hosts: HostAgents, device_type: str, machine: Machine, world: World) -> Machine:
-    width = 1024 if _speed(machine, world) > _SLOW_BYTES_PER_S else 512
+    bytes_per_s = _SOME_BYTES / machine.all_reduce_s(world, _SOME_BYTES)
+    width = 1024 if bytes_per_s > _SLOW_BYTES_PER_S else 512
     batch_size = _large_batch(machine, world, width)
     large = Subject("large", partial(BenchMLP, width=width, num_layers=_LARGE_LAYERS), batch_size)
     tiny, deep = (
@@ -235,11 +231,6 @@ def _large_batch(machine: Machine, world: World, width: int) -> int:
     return min(most, max(_LARGE_BATCH, round(samples / _LARGE_BATCH) * _LARGE_BATCH))
 
 
-def _speed(machine: Machine, world: World) -> float:
-    size = 8e6
-    return size / machine.all_reduce_s(world, size)
-
-
 class _Fit:
     """The costs of a world, from the rows of its reference steps."""
 
@@ -269,7 +260,6 @@ class _Fit:
         return None if row is None or row.step_s is None else fmean(row.rank_medians_s)
 
     def machine(self) -> Machine:
-        """The machine with the costs."""
         for name in self._names:
             if all(self._step(subject, name) is not None for subject in ("tiny", "deep", "large")):
                 self._costs.append(self._cost(name))

@@ -20,22 +20,20 @@ CODINGS = ("fp16", "bf16", "int8")
 MATMUL_SIZES = (256, 1024)
 """Rows and columns of the matrices; accelerators also multiply larger ones."""
 _LARGEST_ON_GPU = 8192
-_STREAM_BYTES = 64 << 20
-_OPTIMIZER_BYTES = 16 << 20
+COPY_BYTES = 64 << 20
+STREAM_BYTES = 2 * COPY_BYTES
+"""Read and written by the stream kernel."""
+OPTIMIZER_BYTES = 16 << 20
 _SECONDS = 0.08
 
 
 def serve(device_type: str, seat: Seat, turns: Turns) -> None:
     """Times the kernels on the first ranks of each host, as many as the turn says; the others answer with {}."""
     device = rank_devices(device_type, seat.placement.devices, max(1, torch.cuda.device_count()))[seat.local_rank]
+    boot = Path("/proc/sys/kernel/random/boot_id")
     for crowd in turns:
         found = _kernels(device) if seat.local_rank < crowd else {}
-        turns.answer({"boot": _boot_id(), "seconds": found})
-
-
-def _boot_id() -> str:
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else ""
+        turns.answer({"boot": boot.read_text().strip() if boot.exists() else "", "seconds": found})
 
 
 def _kernels(device: torch.device) -> dict[str, float]:
@@ -48,14 +46,14 @@ def _kernels(device: torch.device) -> dict[str, float]:
             a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
             out = torch.empty_like(a)
             found[f"matmul {name} {size}"] = _timed(device, lambda a=a, b=b, out=out: torch.mm(a, b, out=out))  # type: ignore[misc]
-    x, y = (torch.ones(_STREAM_BYTES // 4, device=device) for _ in range(2))
+    x, y = (torch.ones(COPY_BYTES // 4, device=device) for _ in range(2))
     found["stream"] = _timed(device, lambda: torch.add(x, 1.0, out=y))
     for optimizer in ("SGD", "AdamW"):
-        parameter = torch.nn.Parameter(torch.ones(_OPTIMIZER_BYTES // 4, device=device))
+        parameter = torch.nn.Parameter(torch.ones(OPTIMIZER_BYTES // 4, device=device))
         parameter.grad = torch.ones_like(parameter)
         step = getattr(torch.optim, optimizer)([parameter], lr=1e-9).step
         found[f"optimizer {optimizer}"] = _timed(device, step)
-    values = torch.randn(_OPTIMIZER_BYTES // 4)  # gradients are compressed in the host's memory
+    values = torch.randn(OPTIMIZER_BYTES // 4)  # gradients are compressed in the host's memory
     for name in CODINGS:
         compressor: Any = make_compressor(name)
         wire = torch.empty(compressor.encoded_bytes(values.numel()), dtype=torch.uint8)
@@ -67,7 +65,7 @@ def _kernels(device: torch.device) -> dict[str, float]:
         found[f"coding {name}"] = _timed(torch.device("cpu"), code)
         found[f"ratio {name}"] = values.nbytes / wire.nbytes
     if device.type == "cuda":
-        host = torch.empty(_STREAM_BYTES // 4, pin_memory=True)
+        host = torch.empty(COPY_BYTES // 4, pin_memory=True)
         found["copy"] = _timed(device, lambda: host.copy_(x))
     return found
 
@@ -89,9 +87,3 @@ def _timed(device: torch.device, call: Callable[[], object]) -> float:
 def flops(size: int) -> float:
     """Multiplications and additions of a product of square matrices."""
     return 2.0 * size**3
-
-
-STREAM_BYTES = 2.0 * _STREAM_BYTES
-"""Read and written by the stream kernel."""
-OPTIMIZER_BYTES = float(_OPTIMIZER_BYTES)
-COPY_BYTES = float(_STREAM_BYTES)
