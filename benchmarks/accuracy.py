@@ -10,18 +10,15 @@ one is 0.37 points), epochs and batch size are those of ``examples/digits.py``.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 import tempfile
-import time
 import warnings
 from typing import Any
 
 import lightning as L
-import torch
 
 from benchmarks.compression import SETTINGS
+from benchmarks.heading import heading
 from examples.digits import DigitsCNN, DigitsData
 from lightning_multigpu import RingDDPStrategy
 
@@ -57,11 +54,7 @@ def main() -> None:
     parser.add_argument("--max-epochs", type=int, default=15)
     given = parser.parse_args()
     warnings.filterwarnings("ignore", message=r"The '\w+_dataloader' does not have many workers")
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, lightning {L.__version__}, {time.strftime('%Y-%m-%d')}; "
-        f"2 ranks, {given.max_epochs} epochs"
-    )
+    print(f"{heading()}; 2 ranks, {given.max_epochs} epochs")
     print("test accuracy in %" + "".join(f"  seed {seed}" for seed in given.seeds) + "    mean   against none")
     reference = None
     for name in ("none", *given.settings):

@@ -8,8 +8,6 @@ Medians of processor time. What it gains between hosts, ``bench collectives`` an
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.heading import heading
 from lightning_multigpu.communication.compression import make_compressor
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.compression.owner_summed import DEFAULT_SEGMENT_ELEMENTS
@@ -94,8 +93,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
-          f"Python {platform.python_version()}, torch {torch.__version__}, one thread a rank")  # fmt: skip
+    print(f"{heading()}; one thread a rank")
     print("\nencode / decode, ms of processor time")
     print(f"{'':12}" + "".join(f"{size:>12} MB" for size in SIZES_MB))
     for name in given.settings:

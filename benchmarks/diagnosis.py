@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.heading import heading
 from lightning_multigpu import ParameterServerStrategy, PipelineStrategy, RingDDPStrategy
 from lightning_multigpu.callbacks import ProfilerReport
 from lightning_multigpu.report.profile.profile_document import FILE_NAME
@@ -159,7 +159,7 @@ def main() -> None:
         train(options.case, options.value, options.directory, remedied=options.remedied)
         return
     print("python -m benchmarks.diagnosis")
-    print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
+    print(heading())
     print(f"{'fault':20s} {'':8s} {'step ms':>8s} {'predicted':>9s} {'measured':>8s} {'error':>6s}  first finding")
     for case, (values, meaning) in CASES.items():
         if options.case in (None, case):

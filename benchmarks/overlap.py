@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -32,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.heading import heading
 from lightning_multigpu.bench.strategies.models import BenchMLP
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.emulation import EmulatedHosts
@@ -200,11 +199,7 @@ def main() -> None:
     if given.rank_writes:
         run_rank(given)
         return
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; 2 hosts "
-        f"x 1 rank, {given.bandwidth}, burst {given.burst}, batch {given.batch_size}"
-    )
+    print(f"{heading()}; 2 hosts x 1 rank, {given.bandwidth}, burst {given.burst}, batch {given.batch_size}")
     show(between_hosts(given))
 
 

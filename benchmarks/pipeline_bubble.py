@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import platform
 import statistics
 import time
 import warnings
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from typing_extensions import override
 
+from benchmarks.heading import heading
 from benchmarks.raw_pipeline import RawPipeline, stages_per_rank
 from lightning_multigpu._torch_compat import new_group_in_order
 from lightning_multigpu.bench.strategies.models import repeated
@@ -277,9 +277,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     given = parser.parse_args()
     print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; "
-        f"medians of {given.turns} turns of {STEPS - 1} steps; bubble in % of the schedule (of the whole step)"
+        f"{heading()}; medians of {given.turns} turns of {STEPS - 1} steps; "
+        "bubble in % of the schedule (of the whole step)"
     )
     print(f"{'ms':>4} {'schedule':>14} {'P':>2} {'M':>3} {'theory':>7} {'Trainer.fit':>14} {'by hand':>14}  difference")
     for num_ranks in given.ranks:

@@ -15,7 +15,6 @@ import copy
 import json
 import logging
 import os
-import platform
 import tempfile
 import time
 import warnings
@@ -23,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -33,6 +31,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from benchmarks.compared import columns, compared
+from benchmarks.heading import heading
 from benchmarks.raw_pipeline import RawPipeline, gpt_loss, gpt_stages
 from lightning_multigpu._torch_compat import new_group_in_order
 from lightning_multigpu.bench.strategies.models import BenchGPT, repeated
@@ -238,12 +237,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--profile", help="write a cProfile of each rank to files that begin so")
     given = parser.parse_args()
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}, lightning {lightning.__version__}, "
-        f"{time.strftime('%Y-%m-%d')}; {NUM_RANKS} ranks, batch {given.batch_size}, {given.turns - WARM_UP} "
-        "steps of each, in turns"
-    )
+    print(f"{heading()}; {NUM_RANKS} ranks, batch {given.batch_size}, {given.turns - WARM_UP} steps of each, in turns")
     print(columns("Trainer.fit", "by hand"))
     for schedule in given.schedules:
         for num_micro_batches in given.micro_batches if schedule != ALONE else [1]:

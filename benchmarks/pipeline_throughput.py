@@ -13,7 +13,6 @@ import argparse
 import json
 import logging
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
+from benchmarks.heading import heading
 from benchmarks.plain_gpt import batch_of, gpt, loss_of, median_step_s
 from benchmarks.raw_pipeline import RawPipeline
 from lightning_multigpu.bench.strategies.models import repeated
@@ -173,9 +173,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     given = parser.parse_args()
     print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; "
-        f"batch {given.batch_size}, M = {MICRO_BATCHES}, {given.repetitions} repetitions of {given.steps} steps"
+        f"{heading()}; batch {given.batch_size}, M = {MICRO_BATCHES}, "
+        f"{given.repetitions} repetitions of {given.steps} steps"
     )
     jobs: dict[str, Job] = {
         ONE_CORE: peer_job("one", sys.executable, 1),

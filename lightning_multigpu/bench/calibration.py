@@ -54,13 +54,13 @@ from lightning_multigpu.planning.scaling.step_model import (
 
 RANK_MODULES = (collective_run.__name__, strategy_rank.__name__)
 """What the ranks of a calibration import; kernels come first, and do not need them."""
-_SIZES = (4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20, 32 << 20)
+SIZES = (4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20, 32 << 20)
 _SOME_BYTES, _SLOW_BYTES_PER_S = 8e6, 4e8
 _LONGEST_CALL_S = 0.5
 _ON_ONE_HOST = ("cpu_ps", "dp")
 _DATA_PARALLEL = ("ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps")
 _SMALL_BUCKET_MB = 0.01
-_SMALL_BUCKETS = {name: f"{name}:bucket_cap_mb={_SMALL_BUCKET_MB}" for name in ("ring_ddp", "ddp_sharded")}
+SMALL_BUCKETS = {name: f"{name}:bucket_cap_mb={_SMALL_BUCKET_MB}" for name in ("ring_ddp", "ddp_sharded")}
 """Each layer of the deep model is a bucket, or a message to its owner."""
 _MOST_SAMPLES, _MOST_ON_CPU = 1024, 256
 _TURNS = 8
@@ -68,7 +68,7 @@ _REPETITIONS = 3
 _TINY_WIDTH, _TINY_BATCH, _LARGE_BATCH = 64, 16, 64
 _TINY_LAYERS, _DEEP_LAYERS, _LARGE_LAYERS = 6, 30, 6
 _MICRO_BATCHES = (4, 16)
-_PIPELINES = [f"pipeline_1f1b:num_micro_batches={number}" for number in _MICRO_BATCHES]
+PIPELINES = [f"pipeline_1f1b:num_micro_batches={number}" for number in _MICRO_BATCHES]
 _FORWARD_SHARE, _BACKWARD_SHARE, _OPTIMIZER_SHARE = 0.35, 0.6, 0.05
 """Of a step of the reference model."""
 _FORWARD = _FORWARD_SHARE / (_FORWARD_SHARE + _BACKWARD_SHARE)
@@ -85,16 +85,17 @@ def calibrated(
     placement = hosts.placement
     world = World(placement.num_nodes, placement.devices)
     tell("kernels")
-    machine = _with_kernels(hosts, device_type, base)
+    machine = with_kernels(hosts, device_type, base)
     tell("collectives")
-    machine = _with_collectives(hosts, device_type, machine, world)
+    machine = with_collectives(hosts, device_type, machine, world)
     if world.size == 1:
         return machine
     tell("reference steps")
-    return _with_references(hosts, device_type, machine, world)
+    return with_references(hosts, device_type, machine, world)
 
 
-def _with_kernels(hosts: HostAgents, device_type: str, base: Machine) -> Machine:
+def with_kernels(hosts: HostAgents, device_type: str, base: Machine) -> Machine:
+    """The machine with what its kernels take, alone and beside those of other ranks."""
     devices = hosts.placement.devices
     crowds = [1, *[2**i for i in range(1, 10) if 2**i < devices], devices] if devices > 1 else [1]
     seconds: dict[int, dict[str, float]] = {}
@@ -135,13 +136,14 @@ def _with_kernels(hosts: HostAgents, device_type: str, base: Machine) -> Machine
     )
 
 
-def _with_collectives(hosts: HostAgents, device_type: str, machine: Machine, world: World) -> Machine:
+def with_collectives(hosts: HostAgents, device_type: str, machine: Machine, world: World) -> Machine:
+    """The machine with the links that explain the collectives of a world."""
     if world.size == 1:
         return machine
     found = []
     for operation, (name, called) in _implementations(device_type, world).items():
         points: list[tuple[int, float]] = []
-        for sizes in (_SIZES[:4], *([size] for size in _SIZES[4:])):  # larger ones only where they do not take too long
+        for sizes in (SIZES[:4], *([size] for size in SIZES[4:])):  # larger ones only where they do not take too long
             if points and sizes[-1] / points[-1][0] * points[-1][1] > _LONGEST_CALL_S:
                 break
             plan = CollectivePlan(
@@ -179,10 +181,11 @@ def _implementations(device_type: str, world: World) -> dict[str, tuple[str, str
     return names if world.nodes == 1 else {**names, OF_ACTIVATIONS: ("gloo", "all_reduce")}
 
 
-def _with_references(hosts: HostAgents, device_type: str, machine: Machine, world: World) -> Machine:
+def with_references(hosts: HostAgents, device_type: str, machine: Machine, world: World) -> Machine:
+    """The machine with the costs that explain the steps of the reference models in a world."""
     bytes_per_s = _SOME_BYTES / machine.all_reduce_s(world, _SOME_BYTES)
     width = 1024 if bytes_per_s > _SLOW_BYTES_PER_S else 512
-    batch_size = _large_batch(machine, world, width)
+    batch_size = large_batch(machine, world, width)
     large = Subject("large", partial(BenchMLP, width=width, num_layers=_LARGE_LAYERS), batch_size)
     tiny, deep = (
         Subject(name, partial(BenchMLP, width=_TINY_WIDTH, num_layers=layers), _TINY_BATCH)
@@ -190,7 +193,7 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
     )
     names = [name for name in (*_DATA_PARALLEL, *_ON_ONE_HOST) if world.nodes == 1 or name not in _ON_ONE_HOST]
     every = [Contender(NO_COMMUNICATION), *map(contender, names)]
-    pipelines = [*map(contender, _PIPELINES)]
+    pipelines = [*map(contender, PIPELINES)]
     split = contender("tensor_split")
     shares_cores = world.size > machine.cores(world)
     also = pipelines[:1] if shares_cores else []
@@ -201,7 +204,7 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
     groups = [
         [(large, each) for each in (*every, *also, split)],
         [(tiny, each) for each in every],
-        [(deep, each) for each in (*every, *map(contender, _SMALL_BUCKETS.values()))],
+        [(deep, each) for each in (*every, *map(contender, SMALL_BUCKETS.values()))],
         [*((tiny, each) for each in (*pipelines, split)), *((deep, each) for each in (pipelines[0], split))],
         *([[(parts, every[0])]] if shares_cores else []),
     ]
@@ -215,10 +218,10 @@ def _with_references(hosts: HostAgents, device_type: str, machine: Machine, worl
             )  # fmt: skip
             runs.append(StrategyRun(hosts, each, plan))
         rows |= {(s.name, c.label): row for (s, c), row in zip(wanted, take_turns(runs), strict=True)}
-    return _Fit(machine, world, rows, width, batch_size, names).machine()
+    return Fit(machine, world, rows, width, batch_size, names).machine()
 
 
-def _large_batch(machine: Machine, world: World, width: int) -> int:
+def large_batch(machine: Machine, world: World, width: int) -> int:
     """Samples whose computation takes about as long as the transfers, so that what hides can be seen.
 
     On CPUs at most 256: a larger batch keeps the cores busy, and transfers beside it take longer than usual.
@@ -231,7 +234,7 @@ def _large_batch(machine: Machine, world: World, width: int) -> int:
     return min(most, max(_LARGE_BATCH, round(samples / _LARGE_BATCH) * _LARGE_BATCH))
 
 
-class _Fit:
+class Fit:
     """The costs of a world, from the rows of its reference steps."""
 
     def __init__(
@@ -248,9 +251,9 @@ class _Fit:
         large = self._step("large", NO_COMMUNICATION)
         assert large is not None
         crowd = machine.crowd(world)
-        self._profile = _profile(width, _LARGE_LAYERS, large, crowd)
+        self._profile = reference_profile(width, _LARGE_LAYERS, large, crowd)
         self._small = {
-            name: _profile(_TINY_WIDTH, layers, self._step(name, NO_COMMUNICATION) or 0.0, crowd)
+            name: reference_profile(_TINY_WIDTH, layers, self._step(name, NO_COMMUNICATION) or 0.0, crowd)
             for name, layers in (("tiny", _TINY_LAYERS), ("deep", _DEEP_LAYERS))
         }
         self._costs: list[ReferenceCost] = []
@@ -317,7 +320,7 @@ class _Fit:
         few, many = (2 * (layers + 1) for layers in (_TINY_LAYERS, _DEEP_LAYERS))
         tensor_s = max(0.0, (extra[1] - extra[0]) / (many - few))
         cost = replace(cost, fixed_s=max(0.0, extra[0] - few * tensor_s), tensor_s=tensor_s)
-        small = _SMALL_BUCKETS.get(cost.strategy)
+        small = SMALL_BUCKETS.get(cost.strategy)
         if small is not None and self._step("deep", small) is not None:
             deep, world = self._small["deep"], self._world
             usual_bytes = default_bucket_bytes(cost.strategy, deep.gradient_bytes, world)
@@ -356,8 +359,8 @@ class _Fit:
         micro-batches compute is measured apart: small batches use a core worse.
         """
         machine, world = self._machine, self._world
-        few_s, many_s = (self._step("tiny", label) for label in _PIPELINES)
-        deep_s = self._step("deep", _PIPELINES[0])
+        few_s, many_s = (self._step("tiny", label) for label in PIPELINES)
+        deep_s = self._step("deep", PIPELINES[0])
         if few_s is None or many_s is None or deep_s is None:
             return
         link = machine.link_inside(world) if world.nodes == 1 else machine.link_between(world)
@@ -387,7 +390,7 @@ class _Fit:
         else:
             pass_s = bisected(lambda each_s: more_s(each_s, 1.0), 0.0, 1.0, wanted_s)
         fixed_s, slowing = max(0.0, few_s - alone_s - passes_s(few, pass_s, scale)), 0.0
-        large_s, part_s = self._step("large", _PIPELINES[0]), self._step("parts", NO_COMMUNICATION)
+        large_s, part_s = self._step("large", PIPELINES[0]), self._step("parts", NO_COMMUNICATION)
         if large_s is not None and part_s is not None:
             passes_of_all_s = few * max(0.0, part_s - alone_s) * together
             optimizer_s = _OPTIMIZER_SHARE * (self._step("large", NO_COMMUNICATION) or 0.0) * together
@@ -456,7 +459,7 @@ def bisected(value_of: Callable[[float], float], low: float, high: float, wanted
     return high
 
 
-def _profile(width: int, num_layers: int, step_s: float, crowd: int) -> ModelProfile:
+def reference_profile(width: int, num_layers: int, step_s: float, crowd: int) -> ModelProfile:
     """A reference model, whose step with ``crowd`` ranks at once was measured."""
     model = BenchMLP(width=width, num_layers=num_layers)
     gradients = [parameter.nbytes for parameter in reversed(list(model.parameters()))]

@@ -107,13 +107,3 @@ def _answer_late(turns: Turns) -> None:
     faulthandler.dump_traceback = write_slowly
     is_late.wait()
     turns.answer(None)
-
-
-def silent(settings: Any, seat: Seat, turns: Turns) -> None:
-    """A rank that joins nobody, and never answers."""
-    threading.Event().wait()
-
-
-def broken(settings: Any, seat: Seat, turns: Turns) -> None:
-    """A rank whose back end refuses."""
-    raise RuntimeError("no device of that name")

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from lightning_multigpu.bench import calibration, kernels
+from lightning_multigpu.bench.collectives import collective_run
+from lightning_multigpu.bench.collectives.collective_run import CollectivePlan, CollectiveResult
 from lightning_multigpu.bench.jobs.host_agents import HostAgents
 from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION
@@ -42,7 +44,7 @@ def rows(machine: Machine, world: World, label: str, strategy: str, **options: A
     found = {}
     for subject, alone_s in ALONE.items():
         width, layers = LAYERS[subject]
-        profile = calibration._profile(width, layers, alone_s, machine.crowd(world))
+        profile = calibration.reference_profile(width, layers, alone_s, machine.crowd(world))
         step_s = predict(profile, machine, Candidate(strategy, options), world).step_s
         found[subject, label] = row(label, step_s, sent_bytes=100.0)
     return found
@@ -64,8 +66,8 @@ def found_again(
     steps = {(subject, NO_COMMUNICATION): row("", alone_s, 0.0) for subject, alone_s in ALONE.items()}
     name = cost.strategy
     steps |= rows(true, world, name, name)
-    steps |= rows(true, world, calibration._SMALL_BUCKETS[name], name, bucket_cap_mb=0.01)
-    return calibration._Fit(machine, world, {**steps, **further}, 512, 64, [name]).machine()
+    steps |= rows(true, world, calibration.SMALL_BUCKETS[name], name, bucket_cap_mb=0.01)
+    return calibration.Fit(machine, world, {**steps, **further}, 512, 64, [name]).machine()
 
 
 def machine(world: World) -> Machine:
@@ -79,9 +81,7 @@ def test_costs_of_one_host_are_found_again() -> None:
     true = ReferenceCost(
         strategy="ring_ddp", world=ONE_HOST, fixed_s=3e-3, scale=1.7, busy=1.0, tensor_s=2e-5, bucket_s=4e-5
     )
-    [found] = [
-        each for each in found_again(machine(ONE_HOST), ONE_HOST, true).references if each.strategy == "ring_ddp"
-    ]
+    found = found_again(machine(ONE_HOST), ONE_HOST, true).reference("ring_ddp", ONE_HOST)
     assert found.scale == pytest.approx(1.7, rel=0.02)
     assert found.tensor_s == pytest.approx(2e-5, rel=0.1)
     assert found.bucket_s == pytest.approx(4e-5, rel=0.1)
@@ -165,9 +165,9 @@ def test_with_more_ranks_than_cores_the_large_model_tells_how_much_slower_passes
     ("world", "further"),
     [
         (ONE_HOST, set()),
-        (World(1, 4), {calibration._PIPELINES[0]}),
+        (World(1, 4), {calibration.PIPELINES[0]}),
         (HOSTS, {"ring_ddp:compression=int8"}),
-        (World(4, 1), {"ring_ddp:compression=int8", calibration._PIPELINES[0]}),
+        (World(4, 1), {"ring_ddp:compression=int8", calibration.PIPELINES[0]}),
     ],
 )
 def test_the_large_model_is_measured_where_a_cost_needs_it(
@@ -182,7 +182,7 @@ def test_the_large_model_is_measured_where_a_cost_needs_it(
     monkeypatch.setattr(calibration, "take_turns", steps)
     coding = Coding(name="int8", ratio=4.0, s_per_byte=1e-9)
     hosts = replace(machine(world), codings=[coding], shares_cores=world.nodes > 1)
-    calibration._with_references(None, "cpu", hosts, world)  # type: ignore[arg-type]
+    calibration.with_references(None, "cpu", hosts, world)  # type: ignore[arg-type]
     labels = {label for subject, label in measured if subject == "large"}
     own = {"ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps", "cpu_ps", "dp", "tensor_split", NO_COMMUNICATION}
     assert labels - own == further
@@ -208,7 +208,7 @@ def test_compression_is_measured_with_as_many_ranks_as_cores() -> None:
 
         def end(self) -> None: ...
 
-    found = calibration._with_kernels(Hosts(), "cpu", machine(World(1, 4)))  # type: ignore[arg-type]
+    found = calibration.with_kernels(Hosts(), "cpu", machine(World(1, 4)))  # type: ignore[arg-type]
     assert {coding.s_per_byte for coding in found.codings} == {2 / kernels.OPTIMIZER_BYTES}
     assert found.slowdown == {1: 1.0, 2: 2.0, 4: 4.0}
 
@@ -216,7 +216,7 @@ def test_compression_is_measured_with_as_many_ranks_as_cores() -> None:
 @pytest.mark.parametrize(("device_type", "samples"), [("cpu", 256), ("cuda", 1024)])
 def test_the_large_batch_of_a_slow_link_is_bounded(device_type: str, samples: int) -> None:
     slow = replace(machine(HOSTS), device_type=device_type, flops_per_s={"float32": 1e12})
-    assert calibration._large_batch(slow, HOSTS, 512) == samples
+    assert calibration.large_batch(slow, HOSTS, 512) == samples
 
 
 def test_split_layers_between_hosts_whose_link_takes_no_time_for_a_byte() -> None:
@@ -246,9 +246,8 @@ def test_the_time_of_a_split_layers_collective_is_found_again() -> None:
     cost = found.reference("tensor_split", HOSTS)
     assert (cost.pass_s, cost.scale, cost.fixed_s) == pytest.approx((-1e-3, 0.5, 3e-3))
     del steps["large", "tensor_split"]
-    cost = found_again(hosts, HOSTS, ReferenceCost(strategy="ring_ddp", world=HOSTS), steps).reference(
-        "tensor_split", HOSTS
-    )
+    found = found_again(hosts, HOSTS, ReferenceCost(strategy="ring_ddp", world=HOSTS), steps)
+    cost = found.reference("tensor_split", HOSTS)
     small_s = 0.5 * alone.link.seconds(tiny_bytes) - 1e-3
     assert (cost.pass_s + alone.link.seconds(tiny_bytes), cost.scale) == pytest.approx((small_s, 1.0))
 
@@ -272,7 +271,7 @@ def test_what_computation_of_split_layers_takes_longer_is_found_again() -> None:
 def test_a_strategy_that_failed_has_no_cost() -> None:
     steps = {(subject, NO_COMMUNICATION): row("", alone_s, 0.0) for subject, alone_s in ALONE.items()}
     steps["tiny", "ring_ddp"] = StrategyResult(label="ring_ddp", status="failed", reason="it raised")
-    assert not calibration._Fit(machine(ONE_HOST), ONE_HOST, steps, 512, 64, ["ring_ddp"]).machine().references
+    assert not calibration.Fit(machine(ONE_HOST), ONE_HOST, steps, 512, 64, ["ring_ddp"]).machine().references
 
 
 @pytest.mark.parametrize("world", [ONE_HOST, HOSTS])
@@ -281,16 +280,32 @@ def test_every_strategy_that_trains_in_a_world_gets_a_cost(world: World, monkeyp
         return [row(run.contender.label, ALONE[run.plan.subject.name] + 1e-2, 50.0) for run in runs]
 
     monkeypatch.setattr(calibration, "take_turns", steps)
-    found = calibration._with_references(None, "cpu", machine(world), world)  # type: ignore[arg-type]
+    found = calibration.with_references(None, "cpu", machine(world), world)  # type: ignore[arg-type]
     wanted = {"ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps", "pipeline_1f1b", "tensor_split"}
     assert {each.strategy for each in found.references} == wanted | ({"cpu_ps", "dp"} if world == ONE_HOST else set())
     assert {each.world for each in found.references} == {world}
 
 
+def test_long_messages_are_measured_where_they_do_not_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest ones would take 1.3 s."""
+    asked: list[Any] = []
+
+    def rows(hosts: Any, plan: CollectivePlan) -> list[CollectiveResult]:
+        asked.append(plan.sizes)
+        row = CollectiveResult(operation=plan.operations[0], implementation="", size_bytes=0)
+        return [replace(row, size_bytes=size, seconds=Spread.of([4e-8 * size])) for size in plan.sizes]
+
+    monkeypatch.setattr(collective_run, "measure", rows)
+    found = calibration.with_collectives(None, "cuda", machine(HOSTS), HOSTS)  # type: ignore[arg-type]
+    assert asked == [calibration.SIZES[:4], [8 << 20]] * 2
+    assert {each.operation for each in found.collectives} == {"all_reduce", "send_recv"}
+    assert found.between.s_per_byte == pytest.approx(4e-8)
+
+
 @pytest.mark.launch
 def test_kernels_and_collectives_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "_SIZES", (4 << 10, 64 << 10, 512 << 10, 1 << 20, 2 << 20))
-    monkeypatch.setattr(calibration, "_with_references", lambda hosts, device_type, machine, world: machine)
+    monkeypatch.setattr(calibration, "SIZES", (4 << 10, 64 << 10))
+    monkeypatch.setattr(calibration, "with_references", lambda hosts, device_type, machine, world: machine)
     with HostAgents(placement(2, 1), threads=1) as hosts:
         found = calibration.calibrated(hosts, "cpu", this_machine("cpu"))
     assert set(found.slowdown) == {1, 2}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_multigpu.bench.collectives import implementations
-from lightning_multigpu.bench.collectives.collective_run import CollectiveResult
+from lightning_multigpu.bench.collectives import implementations, support
+from lightning_multigpu.bench.collectives.collective_run import CollectivePlan, CollectiveResult
 from lightning_multigpu.bench.collectives.collective_table import CollectivesTable
 from lightning_multigpu.bench.collectives.operations import BY_NAME, OPERATIONS
 from lightning_multigpu.cli import main
@@ -72,17 +73,12 @@ def test_every_operation_on_every_implementation_that_is_there(
 
 
 def test_wrong_results_are_counted_and_end_with_status_one(tmp_path: Path, planted: None) -> None:
-    document = bench(tmp_path, *QUICK, "--max-size=1k", "--backends=liar", status=1)
-    assert {result["operation"]: result["wrong"] for result in document["results"]} == {
-        **{operation.name: 1 for operation in OPERATIONS},
-        "barrier": 1,  # rank 0 was let go before rank 1 had come
-    }
-
-
-def test_what_goes_wrong_later_is_seen_too(tmp_path: Path, planted: None) -> None:
-    document = bench(tmp_path, *QUICK, "--max-size=1k", "--backends=forgetful", "--devices=3", status=1)
-    [result] = document["results"]
-    assert result["wrong"] == 3 * result["elements"]
+    """Also what goes wrong after the first call."""
+    document = bench(tmp_path, *QUICK, "--max-size=1k", "--backends=liar,forgetful", status=1)
+    wrong = {(result["operation"], result["implementation"]): result["wrong"] for result in document["results"]}
+    assert 500 < wrong.pop(("all_reduce", "forgetful")) <= 2 * 256, "of 1 KiB on each rank few are right by chance"
+    # Also of the barrier: rank 0 was let go before rank 1 had come.
+    assert wrong == {(operation.name, "liar"): 1 for operation in OPERATIONS}
 
 
 def test_a_fault_takes_one_row_and_the_others_go_on(
@@ -109,31 +105,35 @@ def test_a_fault_takes_one_row_and_the_others_go_on(
     assert "not supported: rank 0: NotImplementedError: not on this back end" in capsys.readouterr().out
 
 
-def test_support_is_found_by_trying(tmp_path: Path, planted: None, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["reduce", "broadcast", "gather", "scatter", "barrier", "all_to_all"]
-    arguments = ("--support", "--timeout=3", "--backends", "gloo", "faulty", "ring", "mpi", "--operations", *names)
-    document = bench(tmp_path, *arguments)
-    found = {(c["implementation"], c["device"], c["operation"]): c["status"] for c in document["results"]}
-    assert len(found) == 4 * 2 * len(names)
-    faulty = dict.fromkeys(names, "ok")
-    faulty |= {"reduce": "crashed", "broadcast": "timed out", "gather": "failed", "scatter": "not supported"}
-    for name in names:
-        assert found["gloo", "cpu", name] == "ok"
-        assert found["faulty", "cpu", name] == faulty[name]
-        assert found["ring", "cpu", name] == "not supported"
-        if not torch.distributed.is_mpi_available():
-            assert found["mpi", "cpu", name] == "not built"
-        if not torch.cuda.device_count():
-            assert found["gloo", "cuda", name] == "no GPU"
-    assert all(cell["supported"] == (cell["status"] == "ok") for cell in document["results"])
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["gloo", "cpu", *["ok"] * len(names)] in rows
+def test_support_is_found_by_trying(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the rows of a bench, whose faults are those above."""
+    names = ["reduce", "broadcast", "all_reduce", "barrier"]
+    faults: dict[str, Any] = {"reduce": {"status": "crashed", "reason": "rank 1: gone"}, "all_reduce": {"wrong": 3}}
 
+    def measured(hosts: Any, plan: CollectivePlan) -> Iterator[CollectiveResult]:
+        [tried] = plan.implementations
+        for operation in plan.operations:
+            if tried.has(operation.name):
+                fault = faults.get(operation.name, {}) if tried.name == "gloo" else {}
+                yield CollectiveResult(operation=operation, implementation=tried.name, size_bytes=1, **fault)
 
-def test_a_back_end_with_a_wrong_result_has_no_support(tmp_path: Path, planted: None) -> None:
-    document = bench(tmp_path, "--support", "--backends=liar", "--operations=all_reduce", status=1)
-    cell = document["results"][0]
-    assert (cell["status"], cell["supported"], cell["reason"]) == ("wrong", False, "1 wrong elements")
+    monkeypatch.setattr(support, "measure", measured)
+    document = bench(tmp_path, "--support", "--backends", "gloo", "ring", "mpi", "--operations", *names, status=1)
+    cells = {(c["implementation"], c["device"], c["operation"]): c for c in document["results"]}
+    assert len(cells) == 3 * 2 * len(names)
+    assert [cells["gloo", "cpu", name]["status"] for name in names] == ["crashed", "ok", "wrong", "ok"]
+    assert [cells["gloo", "cpu", name]["reason"] for name in names] == ["rank 1: gone", None, "3 wrong elements", None]
+    assert [cells["ring", "cpu", name]["status"] for name in names] == [*["not supported"] * 2, "ok", "not supported"]
+    if not torch.distributed.is_mpi_available():
+        assert cells["mpi", "cpu", "reduce"]["status"] == "not built"
+    if not torch.cuda.device_count():
+        assert cells["gloo", "cuda", "reduce"]["status"] == "no GPU"
+    assert all(cell["supported"] == (cell["status"] == "ok") for cell in cells.values())
+    printed = capsys.readouterr().out.splitlines()
+    assert ["gloo", "cpu", "crashed", "ok", "wrong", "ok"] in [line.split() for line in printed]
+    assert "# gloo, cpu, reduce: rank 1: gone" in printed
 
 
 class TestTable:

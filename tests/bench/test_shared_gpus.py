@@ -16,7 +16,7 @@ from lightning_multigpu.bench.jobs.rank_process import Seat
 from lightning_multigpu.bench.machine import header, header_lines
 from lightning_multigpu.bench.strategies.contenders import Contender, contender
 from lightning_multigpu.bench.strategies.models import BenchMLP, Subject
-from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan, _trainer
+from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan, make_trainer
 from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE, place, rank_devices, sharing_note
 
 GPU = torch.device("cuda", 0)
@@ -52,7 +52,7 @@ def strategy_of(given: Contender, local_rank: int = 1, ranks: int = 2) -> Parall
     plan = StrategyPlan(
         subject=Subject("mlp", BenchMLP, 1), device_type="cuda", repetitions=1, steps=1, warm_up=0, timeout_s=1.0
     )
-    return _trainer(given, plan, ranks, seat(local_rank, ranks), []).strategy  # type: ignore[return-value]
+    return make_trainer(given, plan, ranks, seat(local_rank, ranks), []).strategy  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("name", ["ddp", "ring_ddp", "pipeline_1f1b"])

@@ -35,7 +35,7 @@ def bench(tmp_path: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
 
 
 def test_strategies_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["ddp", "ring_ddp:bucket_cap_mb=1", "tests.bench.models.BreaksOnRankOne"]
+    names = ["ddp", "ring_ddp:bucket_cap_mb=1", "tests.bench.models.BreaksOnRankOne", "dp"]
     document = bench(tmp_path, "--model=tests.bench.models.Tiny", "--strategies", *names, status=1)
     assert document["settings"] == {
         **{"model": "tests.bench.models.Tiny", "parameters": 2, "batch_size": 3, "baseline": "ddp"},
@@ -46,6 +46,10 @@ def test_strategies_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[s
     broken = rows.pop(names[2])
     assert (broken["status"], broken["step_ms"], broken["ratio"]) == ("failed", None, None)
     assert broken["reason"] == "rank 1: RuntimeError: planted"
+    one_process = rows.pop("dp")
+    [step_ms] = one_process["rank_median_step_ms"]
+    assert one_process["samples_per_s"] == pytest.approx(2 * 3 / (step_ms / 1e3)), "3 samples on each of 2 devices"
+    assert one_process["metered"]["total_ms"] > 0
     silent, base = rows[NO_COMMUNICATION]["step_ms"]["median"], rows["ddp"]["step_ms"]["median"]
     for name, row in rows.items():
         step = row["step_ms"]
@@ -66,22 +70,28 @@ def test_strategies_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "failed: rank 1: RuntimeError: planted" in capsys.readouterr().out
 
 
-def test_one_process_that_drives_all_devices(tmp_path: Path) -> None:
-    document = bench(tmp_path, "--model=tests.bench.models.Tiny", "--strategies", "dp")
-    [silent, row] = document["results"]
-    assert (row["status"], len(silent["rank_median_step_ms"])) == ("ok", 2)
-    [step_ms] = row["rank_median_step_ms"]
-    assert row["samples_per_s"] == pytest.approx(2 * 3 / (step_ms / 1e3)), "3 samples on each of 2 devices"
-    assert row["metered"]["total_ms"] > 0
+CONFIG = """
+trainer: {precision: 64-true, max_epochs: 3}
+model: {class_path: tests.bench.models.OwnModel, init_args: {width: 3}}
+data: tests.bench.models.OwnData
+"""
 
 
-@pytest.mark.parametrize("name", ["ring_ddp", "async_ps"])
-def test_a_model_that_brings_its_own_loader(tmp_path: Path, name: str) -> None:
-    """Its epochs of 2 batches a rank end within the turns. Under async_ps rank 0 waited there for a sleeping rank."""
-    document = bench(tmp_path, "--model=tests.bench.models.WithLoader", f"--strategies={name}", "--timeout=30")
-    assert (document["settings"]["batch_size"], document["settings"]["baseline"]) == (0, name)
-    assert document["results"][0]["samples_per_s"] is None
-    assert [row["step_ms"]["count"] for row in document["results"]] == [6, 6]
+def test_a_users_own_model_and_data_could_not_be_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They had to add ``example_batch`` to their module first, and to guess how long it took, and where files went.
+
+    Epochs of 2 batches a rank end within the turns. Under async_ps rank 0 waited there for a sleeping rank.
+    """
+    config = tmp_path / "mine.yaml"
+    config.write_text(CONFIG)
+    document = bench(tmp_path, f"--config={config}", "--strategies", "ring_ddp", "async_ps", "--timeout=30")
+    settings = [document["settings"][name] for name in ("model", "parameters", "batch_size", "baseline")]
+    assert settings == ["OwnModel", 6, 0, "ring_ddp"]
+    assert [(row["step_ms"]["count"], row["samples_per_s"]) for row in document["results"]] == [(6, None)] * 3
+    assert f"--config={config}" in document["command"]
+    captured = capsys.readouterr()
+    assert f"# written to {tmp_path / 'results.json'}" in captured.out
+    assert "\r" not in captured.err, "the bar is for terminals"
 
 
 class FakeRequests:
@@ -161,21 +171,16 @@ class TestTurns:
     ) -> None:
         meter = Meter(clock=lambda: model.now_s)
 
-        def step(self: Counting, batch: Tensor, batch_idx: int) -> Tensor:
-            with meter.blocking("all_reduce", group="data", group_size=2, size_bytes=1000 * (self.steps + 1)):
-                loss = Counting.training_step(self, batch, batch_idx)
+        def step(batch: Tensor, batch_idx: int) -> Tensor:
+            with meter.blocking("all_reduce", group="data", group_size=2, size_bytes=1000 * (model.steps + 1)):
+                loss = Counting.training_step(model, batch, batch_idx)
             meter.end_step()
             return loss
 
-        monkeypatch.setattr("lightning_multigpu.bench.strategies.strategy_rank._meter_of", lambda trainer: meter)
-        measured = type("Measured", (Counting,), {"training_step": step})()
-        monkeypatch.setattr(
-            "lightning_multigpu.communication.metering.clocks.HostClock.mark",
-            lambda timeline, after=None: measured.now_s,
-        )
-        monkeypatch.setattr(meter, "now", lambda: measured.now_s)
-        requests = FakeRequests(measured, Turn(1, 3), Turn(2, 1))
-        self.fit(tmp_path, measured, requests)
+        monkeypatch.setattr("lightning_multigpu.bench.strategies.strategy_rank.meter_of", lambda trainer: meter)
+        monkeypatch.setattr(model, "training_step", step)
+        requests = FakeRequests(model, Turn(1, 3), Turn(2, 1))
+        self.fit(tmp_path, model, requests)
         first, second = (taken.metered for taken in requests.answers)
         assert first == {"total_ms": 3000.0, "hidden_ms": 0.0, "exposed_ms": 3000.0, "sent_bytes": 3000.0}
         assert second == {"total_ms": 7000.0, "hidden_ms": 0.0, "exposed_ms": 7000.0, "sent_bytes": 7000.0}
@@ -216,28 +221,6 @@ class TestNames:
         with pytest.raises(ValueError, match=r".") as raised:
             contender(text)
         assert message in str(raised.value)
-
-
-CONFIG = """
-trainer: {precision: 64-true, max_epochs: 3}
-model: {class_path: tests.bench.models.OwnModel, init_args: {width: 3}}
-data: {class_path: tests.bench.models.OwnData, init_args: {num_samples: 12}}
-"""
-
-
-def test_a_users_own_model_and_data_could_not_be_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They had to add ``example_batch`` to their module first, and to guess how long it took, and where files went."""
-    config = tmp_path / "mine.yaml"
-    config.write_text(CONFIG)
-    document = bench(tmp_path, f"--config={config}", "--strategies", "ring_ddp")
-    assert [row["status"] for row in document["results"]] == ["ok", "ok"]
-    assert (document["settings"]["model"], document["settings"]["parameters"]) == ("OwnModel", 6)
-    assert f"--config={config}" in document["command"]
-    captured = capsys.readouterr()
-    assert f"# written to {tmp_path / 'results.json'}" in captured.out
-    assert "\r" not in captured.err, "the bar is for terminals"
-    own = ["--model=tests.bench.models.OwnModel", "--data=tests.bench.models.OwnData", "--strategies", "ring_ddp"]
-    assert bench(tmp_path, *own)["settings"]["parameters"] == 2
 
 
 class TestModels:

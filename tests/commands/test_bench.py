@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -29,19 +28,15 @@ def _starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "message"),
     [
         ("", "bench takes a subcommand first, one of collectives, strategies"),
-        ("--devices=2", "bench takes a subcommand first, one of collectives, strategies"),
         ("colectives", "Did you mean 'collectives'?"),
         ("collectives --operations all_reduc", "--operations: 'all_reduc' is unknown. Did you mean 'all_reduce'?"),
         ("collectives --backends ring,glo", "--backends: 'glo' is unknown. Did you mean 'gloo'?"),
-        ("collectives --operation all_reduce", "'--operation' is no option here. Did you mean '--operations'?"),
         ("collectives --min-size 64q", "argument --min-size: size '64q': pass a whole number of bytes"),
         ("collectives --min-size 2k --max-size 1k", "--max-size=1024 is below --min-size=2048"),
         ("collectives --max-size 100000g", "GiB are free; pass less"),
         ("collectives --step-factor 1", "argument --step-factor: '1': pass a whole number of at least 2"),
-        ("collectives --dtype float31", "argument --dtype: invalid choice: 'float31'"),
         ("collectives --devices 1", "a collective needs 2 ranks or more; pass --devices=2"),
         ("collectives --devices two", "argument --devices: 'two': pass a whole number of at least 1"),
-        ("collectives --timeout 0", "argument --timeout: '0': pass a number above 0"),
         ("collectives --link-gbit inf", "argument --link-gbit: 'inf': pass a number above 0"),
         ("collectives --num-nodes 2", "--num-nodes=2: run the same command on each host"),
         ("collectives --json no/such/file.json", "--json=no/such/file.json: there is no directory no/such"),
@@ -49,14 +44,8 @@ def _starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ("strategies --strategies ddp ring_ddp:buckets=1", "RingDDPStrategy has no option 'buckets'"),
         ("strategies --baseline fsdp", "--baseline=fsdp is not among --strategies ddp ring_ddp; add it there"),
         ("strategies --model resnet", "--model=resnet: pass one of mlp, gpt, or the class of yours"),
-        (
-            "strategies --model tests.bench.models.Tinny",
-            "tests.bench.models has no class 'Tinny'. Did you mean 'Tiny'?",
-        ),
-        ("strategies --model tests.bench.models.NoData", "model: NoData has neither example_batch(batch_size)"),
-        ("strategies --model tests.bench.models.NoData", "add one of them"),
+        ("strategies --model tests.bench.models.NoData", "NoData has neither example_batch(batch_size), which"),
         ("strategies --model lightning.pytorch.strategies.DDPStrategy", "subclass of LightningModule"),
-        ("strategies --model tests.bench.planted.LIAR", "tests.bench.planted has no class 'LIAR'"),
         ("strategies --model tests.bench.models.WithLoader --batch-size 3", "WithLoader has a loader of its own"),
         (
             "strategies --model tests.bench.models.OwnModel --data tests.bench.models.NoSuch",
@@ -64,8 +53,6 @@ def _starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("strategies --config no.yaml", "--config=no.yaml: No such file"),
         ("strategies --config no.yaml --model mlp", "--config has a model and its data: leave --model and --data out"),
-        ("strategies --strategies ring_ddp:compression=int4", "'powersgd'. Did you mean 'int8'?"),
-        ("strategies --steps 0", "argument --steps: '0': pass a whole number of at least 1"),
         ("strategies --json no/such/file.json", "--json=no/such/file.json: there is no directory no/such"),
     ],
 )
@@ -96,39 +83,24 @@ def test_a_back_end_that_torch_was_built_without(capsys: pytest.CaptureFixture[s
     )
 
 
-@pytest.mark.parametrize("bench", ["collectives", "strategies"])
-def test_help_names_every_option_once(bench: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", bench, "--help"])
-    assert ended.value.code == 0
+def test_help_names_every_implementation(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "collectives", "--help"])
     text = capsys.readouterr().out
-    for option in ("--devices", "--num-nodes", "--threads", "--repetitions", "--warm-up", "--timeout", "--json"):
-        assert len(re.findall(rf"^  {option}\b", text, re.MULTILINE)) == 1
-    if bench == "collectives":
-        assert all(f"  {row.name} " in text for row in implementations.IMPLEMENTATIONS)
+    assert all(f"  {row.name} " in text for row in implementations.IMPLEMENTATIONS)
 
 
 def test_models_of_the_help_are_those_of_the_bench() -> None:
     assert tuple(MODELS) == MODEL_NAMES
 
 
-class TestHeader:
-    HEADER = header(
-        placement(2, environment={}),
-        threads=3,
-        device_type="cpu",
-        command=["bench", "collectives", "--json", "a.json", "--operations", "all reduce"],
-    )
-
-    def test_tells_what_the_figures_cannot_be_read_without(self) -> None:
-        assert (self.HEADER["ranks"], self.HEADER["threads_per_rank"], self.HEADER["device"]) == (2, 3, "cpu")
-        assert self.HEADER["versions"]["torch"] == torch.__version__
-        text = "\n".join(header_lines(self.HEADER))
-        for part in (self.HEADER["date"], self.HEADER["machine"]["processor"], "2 ranks (1 x 2), 3 intra-op thread(s)"):
-            assert part in text
-        assert all(line.startswith("# ") for line in text.splitlines())
-
-    def test_command_can_be_repeated(self) -> None:
-        assert self.HEADER["command"] == (
-            "lightning-multigpu bench collectives --json a.json --operations 'all reduce'"
-        )
+def test_the_header_tells_what_the_figures_cannot_be_read_without() -> None:
+    command = ["bench", "collectives", "--json", "a.json", "--operations", "all reduce"]
+    head = header(placement(2, environment={}), threads=3, device_type="cpu", command=command)
+    assert (head["ranks"], head["threads_per_rank"], head["device"]) == (2, 3, "cpu")
+    assert head["versions"]["torch"] == torch.__version__
+    assert head["command"] == "lightning-multigpu bench collectives --json a.json --operations 'all reduce'"
+    text = "\n".join(header_lines(head))
+    for part in (head["date"], head["machine"]["processor"], "2 ranks (1 x 2), 3 intra-op thread(s)"):
+        assert part in text
+    assert all(line.startswith("# ") for line in text.splitlines())

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import psutil
 import pytest
 import torch
 
-from lightning_multigpu.bench.collectives import collective_run, implementations
+from lightning_multigpu.bench.collectives import collective_run
+from lightning_multigpu.bench.collectives.collective_run import CollectivePlan, CollectiveResult
 from lightning_multigpu.cli import main
 from lightning_multigpu.commands import doctor, host_facts
 from lightning_multigpu.commands.host_facts import (
@@ -27,7 +27,6 @@ from lightning_multigpu.commands.host_facts import (
 )
 from lightning_multigpu.communication.job_secret import JOB_SECRET
 from tests import preforked
-from tests.bench.planted import LIAR, broken, silent
 from tests.fake_nvml import FakeNvml
 from tests.world import free_port
 
@@ -68,22 +67,36 @@ def test_the_report_of_one_host(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert any(line.startswith("all-reduce of 2 over gloo  ok") for line in text)
 
 
-def test_a_rank_that_raises_and_one_that_hangs_are_problems_with_a_fix(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def all_reduces_give(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row that a bench of the all-reduce has, without ranks."""
+
+    def measured(hosts: Any, plan: CollectivePlan) -> list[CollectiveResult]:
+        assert (plan.timeout_s, plan.join_s) == (0.2, 0.0)
+        return [CollectiveResult(operation=plan.operations[0], implementation="gloo", size_bytes=4096, **row)]
+
+    monkeypatch.setattr(collective_run, "measure", measured)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (
+            {"status": "crashed", "reason": "rank 1: its process was ended by SIGKILL"},
+            "failed: rank 1: its process was ",
+        ),
+        (
+            {"status": "timed out", "reason": "no answer within 0.2 s"},
+            "timed out: no answer within 0.2 s\n  fix: check r",
+        ),
+        ({"wrong": 1, "numel": 1024}, "failed: 1 of 2048 elements of the sums are wrong\n  fix: check routes"),
+    ],
+)
+def test_a_back_end_that_fails_is_a_problem_with_a_fix(
+    row: dict[str, Any], problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collective_run, "serve", broken)
-    assert main(["doctor"]) == 1
-    printed = capsys.readouterr().out
-    assert "over gloo failed: rank 0: RuntimeError: no device of that name\n  fix: check routes" in printed
-    monkeypatch.setattr(collective_run, "serve", silent)
+    all_reduces_give(row, monkeypatch)
     assert main(["doctor", "--timeout=0.2"]) == 1
-    assert "over gloo timed out: no answer within 0.2 s\n  fix: check routes" in capsys.readouterr().out
-
-
-def test_wrong_sums_are_a_problem(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(implementations, "IMPLEMENTATIONS", [replace(LIAR, name="gloo")])
-    assert main(["doctor"]) == 1
-    assert "over gloo failed: 1 of 2048 elements of the sums are wrong\n  fix: check" in capsys.readouterr().out
+    assert f"over gloo {problem}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -154,9 +167,7 @@ def test_two_processes_of_a_launcher_make_one_report() -> None:
 def test_the_process_that_did_not_come_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        doctor, "_try_back_ends", lambda *_: [{"backend": "gloo", "ranks": 2, "status": "ok", "reason": None}]
-    )
+    all_reduces_give({}, monkeypatch)
     for name, value in {**LAUNCHED, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
     for node in "01":

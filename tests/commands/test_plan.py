@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -65,23 +64,17 @@ def steps(module: Model, *arguments: Any, tensor_parallel_size: int = 1, **optio
 
 
 @pytest.fixture(autouse=True)
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def project(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current directory, with a configuration and a machine; measurements are short."""
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(CONFIG))
-    (tmp_path / "machine.json").write_text(json.dumps(MACHINE.as_json()))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", ["lightning-multigpu"])
+    (directory / "run.yaml").write_text(yaml.safe_dump(CONFIG))
+    (directory / "machine.json").write_text(json.dumps(MACHINE.as_json()))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(directory / "cache"))
     monkeypatch.setattr(measured_model, "lone_steps", steps)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "LOCAL_RANK", "NODE_RANK", "SLURM_LOCALID"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
     threads = torch.get_num_threads()
     Model.made.clear()
     events.clear()
     crowds.clear()
-    yield tmp_path
+    yield directory
     torch.set_num_threads(threads)
     Model.made.clear()
 

@@ -27,16 +27,8 @@ ROOT = str(Path(__file__).parents[2])
 @pytest.mark.launch
 def test_the_plan_of_a_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    command = (
-        "-m",
-        "lightning_multigpu",
-        "plan",
-        "--blocks",
-        *MODEL,
-        "--trainer.strategy=tensor_split",
-        "--json=a.json",
-    )
-    finished = job.run(str(tmp_path), *command, PYTHONPATH=ROOT)
+    options = (*MODEL, "--trainer.strategy=tensor_split", "--json=a.json")
+    finished = job.run(str(tmp_path), "-m", "lightning_multigpu", "plan", "--blocks", *options, PYTHONPATH=ROOT)
     assert finished.returncode == 0, finished.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"], "no log, no checkpoint"
     plan = json.loads(Path("a.json").read_text())
@@ -77,18 +69,10 @@ def test_the_plan_of_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert max(held) < 0.45 * plan["one_device"]["parameters_bytes"]
 
 
-def test_another_strategy_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["lightning-multigpu"])
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "0")  # so that it is taken away again when a run sets it
+def test_another_strategy_is_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--blocks", *MODEL, "--trainer.strategy=ring_ddp"]) == 2
-    assert (
-        "strategy=RingDDPStrategy splits no layers here; pass --trainer.strategy=tensor_split"
-        in capsys.readouterr().err
-    )
+    refusal = "strategy=RingDDPStrategy splits no layers here; pass --trainer.strategy=tensor_split"
+    assert refusal in capsys.readouterr().err
 
 
 @pytest.mark.launch

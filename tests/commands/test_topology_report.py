@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+import re
 import sys
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from lightning_multigpu.commands import topology_report
 from lightning_multigpu.planning.scaling.links import Link
 from lightning_multigpu.planning.scaling.machine_model import Machine
 from lightning_multigpu.registry import STRATEGIES
-from tests import preforked
 from tests.fake_nvml import SWITCH, FakeNvml
 from tests.planning.machines import DGX_GPUS, dgx_a100, workstation
 from tests.world import free_port
@@ -101,26 +99,29 @@ def test_a_file_that_calibrate_has_not_written(
     assert "machine.json" in capsys.readouterr().err
 
 
-@pytest.mark.launch
-def test_hosts_of_a_job_that_are_alike_are_shown_once() -> None:
-    port = str(free_port())
-    command = [sys.executable, "-m", "lightning_multigpu", "topology", "--num-nodes=2"]
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    first, second = (
-        preforked.Process(
-            command, env={**common, "NODE_RANK": node}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for node in "01"
-    )
-    printed, silent = (process.communicate(timeout=120)[0] for process in (first, second))
-    assert (first.returncode, second.returncode, silent) == (0, 0, "")
-    assert printed.startswith("node 0 (")
-    assert ", node 1 (" in printed.splitlines()[0]
-    assert printed.count("\nGPUDirect RDMA  ") == 1
-
-
-def test_missing_processes_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def node_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of the first of several hosts."""
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("node_0")
+def test_hosts_of_a_job_that_are_alike_are_shown_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How they meet, test_doctor proves with two processes."""
+    monkeypatch.setattr(topology_report, "meet", lambda place, own, timeout_s: (None, [own, {**own}]))
+    assert main(["topology", "--num-nodes=2"]) == 0
+    printed = capsys.readouterr().out
+    assert re.match(r"node 0 \(.*\), node 1 \(", printed)
+    assert printed.count("\nGPUDirect RDMA  ") == 1
+    monkeypatch.setenv("NODE_RANK", "1")
+    assert main(["topology", "--num-nodes=2"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("node_0")
+def test_missing_processes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["topology", "--num-nodes=2", "--timeout=0.2"]) == 1
     assert "rank 1 of 2 did not come within 0.2 s (--timeout)" in capsys.readouterr().err

@@ -150,7 +150,6 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--example=gpt3_175"], "--example=gpt3_175 is unknown; known are seed, gpt3_125m, "),
             (["--example=gpt3_175"], "Did you mean 'gpt3_175b'?"),
             (["--example=seed", "--preset=a100_100gb"], "--preset=a100_100gb is unknown; known are laptop, a100, "),
             (["--example=seed", "--batch=2"], "name a machine by --preset: laptop, a100"),

@@ -103,8 +103,12 @@ def test_what_cannot_be_written_leaves_the_old_report(tmp_path: Path) -> None:
     path = tmp_path / "multigpu_report.json"
     old = report_of(record(0))
     write(old, path)
-    with pytest.raises(TypeError):
-        write(report_of(record(0), hook=object()), path)
+    for new, message in (
+        (report_of(record(0), hook=object()), "not JSON serializable"),
+        (report_of(record(0, throughput__samples_per_sec=float("nan"))), "not JSON compliant"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            write(new, path)
     with pytest.raises(TypeError):  # with the file open, as on a full disk
         write_bytes(None, path)  # type: ignore[arg-type]
     assert read(path) == old
@@ -125,9 +129,3 @@ def test_only_json_of_this_version_is_read(tmp_path: Path) -> None:
         path.write_text(text, errors="surrogateescape")
         with pytest.raises(ReportError, match=message):
             read(path)
-
-
-def test_what_is_not_finite_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        write(report_of(record(0, throughput__samples_per_sec=float("nan"))), tmp_path / "multigpu_report.json")
-    assert not list(tmp_path.iterdir())

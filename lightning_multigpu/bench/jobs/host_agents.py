@@ -79,20 +79,20 @@ class HostAgents:
         else:
             store = TCPStore(placement.main_address, placement.main_port, is_master=False, timeout=_JOIN)
         self._port = int(store.port)
-        self._store = PrefixStore(rank_process.PREFIX, store)
+        self.store = PrefixStore(rank_process.PREFIX, store)
 
     def __enter__(self) -> HostAgents:
         return self
 
     def __exit__(self, *_: object) -> None:
         for job in self._jobs:
-            self._store.set(rank_process.end_key(job.name), "")
+            self.store.set(rank_process.end_key(job.name), "")
         for job in list(self._jobs):
             job.kill()
         with contextlib.suppress(Exception):
-            self._store.set(f"left/{self.placement.agent}", "")
+            self.store.set(f"left/{self.placement.agent}", "")
             if self.prints:  # the store ends with this process
-                self._store.wait([f"left/{agent}" for agent in range(self.placement.num_agents)], _MARGIN)
+                self.store.wait([f"left/{agent}" for agent in range(self.placement.num_agents)], _MARGIN)
 
     @property
     def prints(self) -> bool:
@@ -160,13 +160,13 @@ class HostAgents:
         """The values of all agents, in their order, as JSON brings them."""
         number, agent = self._shared, self.placement.agent
         self._shared += 1
-        self._store.set(f"{number}/{agent}", json.dumps(value))
-        self._store.set_timeout(_JOIN)
-        return [json.loads(self._store.get(f"{number}/{other}")) for other in range(self.placement.num_agents)]
+        self.store.set(f"{number}/{agent}", json.dumps(value))
+        self.store.set_timeout(_JOIN)
+        return [json.loads(self.store.get(f"{number}/{other}")) for other in range(self.placement.num_agents)]
 
     def _end_turn(self, turn: int, failure: Any) -> None:
         if self.prints:
-            self._store.compare_set(rank_process.turn_key(turn), "", json.dumps(failure))
+            self.store.compare_set(rank_process.turn_key(turn), "", json.dumps(failure))
 
 
 class RankJob:
@@ -176,7 +176,7 @@ class RankJob:
         self, agents: HostAgents, seat: Seat, entry: Entry, settings: Any, turns: Any, kept: TCPStore | None
     ) -> None:
         self._agents = agents
-        self._store = agents._store
+        self.store = agents.store
         self.name = seat.job
         self._seat = seat
         self._kept = kept  # the ranks' own store, at MASTER_PORT
@@ -184,13 +184,13 @@ class RankJob:
         agents._jobs.add(self)
         own = seat
         try:
-            context = _fork_server([rank_process.__name__, entry.__module__, *agents.modules])
+            context = fork_server([rank_process.__name__, entry.__module__, *agents.modules])
             for own in [replace(seat, local_rank=local_rank) for local_rank in seat.placement.local_ranks]:
                 process = context.Process(target=rank_process.run_rank, args=(own, entry, settings, turns))
                 process.start()  # forked from a server that has imported all it needs: that takes some 10 ms
                 self._processes[own.rank] = process
         except Exception as error:  # EOFError where the server may not fork; settings that cannot be sent
-            rank_process.note_failure(self._store, self.name, own.rank, "crashed", f"{type(error).__name__}: {error}")
+            rank_process.note_failure(self.store, self.name, own.rank, "crashed", f"{type(error).__name__}: {error}")
 
     def answers(self, turn: int) -> list[Any]:
         """The answer of every rank in a turn, in rank order, as JSON brings it: a tuple comes as a list.
@@ -200,29 +200,29 @@ class RankJob:
         """
         num_ranks = self._seat.placement.world_size
         first_s = None
-        while not self._store.check([rank_process.turn_key(turn)]):
+        while not self.store.check([rank_process.turn_key(turn)]):
             self._note_deaths(turn)
-            if self._agents.prints and (failures := rank_process.failures(self._store, self.name)):
+            if self._agents.prints and (failures := rank_process.failures(self.store, self.name)):
                 first_s = first_s or time.monotonic()  # other ranks may be about to fail in the same way
                 is_all = len(failures) == num_ranks or any(kind == "crashed" for kind, *_ in failures)
                 if is_all or time.monotonic() - first_s > _GRACE_S:
                     self._agents._end_turn(turn, self._verdict(failures))
             time.sleep(_POLL_S)
-        failure = json.loads(self._store.get(rank_process.turn_key(turn)))
+        failure = json.loads(self.store.get(rank_process.turn_key(turn)))
         if failure is not None:
             self.kill()
             raise JobError(*failure)
-        return rank_process.answers(self._store, turn, num_ranks)
+        return rank_process.answers(self.store, turn, num_ranks)
 
     def _note_deaths(self, turn: int) -> None:
         for rank, process in list(self._processes.items()):
             status = process.exitcode
             # Asked in this order: a rank may end once its last turn is over.
-            if status is not None and not self._store.check([rank_process.turn_key(turn)]):
+            if status is not None and not self.store.check([rank_process.turn_key(turn)]):
                 how = (
                     f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
                 )
-                rank_process.note_failure(self._store, self.name, rank, "crashed", f"its process {how}")
+                rank_process.note_failure(self.store, self.name, rank, "crashed", f"its process {how}")
                 del self._processes[rank]
 
     def _verdict(self, failures: Sequence[tuple[str, int, str]]) -> tuple[str, bool, str]:
@@ -246,7 +246,7 @@ class RankJob:
 
     def kill(self) -> None:
         """Ends the ranks of all hosts at once."""
-        self._store.set(rank_process.end_key(self.name), "")
+        self.store.set(rank_process.end_key(self.name), "")
         self.end()
 
 
@@ -266,7 +266,7 @@ def _kept_store(address: str, port: int) -> TCPStore:
 _starting = threading.Lock()
 
 
-def _fork_server(modules: Sequence[str]) -> ForkServerContext:
+def fork_server(modules: Sequence[str]) -> ForkServerContext:
     """Starts the server. Python starts it with ``-c``, which puts the working folder before all other folders."""
     context = multiprocessing.get_context("forkserver")
     with _starting:

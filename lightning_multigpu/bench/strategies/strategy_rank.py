@@ -128,12 +128,12 @@ class TakesTurns(Callback):
             self._memory = {**held, "activations_bytes": self._saved.peak_bytes}
 
     def _note_first_metered(self, trainer: Trainer) -> None:
-        meter = _meter_of(trainer)
+        meter = meter_of(trainer)
         if meter is not None and self._turn is not None and len(self._marks) == self._turn.warm_up + 1:
             self._first_metered = meter.steps_ended
 
     def _metered(self, trainer: Trainer) -> dict[str, float] | None:
-        meter = _meter_of(trainer)
+        meter = meter_of(trainer)
         if meter is None:
             return None
         meter.flush()
@@ -165,11 +165,11 @@ def serve(settings: tuple[Contender, StrategyPlan, int], seat: Seat, turns: Turn
         batch = model.example_batch(batch_size)  # type: ignore[operator]
         ranks = 1 if contender.strategy is None or one_process else seat.placement.world_size
         loader = repeated(batch, batch_size, num_batches, ranks)
-    trainer = _trainer(contender, plan, num_devices, seat, [TakesTurns(turns, plan.counts_memory)])
+    trainer = make_trainer(contender, plan, num_devices, seat, [TakesTurns(turns, plan.counts_memory)])
     trainer.fit(model, train_dataloaders=loader, datamodule=data)
 
 
-def _trainer(
+def make_trainer(
     contender: Contender, plan: StrategyPlan, num_devices: int, seat: Seat, callbacks: list[Callback]
 ) -> Trainer:
     devices = rank_devices(plan.device_type, num_devices, torch.cuda.device_count())
@@ -203,6 +203,6 @@ def _trainer(
     )
 
 
-def _meter_of(trainer: Trainer) -> Meter | None:
+def meter_of(trainer: Trainer) -> Meter | None:
     meter = getattr(trainer.strategy, "meter", None)
     return meter if isinstance(meter, Meter) else None
