@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,14 +85,9 @@ def test_ranks_that_train_on_the_same_batch_speak_as_one(world4: World) -> None:
     assert world4.run(of_two_stages) == [((8, -1), (0.0, 2.0), 4)] * 4
 
 
-def attributes() -> tuple[Any, Any, int]:
-    init_group()
-    loader = DataLoader(torch.arange(4), batch_size=2)  # type: ignore[arg-type, var-annotated]
-    agreed = AgreedLoader(loader, Announcer(dist.new_group(backend="gloo"), Meter()), length=2)
-    agreed.worker_init_fn = len  # type: ignore[attr-defined]
-    return loader.worker_init_fn, agreed.batch_size, len(agreed)
-
-
-def test_attributes_are_those_of_the_loader(world2: World) -> None:
+def test_attributes_are_those_of_the_loader() -> None:
     """Lightning seeds the workers of a loader by setting its ``worker_init_fn``."""
-    assert world2.run(attributes) == [(len, 2, 2)] * 2
+    loader = DataLoader(torch.arange(4), batch_size=2)  # type: ignore[arg-type, var-annotated]
+    agreed = AgreedLoader(loader, SimpleNamespace(), length=2)  # type: ignore[arg-type]
+    agreed.worker_init_fn = len  # type: ignore[attr-defined]
+    assert (loader.worker_init_fn, agreed.batch_size, len(agreed)) == (len, 2, 2)

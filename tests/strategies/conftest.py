@@ -21,12 +21,13 @@ class OneProcess:
     def __init__(self, name: str, ranks: World) -> None:
         self._name = name
         self._ranks = ranks
+        self.num_ranks = ranks.num_ranks
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """What the function returns, as the answer of each rank."""
         if self._name not in args:
             return self._ranks.run(function, *args, **kwargs)
-        return [function(*args, **kwargs)] * self._ranks.num_ranks
+        return [function(*args, **kwargs)] * self.num_ranks
 
 
 def _of_strategy(request: pytest.FixtureRequest, ranks: World) -> World | OneProcess:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -16,6 +17,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_multigpu.registry import STRATEGIES, StrategyRow
 from lightning_multigpu.strategies.base import MultiGPUStrategy
+
+if TYPE_CHECKING:
+    from tests.world import World
 
 NUM_FEATURES, NUM_CLASSES = 6, 3
 
@@ -251,7 +255,7 @@ def fit_module(
         strategy: an object, or a registered name, which gets the options of the case; None for one device.
         ranks: of the run.
         case: how to train.
-        data: to train on; by default the case's training loader.
+        data: to train on, or a function that makes it on the rank; by default the case's training loader.
         validation: data to validate on.
         overrides: arguments of the Trainer, and ``ckpt_path``.
     """
@@ -259,7 +263,9 @@ def fit_module(
     if not isinstance(strategy, Strategy):
         strategy = "auto" if strategy is None else make_strategy(strategy, **case.strategy)
     trainer = make_trainer(case, strategy, ranks, **overrides)
-    trainer.fit(module, train_loader(case, trainer) if data is None else data, validation, ckpt_path=path)
+    if data is None:
+        data = train_loader(case, trainer)
+    trainer.fit(module, data() if callable(data) else data, validation, ckpt_path=path)
     return trainer
 
 
@@ -298,5 +304,31 @@ def assert_same_weights(
 ) -> None:
     """Those of one device, under the same names in the same order; by default after steps in float64."""
     assert list(result["weights"]) == list(reference["weights"])
-    for name, value in reference["weights"].items():
-        torch.testing.assert_close(result["weights"][name], value, rtol=rtol, atol=rtol / 100 if atol is None else atol)
+    atol = rtol / 100 if atol is None else atol
+    torch.testing.assert_close(result["weights"], reference["weights"], rtol=rtol, atol=atol)
+
+
+def trained_weights(
+    make_module: Callable[[], L.LightningModule], strategy: Any, ranks: int, case: Case = Case(), **options: Any
+) -> dict[str, Any]:
+    """The weights of a new module after :func:`fit_module`, whose options stay as they were, callbacks too."""
+    module = make_module()
+    fit_module(module, strategy, ranks, case, **copy.deepcopy(options))
+    return {"weights": state(module)}
+
+
+def assert_trains_alike(
+    world: World,
+    make_module: Callable[[], L.LightningModule],
+    names: str | Sequence[str],
+    case: Case = Case(),
+    *,
+    rtol: float = 1e-9,
+    atol: float | None = None,
+    **options: Any,
+) -> None:
+    """Under each of the strategies all ranks of the world train the module to the weights of one device."""
+    expected = trained_weights(make_module, None, 1, case, **options)
+    for name in [names] if isinstance(names, str) else names:
+        for found in world.run(trained_weights, make_module, name, world.num_ranks, case, **options):
+            assert_same_weights(found, expected, rtol=rtol, atol=atol)

@@ -1,19 +1,20 @@
-"""Batches that are objects of the user's train as the tensors in them do on one device."""
+"""Batches that are objects of the user's, and loaders that shuffle by themselves, train as on one device."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_multigpu import PipelineStrategy
-from tests.strategies.tasks import Case, Classifier, assert_same_weights, make_trainer, state, train_loader
+from tests.strategies.tasks import Case, Classifier, assert_trains_alike, dataset, train_loader
 from tests.world import World
 
-CASE = Case(max_epochs=2, num_samples=30)
+CASE = Case(max_epochs=2, num_samples=30, strategy={"num_micro_batches": 4, "balance": "memory"})
 
 
 @dataclass
@@ -44,22 +45,19 @@ class OfObjects(Classifier):
         return super().training_step((batch.x + batch.scaled, batch.y), batch_idx)
 
 
-def train(strategy: Any, ranks: int) -> dict[str, Any]:
-    module = OfObjects()
-    loader = train_loader(CASE, 1)
-    trainer = make_trainer(CASE, strategy, ranks)
-    trainer.fit(module, DataLoader(loader.dataset, batch_size=8, sampler=loader.sampler, collate_fn=fields))
-    return {"weights": state(module), "seen": module.seen}
-
-
-def pipeline() -> dict[str, Any]:
-    return train(PipelineStrategy(num_micro_batches=4, balance="memory", start_method="popen"), 2)
-
-
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size` from an ambiguous collection")  # of its name
 def test_objects_train_as_on_one_device(world2: World) -> None:
-    reference = train("auto", 1)
-    results = world2.run(pipeline)
-    for result in results:
-        assert_same_weights(result, reference)
-    assert results[0]["seen"] == [(pytest.approx(loss), size) for loss, size in reference["seen"]]
+    loader = train_loader(CASE, 1)
+    data = DataLoader(loader.dataset, batch_size=8, sampler=loader.sampler, collate_fn=fields)
+    assert_trains_alike(world2, OfObjects, "pipeline_1f1b", CASE, data=data)
+
+
+def shuffled() -> DataLoader[Any]:
+    """Each rank shuffles in an order of its own."""
+    order = torch.Generator().manual_seed(int(os.environ.get("LOCAL_RANK", 0)))
+    return DataLoader(dataset(16), batch_size=4, shuffle=True, generator=order)
+
+
+def test_ranks_of_a_tensor_group_train_on_the_same_batch_whatever_their_loaders_draw(world2: World) -> None:
+    case = Case(max_epochs=1, trainer={"use_distributed_sampler": False})
+    assert_trains_alike(world2, Classifier, ("tensor_split", "hybrid"), case, data=shuffled)

@@ -22,11 +22,12 @@ from tests.strategies.tasks import (
     Case,
     Classifier,
     assert_same_weights,
+    assert_trains_alike,
     fit_module,
     make_trainer,
     rows_with_a_whole_model,
-    state,
     train_loader,
+    trained_weights,
 )
 from tests.world import World, rank
 
@@ -59,6 +60,10 @@ class Frozen(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.changes("training_step")
         return super().training_step(batch, batch_idx)
+
+    def configure_callbacks(self) -> Any:
+        frees = BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=0.1, train_bn=False)
+        return [frees] if self.change is None else []
 
     def configure_optimizers(self) -> Any:
         trained = self.parameters() if self.change else [p for p in self.parameters() if p.requires_grad]
@@ -140,43 +145,22 @@ STORIES = {
 }
 
 
-def train(story: Story, ranks: int, strategy: str = "ring_ddp") -> dict[str, Any]:
-    module = Frozen(story.change, story.hook)
-    callbacks: list[Any] = []
-    if story.change is None:
-        callbacks = [BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=0.1, train_bn=False)]
+def train(story: Story, strategy: str | None, ranks: int = 2) -> dict[str, Any]:
     case = Case(trainer=story.trainer, strategy=story.strategy)
-    fit_module(module, strategy if ranks > 1 else None, ranks, case, callbacks=callbacks)
-    return {"weights": state(module)}
+    return trained_weights(partial(Frozen, story.change, story.hook), strategy, ranks, case)
 
 
-def attempt(stories: dict[str, Story], strategy: str) -> dict[str, Any]:
-    return {name: train(story, 2, strategy) for name, story in stories.items()}
+def assert_as_on_one_device(story: Story, strategy: str, world: World) -> None:
+    first, second = world.run(train, story, strategy)
+    assert_same_weights(first, second, rtol=0)
+    if story.is_exact:
+        assert_same_weights(first, train(story, None, 1))
 
 
-def problems_of(name: str, expected: dict[str, Any], found: list[dict[str, Any]], *, is_exact: bool) -> list[str]:
-    problems = []
-    for key, value in expected["weights"].items():
-        first, second = (result["weights"][key] for result in found)
-        if not torch.equal(first, second):
-            problems.append(f"{name}: {key} differs between the ranks by {float((first - second).abs().max()):.1e}")
-        elif is_exact and not torch.allclose(first, value, rtol=1e-9, atol=1e-11):
-            problems.append(f"{name}: {key} is off by {float((first - value).abs().max()):.1e} from one device")
-    return problems
-
-
-def assert_as_on_one_device(stories: dict[str, Story], strategy: str, world: World) -> None:
-    results = world.run(attempt, stories, strategy)
-    problems = []
-    for name, story in stories.items():
-        both = [result[name] for result in results]
-        problems += problems_of(name, train(story, 1), both, is_exact=story.is_exact)
-    assert not problems, "\n".join(problems)
-
-
-def test_what_changes_during_training_trains_as_on_one_device(world2: World) -> None:
+@pytest.mark.parametrize("name", STORIES)
+def test_what_changes_during_training_trains_as_on_one_device(name: str, world2: World) -> None:
     """After 3 epochs all tensors of the replicas differed by about 5e-3."""
-    assert_as_on_one_device(STORIES, "ring_ddp", world2)
+    assert_as_on_one_device(STORIES[name], "ring_ddp", world2)
 
 
 IN_TURNS = ("at the start of a batch", "frozen and unfrozen in turns")
@@ -189,21 +173,23 @@ AT_ANY_TIME = (
 )
 
 
+FOLLOWED = {
+    "pipeline_1f1b": (*IN_TURNS, *OTHER_OPTIMIZERS),
+    "ddp_sharded": (*AT_ANY_TIME, "unfrozen with a new layer"),
+    "cpu_ps": (*AT_ANY_TIME, "a new layer, the same on all ranks"),
+    "sync_ps": (*AT_ANY_TIME, "a new layer, the same on all ranks"),
+}
+
+
 @pytest.mark.parametrize(
-    ("strategy", "names"),
-    [
-        ("pipeline_1f1b", (*IN_TURNS, *OTHER_OPTIMIZERS)),
-        ("ddp_sharded", (*AT_ANY_TIME, "unfrozen with a new layer")),
-        ("cpu_ps", (*AT_ANY_TIME, "a new layer, the same on all ranks")),
-        ("sync_ps", (*AT_ANY_TIME, "a new layer, the same on all ranks")),
-    ],
+    ("strategy", "name"), [(strategy, name) for strategy in FOLLOWED for name in FOLLOWED[strategy]]
 )
-def test_stages_and_servers_follow_the_changes(strategy: str, names: tuple[str, ...], world2: World) -> None:
+def test_stages_and_servers_follow_the_changes(strategy: str, name: str, world2: World) -> None:
     """Parameter servers failed at the first parameter that was frozen when training began.
 
     FairScale deals all parameters out anew where a layer comes that is trained after others were unfrozen.
     """
-    assert_as_on_one_device({name: STORIES[name] for name in names}, strategy, world2)
+    assert_as_on_one_device(STORIES[name], strategy, world2)
 
 
 @pytest.mark.parametrize("strategy", ["ddp_sharded", "cpu_ps", "sync_ps"])
@@ -211,7 +197,7 @@ def test_optimizers_whose_states_have_owners_are_not_replaced(strategy: str, wor
     """Each rank stepped another optimizer with its own gradients, until the end of the fit compared the weights."""
     words = r"optimizer 0 \((SGD|Adam)\) was set during a fit.*use strategy='ring_ddp'"
     for name in OTHER_OPTIMIZERS:
-        world2.run_raising(ValueError, words, train, STORIES[name], 2, strategy)
+        world2.run_raising(ValueError, words, train, STORIES[name], strategy)
 
 
 def add_accumulate_hook(module: Frozen) -> None:
@@ -223,9 +209,9 @@ def add_accumulate_hook(module: Frozen) -> None:
 def test_changes_that_stages_cannot_follow(strategy: str, world2: World) -> None:
     """A new layer trained to other weights, and a hook ran after each micro-batch, without a word."""
     words = r"extra.weight has come to the optimizer while training runs.*freeze it until it is used"
-    world2.run_raising(ValueError, words, train, Story(partial(add_layer, is_alike=True)), 2, strategy)
+    world2.run_raising(ValueError, words, train, Story(partial(add_layer, is_alike=True)), strategy)
     words = r"register_post_accumulate_grad_hook: in a pipeline.*use on_before_optimizer_step"
-    world2.run_raising(ValueError, words, train, Story(add_accumulate_hook), 2, strategy)
+    world2.run_raising(ValueError, words, train, Story(add_accumulate_hook), strategy)
 
 
 class DifferentlyError(Frozen):
@@ -324,7 +310,7 @@ def test_a_layer_that_a_step_freezes_is_one_that_the_loss_does_not_depend_on(wor
     story = Story(
         lambda module: [module.first.requires_grad_(True), module.second.requires_grad_(False)], "training_step"
     )
-    world2.run_raising(RuntimeError, words, train, story, 2)
+    world2.run_raising(RuntimeError, words, train, story, "ring_ddp")
 
 
 class Outside(Classifier):
@@ -349,15 +335,7 @@ class ClampsData(Classifier):
             parameter.data = parameter.data.clamp(-0.4, 0.4)
 
 
-def clamp(strategy: str | None, ranks: int) -> dict[str, Any]:
-    module = ClampsData()
-    fit_module(module, strategy, ranks)
-    return {"weights": state(module)}
-
-
-@pytest.mark.parametrize("name", [*(row.name for row in rows_with_a_whole_model()), "tensor_split"])
-def test_assigned_data(name: str, world2: World) -> None:
+def test_assigned_data(world2: World) -> None:
     """ddp_sharded lost such values, and layers that tensor_split has split used them in backward."""
-    expected = clamp(None, 1)
-    for found in world2.run(clamp, name, 2):
-        assert_same_weights(found, expected)
+    names = [*(row.name for row in rows_with_a_whole_model()), "tensor_split"]
+    assert_trains_alike(world2, ClampsData, names)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from lightning_multigpu import RingDDPStrategy
@@ -27,7 +26,6 @@ from tests.strategies.tasks import (
     dataset,
     fit,
     fit_module,
-    make_strategy,
     make_trainer,
     rows_of_each_class,
     state,
@@ -56,9 +54,7 @@ def save(case: Case, strategy_name: str | None, ranks: int, directory: str, step
 
 def resume(case: Case, strategy: Any, ranks: int, path: str) -> dict[str, Any]:
     module = Classifier(case.optimizer)
-    chosen = "auto" if strategy is None else strategy if strategy == "ddp" else make_strategy(strategy)
-    trainer = make_trainer(case, chosen, ranks)
-    trainer.fit(module, loader_for(case, trainer), ckpt_path=path)
+    trainer = fit_module(module, strategy, ranks, case, ckpt_path=path)
     return {"weights": state(module), "global_step": trainer.global_step,
             "learning_rates": module.learning_rates}  # fmt: skip
 
@@ -105,28 +101,8 @@ def save_everywhere(strategy_name: str | None, ranks: int, directory: Path) -> N
     fit_module(Classifier(CASE.optimizer), strategy_name, ranks, CASE, **options)
 
 
-def resume_everywhere(
-    strategy_name: str, ranks: int, directory: Path, places: Sequence[str] = tuple(WHERE)
-) -> dict[str, dict[str, Any]]:
-    """What runs reach that resume from each of the files."""
-    paths = {place: str(directory / place / f"step={WHERE[place][0]}.ckpt") for place in places}
-    return {place: resume(CASE, strategy_name, ranks, path) for place, path in paths.items()}
-
-
-def _assert_all_continue(results: list[dict[str, dict[str, Any]]]) -> None:
-    for number, result in enumerate(results):
-        for place, resumed in result.items():
-            with note(f"rank {number}, saved {place}"):
-                _assert_continues(resumed, 3 * STEPS_AN_EPOCH - WHERE[place][0])
-
-
-@contextlib.contextmanager
-def note(text: str) -> Iterator[None]:
-    try:
-        yield
-    except AssertionError as error:
-        error.add_note(text)
-        raise
+def file_of(directory: Path, place: str) -> Path:
+    return directory / place / f"step={WHERE[place][0]}.ckpt"
 
 
 @pytest.fixture(scope="module")
@@ -136,21 +112,35 @@ def files_of_one_device(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.parametrize("place", WHERE)
 @rows
-def test_resumes_from_a_single_device_file(row: StrategyRow, world2: World, files_of_one_device: Path) -> None:
-    _assert_all_continue(world2.run(resume_everywhere, row.name, 2, files_of_one_device))
+def test_resumes_from_a_single_device_file(
+    row: StrategyRow, place: str, world2: World, files_of_one_device: Path
+) -> None:
+    for resumed in world2.run(resume, CASE, row.name, 2, str(file_of(files_of_one_device, place))):
+        _assert_continues(resumed, 3 * STEPS_AN_EPOCH - WHERE[place][0])
 
 
 @rows
-def test_resumes_from_its_own_file(row: StrategyRow, world2: World, tmp_path: Path, files_of_one_device: Path) -> None:
-    """Where in its epoch a file was saved is told by the state of the loops, which is that of one device's file."""
+def test_the_file_is_a_single_device_file(
+    row: StrategyRow, world2: World, tmp_path: Path, files_of_one_device: Path
+) -> None:
+    """Wherever it is saved, which the state of the loops tells; one device resumes from it."""
     world2.run(save_everywhere, row.name, 2, tmp_path)
-    for place, (step, _) in WHERE.items():
-        files = [directory / place / f"step={step}.ckpt" for directory in (tmp_path, files_of_one_device)]
-        ours, theirs = (torch.load(file, weights_only=True)["loops"] for file in files)
-        assert ours == theirs, place
-    some = ("within the first epoch", "at the second's end")
-    _assert_all_continue(world2.run(resume_everywhere, row.name, 2, tmp_path, some))
+    for place in WHERE:
+        ours, theirs = (
+            torch.load(file_of(directory, place), weights_only=True) for directory in (tmp_path, files_of_one_device)
+        )
+        assert ours.keys() == theirs.keys()
+        assert list(ours["state_dict"]) == list(theirs["state_dict"])
+        torch.testing.assert_close(ours["state_dict"], theirs["state_dict"], rtol=1e-9, atol=1e-11)
+        (our_optimizer,), (their_optimizer,) = ours["optimizer_states"], theirs["optimizer_states"]
+        assert our_optimizer["param_groups"] == their_optimizer["param_groups"]
+        torch.testing.assert_close(our_optimizer["state"], their_optimizer["state"], rtol=1e-9, atol=1e-11)
+        assert (ours["lr_schedulers"], ours["loops"]) == (theirs["lr_schedulers"], theirs["loops"]), place
+    own = file_of(tmp_path, "at its end")
+    assert Classifier.load_from_checkpoint(own, map_location="cpu") is not None
+    _assert_continues(resume(CASE, None, 1, str(own)), 8, STOCK_RTOL)
 
 
 def test_stock_ddp_resumes_from_a_file(world2: World, tmp_path: Path) -> None:
@@ -158,7 +148,7 @@ def test_stock_ddp_resumes_from_a_file(world2: World, tmp_path: Path) -> None:
     case = Case(optimizer="groups", num_samples=32)  # stock ddp repeats samples where a global batch is uneven
     world2.run(save, case, "ring_ddp", 2, str(tmp_path), 4, True)
     whole = fit(case, None, 1)
-    for result in world2.run(resume, case, "ddp", 2, str(tmp_path / "step=4.ckpt")):
+    for result in world2.run(resume, case, DDPStrategy(), 2, str(tmp_path / "step=4.ckpt")):
         for name, value in whole["weights"].items():
             torch.testing.assert_close(result["weights"][name], value, rtol=STOCK_RTOL, atol=STOCK_RTOL * 1e-2)
 
@@ -187,10 +177,9 @@ def test_the_next_epoch_is_whole_if_its_batches_are_more_or_fewer(
 def streams(directory: str, path: str | None) -> int:
     module = Classifier()
     saving = ModelCheckpoint(directory, filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    trainer = make_trainer(
-        Case(max_epochs=2), make_strategy("sync_ps"), 2, callbacks=[saving], enable_checkpointing=True
-    )
-    trainer.fit(module, DataLoader(Stream(range(rank(), 12, 2)), batch_size=2), ckpt_path=path)
+    data = DataLoader(Stream(range(rank(), 12, 2)), batch_size=2)
+    options: dict[str, Any] = {"callbacks": [saving], "enable_checkpointing": True, "ckpt_path": path}
+    fit_module(module, "sync_ps", 2, Case(max_epochs=2), data, **options)
     return len(module.learning_rates)
 
 
@@ -222,26 +211,6 @@ def test_a_loader_that_keeps_its_own_position_continues_as_any_other(tmp_path: P
     (whole, expected), (resumed, found) = results
     assert len(resumed) == len(whole) - 3
     assert_same_weights(found, expected)
-
-
-@rows
-def test_the_file_is_a_single_device_file(row: StrategyRow, world2: World, tmp_path: Path) -> None:
-    """And one device resumes from it."""
-    own, single = tmp_path / "own", tmp_path / "single"
-    world2.run(save, CASE, row.name, 2, str(own), 4, True)
-    _save_on_one_device(single, 4, True)
-    ours, theirs = (torch.load(path / "step=4.ckpt", weights_only=True) for path in (own, single))
-    assert ours.keys() == theirs.keys()
-    assert list(ours["state_dict"]) == list(theirs["state_dict"])
-    for name, value in theirs["state_dict"].items():
-        torch.testing.assert_close(ours["state_dict"][name], value, rtol=1e-9, atol=1e-11)
-    (our_optimizer,), (their_optimizer,) = ours["optimizer_states"], theirs["optimizer_states"]
-    assert our_optimizer["param_groups"] == their_optimizer["param_groups"]
-    for index, buffers in their_optimizer["state"].items():
-        torch.testing.assert_close(our_optimizer["state"][index], buffers, rtol=1e-9, atol=1e-11)
-    assert ours["lr_schedulers"] == theirs["lr_schedulers"]
-    assert Classifier.load_from_checkpoint(own / "step=4.ckpt", map_location="cpu") is not None
-    _assert_continues(resume(CASE, None, 1, str(own / "step=4.ckpt")), 8, STOCK_RTOL)
 
 
 def _resume_as_ranks_see_it(paths: list[str], seen_late: bool = False) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -13,17 +12,15 @@ from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import (
     Case,
     Classifier,
-    assert_same_weights,
+    assert_trains_alike,
     eval_loader,
-    make_strategy,
-    make_trainer,
     rows_with_a_whole_model,
-    state,
-    train_loader,
+    trained_weights,
 )
 from tests.world import World, rank
 
 CASE = Case(max_epochs=4, num_samples=16)
+pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
 
 
 class FollowsItsOwnValue(Classifier):
@@ -96,15 +93,6 @@ class KeepsUnitRows(Classifier):
             self.second.weight.clamp_(-0.5, 0.5)
 
 
-def train(kind: type[Classifier], strategy: str | None, ranks: int, **options: Any) -> dict[str, Any]:
-    trainer = make_trainer(CASE, "auto" if strategy is None else make_strategy(strategy), ranks, **options)
-    module = kind()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "It is recommended to use `self.log")
-        trainer.fit(module, train_loader(CASE, trainer), eval_loader(8))
-    return {"weights": state(module)}
-
-
 NAMES = [*(row.name for row in rows_with_a_whole_model()), "tensor_split"]
 LR = r"'lr' of parameter group 0 \(SGD\): "
 
@@ -113,28 +101,26 @@ LR = r"'lr' of parameter group 0 \(SGD\): "
 def test_learning_rates_that_differ_are_an_error(name: str, world2: World) -> None:
     """ddp_sharded and the servers went on, with a learning rate of each owner, or with that of one rank."""
     words = LR + r"0.02 on rank 0; 0.2 on rank 1\nReduceLROnPlateau follows 'own_value'"
-    world2.run_raising(RuntimeError, words, train, FollowsItsOwnValue, name, 2)
+    world2.run_raising(
+        RuntimeError, words, trained_weights, FollowsItsOwnValue, name, 2, CASE, validation=eval_loader(8)
+    )
     if name != "tensor_split":  # whose ranks have the same loss
         words = LR + r".* on rank 0; .* on rank 1"
-        world2.run_raising(RuntimeError, words, train, ChangesItsLearningRate, name, 2)
+        world2.run_raising(RuntimeError, words, trained_weights, ChangesItsLearningRate, name, 2, CASE)
 
 
 @pytest.mark.parametrize("row", rows_with_a_whole_model(), ids=lambda row: row.name)
 def test_parameters_that_a_step_changes(row: StrategyRow, world2: World) -> None:
     """ddp_sharded and the servers trained other weights, in silence; ring_ddp said so at the end of the fit."""
-    world2.run_raising(ValueError, r"self.rows = nn.Embedding\(..., max_norm=0.5\)", train, LooksUp, row.name, 2)
+    words = r"self.rows = nn.Embedding\(..., max_norm=0.5\)"
+    world2.run_raising(ValueError, words, trained_weights, LooksUp, row.name, 2, CASE)
     for kind, name in ((ShortensRows, "rows"), (MovesCentres, "centre")):
         words = rf"{name}: changed to checksum .* on rank 0; changed to checksum .* on rank 1"
-        world2.run_raising(RuntimeError, words, train, kind, row.name, 2)
-    expected = train(KeepsUnitRows, None, 1)
-    for found in world2.run(train, KeepsUnitRows, row.name, 2):
-        assert_same_weights(found, expected)
+        world2.run_raising(RuntimeError, words, trained_weights, kind, row.name, 2, CASE)
+    assert_trains_alike(world2, KeepsUnitRows, row.name, CASE)
 
 
 def test_embeddings_with_a_largest_norm_elsewhere(world2: World) -> None:
     with pytest.raises(ValueError, match=r"self.rows = nn.Embedding\(..., max_norm=0.5\)"):
-        train(LooksUp, "dp", 2)
-    expected = train(LooksUp, None, 1)
-    for name in ("pipeline_1f1b", "tensor_split"):
-        for found in world2.run(train, LooksUp, name, 2):
-            assert_same_weights(found, expected)
+        trained_weights(LooksUp, "dp", 2, CASE)
+    assert_trains_alike(world2, LooksUp, ("pipeline_1f1b", "tensor_split"), CASE)

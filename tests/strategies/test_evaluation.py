@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import lightning as L
 import pytest
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 
@@ -13,7 +12,7 @@ from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import (
     Case,
     Classifier,
-    assert_same_weights,
+    assert_trains_alike,
     data_ranks,
     eval_loader,
     fit_module,
@@ -21,8 +20,6 @@ from tests.strategies.tasks import (
     make_trainer,
     rows_of_each_class,
     rows_with_a_whole_model,
-    state,
-    train_loader,
 )
 from tests.world import World
 
@@ -85,8 +82,7 @@ def decisions(strategy_name: str, directory: str) -> dict[str, Any]:
     stop = EarlyStopping("split", patience=1, mode="min")
     best = ModelCheckpoint(directory, filename="{epoch}", monitor="val_loss", save_top_k=2, save_last=True)
     case = Case(max_epochs=4, trainer={"enable_checkpointing": True})
-    trainer = make_trainer(case, make_strategy(strategy_name), 2, callbacks=[stop, best])
-    trainer.fit(_Diverging(), train_loader(case, trainer), eval_loader())
+    trainer = fit_module(_Diverging(), strategy_name, 2, case, None, eval_loader(), callbacks=[stop, best])
     return {
         "stopped_epoch": stop.stopped_epoch,
         "epochs": trainer.current_epoch,
@@ -105,35 +101,19 @@ def test_ranks_decide_together(row: StrategyRow, world2: World, tmp_path: Any) -
     assert first["best_path"]
 
 
-def averaged(strategy_name: str | None, ranks: int) -> dict[str, Any]:
-    module = Classifier()
-    fit_module(module, strategy_name, ranks, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)])
-    return {"weights": state(module)}
-
-
-averaged_on_one_device = functools.cache(functools.partial(averaged, None, 1))
-
-
-@pytest.mark.parametrize("name", [*(row.name for row in rows_with_a_whole_model()), "dp"])
-def test_stochastic_weight_averaging(name: str, world2: World) -> None:
-    reference = averaged_on_one_device()
-    for result in [averaged(name, 2)] if name == "dp" else world2.run(averaged, name, 2):
-        assert_same_weights(result, reference)
-
-
-class _Recorder(L.Callback):
-    def __init__(self) -> None:
-        self.batches = 0
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.batches += 1
+@pytest.mark.parametrize(
+    "row",
+    [row for row in rows_of_each_class() if row in rows_with_a_whole_model() or row.name == "dp"],
+    ids=lambda row: row.name,
+)
+def test_stochastic_weight_averaging(row: StrategyRow, world2: World) -> None:
+    assert_trains_alike(world2, Classifier, row.name, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)])
 
 
 def limited(strategy_name: str, options: dict[str, Any]) -> tuple[int, int]:
-    recorder = _Recorder()
-    trainer = make_trainer(Case(), make_strategy(strategy_name), 2, callbacks=[recorder], **options)
-    trainer.fit(Classifier(), train_loader(Case(), trainer), eval_loader())
-    return recorder.batches, trainer.global_step
+    module = Classifier()
+    trainer = fit_module(module, strategy_name, 2, Case(), None, eval_loader(), **options)
+    return len(module.learning_rates), trainer.global_step
 
 
 LIMITS: dict[str, tuple[dict[str, Any], int]] = {

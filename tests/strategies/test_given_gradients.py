@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +14,8 @@ from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import (
     Case,
     Classifier,
-    assert_same_weights,
-    fit_module,
+    assert_trains_alike,
     rows_with_a_whole_model,
-    state,
 )
 from tests.world import World
 
@@ -91,23 +89,9 @@ WAYS = (
 )
 
 
-def train(ways: tuple[str, ...], strategy: str | None, ranks: int) -> dict[str, Any]:
-    found = {}
-    for way in ways:
-        options = {"find_unused_parameters": True} if strategy == "ring_ddp" else {}
-        module = GivesGradients(way)
-        fit_module(module, strategy, ranks, replace(CASE, strategy=options))
-        found[way] = {"weights": state(module)}
-    return found
-
-
-on_one_device = functools.cache(functools.partial(train, strategy=None, ranks=1))
-
-
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("row", rows_with_a_whole_model(), ids=lambda row: row.name)
-def test_gradients_that_the_module_sets_are_averaged(row: StrategyRow, world2: World) -> None:
+def test_gradients_that_the_module_sets_are_averaged(row: StrategyRow, way: str, world2: World) -> None:
     """Under ddp_sharded each owner stepped with gradients of its own samples; servers took those of one worker."""
-    expected = on_one_device(WAYS)
-    for found in world2.run(train, WAYS, row.name, 2):
-        for way in WAYS:
-            assert_same_weights(found[way], expected[way])
+    case = replace(CASE, strategy={"find_unused_parameters": True} if row.name == "ring_ddp" else {})
+    assert_trains_alike(world2, partial(GivesGradients, way), row.name, case)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -67,28 +68,6 @@ class WithoutPairs(Module):
         self.blocks = nn.Sequential(nn.Linear(WIDTH, WIDTH))
 
 
-def measured(module: type[L.LightningModule], **options: Any) -> LoneRank:
-    """The steps of a new module, which stays as it is; raises what ``lone_steps`` raises."""
-    found = _outcomes()[CASES.index((module, options))]
-    if isinstance(found, LoneRank):
-        return found
-    raise LoneStepsError(found)
-
-
-@functools.cache
-def _outcomes() -> list[LoneRank | str]:
-    """Of all cases, from one process: ranks are forked from one without other threads, as that of the command line."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return [pool.submit(_outcome, module, options).result() for module, options in CASES]
-
-
-def _outcome(module: type[L.LightningModule], options: dict[str, Any]) -> LoneRank | str:
-    try:
-        return _measured(module, options)
-    except LoneStepsError as error:
-        return str(error)
-
-
 def _measured(make: type[L.LightningModule], options: dict[str, Any]) -> LoneRank:
     torch.set_num_threads(1)
     module = make()
@@ -100,20 +79,25 @@ def _measured(make: type[L.LightningModule], options: dict[str, Any]) -> LoneRan
     return found
 
 
-CASES: list[tuple[type[L.LightningModule], dict[str, Any]]] = [
-    (Module, {"crowd": 1}),
-    (Module, {"crowd": 2}),
-    (Manual, {}),
-    (Module, {"tensor_parallel_size": 2}),
-    (Manual, {"tensor_parallel_size": 2}),
-    (WithoutPairs, {"tensor_parallel_size": 2}),
-    (Failing, {"crowd": 2}),
-]
+Measured = Callable[..., LoneRank]
+
+
+@pytest.fixture(scope="module")
+def measured() -> Iterator[Measured]:
+    """Measures the steps of a new module, which stays as it is.
+
+    Ranks are forked from a process without other threads, as that of the command line.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pool.submit(int).result()  # the process is there before the first test
+        yield functools.cache(lambda module, **options: pool.submit(_measured, module, options).result())
+
+
 PARAMETERS = 2 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
 
 
 @pytest.mark.parametrize("crowd", [1, 2])
-def test_a_step_is_timed_and_counted(crowd: int) -> None:
+def test_a_step_is_timed_and_counted(crowd: int, measured: Measured) -> None:
     found = measured(Module, crowd=crowd)
     phases = found.phases
     assert min(phases.forward_s, phases.backward_s, phases.optimizer_s, phases.input_s) > 0
@@ -128,7 +112,7 @@ def test_a_step_is_timed_and_counted(crowd: int) -> None:
     assert 0 <= shares[0] <= shares[-1] <= 1
 
 
-def test_manual_optimization_has_the_same_phases() -> None:
+def test_manual_optimization_has_the_same_phases(measured: Measured) -> None:
     phases = measured(Manual).phases
     assert min(phases.forward_s, phases.backward_s, phases.optimizer_s) > 0
 
@@ -157,7 +141,7 @@ def test_a_backward_that_adds_to_gradients_is_timed_apart() -> None:
     assert (phases.forward_s, phases.backward_s, phases.adding_s, phases.optimizer_s) == (2.0, 4.0, 1.0, 1.0)
 
 
-def test_a_rank_of_split_layers_has_its_part_and_its_collectives() -> None:
+def test_a_rank_of_split_layers_has_its_part_and_its_collectives(measured: Measured) -> None:
     found = measured(Module, tensor_parallel_size=2)
     part = 2 * (4 * WIDTH * WIDTH + 2 * WIDTH + WIDTH)  # of both layers' weights, of the first bias, and the second one
     assert found.held.parameters_bytes == 4 * part
@@ -165,18 +149,18 @@ def test_a_rank_of_split_layers_has_its_part_and_its_collectives() -> None:
     assert found.collectives == [("all_reduce", 4 * 4 * WIDTH)] * 3
 
 
-def test_split_layers_of_a_module_that_optimizes_manually() -> None:
+def test_split_layers_of_a_module_that_optimizes_manually(measured: Measured) -> None:
     """Its step runs in the trials too, and changes neither weights nor the states of the optimizer there."""
     found = measured(Manual, tensor_parallel_size=2)
     assert found.collectives == measured(Module, tensor_parallel_size=2).collectives
     assert found.held == measured(Module, tensor_parallel_size=2).held
 
 
-def test_a_module_whose_layers_cannot_be_split() -> None:
+def test_a_module_whose_layers_cannot_be_split(measured: Measured) -> None:
     with pytest.raises(LoneStepsError, match="no layer can be split"):
         measured(WithoutPairs, tensor_parallel_size=2)
 
 
-def test_the_error_of_the_users_code_is_the_message() -> None:
+def test_the_error_of_the_users_code_is_the_message(measured: Measured) -> None:
     with pytest.raises(LoneStepsError, match="KeyError: 'a column'"):
         measured(Failing, crowd=2)

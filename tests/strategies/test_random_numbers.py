@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import lightning as L
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -19,25 +22,33 @@ from tests.strategies.tasks import (
     Classifier,
     assert_same_weights,
     fit_module,
-    make_strategy,
     rows_of_each_class,
     rows_with_a_whole_model,
-    state,
+    trained_weights,
 )
 from tests.world import World
 
 CASE = Case(max_epochs=2, num_samples=32)
+GENERATORS: tuple[Callable[[], Any], ...] = (lambda: torch.rand(()), random.random, numpy.random.rand)
 
 
 class Draws(Classifier):
-    """Draws a number in each step, before its layers."""
+    """Draws a number from each generator in each step, before its layers.
 
-    def __init__(self) -> None:
+    Where ranks share a batch, rank 0 draws from one of the generators before each step as well, in turns.
+    """
+
+    def __init__(self, *, has_own_batches: bool) -> None:
         super().__init__()
-        self.draws: dict[tuple[int, int], list[float]] = {}
+        self.has_own_batches = has_own_batches
+        self.draws: dict[tuple[int, int], set[tuple[float, ...]]] = defaultdict(set)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero and not self.has_own_batches:
+            GENERATORS[batch_idx % 3]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.draws.setdefault((self.current_epoch, batch_idx), []).append(float(torch.rand(())))
+        self.draws[self.current_epoch, batch_idx].add(tuple(float(draw()) for draw in GENERATORS))
         return super().training_step(batch, batch_idx)
 
 
@@ -55,6 +66,8 @@ def seeded(is_seeded: bool) -> Iterator[None]:
     """Within the block seed_everything has been called, or has not, whatever earlier tests have done."""
     before = {name: os.environ.pop(name) for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS") if name in os.environ}
     torch.manual_seed(7)
+    random.seed(5)
+    numpy.random.seed(6)
     if is_seeded:
         L.seed_everything(0, verbose=False)  # the seed of the one device's sampler
     try:
@@ -65,11 +78,13 @@ def seeded(is_seeded: bool) -> Iterator[None]:
         os.environ.update(before)
 
 
-def draws(name: str, is_seeded: bool) -> dict[tuple[int, int], list[float]]:
-    module = Draws()
-    options = {"verify_steps": 0} if "verify_steps" in make_strategy(name).options else {}
+def draws(
+    name: str | None, ranks: int = 2, *, has_own_batches: bool = False, is_seeded: bool = False
+) -> dict[tuple[int, int], set[tuple[float, ...]]]:
+    """What a rank draws in each step, from torch, Python and NumPy; a pipeline does so for each micro-batch."""
+    module = Draws(has_own_batches=has_own_batches)
     with seeded(is_seeded):
-        fit_module(module, make_strategy(name, **options), 2, CASE)
+        fit_module(module, name, ranks, CASE)
     return {key: values for key, values in module.draws.items() if key > (0, 0)}  # the first one has trials
 
 
@@ -81,14 +96,19 @@ RANKED = [row for row in RANKED if row.strategy.starts_ranks]
 def test_which_ranks_draw_the_same_numbers(row: StrategyRow, world2: World) -> None:
     """Without seed_everything all ranks added the same noise to their samples."""
     has_own_batches = row in rows_with_a_whole_model() or not row.synchronous
-    first, second = world2.run(draws, row.name, False)
+    first, second = world2.run(draws, row.name, has_own_batches=has_own_batches)
     if has_own_batches:
-        assert not {x for values in first.values() for x in values} & {x for values in second.values() for x in values}
+        of_torch = [{drawn for values in each.values() for drawn, *_ in values} for each in (first, second)]
+        assert of_torch[0].isdisjoint(of_torch[1])
     else:
-        assert {key: set(values) for key, values in first.items()} == {key: set(v) for key, v in second.items()}
-    if has_own_batches and row.synchronous:
-        first, second = world2.run(draws, row.name, True)
         assert first == second
+    if has_own_batches and row.synchronous:
+        first, second = world2.run(draws, row.name, has_own_batches=True, is_seeded=True)
+        assert first == second
+    if row.name == "tensor_split":  # whose split layers draw from torch's generator too
+        alone = draws(None, 1)
+        of_others = [{key: {drawn[1:] for drawn in values} for key, values in each.items()} for each in (first, alone)]
+        assert of_others[0] == of_others[1]
 
 
 class Gives(Classifier):
@@ -113,10 +133,9 @@ def test_replicas_of_dp_draw_different_numbers() -> None:
 
 def train(name: str | None, ranks: int) -> dict[str, Any]:
     options = {"find_unused_parameters": True} if name in ("ring_ddp", "ddp_sharded") else {}
-    module = DropsLayers()
+    module = DropsLayers()  # made before, since Lightning seeds ranks again when they begin
     with seeded(True):
-        fit_module(module, name, ranks, replace(CASE, strategy=options))
-    return {"weights": state(module)}
+        return trained_weights(lambda: module, name, ranks, replace(CASE, strategy=options))
 
 
 @pytest.mark.parametrize("name", [row.name for row in rows_with_a_whole_model()])

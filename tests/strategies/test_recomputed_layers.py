@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_multigpu import MultiGPUStrategy, RingDDPStrategy
+from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import (
     NUM_CLASSES,
@@ -27,7 +27,6 @@ from tests.strategies.tasks import (
     fit_module,
     make_strategy,
     make_trainer,
-    rows_of_each_class,
     rows_with_a_whole_model,
     state,
     train_loader,
@@ -94,14 +93,7 @@ def train(name: str, choice: Any) -> dict[str, Any]:
     return {"weights": state(module), "kept": module.kept[-1], "calls": module.num_calls / len(module.kept)}
 
 
-WHOLE = [
-    row
-    for row in rows_of_each_class()
-    if row in rows_with_a_whole_model() and issubclass(row.strategy, MultiGPUStrategy)
-]
-
-
-@pytest.mark.parametrize("row", WHOLE, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", rows_with_a_whole_model(), ids=lambda row: row.name)
 def test_trains_as_without_and_keeps_less(row: StrategyRow, world2: World) -> None:
     """Dropout draws the same numbers again, and goes on behind backward as without."""
     plain, again = world2.run(train, row.name, False), world2.run(train, row.name, True)

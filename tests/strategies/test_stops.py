@@ -9,18 +9,7 @@ import lightning as L
 import pytest
 
 from lightning_multigpu.registry import StrategyRow
-from tests.strategies.tasks import (
-    Case,
-    Classifier,
-    data_ranks,
-    eval_loader,
-    make_strategy,
-    make_trainer,
-    rows_of_each_class,
-    state,
-    synchronous_rows,
-    train_loader,
-)
+from tests.strategies.tasks import Case, Classifier, eval_loader, fit_module, rows_of_each_class, synchronous_rows
 from tests.world import World
 
 CASE = Case(num_samples=48)
@@ -43,12 +32,12 @@ class Stops(L.Callback):
         self.validations += 1
 
 
-def fit(strategy_name: str | None, ranks: int, place: str) -> dict[str, Any]:
-    strategy: Any = "auto" if strategy_name is None else make_strategy(strategy_name)
-    module, stops = Classifier(), Stops(place)
-    trainer = make_trainer(CASE, strategy, ranks, callbacks=[stops], val_check_interval=2)
-    trainer.fit(module, train_loader(CASE, trainer), eval_loader(batch_size=8 // data_ranks(trainer)))
-    return {"weights": state(module), "steps": trainer.global_step, "validations": stops.validations}
+def fit(strategy_name: str | None, ranks: int, place: str) -> tuple[int, int]:
+    """The steps, and the validations."""
+    stops = Stops(place)
+    options = {"callbacks": [stops], "val_check_interval": 2}
+    trainer = fit_module(Classifier(), strategy_name, ranks, CASE, None, eval_loader(), **options)
+    return trainer.global_step, stops.validations
 
 
 fit_on_one_device = functools.cache(functools.partial(fit, None, 1))
@@ -63,6 +52,5 @@ STOPS = [(row, place) for row in ROWS for place in PLACES if row is ROWS[0] or p
 def test_a_stop_of_one_rank_is_a_stop_of_all(row: StrategyRow, place: str, world2: World) -> None:
     """The rank left the loop, and the ranks waited for each other until the timeout."""
     reference = fit_on_one_device(place)
-    assert reference["steps"] == PLACES[place]
-    for result in world2.run(fit, row.name, 2, place):
-        assert (result["steps"], result["validations"]) == (reference["steps"], reference["validations"])
+    assert reference[0] == PLACES[place]
+    assert world2.run(fit, row.name, 2, place) == [reference] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -51,13 +52,15 @@ def tune(strategy_name: str | None, ranks: int, *, by_callback: bool = False) ->
     return {"data ranks": data_ranks(trainer), "rate": module.lr, **results, "weights": state(module)}
 
 
+tune_on_one_device = functools.cache(functools.partial(tune, None, 1))
+
 # The callback calls the Tuner.
 WAYS = [(row, False) for row in rows_of_each_class()] + [(rows_of_each_class()[0], True)]
 
 
 @pytest.mark.parametrize(("row", "by_callback"), WAYS, ids=lambda value: getattr(value, "name", str(value)))
 def test_finds_a_learning_rate_and_trains(row: StrategyRow, by_callback: bool, world2: World) -> None:
-    expected = tune(None, 1, by_callback=by_callback)
+    expected = tune_on_one_device(by_callback=by_callback)
     assert expected["rate"] != 0.01
     for result in world2.run(tune, row.name, 2, by_callback=by_callback):
         assert result["rate"] != 0.01

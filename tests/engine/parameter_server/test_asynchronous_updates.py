@@ -24,6 +24,7 @@ from tests.engine.parameter_server.updates import (
     assert_equal,
     gradients,
     groups_of,
+    on_one_device,
     weights,
 )
 
@@ -82,17 +83,6 @@ def workers(
                 worker.leave()
 
 
-def alone(make: Callable[[Any], optim.Optimizer], updates: list[list[Tensor]]) -> list[Tensor]:
-    """The weights of one device after the updates."""
-    parameters = weights()
-    optimizer = make(groups_of(parameters))
-    for of_step in updates:
-        for parameter, gradient in zip(parameters, of_step, strict=True):
-            parameter.grad = gradient.clone()
-        optimizer.step()
-    return [parameter.detach() for parameter in parameters]
-
-
 @pytest.mark.parametrize(("num_servers", "in_memory"), [(1, ALL), (3, (0,))], ids=["1", "3"])
 @pytest.mark.parametrize("name", ["AdamW", "Muon", "NormedSGD", "OrderedSGD"])
 def test_updates_follow_each_other_in_the_order_in_which_they_come(
@@ -106,7 +96,7 @@ def test_updates_follow_each_other_in_the_order_in_which_they_come(
         for worker, update in zip(order, updates, strict=True):
             both[worker].step(update)
             assert both[worker].remote.transport.version == both[0].remote.transport.version or worker == 1
-        expected = alone(make, updates)
+        expected, _ = on_one_device(make, updates)
         assert_equal(both[0].now, expected)
         both[1].remote.transport.pull()
         assert_equal(both[1].now, expected)
@@ -135,7 +125,7 @@ def test_each_worker_clips_by_the_norm_over_all_servers() -> None:
             total = torch.linalg.vector_norm(torch.cat([g.flatten() for g in update]))
             for g in update:
                 g *= 0.5 / (total + 1e-6)
-        assert_equal(both[1].now, alone(lambda groups: optim.SGD(groups, lr=0.1), updates))
+        assert_equal(both[1].now, on_one_device(lambda groups: optim.SGD(groups, lr=0.1), updates)[0])
 
 
 class Ahead:
@@ -210,9 +200,10 @@ def test_an_unfinished_push_of_a_lost_worker_is_forgotten() -> None:
             parameter.grad = gradient
         second.remote.transport._push(bucket)
         second.vanish()
-        for step in range(3):
-            first.step(gradients(step, 0))
-        assert_equal(first.now, alone(lambda groups: optim.SGD(groups, lr=0.1), [gradients(s, 0) for s in range(3)]))
+        updates = [gradients(step, 0) for step in range(3)]
+        for update in updates:
+            first.step(update)
+        assert_equal(first.now, on_one_device(lambda groups: optim.SGD(groups, lr=0.1), updates)[0])
         wait_until(lambda: bool(first.connections.statistics() and first.connections.lost))
         assert [(lost["worker"], lost["left"]) for lost in first.connections.lost] == [(1, 1)]
 
@@ -239,7 +230,7 @@ def test_a_worker_with_another_model_is_sent_away_and_the_others_go_on() -> None
         with pytest.raises(PairEndedError, match="worker 1 has other parameters, or another optimizer"):
             other.begin()
         first.step(gradients(0, 0))
-        assert_equal(first.now, alone(OPTIMIZERS["SGD"], [gradients(0, 0)]))
+        assert_equal(first.now, on_one_device(OPTIMIZERS["SGD"], [gradients(0, 0)])[0])
         first.leave()
         other.leave()
     assert found.problems == [""]

@@ -25,7 +25,7 @@ from lightning_multigpu.engine.parameter_server.pair import LastWords, Pair, Pai
 from lightning_multigpu.engine.parameter_server.servers import Servers
 from tests.engine.parameter_server.test_asynchronous_updates import wait_until, workers
 from tests.engine.parameter_server.test_servers import Job, job, server_step, train
-from tests.engine.parameter_server.updates import assert_equal, gradients, groups_of, on_one_device, weights
+from tests.engine.parameter_server.updates import assert_equal, averaged, gradients, groups_of, on_one_device, weights
 
 NOBODY = 65534
 
@@ -74,14 +74,14 @@ def test_last_words_arrive_although_no_further_message_can_be_expected(monkeypat
 
 def trained(found: Job) -> list[tuple[Servers, int]]:
     """Two workers train as one device does; returns the connections of each, and the bytes that it pushed in memory."""
-    expected, _ = on_one_device(lambda groups: optim.AdamW(groups, lr=0.1), steps=3)
+    expected, _ = on_one_device(lambda groups: optim.AdamW(groups, lr=0.1), [averaged(step) for step in range(3)])
 
     def work(worker: int) -> tuple[Servers, int]:
         meter = Meter()
         with found.connections(worker, meter) as connections:
             parameters = weights()
             train(connections, parameters, optim.AdamW(groups_of(parameters), lr=0.1), range(3))
-            assert_equal([p.detach() for p in parameters], [p.detach() for p in expected])
+            assert_equal(parameters, expected)
             meter.end_step()
         meter.flush()
         return connections, meter.steps[0].memory_bytes

@@ -6,6 +6,8 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -42,11 +44,13 @@ def train(module: L.LightningModule, devices: int, **options: Any) -> L.Trainer:
     return trainer
 
 
-def assert_trains_alike(module: type[L.LightningModule], devices: int = 3, **options: Any) -> Any:
+def assert_replicas_train_alike(
+    make_module: Callable[[], L.LightningModule], devices: int = 3, *, strategy: Any = None, **options: Any
+) -> Any:
     """The module trains on several devices as on one; the trained modules, that of one device first."""
-    alone, replicated = module(), module()
-    train(alone, 1)
-    train(replicated, devices, strategy=DataParallelStrategy(**options))
+    alone, replicated = make_module(), make_module()
+    train(alone, 1, **options)
+    train(replicated, devices, strategy=strategy, **options)
     assert_same_weights({"weights": state(replicated)}, {"weights": state(alone)})
     return alone, replicated
 
@@ -87,7 +91,7 @@ def counted(batch: Any) -> float:
 
 def test_loss_reduction() -> None:
     for module, reduction in ((_Summed, "sum"), (_Ignoring, counted)):
-        alone, replicated = assert_trains_alike(module, loss_reduction=reduction)
+        alone, replicated = assert_replicas_train_alike(module, strategy=DataParallelStrategy(loss_reduction=reduction))
         expected, logged = (float(each.trainer.callback_metrics["loss_epoch"]) for each in (alone, replicated))
         assert logged == pytest.approx(expected, rel=1e-9)
     with pytest.raises(ValueError, match="loss_reduction='median' is not one of the choices: 'mean', 'sum'"):
@@ -150,7 +154,7 @@ class _Unusual(L.LightningModule):
 
 @pytest.mark.filterwarnings("ignore:training_step sets self.of_hook")
 def test_unusual_modules() -> None:
-    alone, replicated = assert_trains_alike(_Unusual)
+    alone, replicated = assert_replicas_train_alike(_Unusual)
     assert replicated.accumulated == alone.accumulated == 6
     for found, expected in zip(replicated.hooked, alone.hooked, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
@@ -204,7 +208,7 @@ class _Metrics(Classifier):
 
 @pytest.mark.filterwarnings("ignore:No positive samples in targets")
 def test_logs_metrics_and_outputs_are_those_of_the_batch() -> None:
-    alone, replicated = assert_trains_alike(_Metrics)
+    alone, replicated = assert_replicas_train_alike(_Metrics)
     assert replicated.order == alone.order == pytest.approx(dataset(18).tensors[0][:, 0].tolist())
     expected = {name: float(value) for name, value in alone.trainer.callback_metrics.items() if "of two" not in name}
     found = {name: float(value) for name, value in replicated.trainer.callback_metrics.items() if "of two" not in name}
@@ -244,9 +248,7 @@ def test_a_metric_whose_state_cannot_be_merged_is_refused() -> None:
         train(module, 2)
     with pytest.raises(ValueError, match=r"RunningMean cannot be merged .* it counts each update"):
         train(_Smooths(in_step=True), 2)
-    alone, replicated = _Smooths(in_step=False), _Smooths(in_step=False)
-    train(alone, 1)
-    train(replicated, 2)
+    alone, replicated = assert_replicas_train_alike(partial(_Smooths, in_step=False), 2)
     assert float(replicated.recent.compute()) == pytest.approx(float(alone.recent.compute()), rel=1e-6)
 
 
@@ -317,22 +319,11 @@ def test_attributes_that_a_step_sets_are_the_first_replicas_and_a_warning_names_
     assert torch.equal(module.last, dataset(18).tensors[0][14].double())
 
 
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_batch_is_skipped_as_a_whole_or_not_at_all() -> None:
-    class Skipping(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            return None if batch_idx == 1 else loss
-
     class SkippingParts(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if len(batch[1]) == 2 else super().training_step(batch, batch_idx)
 
-    trained, skipping = Skipping(), Skipping()
-    trained.on_train_batch_end = skipping.on_train_batch_end = lambda *args: None  # type: ignore[method-assign]
-    train(trained, 1)
-    train(skipping, 3)
-    assert_same_weights({"weights": state(skipping)}, {"weights": state(trained)})
     with pytest.raises(
         ValueError, match="training_step returns no loss on replica 1, 2 of 3, and a loss on the others"
     ):
@@ -354,12 +345,8 @@ class _LeavesOut(Classifier):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_logs_of_a_batch_that_is_left_out(accumulate: int) -> None:
     """They were lost, and the epoch's mean was that of the other batches."""
-    alone, replicated = _LeavesOut(), _LeavesOut()
-    one, two = (
-        train(module, devices, accumulate_grad_batches=accumulate) for module, devices in ((alone, 1), (replicated, 2))
-    )
-    assert_same_weights({"weights": state(replicated)}, {"weights": state(alone)})
-    torch.testing.assert_close(two.callback_metrics, one.callback_metrics)
+    alone, replicated = assert_replicas_train_alike(_LeavesOut, accumulate_grad_batches=accumulate)
+    torch.testing.assert_close(replicated.trainer.callback_metrics, alone.trainer.callback_metrics)
 
 
 class _Remembers(nn.Module):
@@ -384,7 +371,7 @@ class _HasPlainList(Classifier):
 
 def test_modules_in_a_plain_list() -> None:
     """Threads shared them, and one thread's input replaced that of another."""
-    assert_trains_alike(_HasPlainList, 2)
+    assert_replicas_train_alike(_HasPlainList, 2)
 
 
 class _UserError(Exception):

@@ -30,6 +30,7 @@ from tests.strategies.tasks import (
 from tests.world import World, rank
 
 GRADIENT_BYTES = (16 * 6 + 16 + 3 * 16 + 3) * 4  # of the Classifier, in float32
+NUM_STEPS = 25
 COMPRESSIONS: dict[str, Any] = {
     "int8": {"name": "int8", "chunk_size": 64},
     "powersgd": {"name": "powersgd", "rank": 2, "start_step": 3},
@@ -87,7 +88,7 @@ def test_two_hosts_of_two_train_as_one_device(world4: World) -> None:
 
 
 @as_hosts()
-def train(*, max_steps: int = 50, **options: Any) -> dict[str, Any]:
+def train(*, max_steps: int = NUM_STEPS, **options: Any) -> dict[str, Any]:
     strategy = make_strategy("ring_ddp", **options)
     case = Case(precision="32-true", num_samples=400, trainer={"max_steps": max_steps, "max_epochs": -1, **TWO_HOSTS})
     module = Classifier()
@@ -127,7 +128,7 @@ def plain_loss(ranks4: World) -> float:
 def test_compressed_training_learns_and_keeps_all_ranks_alike(world4: World, name: str, plain_loss: float) -> None:
     results = world4.run(train, compression=COMPRESSIONS[name])
     for result in results:
-        assert result["steps"] == 50
+        assert result["steps"] == NUM_STEPS
         for parameter, value in results[0]["weights"].items():
             assert torch.equal(value, result["weights"][parameter]), parameter
         assert result["network_bytes"] < 0.7 * GRADIENT_BYTES / 2

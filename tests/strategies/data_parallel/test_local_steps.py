@@ -81,8 +81,7 @@ def by_hand(batches: list[list[Any]], meetings: set[int]) -> list[dict[str, Tens
 
 
 def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
 def assert_same(weights: list[dict[str, Tensor]]) -> None:

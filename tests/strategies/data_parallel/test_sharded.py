@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,14 @@ from tests.strategies.tasks import (
     Case,
     Classifier,
     assert_same_weights,
+    assert_trains_alike,
     eval_loader,
     fit_module,
     make_trainer,
     moving_average,
     state,
     train_loader,
+    trained_weights,
 )
 from tests.world import World, rank
 
@@ -45,12 +46,6 @@ CASE = Case(optimizer="adamw", max_epochs=2)
 def fit(module: L.LightningModule, ranks: int, case: Case = CASE, **options: Any) -> L.Trainer:
     """Trains on the ranks; on one device without a strategy."""
     return fit_module(module, "ddp_sharded" if ranks > 1 else None, ranks, case, **options)
-
-
-def trained_weights(make: Callable[[], L.LightningModule], ranks: int, case: Case, **options: Any) -> dict[str, Any]:
-    module = make()
-    fit(module, ranks, case, **options)
-    return {"weights": state(module)}
 
 
 class OtherOptimizer(Classifier):
@@ -193,9 +188,7 @@ def test_unmodified_modules(world2: World) -> None:
 def test_ranks_may_use_different_parameters(world2: World, bucket_cap_mb: float) -> None:
     """FairScale added up gradients of different parameters, and gave those that nobody uses a gradient of zero."""
     options = {"find_unused_parameters": True, "bucket_cap_mb": bucket_cap_mb}
-    expected = trained_weights(Skips, 1, CASE)
-    for result in world2.run(trained_weights, Skips, 2, Case(max_epochs=2, strategy=options)):
-        assert_same_weights(result, expected)
+    assert_trains_alike(world2, Skips, "ddp_sharded", Case(max_epochs=2, strategy=options))
 
 
 class Layers(L.LightningModule):
@@ -228,9 +221,7 @@ class InTurns(Classifier):
 
 def test_ranks_may_come_to_parameters_in_another_order(world2: World) -> None:
     """FairScale added up the gradients of different layers, and nothing said so."""
-    expected = trained_weights(InTurns, 1, Case(max_epochs=1))
-    for result in world2.run(trained_weights, InTurns, 2, Case(max_epochs=1, strategy={"bucket_cap_mb": 0.0})):
-        assert_same_weights(result, expected)
+    assert_trains_alike(world2, InTurns, "ddp_sharded", Case(max_epochs=1, strategy={"bucket_cap_mb": 0.0}))
 
 
 class TwoTypes(Classifier):
@@ -246,10 +237,7 @@ class TwoTypes(Classifier):
 
 def test_parameters_of_two_types(world2: World) -> None:
     case = Case(max_epochs=1, precision="32-true", trainer={"gradient_clip_val": 0.3})
-    expected = trained_weights(TwoTypes, 1, case)
-    for result in world2.run(trained_weights, TwoTypes, 2, case):
-        assert {value.dtype for value in result["weights"].values()} == {torch.float32, torch.float64}
-        assert_same_weights(result, expected, rtol=1e-5)
+    assert_trains_alike(world2, TwoTypes, "ddp_sharded", case, rtol=1e-5)
 
 
 class Saves(Layers):
@@ -320,16 +308,11 @@ class OneLayer(Classifier):
         return torch.optim.Adagrad([self.second.weight], lr=0.1)
 
 
-def scaled(ranks: int) -> dict[str, Any]:
+def test_a_rank_may_own_nothing(world2: World) -> None:
     scaler = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
     case = Case(max_epochs=1, trainer={"gradient_clip_val": 0.1})
-    return trained_weights(OneLayer, ranks, case, precision=None, plugins=[scaler])
-
-
-def test_a_rank_may_own_nothing(world2: World) -> None:
-    expected = scaled(1)
-    for result in world2.run(scaled, 2):
-        assert_same_weights(result, expected, rtol=3e-2, atol=3e-3)
+    options: dict[str, Any] = {"precision": None, "plugins": [scaler]}
+    assert_trains_alike(world2, OneLayer, "ddp_sharded", case, rtol=3e-2, atol=3e-3, **options)
 
 
 def initial_states() -> set[int]:
@@ -415,7 +398,7 @@ def test_the_meter_counts_what_travels(
     world2: World, options: dict[str, Any], sent_bytes: float | None, num_reduces: int | None
 ) -> None:
     """Each rank sends the others' gradients, and its own new parameters: S in all. Halved ones train nearly alike."""
-    expected = trained_weights(Classifier, 1, Case(max_epochs=2, precision="32-true"))["weights"]
+    expected = trained_weights(Classifier, None, 1, Case(max_epochs=2, precision="32-true"))["weights"]
     results = world2.run(traffic, **options)
     for result in results:
         if sent_bytes is not None:

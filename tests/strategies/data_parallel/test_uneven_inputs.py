@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from tests.modules import Stream
-from tests.strategies.tasks import Case, Classifier, assert_same_weights, dataset, fit_module, state
+from tests.strategies.tasks import Case, Classifier, assert_same_weights, dataset, fit_module, state, trained_weights
 from tests.world import World, rank
 
 OWN_SAMPLES = {"use_distributed_sampler": False}
@@ -112,21 +112,16 @@ class SumLoss(Classifier):
         return torch.nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="sum") * 0.1
 
 
-def train_sum() -> dict[str, torch.Tensor]:
-    module = SumLoss()
-    case = Case(max_epochs=1, strategy={"loss_reduction": "sum"}, trainer=OWN_SAMPLES)
-    fit_module(module, "ring_ddp", 2, case, loader([FIRST[:3], SECOND[:4]][rank()], "sized"))
-    return state(module)
-
-
 def test_losses_that_are_sums_are_added(world2: World) -> None:
+    case = Case(max_epochs=1, strategy={"loss_reduction": "sum"}, trainer=OWN_SAMPLES)
+    own = {"data": lambda: loader([FIRST[:3], SECOND[:4]][rank()], "sized")}
     module = SumLoss().double()
     optimizer = module.configure_optimizers()
     x, y = dataset(64).tensors
     indices = FIRST[:3] + SECOND[:4]
     (torch.nn.functional.cross_entropy(module(x[indices].double()), y[indices], reduction="sum") * 0.1).backward()
     optimizer.step()
-    assert_weights([{"weights": result} for result in world2.run(train_sum)], state(module))
+    assert_weights(world2.run(trained_weights, SumLoss, "ring_ddp", 2, case, **own), state(module))
 
 
 def test_a_rank_without_any_data(world2: World) -> None:

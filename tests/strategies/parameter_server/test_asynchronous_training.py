@@ -356,8 +356,7 @@ def test_a_checkpoint_is_one_of_one_device_and_training_goes_on_from_it(world2: 
     state_of_optimizer = saved["optimizer_states"][0]["state"]
     assert [int(entry["step"]) for entry in state_of_optimizer.values()] == [2 * NUM_BATCHES] * 4
     module = Seen("adamw")
-    trainer = make_trainer(Case(max_epochs=3), "auto", 1)
-    trainer.fit(module, loader(), ckpt_path=path)
+    fit_module(module, None, 1, Case(max_epochs=3), loader(), ckpt_path=path)
     assert trained_on([{"samples": module.samples}]) == {2: EVERY}
     results = world2.run(goes_on, path, 3)
     assert trained_on(results) == {2: EVERY}
@@ -389,8 +388,7 @@ class SavesSixth(Callback):
 def test_an_epoch_goes_on_where_one_device_has_saved_it(world2: World, tmp_path: Path) -> None:
     """All of the epoch was trained on again."""
     path = str(tmp_path / "one.ckpt")
-    trainer = make_trainer(Case(max_epochs=1), "auto", 1, callbacks=[SavesSixth(path)])
-    trainer.fit(Classifier("adamw"), loader())
+    fit_module(Classifier("adamw"), None, 1, Case(max_epochs=1), loader(), callbacks=[SavesSixth(path)])
     results = world2.run(fit, Seen("adamw"), None, None, path, max_epochs=1)
     found = trained_on(results)[0]
     assert max(found.values()) == 1
@@ -590,14 +588,7 @@ def test_a_program_goes_on_after_the_fit(world2: World) -> None:
 
 
 def test_what_needs_ranks_in_step_is_refused() -> None:
-    trainer = L.Trainer(
-        strategy="async_ps",
-        accelerator="cpu",
-        devices=2,
-        logger=False,
-        enable_checkpointing=False,
-        callbacks=[LearningRateFinder()],
-    )
+    trainer = make_trainer(Case(), "async_ps", 2, callbacks=[LearningRateFinder()])
     with pytest.raises(ValueError, match="LearningRateFinder: it has all ranks train in step"):
         trainer.fit(Seen(), loader())
 

@@ -23,6 +23,7 @@ from tests.strategies.tasks import (
     Case,
     Classifier,
     assert_same_weights,
+    assert_trains_alike,
     dataset,
     fit_module,
     state,
@@ -175,19 +176,8 @@ def test_statistics_of_the_ranks_are_averaged_at_the_end(world2: World, name: st
 
 
 def test_one_device_trains_with_its_optimizer_elsewhere() -> None:
-    reference = Classifier("adamw")
-    fit(reference, None)
     with contextlib.closing(World(1)) as world:
-        for name in ("cpu_ps", "sync_ps"):
-            [result] = world.run(alone, name)
-            assert_same_weights({"weights": result}, {"weights": state(reference)})
-
-
-def alone(name: str) -> dict[str, Tensor]:
-    module = Classifier("adamw")
-    fit_module(module, name, 1, CASE)
-    assert rank() == 0
-    return state(module)
+        assert_trains_alike(world, lambda: Classifier("adamw"), ("cpu_ps", "sync_ps"), CASE)
 
 
 def test_several_hosts_are_refused_before_anything_starts() -> None:
