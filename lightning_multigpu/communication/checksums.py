@@ -22,8 +22,7 @@ _HALF_A_WORD = numpy.uint64(32)
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
     """A number for each tensor that changes with nearly every change of it, also of the order of its elements.
 
-    Args:
-        tensors: on the host, or on one device, from which only the numbers come to the host.
+    The tensors are on the host, or on one device, from which only the numbers come to the host.
     """
     sums = [host_checksum(tensor) if tensor.device.type == "cpu" else device_checksum(tensor) for tensor in tensors]
     on_device = [number for number in sums if isinstance(number, Tensor)]

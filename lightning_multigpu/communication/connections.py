@@ -68,11 +68,7 @@ class Connections:
             self._before.pop()
 
     def cut(self, *, except_port: int | None = None) -> int:
-        """Shuts the noted connections down; returns how many there were.
-
-        Args:
-            except_port: connections from or to this port stay open: ranks still read from the store.
-        """
+        """Shuts the noted connections down, but those from or to a port that stays; returns how many there were."""
         cut = 0
         before = self._before[0] if self._before else None
         noted = [

@@ -47,10 +47,7 @@ def fingerprint(table: Table) -> str:
 def compared(table: Table, gather: Callable[[Any], list[Any]], what: str) -> str | None:
     """The differences between this rank's table and those of the others, as :func:`disagreement` words them.
 
-    Args:
-        table: of this rank.
-        gather: gathers an object of every rank, in rank order; called by all ranks the same number of times.
-        what: as in :func:`disagreement`.
+    ``gather`` gathers an object of every rank, in rank order; all ranks call it the same number of times.
     """
     own = fingerprint(table)
     if set(gather(own)) == {own}:
@@ -61,10 +58,8 @@ def compared(table: Table, gather: Callable[[Any], list[Any]], what: str) -> str
 def disagreement(tables: Mapping[int, Table], what: str, *, absent_differs: bool = True) -> str | None:
     """One message that names the first entries that differ, each value, and which ranks have it; None if none differ.
 
-    Args:
-        tables: rank -> table.
-        what: the end of the message's first line: "are not set up alike".
-        absent_differs: a rank without an entry differs from ranks that have it.
+    ``what`` ends the message's first line: "are not set up alike". With ``absent_differs`` a rank without an entry
+    differs from ranks that have it.
     """
     # A list of dict keys keeps the order of the tables, where a set of names would not.
     names = list(dict.fromkeys(name for table in tables.values() for name in table))

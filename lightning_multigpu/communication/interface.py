@@ -48,11 +48,8 @@ def interface_towards(destination: str) -> str | None:
 def unreachable(addresses: Iterable[str], *, timeout_s: float) -> dict[str, str]:
     """The addresses to which the kernel finds no route, each with the kernel's reason.
 
-    An address that refuses a connection, or that does not answer, is not among them.
-
-    Args:
-        addresses: IPv4 or IPv6 addresses.
-        timeout_s: seconds to wait; a forbidden route shows at once, a host that is down within seconds.
+    An IPv4 or IPv6 address that refuses a connection, or that does not answer, is not among them. A forbidden route
+    shows at once, a host that is down within seconds.
     """
     found: dict[str, str] = {}
     poll, sockets = select.poll(), {}

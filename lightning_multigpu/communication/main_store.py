@@ -28,8 +28,6 @@ class MainStore:
     """Opens the store; checks every few seconds of a wait whether the job has failed.
 
     Args:
-        address, port: the address of rank 0.
-        rank: this process's rank.
         is_one_host: all ranks are on this host: the store listens at loopback, which no other host reaches.
         is_kept: torchrun's agent keeps the store, not rank 0.
         connections: can cut the store's connections.
@@ -168,10 +166,6 @@ class MainStore:
 
 def listening_socket(address: str, port: int) -> socket.socket | None:
     """A socket for TCPStore's ``master_listen_fd`` at one interface: without it torch listens at all of them.
-
-    Args:
-        address: an address of this host, or a name of one.
-        port: 0 for a free one.
 
     Returns:
         None where the address is a name that leads to loopback here, and perhaps to a network on other hosts (Debian's

@@ -51,8 +51,6 @@ class MeteredGroup:
     On GPUs reductions and barriers, for which the host need not wait, are not checked.
 
     Args:
-        group: the ranks.
-        meter: records every transfer.
         name: the meter's name for the group.
         device: the device of the back end's tensors.
         place: the line of the user's code that has made the present call.

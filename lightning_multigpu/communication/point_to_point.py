@@ -19,13 +19,8 @@ _FIRST_BYTES = 4096
 class PointToPointGroup:
     """Point-to-point messages between the ranks of a process group; those between two ranks arrive in order.
 
-    A rank's *position* is its index in ``process_group``.
-
-    Args:
-        process_group: the ranks, in the order of their positions.
-        meter: records every message.
-        device: the device of the back end's tensors.
-        name: the meter's name for the group.
+    A rank's *position* is its index in ``process_group``. ``device`` is that of the back end's tensors, and ``name``
+    the meter's name for the group.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, meter: Meter, device: torch.device, *, name: str) -> None:

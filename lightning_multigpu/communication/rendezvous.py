@@ -79,7 +79,6 @@ class Rendezvous:
 
     Args:
         store: connected to every rank; rank 0's process may keep it.
-        own: this rank's note.
         attempt: the attempt's name, the same on all ranks; no earlier attempt in the store had it.
         deadline_s: the time by which all ranks have to come, on the monotonic clock.
         timeout_s: the user's limit, for the message.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_multigpu._lightning_internals import forget_loader_states, given_loaders
@@ -161,3 +162,20 @@ def batches_to_skip(trainer: pl.Trainer) -> int:
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     is_within = trainer.fit_loop.restarting and not progress.is_last_batch
     return batches_trained_on(trainer) if is_within else 0
+
+
+def global_batch_text(sizes: Sequence[int | None], trainer: pl.Trainer) -> str:
+    """The global batch and the data ranks' shares of it.
+
+    ``sizes`` are the samples of each data rank's full batch; None if its loader does not say.
+    """
+    known = [size for size in sizes if size is not None]
+    if len(known) < len(sizes):
+        return "Global batch: the loaders do not say how many samples a batch has"
+    accumulated = trainer.accumulate_grad_batches
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler):
+            accumulated = callback.get_accumulate_grad_batches(trainer.current_epoch)
+    shares = f"{len(known)} x {known[0]}" if len({*known}) == 1 else " + ".join(map(str, known))
+    times = "" if accumulated == 1 else f"; accumulate_grad_batches: {accumulated}"
+    return f"Global batch: {sum(known) * accumulated} samples a step (data ranks: {shares}{times})"

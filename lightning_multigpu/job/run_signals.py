@@ -121,7 +121,7 @@ class RunSignals:
         pusher.start()
         return is_ours
 
-    def stage_starts(self, trainer: pl.Trainer, *, training: bool) -> None:
+    def stage_starts(self, trainer: pl.Trainer, *, training: bool = False) -> None:
         """Defers the other signals too, once Lightning has set its handlers: a Tuner trains before that."""
         if has_set_signal_handlers(trainer):
             self.hold()

@@ -44,12 +44,8 @@ def sparse(dense: Tensor, rows: Tensor | None) -> Tensor:
 def take_average(parameter: Tensor, piece: Piece, average: Tensor, kind: int, rows: Tensor | None) -> None:
     """Changes the elements of a piece of ``parameter.grad`` to an average over the ranks.
 
-    Args:
-        parameter: has a gradient after that unless ``kind`` is ABSENT.
-        piece: of the parameter.
-        average: flat, in any memory.
-        kind: of the average.
-        rows: those of a sparse average, which is in one piece.
+    The parameter has a gradient after that unless ``kind``, of the average, is ABSENT. ``average`` is flat, in any
+    memory; ``rows`` are those of a sparse one, which is in one piece.
     """
     if kind == ABSENT:
         return

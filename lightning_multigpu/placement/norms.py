@@ -41,11 +41,7 @@ def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
 def clip_by_norm(owned: Iterable[Tensor], held: Iterable[Tensor], max_norm: float, reduce_sum: ReduceSum) -> None:
     """Clips by the norm of all ranks' gradients, as torch.nn.utils.clip_grad_norm_ does on one device.
 
-    Args:
-        owned: parameters whose gradients this rank owns.
-        held: parameters whose gradients this rank holds.
-        max_norm: the largest norm.
-        reduce_sum: sums over the ranks.
+    ``owned`` and ``held`` are parameters whose gradients this rank owns, and holds.
     """
     squares = reduce_sum(sum_of_squares(p.grad for p in owned if p.grad is not None))
     scale_to_norm((p.grad for p in held if p.grad is not None), max_norm, squares)
@@ -53,12 +49,9 @@ def clip_by_norm(owned: Iterable[Tensor], held: Iterable[Tensor], max_norm: floa
 
 @torch.no_grad()
 def scale_to_norm(gradients: Iterable[Tensor], max_norm: float, squares: Tensor | float) -> None:
-    """Scales gradients in place; the second half of :func:`clip_by_norm`, for a sum that others have made.
+    """Scales the gradients that this rank holds, in place; the second half of :func:`clip_by_norm`.
 
-    Args:
-        gradients: those that this rank holds.
-        max_norm: the largest norm of all ranks' gradients.
-        squares: the sum of the squares of all ranks' gradients.
+    ``squares`` is the sum of the squares of all ranks' gradients, which others have made.
     """
     held = [*gradients]
     holders = [gradient.detach() for gradient in held]
@@ -71,12 +64,7 @@ def scale_to_norm(gradients: Iterable[Tensor], max_norm: float, squares: Tensor 
 
 
 class CommonOverflow:
-    """Makes a gradient scaler skip a step on all ranks or on none, until :meth:`end`.
-
-    Args:
-        scaler: the scaler.
-        reduce_sum: sums over the ranks.
-    """
+    """Makes a gradient scaler skip a step on all ranks or on none, until :meth:`end`."""
 
     def __init__(self, scaler: GradScaler, reduce_sum: ReduceSum) -> None:
         self._scaler = scaler

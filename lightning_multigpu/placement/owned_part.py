@@ -31,10 +31,8 @@ Groups = Sequence[Sequence[Parameter]]
 class OwnedPart:
     """The pieces of one optimizer that this process updates, with their states.
 
-    A piece has its own memory, or it is the whole parameter itself.
-
-    Args:
-        optimizer: makes the updates, by the step that it has now.
+    A piece has its own memory, or it is the whole parameter itself. The optimizer makes the updates, by the step that
+    it has now.
 
     Attributes:
         pieces: what is updated for a parameter of the module, and which of its elements; a server has no module.
@@ -70,12 +68,9 @@ class OwnedPart:
                 parameter.copy_(value)
 
     def update(self, held: Groups, gradients: Mapping[Parameter, Tensor], **options: Any) -> None:
-        """The optimizer's own step with these pieces, and without hooks of the step.
+        """The optimizer's own step with these pieces of each group, and without hooks of the step.
 
-        Args:
-            held: the pieces of each group.
-            gradients: of pieces, for this update only.
-            options: of the step.
+        ``gradients`` are those of pieces, for this update only; ``options`` those of the step.
         """
         for value, gradient in gradients.items():
             value.grad = gradient
@@ -156,13 +151,9 @@ def clip(
     max_norm: float | None,
     reduce_sum: Callable[[Tensor], Tensor | float],
 ) -> None:
-    """Clips gradients in place, each element to ``max_value`` or all by the norm of all owners' gradients.
+    """Clips the gradients that this process owns in place, each element to ``max_value`` or all by the common norm.
 
-    Args:
-        owned: the gradients that this process owns.
-        max_value: None for no limit.
-        max_norm: None for no limit.
-        reduce_sum: sums over the owners; called with ``max_norm`` only.
+    None is no limit. ``reduce_sum`` sums over the owners, and is called with ``max_norm`` only.
     """
     gradients = [*owned]
     if max_value is not None:

@@ -35,7 +35,6 @@ class Update:
         num_changed: how many states user code has changed since the last update.
         clip_norm: the largest norm of all gradients together; None for no limit.
         clip_value: the largest absolute value of an element of a gradient; None for no limit.
-        options: of the optimizer's step.
     """
 
     is_whole: bool = False
@@ -65,11 +64,9 @@ class Transport(Protocol):
         """
 
     def place(self, new: list[Parameter], given: Mapping[Any, Any]) -> None:
-        """Finds owners for new parameters; called before all else, also where there are none.
+        """Finds owners for parameters that the optimizer has got since the last call; called before all else.
 
-        Args:
-            new: the parameters that the optimizer has got since the last call.
-            given: states with which they begin, by parameter.
+        It is called also where there are none. ``given`` are states with which they begin, by parameter.
         """
 
     def average(self, num_changed: int) -> bool:
@@ -99,11 +96,7 @@ class OwnedStep(Generic[T]):
 
     Making one, steps, saving and loading are collectives of the ranks. Hooks of the step are called around all of it,
     once, as torch calls them: before the closure, and with the module's parameters. Those before the step get averages
-    of the gradients that are there.
-
-    Args:
-        optimizer: of a module that is the same on all ranks.
-        transport: to the owners.
+    of the gradients that are there. The optimizer's module is the same on all ranks.
 
     Attributes:
         gradients_are_whole: each ``.grad`` is the average over the ranks already, and the next step takes it as it is.
@@ -210,10 +203,9 @@ class OwnedStep(Generic[T]):
         return {**groups_alone(self.optimizer), "state": self.transport.states()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads the state of a whole optimizer, each part where its owner is; a collective.
+        """Loads the state of one device's whole optimizer, the same on all ranks, each part where its owner is.
 
-        Args:
-            state_dict: as one device's optimizer returns it; the same on all ranks.
+        A collective.
 
         Raises:
             ValueError: the groups are not those of this optimizer.

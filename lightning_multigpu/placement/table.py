@@ -113,10 +113,7 @@ def joined_state(states: Sequence[Mapping[str, Any]], tensor: Tensor) -> dict[st
 class Layout:
     """The places of tensors in a flat tensor, and the servers' parts of it.
 
-    Args:
-        numels: elements of each tensor.
-        num_parts: one for each owner; parts may be empty.
-        split: what may be cut.
+    There is a part for each owner; parts may be empty.
 
     Attributes:
         offsets: where each tensor begins in the flat tensor.
@@ -163,12 +160,8 @@ def bucket_parts(
     tensors can be cut, each server has a part of every bucket, and a tensor larger than a bucket fills several; each
     server has its own tensors of a bucket otherwise.
 
-    Args:
-        numels: elements of each tensor.
-        num_servers: the servers that have a part.
-        split: what may be cut.
-        full_numel: a bucket with so many elements takes no more. Where the update may relate any two parameters, one
-            bucket takes all.
+    A bucket with ``full_numel`` elements takes no more. Where the update may relate any two parameters, one bucket
+    takes all.
     """
     buckets: list[list[Piece]] = [[]]
     for number in reversed(range(len(numels))):

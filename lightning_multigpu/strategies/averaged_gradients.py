@@ -36,7 +36,6 @@ class AveragedGradients:
     Without options, and before :meth:`open`, it does nothing: other families move gradients otherwise.
 
     Args:
-        strategy: whose module is trained.
         options: those of :class:`RingDDPStrategy`, all or none.
         of_all: the strategy's options that every strategy of the pack has.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -25,21 +26,24 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice
 from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong, check_owned
-from lightning_multigpu.job.batch_feed import BatchFeed
+from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.training_memory import measured_bytes
+from lightning_multigpu.job.batch_feed import BatchFeed, complete_resumed_epoch, global_batch_text
 from lightning_multigpu.job.checkpoint_files.whole_checkpoint_io import whole_io
+from lightning_multigpu.job.common_stop import share_stops
 from lightning_multigpu.job.failure_watch import FailureWatch, advise_resuming
 from lightning_multigpu.job.joining import Joining
 from lightning_multigpu.job.process_groups import ProcessGroups, metered_group
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.run_signals import RunSignals
-from lightning_multigpu.strategies import callback_answers, option_checks
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageRecord
+from lightning_multigpu.planning.split_plan import SplitPlan
+from lightning_multigpu.strategies import option_checks, rank_run
 from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
 from lightning_multigpu.strategies.checkpoints import RunCheckpoints
 from lightning_multigpu.strategies.collectives import Collectives
 from lightning_multigpu.strategies.common_parameters import CommonParameters
 from lightning_multigpu.strategies.owned_optimizers import OwnedOptimizers
-from lightning_multigpu.strategies.rank_run import RankRun
-from lightning_multigpu.strategies.steps.global_batch import global_batch_text
 from lightning_multigpu.strategies.steps.share_proof import ShareProof
 from lightning_multigpu.strategies.steps.user_steps import UserSteps
 
@@ -159,7 +163,6 @@ class MultiGPUStrategy(ParallelStrategy):
         self.steps = UserSteps(self, activation_checkpointing)
         self.share_proof = ShareProof(self, verify_steps)
         self.saves = RunCheckpoints(self)
-        self._run = RankRun(self)
         self.owned = OwnedOptimizers(self)
         self._undo = ExitStack()  # of a run
 
@@ -200,10 +203,61 @@ class MultiGPUStrategy(ParallelStrategy):
         """The factor of this rank's loss that makes the mean over ranks the loss of one device."""
         return 1.0 if self.averaging.steps_alone and self.feed.counts else self.feed.loss_scale
 
-    holds, held_bytes = callback_answers.holds, callback_answers.held_bytes
-    newest_of_ranks, gather_at_end = callback_answers.newest_of_ranks, callback_answers.gather_at_end
-    server_statistics, split_plan = callback_answers.server_statistics, callback_answers.split_plan
-    record_stages, stage_record = callback_answers.record_stages, callback_answers.stage_record
+    def holds(self, parameter: Tensor) -> bool:
+        """True if this rank has the values of a parameter of the module, and of its gradient."""
+        return not isinstance(parameter, Placeholder)
+
+    def held_bytes(self) -> HeldBytes:
+        """Bytes of the parameters, gradients and optimizer states that this rank holds at present, as measured.
+
+        Buffers in which gradients travel count as gradients. Optimizer states in the host's memory, or on servers, do
+        not count. Of several devices that one rank drives only the first holds bytes between two steps.
+        """
+        held = measured_bytes(self._module.parameters(), self.optimizers)
+        return replace(held, gradients_bytes=held.gradients_bytes + self._spare_bytes)
+
+    def newest_of_ranks(self, name: str, value: Any) -> list[Any] | None:
+        """The values of ranks that train without collectives, each at its own pace; None if there are collectives.
+
+        Rank 0 gets the newest value of each rank that has passed one, in the order of ranks; another rank gets its own
+        alone.
+
+        Args:
+            name: the same for all values that belong together.
+            value: of types that JSON has.
+        """
+        return None
+
+    def gather_at_end(self, value: Callable[[], Any]) -> list[Any] | None:
+        """A list that gets the values of all ranks when training ends; None if collectives still work then.
+
+        Rank 0 gets the values of all ranks, in their order; another rank only its own. All ranks make the same calls.
+
+        Args:
+            value: returns this rank's value, of types that JSON has; called after all callbacks' ``on_train_end``.
+        """
+        return None
+
+    def server_statistics(self) -> Any:
+        """The counts of the parameter servers on rank 0, which asks the servers; None elsewhere and without servers.
+
+        They are :class:`~lightning_multigpu.engine.parameter_server.server_statistics.ServerStatistics`.
+        """
+        return None
+
+    def split_plan(self) -> SplitPlan | None:
+        """The blocks of layers that are split over ranks, and what each sends; None without a tensor split."""
+        return None
+
+    def record_stages(self) -> None:
+        """Records the passes of this rank's stages of a pipeline in every following fit."""
+
+    def stage_record(self) -> StageRecord | None:
+        """The newest steps and the memory of this rank's stages of a pipeline; None without a pipeline.
+
+        The record belongs to the running fit: callbacks can read it up to their ``on_train_end``.
+        """
+        return None
 
     def is_common(self, error: BaseException) -> bool:
         """True if all ranks have raised ``error`` at the same batch, so that collectives still work."""
@@ -288,7 +342,8 @@ class MultiGPUStrategy(ParallelStrategy):
         """The collectives of ``group``, filed by the meter under ``name``."""
         return metered_group(group, self.meter, name, self.root_device)
 
-    # Lightning's collectives
+    # Lightning's collectives. After a failure they do not communicate: each returns this rank's value, so that saving
+    # and teardown do not wait for ranks that have ended.
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -297,19 +352,29 @@ class MultiGPUStrategy(ParallelStrategy):
         Other objects than tensors are returned. The input is not changed. The mean of integers is a floating-point
         number.
         """
-        return self.collectives.reduce(self.steps.weighted(tensor, reduce_op, group), group, reduce_op)
+        value = self.steps.weighted(tensor, reduce_op, group)
+        metered = self.collectives.over(group) if isinstance(tensor, Tensor) else None
+        return value if metered is None else metered.all_reduce(value, reduce_op, checked=f"reduce ({reduce_op})")
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        self.collectives.barrier()
+        if (world := self.collectives.over(dist.group.WORLD)) is not None:
+            world.barrier()
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return self.collectives.broadcast(obj, src)
+        """The object of rank ``src``; within a step, of the rank in ``src``'s pipeline with this rank's stages."""
+        world = self.collectives.over(dist.group.WORLD)
+        if world is None:
+            return obj
+        size = dist.get_world_size() // world.size  # above 1 within a step, where the data axis is the world
+        found: T = world.broadcast_object(obj, src // size * size + dist.get_rank() % size)
+        return found
 
     def gather_objects(self, obj: T) -> list[T]:
         """A picklable object of every rank, in rank order, on every rank. A collective of the whole world."""
-        return self.collectives.gather_objects(obj)
+        world = self.collectives.over(dist.group.WORLD)
+        return [obj] if world is None else world.gather_objects(obj)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -317,12 +382,21 @@ class MultiGPUStrategy(ParallelStrategy):
 
         With ``sync_grads`` the gradient of a rank's tensor is the sum of the gradients of all ranks' results.
         """
-        return self.collectives.all_gather(tensor, group, sync_grads)
+        if group is dist.group.WORLD and self._model_parallel_size > 1:
+            group = None  # ranks train on the same batch; the world is Lightning's default
+        metered = self.collectives.over(group)
+        return tensor if metered is None else metered.all_gather(tensor, sync_grads=sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """True if all ranks of the world, or with ``all=False`` any of them, decide so; the same on every rank."""
-        return self.collectives.decide(decision, all)
+        # A host that asked its GPU for the votes after each batch would wait for the batch to end, and could not launch
+        # the next one meanwhile.
+        world = self.collectives.over(dist.group.WORLD, on_hosts=True)
+        if world is None or world.size == 1:
+            return decision
+        votes = int(world.all_reduce(torch.tensor(int(decision)), "sum", checked="reduce_boolean_decision"))
+        return votes == world.size if all else votes > 0
 
     # Starting and ending
 
@@ -333,11 +407,11 @@ class MultiGPUStrategy(ParallelStrategy):
     @property
     def run_context(self) -> RunContext:
         """The ranks, devices and limits of the run, as they are set now."""
-        return self._run.context()
+        return rank_run.context_of(self)
 
     @override
     def _configure_launcher(self) -> None:
-        self._launcher = self._run.launcher()
+        self._launcher = rank_run.launcher_of(self)
         self.averaging.check_precision()
 
     def check_before_launch(self, trainer: pl.Trainer) -> None:
@@ -346,7 +420,7 @@ class MultiGPUStrategy(ParallelStrategy):
         Raises:
             ValueError: the strategy cannot run the module, or a callback refuses the run.
         """
-        self._run.check_before_launch(trainer)
+        rank_run.check_before_launch(self, trainer)
 
     def _showing_parts(self) -> AbstractContextManager[None]:
         """Within the block the module's parameters are this rank's parts, as the ranks average and compare them."""
@@ -357,11 +431,11 @@ class MultiGPUStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         self.set_world_ranks()
-        self._run.join()
+        rank_run.join(self)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self._run.check(trainer)
+        rank_run.check(self, trainer)
         super().setup(trainer)
         self._watch_states()  # Lightning has moved what the optimizers' constructors have made
         self.steps.choose_layers(trainer)
@@ -378,7 +452,9 @@ class MultiGPUStrategy(ParallelStrategy):
             self.owned.end()
             self._undo.close()
             self.averaging.close()
-            self._run.leave()
+            self.failure_watch.leave()
+            self.meter.notes = None
+            self.signals.end(None if self.lightning_module is None else self.lightning_module._trainer)
             self.common.reset()
             self.saves.remote = None
             super().teardown()
@@ -543,7 +619,10 @@ class MultiGPUStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._run.training_starts()
+        trainer = self._module.trainer
+        complete_resumed_epoch(trainer)
+        share_stops(trainer)
+        self.signals.stage_starts(trainer, training=True)
         self._tell_global_batch()
         self.common.begin()
         self.meter.discard()
@@ -551,7 +630,7 @@ class MultiGPUStrategy(ParallelStrategy):
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._run.stage_starts()
+        self.signals.stage_starts(self._module.trainer)
         self._settle_values()
         self.common.share_buffers()
         self.common.average_buffers()
@@ -562,11 +641,11 @@ class MultiGPUStrategy(ParallelStrategy):
 
     @override
     def on_test_start(self) -> None:
-        self._run.stage_starts()
+        self.signals.stage_starts(self._module.trainer)
 
     @override
     def on_predict_start(self) -> None:
-        self._run.stage_starts()
+        self.signals.stage_starts(self._module.trainer)
 
     def _tell_global_batch(self) -> None:
         trainer = self._module.trainer
@@ -646,5 +725,6 @@ class MultiGPUStrategy(ParallelStrategy):
             self.on_optimizer_step_end()
             self.common.stepped()
             self.meter.end_step()
-            self._run.completed_step()
+            if (recorder := self.failure_watch.flight_recorder) is not None:
+                recorder.completed(self._module.trainer.global_step + 1)  # Lightning counts the step later
         return output

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 class CommonParameters:
     """What the ranks of a strategy have in common during a run. Methods are collectives unless they say otherwise.
 
-    Args:
-        strategy: whose module is trained.
-        check_every: the strategy's ``check_replicas_every_n_steps``.
-
     Attributes:
         broadcasts_buffers: the option ``broadcast_buffers`` of families that have it; true for pipelines side by side.
         averages_buffers: whether ranks have buffers of their own, which are averaged before validation and at the end.

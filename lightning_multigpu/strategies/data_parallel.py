@@ -46,13 +46,12 @@ from lightning_multigpu.engine.one_process.gathering import gathered, on_device
 from lightning_multigpu.engine.one_process.joint_loss import JointLoss
 from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
-from lightning_multigpu.job.batch_feed import batches_to_skip, complete_resumed_epoch
+from lightning_multigpu.job.batch_feed import batches_to_skip, complete_resumed_epoch, global_batch_text
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS, advise_resuming
-from lightning_multigpu.strategies import callback_answers, option_checks
+from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.checkpoints import RunCheckpoints
 from lightning_multigpu.strategies.rank_run import check_callbacks_before_launch
-from lightning_multigpu.strategies.steps.global_batch import global_batch_text
 from lightning_multigpu.strategies.steps.replica_metrics import ReplicaMetrics
 from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined
 
@@ -95,10 +94,10 @@ class DataParallelStrategy(SingleDeviceStrategy):
     _own_weights, load_model_state_dict = MultiGPUStrategy._own_weights, MultiGPUStrategy.load_model_state_dict
     _showing_parts = MultiGPUStrategy._showing_parts
     on_validation_end = MultiGPUStrategy.on_validation_end
-    holds, held_bytes, _spare_bytes = callback_answers.holds, callback_answers.held_bytes, 0
-    newest_of_ranks, gather_at_end = callback_answers.newest_of_ranks, callback_answers.gather_at_end
-    server_statistics, split_plan = callback_answers.server_statistics, callback_answers.split_plan
-    record_stages, stage_record = callback_answers.record_stages, callback_answers.stage_record
+    holds, held_bytes, _spare_bytes = MultiGPUStrategy.holds, MultiGPUStrategy.held_bytes, 0
+    newest_of_ranks, gather_at_end = MultiGPUStrategy.newest_of_ranks, MultiGPUStrategy.gather_at_end
+    server_statistics, split_plan = MultiGPUStrategy.server_statistics, MultiGPUStrategy.split_plan
+    record_stages, stage_record = MultiGPUStrategy.record_stages, MultiGPUStrategy.stage_record
 
     def __init__(
         self,

@@ -24,7 +24,6 @@ from lightning_multigpu.job.shared_gpus import refusal_of_nccl, share_a_gpu
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-DEVICE_TYPES = ("cpu", "cuda")
 SHORTEST_OF_HOSTS_S = 5.0
 _START_METHODS = ("spawn", "fork", "forkserver")
 
@@ -57,21 +56,6 @@ def check_verify_steps(value: object) -> None:
     """Checks that ``value`` is an integer of 0 or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"verify_steps={value!r}: pass how many steps are compared with one device, 0 for none")
-
-
-def check_timeout(value: object) -> None:
-    """Checks that ``value`` is a ``timedelta`` above 0, or None for the default."""
-    if value is None:
-        return
-    if not isinstance(value, timedelta):
-        raise ValueError(f"timeout={value!r} is not a timedelta; pass datetime.timedelta(seconds=1800), for example")
-    if value <= timedelta(0):
-        raise ValueError(f"timeout={value!r} is out of range; pass a timedelta above 0")
-
-
-def check_start_method(value: object) -> None:
-    """Checks that this platform can start processes by ``value``."""
-    check_choice("start_method", value, ("popen", *(m for m in _START_METHODS if m in get_all_start_methods())))
 
 
 def check_options(owner: str, options: Iterable[str], known: Collection[str]) -> None:
@@ -112,7 +96,8 @@ def own_options(strategy: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_options_of_all(options: Mapping[str, Any]) -> None:
     """Checks the options that every strategy that starts ranks has, by name."""
-    check_start_method(options["start_method"])
+    usable = ("popen", *(method for method in _START_METHODS if method in get_all_start_methods()))
+    check_choice("start_method", options["start_method"], usable)
     check_choice("uneven_inputs", options["uneven_inputs"], ("stop", "join"))
     if not callable(options["loss_reduction"]):
         check_choice("loss_reduction", options["loss_reduction"], ("mean", "sum"))
@@ -121,7 +106,13 @@ def check_options_of_all(options: Mapping[str, Any]) -> None:
             check_positive(name, options[name])
             if options[name] < 1:
                 raise ValueError(f"{name}={options[name]!r} is out of range; pass 1 or more")
-    check_timeout(options["timeout"])
+    if (timeout := options["timeout"]) is not None:
+        if not isinstance(timeout, timedelta):
+            raise ValueError(
+                f"timeout={timeout!r} is not a timedelta; pass datetime.timedelta(seconds=1800), for example"
+            )
+        if timeout <= timedelta(0):
+            raise ValueError(f"timeout={timeout!r} is out of range; pass a timedelta above 0")
     check_verify_steps(options["verify_steps"])
     if (every := options["check_replicas_every_n_steps"]) not in (None, 0):
         check_positive("check_replicas_every_n_steps", every, whole=True)
@@ -134,7 +125,11 @@ def check_devices(devices: Sequence[torch.device], *, cpu_count: int, gpu_count:
     types = sorted({device.type for device in devices})
     if len(types) > 1:
         raise ValueError(f"parallel_devices are of the types {', '.join(types)}; all must be of one type")
-    check_device_type(types[0])
+    if types[0] not in ("cpu", "cuda"):
+        raise ValueError(
+            f"accelerator={types[0]!r}: the strategies of this pack run on CPUs and CUDA GPUs; "
+            "pass accelerator='cpu' or accelerator='gpu'"
+        )
     if types == ["cpu"]:
         if len(devices) > cpu_count:
             rank_zero_warn(
@@ -166,15 +161,6 @@ def check_shared_gpus(devices: Sequence[torch.device], backend: str | None) -> N
         raise ValueError(
             f"parallel_devices={[device.index or 0 for device in devices]}: {refusal}; pass "
             "process_group_backend='gloo', or name each GPU once"
-        )
-
-
-def check_device_type(device_type: str) -> None:
-    """Checks that the strategies run on devices of this type."""
-    if device_type not in DEVICE_TYPES:
-        raise ValueError(
-            f"accelerator={device_type!r}: the strategies of this pack run on CPUs and CUDA GPUs; "
-            "pass accelerator='cpu' or accelerator='gpu'"
         )
 
 
@@ -226,25 +212,6 @@ def check_precision(precision: str, device_type: str, *, bf16_supported: bool = 
         )
 
 
-def check_sync_batchnorm(enabled: bool, device_type: str) -> None:
-    """Checks that SyncBatchNorm is used only on GPUs, where torch has it."""
-    if enabled and device_type == "cpu":
-        raise ValueError(
-            "sync_batchnorm=True on CPU: torch synchronises BatchNorm on GPUs only; pass sync_batchnorm=False, or "
-            "use a norm without batch statistics such as GroupNorm"
-        )
-
-
-def check_silence(failure_timeout_s: float, num_nodes: int) -> None:
-    """Raises ValueError if the guardians of several hosts could take a busy host for a failed one."""
-    if num_nodes > 1 and failure_timeout_s < SHORTEST_OF_HOSTS_S:
-        raise ValueError(
-            f"failure_timeout_s={failure_timeout_s:g} with num_nodes={num_nodes}: it must be "
-            f"{SHORTEST_OF_HOSTS_S:g} or more. A host that is silent for half of it counts as gone, and a busy or "
-            "throttled one may be silent for a second and more"
-        )
-
-
 def check_run(run: RunContext, *, precision: str, sync_batchnorm: bool, may_ask_gpu: bool) -> None:
     """Checks the Trainer's settings for a strategy: devices, hosts, back end, precision and SyncBatchNorm.
 
@@ -253,8 +220,17 @@ def check_run(run: RunContext, *, precision: str, sync_batchnorm: bool, may_ask_
     check_machine(run.devices, precision=precision, local_rank=run.local_rank if may_ask_gpu else None)
     check_backend(run.backend, run.device_type)
     check_shared_gpus(run.devices, run.backend)
-    check_silence(run.failure_timeout_s, run.num_nodes)
-    check_sync_batchnorm(sync_batchnorm, run.device_type)
+    if run.num_nodes > 1 and run.failure_timeout_s < SHORTEST_OF_HOSTS_S:  # the guardians could take one for failed
+        raise ValueError(
+            f"failure_timeout_s={run.failure_timeout_s:g} with num_nodes={run.num_nodes}: it must be "
+            f"{SHORTEST_OF_HOSTS_S:g} or more. A host that is silent for half of it counts as gone, and a busy or "
+            "throttled one may be silent for a second and more"
+        )
+    if sync_batchnorm and run.device_type == "cpu":
+        raise ValueError(
+            "sync_batchnorm=True on CPU: torch synchronises BatchNorm on GPUs only; pass sync_batchnorm=False, or "
+            "use a norm without batch statistics such as GroupNorm"
+        )
 
 
 def check_machine(devices: Sequence[torch.device], *, precision: str, local_rank: int | None = 0) -> None:

@@ -18,17 +18,12 @@ if TYPE_CHECKING:
 
 
 class OwnedOptimizers:
-    """The optimizers of a fit with owners; none in families whose ranks all step the same.
-
-    Attributes:
-        steps: the step of each optimizer.
-        methods: of the precision plugin that are replaced until :meth:`end`; None for none.
-    """
+    """The optimizers of a fit with owners, and their steps; none in families whose ranks all step the same."""
 
     def __init__(self, strategy: MultiGPUStrategy) -> None:
         self._strategy = strategy
         self.steps: dict[Optimizer, OwnedStep[Any]] = {}
-        self.methods: PluginMethods | None = None
+        self.methods: PluginMethods | None = None  # of the precision plugin, that are replaced until the end
         self._accumulates = False
 
     @property
@@ -49,8 +44,7 @@ class OwnedOptimizers:
     def clip_in_steps(self, *, is_asynchronous: bool = False) -> None:
         """Has owners clip, and gradients pushed early, unless code reads gradients: that code gets averages.
 
-        Args:
-            is_asynchronous: a worker's gradients are its own, and complete.
+        With ``is_asynchronous`` a worker's gradients are its own, and complete.
         """
         strategy, module = self._strategy, self._strategy._module
         is_read = reads_gradients(module) or not module.automatic_optimization

@@ -1,4 +1,4 @@
-"""A rank's run, from its launch until it leaves the other ranks: guardian, process groups, signals and failures."""
+"""The launch of a strategy's ranks, and how a rank joins the others: guardian, process groups, signals and checks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_multigpu._lightning_internals import IS_INTERACTIVE
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_embeddings, check_has_shapes
-from lightning_multigpu.job.batch_feed import check_loaders, complete_resumed_epoch
-from lightning_multigpu.job.common_stop import share_stops
+from lightning_multigpu.job.batch_feed import check_loaders
 from lightning_multigpu.job.joining import check_model, table_of
 from lightning_multigpu.job.launchers.script_launcher import ScriptLauncher
 from lightning_multigpu.job.launchers.spawn_launcher import SpawnLauncher
@@ -25,138 +24,103 @@ if TYPE_CHECKING:
     from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 
-class RankRun:
-    """The launch of a strategy's ranks, and how this rank joins and leaves them.
+def context_of(strategy: MultiGPUStrategy) -> RunContext:
+    """The ranks, devices and limits of the run, as they are set now."""
+    assert strategy.cluster_environment is not None
+    return RunContext(
+        environment=strategy.cluster_environment,
+        devices=tuple(strategy.parallel_devices or ()),
+        num_nodes=strategy.num_nodes,
+        backend=strategy.process_group_backend,
+        failure_timeout_s=strategy.failure_timeout_s,
+        hang_report_s=strategy.hang_report_s,
+        join_timeout_s=strategy.join_timeout_s,
+    )
 
-    It connects the strategy's ``joining``, ``failure_watch``, ``signals``, ``meter`` and ``collectives``.
+
+def launcher_of(strategy: MultiGPUStrategy) -> ScriptLauncher | SpawnLauncher:
+    """The launcher of the ranks.
+
+    Raises:
+        ValueError: a setting of the Trainer does not fit, or there is no script that further ranks could run.
     """
-
-    def __init__(self, strategy: MultiGPUStrategy) -> None:
-        self._strategy = strategy
-
-    def context(self) -> RunContext:
-        """The ranks, devices and limits of the run, as they are set now."""
-        strategy = self._strategy
-        assert strategy.cluster_environment is not None
-        return RunContext(
-            environment=strategy.cluster_environment,
-            devices=tuple(strategy.parallel_devices or ()),
-            num_nodes=strategy.num_nodes,
-            backend=strategy.process_group_backend,
-            failure_timeout_s=strategy.failure_timeout_s,
-            hang_report_s=strategy.hang_report_s,
-            join_timeout_s=strategy.join_timeout_s,
+    run, start_method = strategy.run_context, strategy._start_method
+    option_checks.check_run(
+        run,
+        precision=str(strategy.precision_plugin.precision),
+        sync_batchnorm=strategy._layer_sync is not None,
+        # Asking a GPU initialises CUDA, after which no process can be forked.
+        may_ask_gpu=start_method == "popen",
+    )
+    if start_method == "spawn" and IS_INTERACTIVE:
+        start_method = "fork"  # a spawned process cannot import the code of a notebook
+    if start_method == "popen" and IS_INTERACTIVE and not run.environment.creates_processes_externally:
+        name = strategy.name_with_spawn
+        spawning = f"{type(strategy).__name__}(start_method='spawn')" if name is None else repr(name)
+        raise ValueError(
+            f"in a notebook or a REPL there is no script that further ranks could run: use strategy={spawning}"
         )
+    if start_method == "popen":
+        return ScriptLauncher(run, strategy.joining, strategy.check_before_launch)
+    return SpawnLauncher(strategy, run, strategy.joining, strategy.check_before_launch, start_method)
 
-    def launcher(self) -> ScriptLauncher | SpawnLauncher:
-        """What starts the ranks.
 
-        Raises:
-            ValueError: a setting of the Trainer does not fit, or there is no script that further ranks could run.
-        """
-        strategy = self._strategy
-        run, start_method = strategy.run_context, strategy._start_method
-        option_checks.check_run(
-            run,
-            precision=str(strategy.precision_plugin.precision),
-            sync_batchnorm=strategy._layer_sync is not None,
-            # Asking a GPU initialises CUDA, after which no process can be forked.
-            may_ask_gpu=start_method == "popen",
-        )
-        if start_method == "spawn" and IS_INTERACTIVE:
-            start_method = "fork"  # a spawned process cannot import the code of a notebook
-        if start_method == "popen" and IS_INTERACTIVE and not run.environment.creates_processes_externally:
-            name = strategy.name_with_spawn
-            spawning = f"{type(strategy).__name__}(start_method='spawn')" if name is None else repr(name)
-            raise ValueError(
-                f"in a notebook or a REPL there is no script that further ranks could run: use strategy={spawning}"
-            )
-        if start_method == "popen":
-            return ScriptLauncher(run, strategy.joining, strategy.check_before_launch)
-        return SpawnLauncher(strategy, run, strategy.joining, strategy.check_before_launch, start_method)
-
-    def check_before_launch(self, trainer: pl.Trainer) -> None:
-        """Raises ValueError if a callback refuses the run, or the strategy cannot run the module."""
-        strategy = self._strategy
-        check_callbacks_before_launch(trainer)
-        if strategy.data_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
-            check_embeddings(trainer.lightning_module)
-        if not is_overridden("configure_model", trainer.lightning_module):  # it makes the layers later
-            self.check_shapes(trainer)
-            strategy.steps.choose_layers(trainer)
-
-    def join(self) -> None:
-        """Connects this rank to the others, whose settings have to be alike; signals are deferred from then on."""
-        strategy, run, watch = self._strategy, self._strategy.run_context, self._strategy.failure_watch
-        reset_seed()
-        precision = strategy.precision_plugin.precision
-        alike = table_of(run, strategy=type(strategy).__qualname__, options=strategy.options, precision=precision)
-        with strategy.joining.limited(run):
-            groups = ProcessGroups(
-                run.environment,
-                strategy.root_device,
-                (strategy.data_parallel_size, strategy.pipeline_parallel_size, strategy.tensor_parallel_size),
-                backend=run.backend,
-                timeout=strategy._timeout,
-                store=strategy.joining.meet(run, alike),
-            )
-            strategy._process_group_backend = groups.backend
-            strategy.collectives.join(groups)
-        watch.joined(groups.cut, run.world_size)
-        strategy.meter.notes = watch.flight_recorder
-        client = watch.client
-        assert client is not None
-        counts = strategy.signals.begin(
-            run.environment,
-            patience_s=run.failure_timeout_s,
-            on_signal=client.signalled,
-            on_stuck=watch.cut_loose,
-        )
-        if counts:
-            client.counts_interrupts()
-
-    def check_shapes(self, trainer: pl.Trainer) -> None:
-        """Raises ValueError for a lazy layer of a module that is to be trained."""
-        if trainer.state.fn == TrainerFn.FITTING:
+def check_before_launch(strategy: MultiGPUStrategy, trainer: pl.Trainer) -> None:
+    """Raises ValueError if a callback refuses the run, or the strategy cannot run the module."""
+    check_callbacks_before_launch(trainer)
+    is_fit = trainer.state.fn == TrainerFn.FITTING
+    if strategy.data_parallel_size > 1 and is_fit:
+        check_embeddings(trainer.lightning_module)
+    if not is_overridden("configure_model", trainer.lightning_module):  # it makes the layers later
+        if is_fit:
             check_has_shapes(trainer.lightning_module)
+        strategy.steps.choose_layers(trainer)
 
-    def check(self, trainer: pl.Trainer) -> None:
-        """Checks that ranks have the same model, in which layers have shapes, and loaders that can be shared out."""
-        strategy, is_fit = self._strategy, trainer.state.fn == TrainerFn.FITTING
-        module, client = strategy._module, strategy.failure_watch.client
-        self.check_shapes(trainer)
-        check_loaders(trainer, strategy.data_parallel_size)
-        if strategy.groups is not None:
-            check_model(module, strategy.collectives.world)
-        directory = str(trainer.log_dir or trainer.default_root_dir)  # a collective
-        if client is not None and "://" not in directory:  # the guardian writes a failure's file to a local disk only
-            client.report_to(directory, node_rank=strategy.node_rank if strategy.num_nodes > 1 else None)
-        if strategy.data_parallel_size > 1 and is_fit:
-            check_embeddings(module)  # those of configure_model too
 
-    def training_starts(self) -> None:
-        """Completes an epoch that was resumed, and has the ranks stop together."""
-        trainer = self._strategy._module.trainer
-        complete_resumed_epoch(trainer)
-        share_stops(trainer)
-        self.stage_starts(training=True)
+def join(strategy: MultiGPUStrategy) -> None:
+    """Connects this rank to the others, whose settings have to be alike; signals are deferred from then on."""
+    run, watch = strategy.run_context, strategy.failure_watch
+    reset_seed()
+    precision = strategy.precision_plugin.precision
+    alike = table_of(run, strategy=type(strategy).__qualname__, options=strategy.options, precision=precision)
+    with strategy.joining.limited(run):
+        groups = ProcessGroups(
+            run.environment,
+            strategy.root_device,
+            (strategy.data_parallel_size, strategy.pipeline_parallel_size, strategy.tensor_parallel_size),
+            backend=run.backend,
+            timeout=strategy._timeout,
+            store=strategy.joining.meet(run, alike),
+        )
+        strategy._process_group_backend = groups.backend
+        strategy.collectives.join(groups)
+    watch.joined(groups.cut, run.world_size)
+    strategy.meter.notes = watch.flight_recorder
+    client = watch.client
+    assert client is not None
+    counts = strategy.signals.begin(
+        run.environment,
+        patience_s=run.failure_timeout_s,
+        on_signal=client.signalled,
+        on_stuck=watch.cut_loose,
+    )
+    if counts:
+        client.counts_interrupts()
 
-    def stage_starts(self, *, training: bool = False) -> None:
-        """Defers the signals for which Lightning has set handlers."""
-        self._strategy.signals.stage_starts(self._strategy._module.trainer, training=training)
 
-    def completed_step(self) -> None:
-        """Notes an optimizer step for the guardian's reports; Lightning counts it later."""
-        recorder, module = self._strategy.failure_watch.flight_recorder, self._strategy.lightning_module
-        if recorder is not None and module is not None:
-            recorder.completed(module.trainer.global_step + 1)
-
-    def leave(self) -> None:
-        """Ends the watch, and gives signals back, before the strategy leaves its groups."""
-        strategy, module = self._strategy, self._strategy.lightning_module
-        strategy.failure_watch.leave()
-        strategy.meter.notes = None
-        strategy.signals.end(None if module is None else module._trainer)
+def check(strategy: MultiGPUStrategy, trainer: pl.Trainer) -> None:
+    """Checks that ranks have the same model, in which layers have shapes, and loaders that can be shared out."""
+    module, client, is_fit = strategy._module, strategy.failure_watch.client, trainer.state.fn == TrainerFn.FITTING
+    if is_fit:
+        check_has_shapes(module)
+    check_loaders(trainer, strategy.data_parallel_size)
+    if strategy.groups is not None:
+        check_model(module, strategy.collectives.world)
+    directory = str(trainer.log_dir or trainer.default_root_dir)  # a collective
+    if client is not None and "://" not in directory:  # the guardian writes a failure's file to a local disk only
+        client.report_to(directory, node_rank=strategy.node_rank if strategy.num_nodes > 1 else None)
+    if strategy.data_parallel_size > 1 and is_fit:
+        check_embeddings(module)  # those of configure_model too
 
 
 def check_callbacks_before_launch(trainer: pl.Trainer) -> None:

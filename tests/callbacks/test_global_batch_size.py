@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 from lightning_multigpu.callbacks import GlobalBatchSize
 from lightning_multigpu.engine.data_parallel.agreement import full_batch_size
 from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
-from lightning_multigpu.strategies.steps.global_batch import global_batch_text
+from lightning_multigpu.job.batch_feed import global_batch_text
 from tests.strategies.tasks import (
     Case,
     Classifier,

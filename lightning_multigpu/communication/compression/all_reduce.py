@@ -39,7 +39,6 @@ class CompressedAllReduce:
     Args:
         group: a process group whose back end sends CPU tensors point to point (gloo, mpi); nothing else may use it
             for messages while a call is under way.
-        compressor: encodes the tensors.
         segment_elements: elements that are encoded, sent and decoded at once.
 
     Attributes:
@@ -119,8 +118,7 @@ class CompressedAllReduce:
     def end_step(self, loss_scale: float = 1.0) -> None:
         """Ends a step: keeps its errors if all of its sums were finite, else the state from before the step.
 
-        Args:
-            loss_scale: the next step's loss scale; errors are scaled like the next step's gradients.
+        ``loss_scale`` is the next step's; errors are scaled like its gradients.
         """
         if self._errors is not None:
             self._errors.end_step(accept=self.step_is_finite)
@@ -143,11 +141,7 @@ class CompressedAllReduce:
         """Moves errors to the ranks of a host that use them next, if each rank reduces a part of a tensor.
 
         A collective of the host, between steps, for each new tensor: at first, and when the buckets have changed.
-
-        Args:
-            pieces: the pieces of the whole tensor.
-            own: the pieces of this rank's part, from :func:`~.pieces.cut`.
-            sum_over_host: sums a float32 tensor over the ranks of the host, in place.
+        ``own`` are the pieces of this rank's part; ``sum_over_host`` sums a float32 tensor over the host, in place.
         """
         if self._errors is None:
             return

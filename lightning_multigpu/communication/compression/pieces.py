@@ -14,7 +14,6 @@ class GradientPiece:
 
     Args:
         name: the parameter's name; the same on every rank, whatever the buckets are.
-        shape: the whole parameter's shape.
         start: the piece's first element in the flattened parameter.
         stop: one past the piece's last element; by default the parameter's end.
 

@@ -55,9 +55,7 @@ class HostClock:
 class StreamClock:
     """Events on the current CUDA stream: the host runs ahead of a GPU, so its own clock would time the queueing only.
 
-    Args:
-        now: the host's clock, in seconds.
-        device: None for the current device.
+    ``now`` is the host's clock, in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter, device: torch.device | None = None) -> None:

@@ -21,8 +21,7 @@ class Wait:
     Attributes:
         clock: the clock of the marks.
         origin: a mark of the clock and its time on the host's clock.
-        start: the mark of its start.
-        end: the mark of its end; None before the end.
+        start, end: its marks; None before the end.
     """
 
     clock: Clock = field(repr=False)

@@ -41,11 +41,8 @@ class Barrier:
 
     Args:
         memory: zeros at first, writable, at least :meth:`size_bytes`; shared by all ranks.
-        rank: this rank, from 0 to ``world_size - 1``.
-        world_size: number of ranks.
         names: the number of each rank in messages.
         is_gone: returns whether a rank's process has ended or has closed the memory.
-        timeout_s: limit of :meth:`wait`.
 
     Raises:
         OSError: the system has no semaphores with a monotonic clock (glibc has them from 2.30 on).

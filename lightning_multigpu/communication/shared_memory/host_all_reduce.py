@@ -50,7 +50,6 @@ class SharedMemoryAllReduce:
 
     Args:
         group: ranks of one host, over gloo; used only to share the memory.
-        chunk_bytes: size of a tensor's chunks.
         direct_bytes: up to this size every rank makes all sums itself, which saves a barrier; for three or more ranks.
         timeout_s: seconds that a rank waits for the others.
 
@@ -109,7 +108,8 @@ class SharedMemoryAllReduce:
         flat = _flat(tensor, average)
         moved = self._in_place.rows(flat) if flat.nbytes > IN_PLACE_FROM_BYTES else None
         if moved is not None:
-            self._reduce_in_place(moved, average)
+            own_parts = [self._shards(row, None)[self.rank] for row in moved]
+            self._buffers.run(1, _nothing, lambda _: self._sum_chunks(own_parts, average, to_all=True), _nothing)
             return tensor
         chunks = self._chunks(flat)
         rows = self._buffers.rows
@@ -221,10 +221,6 @@ class SharedMemoryAllReduce:
         texts[self.rank] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         self.all_gather(texts, bounds=[(r * _TEXT_BYTES, (r + 1) * _TEXT_BYTES) for r in range(self.world_size)])
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in texts]
-
-    def _reduce_in_place(self, rows: Sequence[Tensor], average: bool) -> None:
-        own = [self._shards(row, None)[self.rank] for row in rows]
-        self._buffers.run(1, _nothing, lambda _: self._sum_chunks(own, average, to_all=True), _nothing)
 
     def _sum_chunks(self, parts: Sequence[Tensor], average: bool, *, to_all: bool = False) -> None:
         """Sums ``parts`` into this rank's part, or into every part, chunk by chunk while a chunk is in cache."""

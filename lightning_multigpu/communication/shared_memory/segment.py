@@ -67,7 +67,11 @@ class SharedSegment:
         dist.broadcast_object_list(offer, src=dist.get_process_group_ranks(group)[0], group=group)
         if offer[0] is not None:
             try:
-                self._attach(offer[0])
+                if self._descriptor < 0:
+                    self._descriptor = opened_file(offer[0])
+                self.memory = _tensor(self._descriptor)
+                # After the mapping, for which torch opens and closes the file: that would drop the lock.
+                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
             except (OSError, RuntimeError) as error:  # torch's error of a mapping is a RuntimeError
                 problem = str(error)
         problems: list[str | None] = [None] * dist.get_world_size(group)
@@ -93,13 +97,6 @@ class SharedSegment:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def _attach(self, offer: Offer) -> None:
-        if self._descriptor < 0:
-            self._descriptor = opened_file(offer)
-        self.memory = _tensor(self._descriptor)
-        # After the mapping, for which torch opens and closes the file: that would drop the lock.
-        fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
 
 
 class OfferedSegment:

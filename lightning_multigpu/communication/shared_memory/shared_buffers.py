@@ -35,10 +35,7 @@ Stage = Callable[[int], object]
 class SharedBuffers:
     """Buffers shared by the ranks of ``group``. The constructor is a collective, and reserves the memory.
 
-    Args:
-        group: ranks of one host, over gloo; used only to share the memory.
-        chunk_bytes: upper limit of a slot's size; a buffer has one slot for each rank, and one for sums.
-        timeout_s: seconds that a rank waits for the others.
+    ``chunk_bytes`` limits a slot's size; a buffer has one slot for each rank, and one for sums.
 
     Raises:
         ValueError: an option is out of its range.

@@ -191,7 +191,9 @@ class Ranks:
             if state == ENDED:
                 exit_code = rank.process.exit_code()
                 exit_code = rank.reported_exit_code if exit_code is None else exit_code
-                if exit_code or self._waited_for_parent(rank, now_s):
+                rank.ended_since_s = now_s if rank.ended_since_s is None else rank.ended_since_s
+                # Its parent's report of the exit status, and its own last message, may still be under way.
+                if exit_code or now_s - rank.ended_since_s > _PARENT_REPORT_S:
                     by_signal = exit_code is not None and exit_code < 0
                     has_joined = rank.introduced and rank.joining_until_s is None
                     when = " in the middle of the run" if has_joined else " before it joined the run"
@@ -218,9 +220,3 @@ class Ranks:
                 )
                 return Found(rank.failure(what), since_s)
         return None
-
-    def _waited_for_parent(self, rank: WatchedRank, now_s: float) -> bool:
-        """True once its parent's report of the exit status, and its own last message, have had time to arrive."""
-        if rank.ended_since_s is None:
-            rank.ended_since_s = now_s
-        return now_s - rank.ended_since_s > _PARENT_REPORT_S

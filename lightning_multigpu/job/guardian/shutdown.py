@@ -60,7 +60,10 @@ class Shutdown:
     def write(self, path: str | None, ranks: Ranks) -> None:
         """Appends the failure to a file, once, with the time and the ranks of this host: it may be read much later."""
         if path is not None and self._wants_file:
-            append(path, _heading(ranks) + self._text(self.failure.traceback), "The failure", limit_s=_LIMIT_S)
+            when = time.strftime("%Y-%m-%d %H:%M:%S %z")
+            pids = ", ".join(f"{rank.rank} (pid {rank.process.pid})" for rank in ranks)
+            text = f"{when}, host {host_name()}, rank {pids}\n{self._text(self.failure.traceback)}"
+            append(path, text, "The failure", limit_s=_LIMIT_S)
         self._wants_file = False
 
     def show(self, ranks: Ranks, *, has_traceback: bool = False, advice: str = "") -> None:
@@ -85,9 +88,3 @@ class Shutdown:
                 f"Ended with SIGKILL on {host_name()}, because still there {self._own_time_s:g} s later: rank {names}"
             )
         return "\n".join([*lines, *closing_lines(self.failure, self.waits)]) + "\n"
-
-
-def _heading(ranks: Ranks) -> str:
-    when = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    pids = ", ".join(f"{rank.rank} (pid {rank.process.pid})" for rank in ranks)
-    return f"{when}, host {host_name()}, rank {pids}\n"

@@ -282,7 +282,9 @@ class Watchdog:
             failure = failure._replace(step=read_steps(self._pages, failed.slot))
         # Ctrl-C ends the job.
         if failed is not None and failed.can_be_lost and signal_of(failure.what) != signal.SIGINT:
-            self._lose(failed, failure)
+            failed.finished = failed.at_end = True  # the job goes on without it
+            failed.lost_since_s = self._now_s
+            show(closing_lines(failure, [], goes_on=True)[0] + "\n")
             return
         # Before the failure is sent: ranks that receive it stop waiting.
         waits = self._hang_watch.last_waits(failed=failure.rank, now_s=self._now_s)
@@ -296,12 +298,6 @@ class Watchdog:
                 connection.send("failure", failure=failure.to_message())
             elif rank.raised is not None:
                 connection.send("alone")
-
-    def _lose(self, lost: WatchedRank, failure: Failure) -> None:
-        """Goes on without a rank: it counts as finished."""
-        lost.finished = lost.at_end = True
-        lost.lost_since_s = self._now_s
-        show(closing_lines(failure, [], goes_on=True)[0] + "\n")
 
     def _begin(self, run: int, failure_timeout_s: float, hang_report_s: float | None) -> None:
         """Begins a further run, if it is one, with the limits of the first rank that comes."""

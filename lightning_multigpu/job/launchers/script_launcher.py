@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -74,7 +74,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
             if watch.client is not None:
                 watch.client.raises()
             if not (watch.is_lost or watch.all_raised):
-                _end(children.values(), _PATIENCE * self._run.failure_timeout_s)
+                _wait(children.values(), _PATIENCE * self._run.failure_timeout_s)
+                for child in children.values():
+                    child.kill()
+                    child.wait()
             raise
 
     def _start_ranks(self, guardian: Guardian) -> None:
@@ -119,14 +122,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
         super().kill(signum)
         if signum == signal.SIGKILL and signals.late:  # Lightning ends this process with exit status 1 otherwise
             raise SystemExit(INTERRUPTED_STATUS)
-
-
-def _end(children: Collection[subprocess.Popen[bytes]], patience_s: float) -> None:
-    """Gives the children time to end by themselves, then ends them."""
-    _wait(children, patience_s)
-    for child in children:
-        child.kill()
-        child.wait()
 
 
 def _wait(children: Iterable[subprocess.Popen[bytes]], timeout_s: float) -> None:

@@ -120,7 +120,8 @@ class SpawnLauncher(MultiProcessingLauncher):
                 guardian.stop()
             raise
         finally:
-            if ranks is not None and ranks.were_cut_off:
+            # They end so at a second Ctrl-C, or at the first one in a deadlock.
+            if ranks is not None and any(each.exitcode == INTERRUPTED_STATUS for each in ranks.processes):
                 os._exit(INTERRUPTED_STATUS)
         guardian.stop()
         return result
@@ -338,11 +339,6 @@ class _Ranks:
         result = self._answers[0]
         assert isinstance(result, _Result)
         return result
-
-    @property
-    def were_cut_off(self) -> bool:
-        """True if the ranks have ended at once, at a second Ctrl-C, or at the first one in a deadlock."""
-        return any(process.exitcode == INTERRUPTED_STATUS for process in self.processes)
 
     def interrupt(self) -> None:
         """After a first Ctrl-C: lets the ranks end in order; at a second one, ends this process and them."""

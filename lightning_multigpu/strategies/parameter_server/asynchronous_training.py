@@ -34,19 +34,11 @@ class AsynchronousTraining(Callback):
 
     Within an epoch no worker waits for another one, except for ``max_staleness``. Worker 0 validates when all batches
     of the epoch are in the weights, saves, and ends training. Other workers train meanwhile; they do not validate, save
-    or stop.
-
-    Args:
-        servers: the servers.
-        signals: on which this worker acts between two batches.
-        can_be_lost: called when training begins, on workers that may be lost.
-
-    Attributes:
-        transports: of the optimizers; filled by the strategy.
+    or stop. ``can_be_lost`` is called when training begins, on workers that may be lost.
     """
 
     def __init__(self, servers: Servers, signals: RunSignals, *, can_be_lost: Callable[[], object]) -> None:
-        self.transports: Sequence[ServerTransport] = ()
+        self.transports: Sequence[ServerTransport] = ()  # of the optimizers; the strategy sets them
         self._servers = servers
         self._signals = signals
         self._can_be_lost = can_be_lost

@@ -228,7 +228,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
             self._undo.callback(process.close)
 
     def _await_server(self, store: Store, job: Job, server: int) -> None:
-        """Waits until a server has come to the store."""
         key, start_s, is_told = f"{job.name}/server {server}", time.monotonic(), False
         while not store.check([key]):
             self.failure_watch.check()

@@ -46,10 +46,8 @@ class LastStageOutputs(Callback):
     of the module that steps have changed. An attribute counts as changed when it is assigned, when a tensor in it is
     changed in place, or when a list, dictionary, set or deque gets another length or, with at most 256 entries, another
     entry; containers of at most 16 entries are looked into, three levels deep. Other objects are compared by identity.
-    Attributes of submodules are not copied.
-
-    Args:
-        at_end: called when a training batch has ended, and when an error ends the run.
+    Attributes of submodules are not copied. ``at_end`` is called when a training batch has ended, and when an error
+    ends the run.
     """
 
     def __init__(
@@ -89,12 +87,6 @@ class LastStageOutputs(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._at_end()
 
-    def _share(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.share()
-
-    on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _share
-    on_validation_start = _share  # values that training steps have kept: their epoch has not ended
-
     # Outputs of a step
 
     def from_last(self, message: Any, output: Any, hook: str) -> tuple[Any, Any]:
@@ -127,7 +119,7 @@ class LastStageOutputs(Callback):
                 if name not in before or before[name] != mark:
                     self._changed[name] = None
 
-    def share(self) -> None:
+    def _share(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Copies attributes that have changed on the last stage since the last call to all stages. A collective.
 
         Lists, dictionaries, sets and deques stay the same objects on every stage, with new contents. An attribute that
@@ -144,6 +136,9 @@ class LastStageOutputs(Callback):
             for name, package in given.items():
                 self._set(name, unpacked(package, self._module.device))
         self._group.finish()
+
+    on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _share
+    on_validation_start = _share  # values that training steps have kept: their epoch has not ended
 
     def _set(self, name: str, value: Any) -> None:
         old = vars(self._module).get(name)

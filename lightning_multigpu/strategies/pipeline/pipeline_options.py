@@ -158,15 +158,12 @@ class PipelineOptions:
             chain = TracedChain(module, self.module, self.split_points, device)
         else:
             chain = find_chain(module, self.module, num_ranks * self.num_stages_of_rank)
-        self._check_replicated(module)
-        chain.replicated = self.replicated
-        return chain
-
-    def _check_replicated(self, module: Module) -> None:
         known = {name for name, _ in (*module.named_modules(), *module.named_parameters(remove_duplicate=False))}
         for name in self.replicated if isinstance(self.replicated, Sequence) else ():
             if name not in known:
                 raise ValueError(f"replicated names {name!r}, which is no part of the module; name one of its parts")
+        chain.replicated = self.replicated
+        return chain
 
     def bounds(self, chain: Chain, num_ranks: int) -> list[tuple[int, int]]:
         """The layers ``[start, stop)`` of each stage; before a measurement those of ``balance="parameters"``.

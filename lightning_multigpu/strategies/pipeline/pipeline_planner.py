@@ -58,9 +58,8 @@ class PlanError(ValueError):
 class FirstBatchStrategy(Strategy):
     """Module, optimizers and precision as in training; it trains nothing.
 
-    Args:
-        visit: called on every rank in place of the first ``training_step``, with this strategy, the batch and the
-            further arguments.
+    ``visit`` is called on every rank in place of the first ``training_step``, with this strategy, the batch and the
+    further arguments.
     """
 
     def __init__(self, visit: Callable[[Any, Any, Sequence[Any]], None], **options: Any) -> None:
@@ -151,11 +150,6 @@ class PipelinePlanner:
     ) -> PipelinePlanner:
         """The planner of a Trainer whose strategy is the pipeline; the trainer itself does not run.
 
-        Args:
-            trainer: of the configuration.
-            schedules: names of schedules; by default the strategy's own.
-            num_micro_batches, link: as above.
-
         Raises:
             PlanError: the strategy is no pipeline, or a schedule or a callback cannot be used with it.
         """
@@ -196,11 +190,8 @@ class PipelinePlanner:
         plans of all sizes these have the figures of the first size.
 
         ``Trainer.fit`` runs in this process up to that batch, with the hooks of module and data and without loggers,
-        checkpoints and callbacks, but for those that set the size of batches.
-
-        Args:
-            module, datamodule: arguments of ``fit``.
-            trainer_settings: arguments of the Trainer; those about devices, logs and output are replaced.
+        checkpoints and callbacks, but for those that set the size of batches. Of ``trainer_settings`` those about
+        devices, logs and output are replaced.
 
         Raises:
             PlanError: the module cannot be split in this way, the batch has too few samples, or there is no batch.
@@ -375,17 +366,8 @@ class PipelinePlanner:
 class Measurement:
     """Measures the parts of ``training_step``, round by round, on one device with all layers, or with its part of each.
 
-    Random states, gradients, and the module's buffers and attributes are restored after each round.
-
-    Args:
-        one: the device, or the tensor group, whose ranks measure together.
-        chain: all layers.
-        micro_batch, others: arguments of ``training_step``.
-        recompute: layers that run again in backward.
-        agreed: as in :class:`.CostProbe`.
-
-    Attributes:
-        rounds: the costs of the parts in each round; see :mod:`~lightning_multigpu.planning.pipelines.stage_costs`.
+    Random states, gradients, and the module's buffers and attributes are restored after each round. ``recompute`` and
+    ``agreed`` are as in :class:`.CostProbe`; ``rounds`` has the costs of the parts in each round.
     """
 
     def __init__(

@@ -386,15 +386,12 @@ class StageAgreement:
 
     It replaces methods of the precision plugin and of its gradient scaler until :meth:`end`. Until then it also
     silences Lightning's advice to log with ``sync_dist=True``: the stages of a pipeline log the same values anyway.
-
-    Args:
-        tensor: the ranks that split the layers of this stage; None without a tensor split.
     """
 
     def __init__(self, plugin: Precision, model: SplitModel, tensor: TensorGroup | None = None) -> None:
         self._module = model.module
         self._ownership = model.ownership
-        self._tensor = tensor
+        self._tensor = tensor  # the ranks that split the layers of this stage
         self.sums = StageSums(model.group, tensor)
         hooks = partial(self.gradients_for, "on_before_optimizer_step", "configure_gradient_clipping")
         self._methods = PluginMethods(plugin, {HOOKS_BEFORE_STEP: hooks}, owned=self._owned, reduce_sum=self.sums.sum)

@@ -122,8 +122,7 @@ class SplitModel:
     def whole_state_dict(self, state: dict[str, Any], *, streams: bool) -> dict[str, Any]:
         """``module.state_dict()`` with all values, on the last stage; elsewhere ``state`` unchanged.
 
-        Args:
-            streams: other stages keep their values until the checkpoint is written.
+        With ``streams`` other stages keep their values until the checkpoint is written.
         """
         last, position = self.group.num_ranks - 1, self.ownership.position
         holders_of = self.ownership.holders_by_name()

@@ -170,7 +170,6 @@ class PipelineStrategy(MultiGPUStrategy):
             )
 
     def _check_sizes(self) -> None:
-        """Checks that the ranks of the run can form pipelines."""
         self._check_pipeline()
         self.pipeline_options.check_num_ranks(self.num_nodes * self.num_processes)
 

@@ -17,12 +17,8 @@ _OURS = __name__.partition(".")[0]
 def has_hook(hook: str, module: pl.LightningModule, *, of_lightning: bool = False) -> bool:
     """Whether the module, or a callback of its Trainer that is neither Lightning's nor ours, overrides the hook.
 
-    Lightning's callbacks and ours use only values that all stages have, such as the loss.
-
-    Args:
-        hook: its name.
-        module: the module; it has its Trainer.
-        of_lightning: Lightning's callbacks count as well.
+    Lightning's callbacks and ours use only values that all stages have, such as the loss. With ``of_lightning``
+    Lightning's count as well.
     """
     if is_overridden(hook, module):
         return True

@@ -78,11 +78,7 @@ class LoneRank:
 
 
 class LoneTensorGroup(TensorGroup):
-    """The first of ``size`` ranks that split layers, without the others: nothing is sent, and sums are its own.
-
-    Attributes:
-        sent: operation and bytes of each collective.
-    """
+    """The first of ``size`` ranks that split layers, without the others: nothing is sent, and sums are its own."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
@@ -90,7 +86,7 @@ class LoneTensorGroup(TensorGroup):
         self._readers, self.shows_parts = None, False
         self._meter, self._shared, self._thread = Meter(), None, None
         self._is_nccl, self._is_alone = False, True
-        self.sent: list[tuple[str, int]] = []
+        self.sent: list[tuple[str, int]] = []  # operation and bytes of each collective
         self.observer = lambda operation, name, size_bytes: self.sent.append((operation, size_bytes))
 
 
@@ -106,9 +102,7 @@ class _Step:
 class LoneStepsStrategy(SingleDeviceStrategy):
     """Trains on one device, times the phases of each step, and never ends by itself.
 
-    Args:
-        device: of this rank.
-        tensor_parallel_size: ranks that split each layer; this one has the first part.
+    With a ``tensor_parallel_size`` above 1 it has the first part of each layer.
     """
 
     def __init__(self, device: torch.device, tensor_parallel_size: int = 1) -> None:
@@ -252,7 +246,7 @@ def _phases(clock: Any, steps: Sequence[_Step]) -> Phases:
         row = {"step": clock.seconds(step.begin, following.begin), "input": clock.seconds(step.end, following.begin)}
         for index, (phase, start, end) in enumerate(step.phases):
             others = (mark for number, mark in enumerate(step.phases) if number != index)
-            within = [(a, b) for _, a, b in others if _is_within(clock, a, b, start, end)]
+            within = [(a, b) for _, a, b in others if clock.seconds(start, a) >= 0 and clock.seconds(b, end) >= 0]
             own_s = clock.seconds(start, end) - sum(clock.seconds(a, b) for a, b in within)
             row[phase] = row.get(phase, 0.0) + own_s
         rows.append(row)
@@ -275,10 +269,6 @@ def _phases(clock: Any, steps: Sequence[_Step]) -> Phases:
         other_s=max(0.0, median(steps_s) - known_s),
         jitter=(high - low) / (median(steps_s) + optimizer_s),
     )
-
-
-def _is_within(clock: Any, a: Any, b: Any, start: Any, end: Any) -> bool:
-    return bool(clock.seconds(start, a) >= 0 and clock.seconds(b, end) >= 0)
 
 
 def _shares(clock: Any, step: _Step, ready: Sequence[tuple[int, Any]]) -> list[tuple[int, float]]:

@@ -22,7 +22,6 @@ class PluginMethods:
     It replaces methods of the plugin and of its gradient scaler until :meth:`end`.
 
     Args:
-        plugin: the Trainer's precision plugin.
         hooks: by the name of a method of the plugin that calls hooks, what makes the context in which it runs.
         owned: those of the parameters that this rank holds which it owns; with ``reduce_sum``.
         reduce_sum: sums over the ranks; None where each rank steps, or does not step, by itself.

@@ -40,9 +40,7 @@ def checksum_before_transfer(batch: Any, module: pl.LightningModule) -> int | No
 def share_random_states(device: torch.device, broadcast: Callable[[Any], Any]) -> None:
     """Gives every rank one rank's random states: torch's, Python's, NumPy's, and its GPU's.
 
-    Args:
-        device: the device of this rank.
-        broadcast: returns that rank's object on every rank; a collective.
+    ``broadcast`` returns that rank's object on every rank; a collective.
     """
     restore_random_states(broadcast(random_states(device)), device)
 

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 class ShareProof:
     """Compares the gradients of two halves of each rank's batch with those of the batch; see :class:`.GradientCheck`.
 
-    Args:
-        strategy: whose ranks share each batch.
-        num_steps: so many batches of a fit are compared, each before it trains; 0 for none.
+    ``num_steps`` batches of a fit are compared, each before it trains.
     """
 
     def __init__(self, strategy: MultiGPUStrategy, num_steps: int) -> None:

@@ -29,11 +29,8 @@ _SEED = "PL_GLOBAL_SEED"  # which seed_everything sets
 class UserSteps:
     """The surroundings of the module's ``training_step`` on this rank.
 
-    Args:
-        strategy: whose module is trained.
-        recomputed: the strategy's ``activation_checkpointing``.
-
     Attributes:
+        recomputed: the strategy's ``activation_checkpointing``.
         weighs: whether means over the ranks are weighted as losses are: those of logged values of a step.
 
     Raises:

@@ -114,7 +114,6 @@ class HybridStrategy(PipelineStrategy):
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """The sizes of the pipeline and the tensor axes."""
         data, pipeline, tensor = self._asked
         left = max(1, self.num_nodes * self.num_processes // math.prod(size or 1 for size in self._asked))
         if tensor is None:

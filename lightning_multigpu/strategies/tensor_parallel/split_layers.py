@@ -118,14 +118,7 @@ def _of_parts(method: M) -> M:
 class SplitLayers:
     """The layers of a module that are split over a tensor group, from the first batch to the end of a fit.
 
-    Args:
-        module: the whole module.
-        group: the ranks that split layers.
-        plan, sequence_split: as for :class:`.TensorSplitStrategy`.
-        keeps_whole: as for :class:`.Trials`.
-
-    Attributes:
-        split: the blocks that are split; None before :meth:`decide`.
+    ``plan`` and ``sequence_split`` are as for :class:`.TensorSplitStrategy`, ``keeps_whole`` as for :class:`.Trials`.
     """
 
     def __init__(
@@ -137,7 +130,7 @@ class SplitLayers:
         keeps_whole: Callable[[str], str | None] = lambda name: None,
         sequence_split: bool = False,
     ) -> None:
-        self.split: list[tuple[Block, Applied]] | None = None
+        self.split: list[tuple[Block, Applied]] | None = None  # by decide
         self._module = module
         self._group = group
         self._plan = plan
@@ -155,13 +148,8 @@ class SplitLayers:
     def decide(self, step: TracelessStep, optimizers: Iterable[Optimizer], *, rtol: float, proves: bool) -> SplitPlan:
         """Splits the module by its first training batch; a collective of all ranks.
 
-        Returns the plan, with the memory of the first ranks that ``step.gather`` returns.
-
-        Args:
-            step: of the module.
-            optimizers: the module's optimizers; their states are split too.
-            rtol: as for :class:`.SplitProof`.
-            proves: compare gradients of a step.
+        Returns the plan, with the memory of the first ranks that ``step.gather`` returns. The states of the optimizers
+        are split too. With ``proves`` gradients of a step are compared, to ``rtol`` as for :class:`.SplitProof`.
 
         Raises:
             ValueError: no layer can be split, the plan does not fit, an optimizer needs whole tensors, or split layers
@@ -264,11 +252,7 @@ class SplitLayers:
 
     @_of_parts
     def whole_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """``module.state_dict()`` with whole parameters; a collective of the tensor group.
-
-        Args:
-            state: the ``state_dict()`` with this rank's parts.
-        """
+        """``module.state_dict()`` with whole parameters, from that with parts; a collective of the tensor group."""
         whole = dict(state)
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             if name in state:
@@ -277,12 +261,7 @@ class SplitLayers:
 
     @_of_parts
     def whole_optimizer_state(self, optimizer: Optimizer, found: Mapping[str, Any]) -> dict[str, Any]:
-        """An optimizer's ``state_dict()`` with whole states; a collective of the tensor group.
-
-        Args:
-            optimizer: an optimizer of the module.
-            found: its ``state_dict()`` with this rank's parts.
-        """
+        """An optimizer's ``state_dict()`` with whole states, from that with parts; a collective of the group."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         states = {n: self._whole_state(parameters[n], state) for n, state in found["state"].items()}
         return {**found, "state": states}
@@ -290,12 +269,7 @@ class SplitLayers:
     def follow_updates(self, plugin: Precision, before: Callable[[], None]) -> PluginMethods:
         """Has an optimizer's own step read its state as it is, from the end of the hooks before it.
 
-        Args:
-            plugin: calls these hooks, within :meth:`stepping`.
-            before: called at their end.
-
-        Returns:
-            What gives the plugin its own method back.
+        ``plugin`` calls these hooks, within :meth:`stepping`, and ``before`` is called at their end.
         """
         hooks = getattr(plugin, HOOKS_BEFORE_STEP)
 
@@ -324,9 +298,7 @@ class SplitLayers:
     def cut_copy(self, copy: Module, gathers: Callable[[], bool]) -> None:
         """Cuts a copy of the module to this rank's parts, until :meth:`make_whole`; its ``state_dict()`` is whole.
 
-        Args:
-            copy: has parameters of the same names as the module.
-            gathers: returns whether all ranks of the group call ``state_dict()`` now, so that they can gather it.
+        ``gathers`` returns whether all ranks of the group call ``state_dict()`` now, so that they can gather it.
         """
         own: dict[str, Any] = dict(self._module.named_parameters(remove_duplicate=False))
 

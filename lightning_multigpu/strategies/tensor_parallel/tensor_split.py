@@ -375,7 +375,6 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
 
 
 def _checksum_of_random_states(device: torch.device) -> int:
-    """A checksum of the random states of torch, Python and NumPy."""
     checksum = zlib.crc32(repr(other_random_states()).encode())
     for state in torch_random_states(device):
         checksum = zlib.crc32(state.numpy().data, checksum)

@@ -166,10 +166,10 @@ def sent(change: Callable[[Any], object], **attributes: Any) -> dict[str, Any]:
     module, group = L.LightningModule(), _Group()
     for name, value in attributes.items():
         setattr(module, name, value)
-    outputs = LastStageOutputs(module, group, is_last=True, at_end=lambda: None)  # type: ignore[arg-type]
+    outputs: Any = LastStageOutputs(module, group, is_last=True, at_end=lambda: None)  # type: ignore[arg-type]
     with suppress(IndexError), outputs.noting():
         change(module)
-    outputs.share()
+    outputs.on_train_epoch_end(None, module)
     return {name: unpacked(package, torch.device("cpu")) for name, package in group.given.items()}
 
 

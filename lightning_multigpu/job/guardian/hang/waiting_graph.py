@@ -139,9 +139,9 @@ def _other(view: View | None, rank: int, call: Call) -> str:
     if view is None:
         return f"nothing is known of rank {rank}"
     entry = _entry(view, call)
-    if not call.number or _begun(view, call) < call.number:
+    if not call.number or entry is None or entry.begun < call.number:
         came = "has not come"
-    elif entry is not None and entry.number == call.number and entry.state == UNDER_WAY:
+    elif entry.number == call.number and entry.state == UNDER_WAY:
         came = "has come, and does not wait"
     else:
         came = "has come and gone on"
@@ -150,12 +150,6 @@ def _other(view: View | None, rank: int, call: Call) -> str:
 
 def _entry(view: View, call: Call) -> Entry | None:
     return next((e for e in view.entries if (e.group, e.ranks) == (call.group, call.ranks)), None)
-
-
-def _begun(view: View, call: Call) -> int:
-    """The number of the last collective that the rank has begun in the call's group."""
-    entry = _entry(view, call)
-    return 0 if entry is None else entry.begun
 
 
 def _doing(view: View) -> str:

@@ -78,10 +78,8 @@ class Proof:
     """Compares steps of a pipeline on a batch with those of one device.
 
     A proof leaves no trace in the module, in random states, in logs and in the batch; changes that the step makes to
-    objects of libraries stay. Its messages have arrived when it ends, since the run may end there.
-
-    Args:
-        one: on the last stage, the copy of the module, before it was split over a tensor group; None elsewhere.
+    objects of libraries stay. Its messages have arrived when it ends, since the run may end there. ``one`` is, on the
+    last stage, the copy of the module, before it was split over a tensor group.
     """
 
     def __init__(self, pipeline: RunningPipeline, one: WholeCopy | None, batch: TrainingBatch) -> None:
@@ -411,10 +409,8 @@ def copied(pipeline: RunningPipeline) -> tuple[bool, WholeCopy | None]:
 class WholeCopy:
     """A copy of the user's module, on the device of the last stage.
 
-    It draws the same random numbers as the stages do for equal micro-batches. It logs nothing.
-
-    Args:
-        values: by ``id``, the values of tensors that this rank lacks.
+    It draws the same random numbers as the stages do for equal micro-batches. It logs nothing. ``values`` are, by
+    ``id``, those of tensors that this rank lacks.
 
     Attributes:
         changed: attributes and buffers that its steps have changed, as users write them.
