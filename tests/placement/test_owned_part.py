@@ -13,13 +13,28 @@ from torch.optim import Optimizer
 
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
 from lightning_multigpu.placement.table import Layout, Piece, Split, elements, fill, joined_state, part_of_state, placed
-from tests.engine.parameter_server.updates import averaged, groups_of, on_one_device, weights
+from tests.engine.parameter_server.updates import averaged, groups_of, weights
 
 STEPS = 3
 
 
 def adam(groups: Any) -> Optimizer:
     return optim.AdamW(groups, lr=0.1)
+
+
+def on_one_device(
+    steps: int, state: dict[str, Any] | None = None, *, first: int = 0
+) -> tuple[list[nn.Parameter], dict[str, Any]]:
+    """The weights and the state after ``steps`` steps, or after those from ``first`` on, with a state from before."""
+    parameters = weights()
+    optimizer = adam(groups_of(parameters))
+    if state is not None:
+        optimizer.load_state_dict(state)
+    for step in range(first, steps):
+        for parameter, gradient in zip(parameters, averaged(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return parameters, optimizer.state_dict()
 
 
 def owner(layout: Layout, number: int) -> tuple[list[nn.Parameter], OwnedPart]:
@@ -46,7 +61,7 @@ def stepped(parameters: list[nn.Parameter], part: OwnedPart, step: int, **option
 @pytest.mark.parametrize("split", ["elements", "tensors", "nothing"])
 @pytest.mark.parametrize("num_owners", [1, 2, 5])
 def test_owners_update_as_one_device(split: Split, num_owners: int) -> None:
-    expected, state = on_one_device(adam, STEPS)
+    expected, state = on_one_device(STEPS)
     layout = Layout([parameter.numel() for parameter in expected], num_owners, split)
     parts = []
     for number in range(num_owners):
@@ -67,9 +82,9 @@ def test_owners_update_as_one_device(split: Split, num_owners: int) -> None:
 
 @pytest.mark.parametrize("num_owners", [1, 3])
 def test_states_are_loaded_and_put_in_place(num_owners: int) -> None:
-    before, state = on_one_device(adam, 1)
+    before, state = on_one_device(1)
     state["param_groups"][0]["lr"] = 0.2
-    expected, _ = on_one_device(adam, 3, copy.deepcopy(state), first=1)
+    expected, _ = on_one_device(3, copy.deepcopy(state), first=1)
     layout = Layout([parameter.numel() for parameter in before], num_owners, "elements")
     for number in range(num_owners):
         for loads in (True, False):
@@ -94,7 +109,7 @@ def test_values_of_one_update_do_not_stay() -> None:
     part.optimizer.register_step_pre_hook(lambda *_: called.append("before"))
     part.optimizer.register_step_post_hook(lambda *_: called.append("after"))
     stepped(parameters, part, 0)
-    reference, _ = on_one_device(adam, 1)
+    reference, _ = on_one_device(1)
     assert all(torch.equal(a.detach(), b.detach()) for a, b in zip(parameters, reference, strict=True))
     assert not called
     part.optimizer.step()
