@@ -1,4 +1,4 @@
-"""What ranks that train the same parameters hold in common: the parameters, values at each batch, given gradients."""
+"""Replicas: checks that ranks hold the same parameters and values, and averages of gradients that user code has set."""
 
 from __future__ import annotations
 
@@ -154,8 +154,8 @@ class GivenGradients:
     """Gradients that do not come from backward, as ``torch.autograd.grad`` gives them, averaged before a step.
 
     Lightning's ``ddp`` leaves this to the user's code, and ranks then step with gradients of their own. Code that has
-    made the average itself has the same gradients on all ranks, and nothing more is sent. The weights
-    of the ranks' batches add up to the number of ranks.
+    made the average itself has the same gradients on all ranks, and nothing more is sent. ``weight`` returns the weight
+    of this rank's batch; the weights of all ranks add up to their number.
     """
 
     def __init__(self, group: MeteredGroup, weight: Callable[[], float]) -> None:

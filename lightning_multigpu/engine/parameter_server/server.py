@@ -201,7 +201,9 @@ class Server:
 
     def _place(self, worker: int, optimizer: int, plan: Plan) -> Any:
         """Takes new parameters; worker 0 has their weights."""
-        shard = self._shards.setdefault(optimizer, ServedShard(self._pairs, self.job, self._changing))
+        if optimizer not in self._shards:
+            self._shards[optimizer] = ServedShard(self._pairs, self.job, self._changing)
+        shard = self._shards[optimizer]
         if worker == 0:
             shard.place(plan)
             with self._changing:
