@@ -180,6 +180,16 @@ class FailureWatch:
                 raise
             raise failure.exception() from None
 
+    def asks_to_show(self, run: RunContext) -> bool:
+        """Whether this rank has the guardian show the failure: the first of its host does, and the one that has failed.
+
+        Another rank would be quicker than the first, which waits for it, and its traceback would come after the last
+        lines. It asks if the first has died.
+        """
+        assert self.failure is not None
+        first_has_died = self.failure.rank == run.rank - run.local_rank and not self.failure.traceback
+        return run.local_rank == 0 or self.failure.rank == run.rank or first_has_died
+
     def report(self, run: RunContext, trainer: pl.Trainer | None) -> FailureReport:
         """What this rank prints about the failure, if nobody catches its exception."""
         failure = self.failure
@@ -195,7 +205,11 @@ class FailureWatch:
             checkpoint = partial(last_checkpoint_of, trainer)
         show: Callable[[str], bool] | None = None
         if not (self.all_raised or self.is_lost):
-            show = partial(_show, self.client, is_first=run.local_rank == 0, is_own=is_own)
+            show = (
+                partial(_show, self.client, is_first=run.local_rank == 0)
+                if self.asks_to_show(run)
+                else _shown_by_others
+            )
         return FailureReport(failure, in_full, show, checkpoint)
 
     @ignoring_ends_of_workers()
@@ -280,11 +294,14 @@ def advise_resuming(trainer: pl.Trainer | None, exception: BaseException) -> Non
             sys.stderr.write(f"{advice}\n")
 
 
-def _show(client: GuardianClient | None, advice: str, *, is_first: bool, is_own: bool) -> bool:
-    """Has the guardian show the failure; without one, returns False on the first rank of the host and a failed rank."""
+def _show(client: GuardianClient | None, advice: str, *, is_first: bool) -> bool:
+    """Has the guardian show the failure; False without one."""
     # A terminal shows its prompt when the first rank has ended.
-    is_asked = client is not None and client.show(advice, waits=is_first)
-    return is_asked or not (is_first or is_own)
+    return client is not None and client.show(advice, waits=is_first)
+
+
+def _shown_by_others(advice: str) -> bool:
+    return True
 
 
 def _limit_exit(timeout_s: float, *, from_exit: bool) -> None:

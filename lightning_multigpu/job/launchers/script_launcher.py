@@ -71,7 +71,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             raise
         except Exception as error:
             print_if_uncaught(error, watch.report(self._run, trainer))
-            if watch.client is not None:
+            if watch.client is not None and watch.asks_to_show(self._run):
                 watch.client.raises()
             if not (watch.is_lost or watch.all_raised):
                 _wait(children.values(), _PATIENCE * self._run.failure_timeout_s)
