@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,3 +199,25 @@ def test_the_exit_after_a_failure_ends(timeout_s: float, exit_s: float, status: 
         begin = time.monotonic()
         assert process.wait(timeout=120) == status
     assert time.monotonic() - begin < 55
+
+
+@pytest.mark.parametrize(
+    ("failed", "traceback", "asking"),
+    [
+        pytest.param(0, "Traceback", [True, False, False], id="the first rank raises"),
+        pytest.param(2, "Traceback", [True, False, True], id="another rank raises"),
+        pytest.param(0, "", [True, True, True], id="the first rank is killed"),
+        pytest.param(1, "", [True, True, False], id="another rank is killed"),
+    ],
+)
+def test_which_ranks_have_the_failure_shown(
+    failed: int, traceback: str, asking: list[bool], watch: FailureWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A further rank asked before the first, whose traceback came after the last lines on a busy machine."""
+    watch.failure = Failure("has failed", failed, "h", 7, 3, traceback)
+    found = []
+    for rank in range(3):
+        environment = LightningEnvironment()
+        monkeypatch.setattr(environment, "local_rank", lambda rank=rank: rank)
+        found.append(watch.asks_to_show(replace(RUN, environment=environment)))
+    assert found == asking
