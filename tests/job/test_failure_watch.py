@@ -219,5 +219,6 @@ def test_which_ranks_have_the_failure_shown(
     for rank in range(3):
         environment = LightningEnvironment()
         monkeypatch.setattr(environment, "local_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(environment, "global_rank", lambda rank=rank: rank)
         found.append(watch.asks_to_show(replace(RUN, environment=environment)))
     assert found == asking
