@@ -63,23 +63,27 @@ def run(name: str, arguments: Sequence[str]) -> int:
 def _emulate(hosts: EmulatedHosts, command: Sequence[str], options: argparse.Namespace) -> int:
     env = {"PL_TRAINER_NUM_NODES": str(options.nodes), "PL_TRAINER_DEVICES": str(options.devices)}
     ended: list[signal.Signals] = []
-    with hosts, HostsJob(hosts, command, env=env) as job:
+    jobs: list[HostsJob] = []
 
-        def end(number: int, frame: FrameType | None) -> None:
-            ended.append(signal.Signals(number))
+    def end(number: int, frame: FrameType | None) -> None:
+        ended.append(signal.Signals(number))
+        for job in jobs:
             job.send_signal(signal.Signals(number))
 
-        # Ctrl-C reaches the command from the terminal itself: here it is only waited for what the command makes of it.
-        before = {
-            signal.SIGINT: signal.signal(signal.SIGINT, lambda number, frame: None),
-            signal.SIGTERM: signal.signal(signal.SIGTERM, end),
-        }
-        try:
+    # Before the command starts, which may be seen before this process goes on.
+    before = {signal.SIGTERM: signal.signal(signal.SIGTERM, end)}
+    try:
+        with hosts, HostsJob(hosts, command, env=env) as job:
+            # Ctrl-C reaches the command from the terminal itself: here the command's end is only waited for.
+            before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda number, frame: None)
+            jobs.append(job)
+            if ended:
+                job.send_signal(ended[0])
             status = job.wait()
             traffic = {host.name: host.counters() for host in hosts}
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     for host, counters in traffic.items():
         sent_mb, received_mb = counters.sent_bytes / 1e6, counters.received_bytes / 1e6  # without frames' checksums
         print(f"{host}: sent {sent_mb:.1f} MB, received {received_mb:.1f} MB", file=sys.stderr)
