@@ -161,7 +161,9 @@ def _clean_up(before: ProcessState, *, may_leak: bool) -> list[str]:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
     from lightning_multigpu.job.failure_watch import leave_guardian
+    from lightning_multigpu.job.joining import LAST_STORE
 
+    LAST_STORE.clear()
     gc.collect()
     leave_guardian()
     if dist.is_initialized():

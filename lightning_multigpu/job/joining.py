@@ -43,6 +43,8 @@ _LOOK_S = 2.0
 
 # How often this process has joined at an address: a store or a guardian of an earlier run may still be there.
 _ATTEMPTS: Counter[tuple[str, int]] = Counter()
+# The store stays until the next one is open: a rank that begins the next run earlier connects to it.
+LAST_STORE: list[Store] = []
 
 
 class Joining:
@@ -167,6 +169,7 @@ class Joining:
             connections=CONNECTIONS,
             **limits,
         ).open()
+        LAST_STORE[:] = [store]
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         rendezvous = Rendezvous(store, own, attempt=f"{restart}-{self._attempt}", **limits)
         if run.num_nodes > 1 and run.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import time
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_multigpu import RingDDPStrategy
+from lightning_multigpu import ParameterServerStrategy, RingDDPStrategy
 from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
+from lightning_multigpu.communication.main_store import MainStore
 from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError
 from lightning_multigpu.job import joining
 from lightning_multigpu.job.failure_watch import FailureWatch, _is_connection_loss
@@ -102,6 +104,34 @@ def test_a_run_after_one_that_could_not_join(world2: World) -> None:
 
     first, second = world2.run(run, timeout_s=150)
     assert first == second > 0
+
+
+def test_a_rank_that_meets_the_store_of_the_last_run(world2: World) -> None:
+    """It had "lost the connection" where rank 0 let go of that store before it opened the next one."""
+
+    def run() -> int:
+        def fit() -> int:
+            trainer = make_trainer(case, ParameterServerStrategy(mode="async", join_timeout_s=60), 2)
+            trainer.fit(Classifier(), train_loader(case, 2))
+            return trainer.global_step
+
+        def open_late(store: MainStore) -> Any:
+            time.sleep(1)  # rank 1 is connected to what listens there
+            gc.collect()
+            return open_store(store)
+
+        case, open_store = Case(num_samples=16, trainer={"max_epochs": 1}), MainStore.open
+        gc.disable()
+        try:
+            fit()
+            if rank() == 0:
+                MainStore.open = open_late  # type: ignore[method-assign]
+            return fit()
+        finally:
+            MainStore.open = open_store  # type: ignore[method-assign]
+            gc.enable()
+
+    assert min(world2.run(run, timeout_s=150)) > 0
 
 
 def as_hosts(secret: str) -> pytest.MonkeyPatch:
