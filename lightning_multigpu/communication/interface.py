@@ -14,6 +14,19 @@ import psutil
 NO_WAY = {number: os.strerror(number) for number in (errno.EHOSTUNREACH, errno.ENETUNREACH)}
 """The kernel's errors for an address without a route."""
 
+_LARGEST_PORT = 65_535
+
+
+def port_number(text: str) -> int:
+    """The number that MASTER_PORT has.
+
+    Raises:
+        ValueError: it is no number of a port.
+    """
+    if not text.isdecimal() or not 0 < int(text) <= _LARGEST_PORT:
+        raise ValueError(f"MASTER_PORT={text} is out of range; a port is a number from 1 to {_LARGEST_PORT}")
+    return int(text)
+
 
 def source_address(destination: str) -> str | None:
     """This host's source address for packets to ``destination``, from its routes; None without a route.

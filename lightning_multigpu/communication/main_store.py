@@ -14,12 +14,12 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_multigpu.communication.connections import Connections
+from lightning_multigpu.communication.interface import port_number
 from lightning_multigpu.communication.rendezvous import RendezvousError, own_host
 
 _SHORTEST_POLL_S, _POLL_S = 0.01, 0.2
 _PROBE_S = 2.0
 _HANDSHAKE_S = 10.0
-_LARGEST_PORT = 65_535
 _LOOPBACK = "127.0.0.1"
 
 
@@ -51,8 +51,7 @@ class MainStore:
     check: Callable[[], None]
 
     def __post_init__(self) -> None:
-        if not 0 < self.port <= _LARGEST_PORT:
-            raise ValueError(f"MASTER_PORT={self.port} is out of range; a port is a number from 1 to {_LARGEST_PORT}")
+        port_number(str(self.port))
 
     def open(self) -> TCPStore:
         """Rank 0 listens; the others connect. If another rank 0 listens at the address, this rank 0 connects too.

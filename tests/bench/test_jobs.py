@@ -229,6 +229,11 @@ class TestPlacement:
         with pytest.raises(ValueError, match=r"--num-nodes=2: .*MASTER_ADDR .*0 to 1, in NODE_RANK"):
             placement(2, 2, environment)
 
+    @pytest.mark.parametrize("port", ["abc", "0", "65536"])
+    def test_a_port_that_is_none(self, port: str) -> None:
+        with pytest.raises(ValueError, match=f"MASTER_PORT={port} is out of range"):
+            placement(2, 2, {"MASTER_ADDR": "a", "MASTER_PORT": port, "NODE_RANK": "0"})
+
     TORCHRUN = {  # noqa: RUF012 - a constant
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -6,8 +6,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lightning_multigpu.communication.interface import port_number
+
 DEFAULT_DEVICES = 2
-_DEFAULT_PORT = 29500
+_DEFAULT_PORT = "29500"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,5 +127,5 @@ def _of_user(devices: int | None, num_nodes: int | None, environment: Mapping[st
         devices=devices,
         local_ranks=tuple(range(devices)),
         main_address=environment["MASTER_ADDR"],
-        main_port=int(environment.get("MASTER_PORT", _DEFAULT_PORT)),
+        main_port=port_number(environment.get("MASTER_PORT", _DEFAULT_PORT)),
     )
