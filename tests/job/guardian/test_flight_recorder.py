@@ -94,6 +94,9 @@ def test_an_error_stays_readable_with_the_main_threads_line_until_the_next() -> 
     assert "in test_an_error_stays_readable" in entry.place
     began(flight_recorder).ended()
     assert (only(memory).state, only(memory).place) == (ENDED, "")
+    in_lightning = compile("note.broke()", "/lib/site-packages/lightning/pytorch/trainer/trainer.py", "exec")
+    exec(in_lightning, {"note": began(flight_recorder)})
+    assert only(memory).place == "lightning/pytorch/trainer/trainer.py:1 in <module>", "not the recorder's own line"
 
 
 def test_ranks_have_pages_of_their_own() -> None:

@@ -162,6 +162,8 @@ class FlightRecorder:
 
     def _remove(self, row: _Row, note: Note, state: int) -> None:
         frame = sys._current_frames().get(threading.main_thread().ident or 0) if state == BROKEN else None
+        while frame is not None and frame.f_code.co_filename == __file__:
+            frame = frame.f_back
         place = "" if frame is None else place_of_frame(frame)
         with self._lock:
             if note not in row.pending:
