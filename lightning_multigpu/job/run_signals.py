@@ -306,6 +306,7 @@ class _Pusher(threading.Thread):
 
     def stop(self) -> None:
         self._stopped.set()
+        os.write(self._writer, b"\0")  # wakes it; no signal has that number
         self.join(1)
         if self.sees_arrivals:
             _give_wakeups_back(self._writer)
