@@ -12,12 +12,13 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
 from lightning_multigpu.callbacks import GlobalBatchSize
 from lightning_multigpu.engine.data_parallel.agreement import full_batch_size
 from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
 from lightning_multigpu.job.batch_feed import global_batch_text
+from tests.modules import Stream
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -101,11 +102,6 @@ def test_the_line_counts_the_accumulation_of_the_epoch() -> None:
     assert global_batch_text([32, 32], trainer) == expected
 
 
-class Stream(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(torch.ones(8, 2))
-
-
 def test_the_size_of_batches_is_known_or_not_and_never_guessed() -> None:
     data = dataset(8)
     ordinary = DataLoader(data, batch_size=4)
@@ -114,7 +110,7 @@ def test_the_size_of_batches_is_known_or_not_and_never_guessed() -> None:
         "dealt": distribute_batches(train_loader(Case(global_batch_size=4), 1), num_replicas=1, rank=0, even=False)[0],
         "counted": distribute_batches(ordinary, num_replicas=2, rank=0, even=False)[0],
         "torch's batch sampler": DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 4, False)),
-        "stream": DataLoader(Stream(), batch_size=4),
+        "stream": DataLoader(Stream(range(8)), batch_size=4),
     }
     assert {name: full_batch_size(loader) for name, loader in known.items()} == dict.fromkeys(known, 4)
     own = DataLoader(data, batch_sampler=OwnBatches(4))
