@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from lightning_multigpu.cli import main
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.report.statistics import Spread
 from tests.bench.models import Tiny
+from tests.callbacks.training import trainer
 
 QUICK = ("--repetitions=3", "--steps=2", "--warm-up=1")
 
@@ -134,12 +135,8 @@ class TestTurns:
         return model
 
     def fit(self, tmp_path: Path, model: LightningModule, requests: Any, **options: bool) -> None:
-        trainer = Trainer(
-            accelerator="cpu", devices=1, max_epochs=-1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-            callbacks=[TakesTurns(requests, **options)],
-        )  # fmt: skip
-        trainer.fit(model, repeated(torch.ones(3, 2), 3, 20, 1))
+        fit = trainer(tmp_path, max_epochs=-1, callbacks=[TakesTurns(requests, **options)])
+        fit.fit(model, repeated(torch.ones(3, 2), 3, 20, 1))
 
     def test_times_the_steps_after_the_warm_up_and_stands_still_in_between(
         self, tmp_path: Path, model: Counting
