@@ -85,10 +85,10 @@ def test_a_users_own_model_and_data_could_not_be_measured(tmp_path: Path, capsys
     """
     config = tmp_path / "mine.yaml"
     config.write_text(CONFIG)
-    document = bench(tmp_path, f"--config={config}", "--strategies", "ring_ddp", "async_ps", "--timeout=30")
+    document = bench(tmp_path, f"--config={config}", "--strategies", "async_ps", "--timeout=30")
     settings = [document["settings"][name] for name in ("model", "parameters", "batch_size", "baseline")]
-    assert settings == ["OwnModel", 6, 0, "ring_ddp"]
-    assert [(row["step_ms"]["count"], row["samples_per_s"]) for row in document["results"]] == [(6, None)] * 3
+    assert settings == ["OwnModel", 6, 0, "async_ps"]
+    assert [(row["step_ms"]["count"], row["samples_per_s"]) for row in document["results"]] == [(6, None)] * 2
     assert f"--config={config}" in document["command"]
     captured = capsys.readouterr()
     assert f"# written to {tmp_path / 'results.json'}" in captured.out

@@ -60,6 +60,7 @@ QUIET = (
     "--trainer.enable_progress_bar=false",
     "--trainer.enable_model_summary=false",
 )
+SINGLE = f"--config={ROOT / 'configs/single_device.yaml'}"
 RING = (*ON_CPU, "--trainer.strategy.class_path=lightning_multigpu.RingDDPStrategy")
 
 
@@ -385,6 +386,31 @@ class TestRefused:
         self, arguments: list[str], message: str, project: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert message in error_of(capsys, *arguments)
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ("strategies --jsno", "'--jsno' is no option here. Did you mean '--json'?"),
+            ("emulate --nodes 2", "no command to run"),
+            ("emulate --nodes 0 -- true", "num_hosts=0 is out of range"),
+            ("emulate --devices 0 -- true", "--devices 0"),
+            ("emulate --bandwidth fast -- true", "bandwidth='fast'"),
+            ("emulate --burst 1b -- true", "smaller than one frame"),
+            ("compare --config=nowhere.yaml --strategies=auto", "--config=nowhere.yaml: there is no such file"),
+            (f"compare {SINGLE} --strategies auto,auto", "--strategies=auto,auto: name each strategy once"),
+            (f"compare {SINGLE}", "required: --strategies"),
+            (f"compare {SINGLE} --strategies=auto,ring_dpp", "no such strategy. Did you mean 'ring_ddp'?"),
+            (f"compare {SINGLE} --strategies=auto --trainer.max_epoch=1", "max_epoch"),
+            ("plan --example=gpt3_175", "Did you mean 'gpt3_175b'?"),
+            ("plan --example=seed --preset=a100_100gb", "--preset=a100_100gb is unknown; known are laptop, a100, "),
+            ("plan --example=seed --batch=2", "name a machine by --preset: laptop, a100"),
+            ("plan --example=clip", "name a machine by --preset: laptop, a100"),
+            ("plan --example=clip --machine=m.json", "--machine is no option with --example"),
+            ("plan --example=clip --trainer.devices=2", "takes no configuration and no options of fit"),
+        ],
+    )
+    def test_other_commands(self, line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert message in error_of(capsys, *line.split())
 
     def test_logger_whose_package_is_missing(
         self, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -97,23 +97,6 @@ def test_a_host_that_outlives_the_failure_of_another_is_ended(
     assert "host1: not ended 0.5 s after another host, killed" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--nodes", "2"], "no command to run"),
-        (["--nodes", "0", "--", "true"], "num_hosts=0 is out of range"),
-        (["--devices", "0", "--", "true"], "--devices 0"),
-        (["--bandwidth", "fast", "--", "true"], "bandwidth='fast'"),
-        (["--burst", "1b", "--", "true"], "smaller than one frame"),
-    ],
-)
-def test_what_is_wrong_is_said_before_anything_starts(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["emulate", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_kernel_without_user_namespaces_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

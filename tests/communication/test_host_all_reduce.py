@@ -58,18 +58,6 @@ def test_sums_in_rank_order_to_the_bit(world: World) -> None:
             assert torch.equal(result, sum_in_rank_order(world.num_ranks, *given)), given
 
 
-def _keeps_shape() -> tuple[torch.Tensor, torch.Tensor]:
-    with shared_memory() as shared:
-        weight = torch.ones(30, 70, requires_grad=True)
-        return shared(weight).detach(), shared(torch.tensor(2.0))
-
-
-def test_any_shape(world2: World) -> None:
-    for weight, scalar in world2.run(_keeps_shape):
-        assert torch.equal(weight, torch.full((30, 70), 2.0))
-        assert scalar == 4.0
-
-
 def _shards(dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
     results = []
     with shared_memory() as shared:

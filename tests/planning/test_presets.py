@@ -128,21 +128,6 @@ class TestCommand:
         assert "First choice: " in page
         assert (tmp_path / "plan.json").stat().st_size > 1000
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            (["--example=gpt3_175"], "Did you mean 'gpt3_175b'?"),
-            (["--example=seed", "--preset=a100_100gb"], "--preset=a100_100gb is unknown; known are laptop, a100, "),
-            (["--example=seed", "--batch=2"], "name a machine by --preset: laptop, a100"),
-            (["--example=clip"], "name a machine by --preset: laptop, a100"),
-            (["--example=clip", "--machine=m.json"], "--machine is no option with --example"),
-            (["--example=clip", "--trainer.devices=2"], "takes no configuration and no options of fit"),
-        ],
-    )
-    def test_what_is_refused(self, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["plan", *options]) == 2
-        assert message in capsys.readouterr().err
-
     def test_the_machine_of_a_configuration(self) -> None:
         """It may have other devices than those that measure the model."""
         assert machine_of(Namespace(preset="a100", machine=None), "cpu") is MACHINES["a100"]
