@@ -12,7 +12,7 @@ they have the arguments, environment, directory and descriptors that they were a
       +------------- waits for, signals -----------> process: its parent is now the tests' process
 
 Each process brings a server of its own, a fork of the first one, which answers its ``subprocess.Popen`` of a Python
-command and its spawning by ``multiprocessing``: ranks and parameter servers are its children.
+command and the spawning and the fork server of ``multiprocessing``: ranks and parameter servers are its children.
 """
 
 from __future__ import annotations

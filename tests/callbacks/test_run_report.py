@@ -32,6 +32,7 @@ from tests.callbacks.training import (
     Regression,
     batch_list,
     batches,
+    hand_clock,
     trainer,
 )
 from tests.report.shape import assert_follows_schema
@@ -217,20 +218,12 @@ class OwnBatches(IterableDataset[Tensor]):
 @pytest.mark.parametrize("strategy", ["ring_ddp", "ddp"])
 def test_two_ranks_with_batches_of_different_size(world2: World, tmp_path: Path, strategy: str) -> None:
     def train() -> tuple[dict[str, Any] | None, dict[str, float]]:
-        from lightning_multigpu.callbacks import throughput
-        from lightning_multigpu.communication.metering.clocks import HostClock
-
-        clock = HandClock()
-        original = throughput.clock_of
-        throughput.clock_of = lambda device: HostClock(clock)
-        try:
-            report = RunReport(print_table=False)
-            fit = trainer(
-                tmp_path, callbacks=[report, ThroughputMonitor()], strategy=strategy, devices=2, log_every_n_steps=2
-            )
+        report = RunReport(print_table=False)
+        with pytest.MonkeyPatch.context() as patch:
+            clock = hand_clock(patch)
+            monitors = [report, ThroughputMonitor()]
+            fit = trainer(tmp_path, callbacks=monitors, strategy=strategy, devices=2, log_every_n_steps=2)
             fit.fit(Regression(clock), DataLoader(OwnBatches(4 + 2 * rank()), batch_size=None))
-        finally:
-            throughput.clock_of = original
         return report.report, {key: value.item() for key, value in fit.callback_metrics.items()}
 
     (report, logged), (report_again, logged_again) = world2.run(train)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,6 +31,17 @@ def shared_memory(**options: Any) -> Iterator[SharedMemoryAllReduce]:
     finally:
         shared.close()
         dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def short_of_memory() -> Iterator[None]:
+    """Within the block this process makes no file, and no shared memory, of more than 64 KiB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def errors_of(feedback: ErrorFeedback, pieces: Sequence[GradientPiece]) -> Tensor:

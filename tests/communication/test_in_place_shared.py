@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import resource
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from lightning_multigpu.communication.ring import chunk_bounds
 from lightning_multigpu.communication.shared_memory import host_all_reduce as shared_memory_module
 from lightning_multigpu.communication.shared_memory import in_place_shared
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
-from tests.communication.shared import shared_memory
+from tests.communication.shared import shared_memory, short_of_memory
 from tests.communication.test_hierarchy import HOSTS, given, hierarchy
 from tests.communication.test_host_all_reduce import contribution, sum_in_rank_order
 from tests.world import World, init_group, rank
@@ -186,14 +185,8 @@ def test_without_room_all_ranks_copy_and_one_says_so(world2: World, where: str) 
 
 
 def _beyond_the_limit() -> tuple[str, list[str]]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with shared_memory() as shared:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
-        try:
-            with pytest.raises(SharedMemoryUnavailableError) as error:
-                shared.move(torch.zeros(1 << 16), 0)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with shared_memory() as shared, short_of_memory(), pytest.raises(SharedMemoryUnavailableError) as error:
+        shared.move(torch.zeros(1 << 16), 0)
     return str(error.value), [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")]
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from lightning_multigpu.communication.shared_memory.host_all_reduce import Share
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 from lightning_multigpu.job.failure_watch import _is_connection_loss
 from tests import preforked
-from tests.communication.shared import shared_memory
+from tests.communication.shared import shared_memory, short_of_memory
 from tests.leaks import shared_memory_entries
 from tests.world import World, init_group
 
@@ -63,13 +63,8 @@ def test_leaves_neither_descriptors_nor_memory_nor_names(world2: World) -> None:
         assert not {name for name in names if "multigpu" in name}
 
 
-def _limit_file_size() -> Callable[[], object]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def _forbid_open() -> Callable[[], object]:
+@contextmanager
+def _no_way_to_others() -> Iterator[None]:
     original = os.open
 
     def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
@@ -77,37 +72,35 @@ def _forbid_open() -> Callable[[], object]:
             raise PermissionError(13, "Permission denied", path)
         return original(path, *args, **kwargs)
 
-    os.open = refuse
-    return lambda: setattr(os, "open", original)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        yield
 
 
-def _unavailable(spoil: Callable[[], Callable[[], object]], on_rank: int) -> tuple[str, float, int]:
+def _unavailable(spoilt: Callable[[], AbstractContextManager[None]], on_rank: int) -> tuple[str, float, int]:
     init_group()
     group = dist.new_group(backend="gloo")
     tensor = torch.ones(3)
     RingAllReduce(group)(tensor)
     before = len(os.listdir("/proc/self/fd"))
-    restore = spoil() if dist.get_rank() == on_rank else lambda: None
-    try:
-        with pytest.raises(SharedMemoryUnavailableError) as caught:
-            SharedMemoryAllReduce(group)
-    finally:
-        restore()
+    spoils = spoilt() if dist.get_rank() == on_rank else nullcontext()
+    with spoils, pytest.raises(SharedMemoryUnavailableError) as caught:
+        SharedMemoryAllReduce(group)
     RingAllReduce(group)(tensor)
     return str(caught.value), float(tensor[0]), len(os.listdir("/proc/self/fd")) - before
 
 
 @pytest.mark.parametrize(
-    ("spoil", "on_rank", "message"),
+    ("spoilt", "on_rank", "message"),
     [
-        (_limit_file_size, 0, "rank 0 of 2 on this host: .*File too large"),
-        (_forbid_open, 1, "rank 1 of 2 on this host: .*Permission denied"),
+        (short_of_memory, 0, "rank 0 of 2 on this host: .*File too large"),
+        (_no_way_to_others, 1, "rank 1 of 2 on this host: .*Permission denied"),
     ],
 )
 def test_all_ranks_do_without_if_one_cannot(
-    world2: World, spoil: Callable[[], Callable[[], object]], on_rank: int, message: str
+    world2: World, spoilt: Callable[[], AbstractContextManager[None]], on_rank: int, message: str
 ) -> None:
-    for reason, reduced, descriptors in world2.run(_unavailable, spoil, on_rank):
+    for reason, reduced, descriptors in world2.run(_unavailable, spoilt, on_rank):
         assert re.search(message, reason)
         assert (reduced, descriptors) == (4.0, 0)
 
