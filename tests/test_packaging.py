@@ -68,7 +68,7 @@ WATCHED = {_OURS, "lightning", "torch", "torchmetrics"}
 @functools.cache
 def imported(path: Path) -> list[str]:
     """Every module, and every name of a module, that a file imports, wherever in the file; no import is relative."""
-    found = []
+    found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]

@@ -290,7 +290,7 @@ def test_alone_beside_another_profiler(
     profiler = kind(dirpath=tmp_path, filename="told", **options)
     loader = DataLoader(Samples(), batch_size=2)
     own = kind is not PyTorchProfiler
-    asked = {"profiler": profiler, "operators": True, "activations": own, "max_steps": 12}
+    asked: dict[str, Any] = {"profiler": profiler, "operators": True, "activations": own, "max_steps": 12}
     profile, same = profiled(tmp_path, Net(step_s=0.0), loader, "auto", **asked)
     assert same
     assert profile is not None

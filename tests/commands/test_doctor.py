@@ -136,6 +136,7 @@ def test_what_differs_between_hosts(facts: dict[str, Any]) -> None:
 @pytest.mark.launch
 def test_two_processes_of_a_launcher_make_one_report() -> None:
     job = {**os.environ, **LAUNCHED, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    own: dict[str, dict[str, str]] = {"0": {}, "1": {"NCCL_ALGO": "Ring"}}
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = [
         preforked.Process(
@@ -143,7 +144,7 @@ def test_two_processes_of_a_launcher_make_one_report() -> None:
             env={**job, "RANK": node, "GROUP_RANK": node, **variables},
             **options,
         )
-        for node, variables in (("0", {}), ("1", {"NCCL_ALGO": "Ring"}))
+        for node, variables in own.items()
     ]
     (first, _), (second, _) = (process.communicate(timeout=120) for process in started)
     assert "all-reduce of 2 over gloo  ok" in first

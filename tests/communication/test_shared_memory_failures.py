@@ -169,7 +169,8 @@ def test_waiting_has_an_end(world2: World) -> None:
 
 
 def _signals_while_waiting() -> list[str]:
-    events, handled = [], Path("handled")
+    events: list[str] = []
+    handled = Path("handled")
 
     def handle(*_: object) -> None:
         events.append("signal")
