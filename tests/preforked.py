@@ -12,7 +12,7 @@ they have the arguments, environment, directory and descriptors that they were a
       +------------- waits for, signals -----------> process: its parent is now the tests' process
 
 Each process brings a server of its own, a fork of the first one, which answers its ``subprocess.Popen`` of a Python
-command and its spawning by ``multiprocessing``: ranks and parameter servers are its children.
+command and the spawning and the fork server of ``multiprocessing``: ranks and parameter servers are its children.
 """
 
 from __future__ import annotations
@@ -113,6 +113,12 @@ def _fork(command: Any, streams: Sequence[int], others: Sequence[int], *, env: A
         **place,
     )
     return _server().fork(request, [*streams, *others])
+
+
+def spawn(path: Any, args: Any, descriptors: Any, namespace: int | None = None) -> int:
+    """``multiprocessing.util.spawnv_passfds`` by a fork."""
+    place = {"own_terminal": False, "namespace": namespace}
+    return _fork(args, (0, 1, 2), descriptors, env=None, cwd=None, new_session=False, **place)
 
 
 def works() -> bool:
@@ -282,13 +288,13 @@ def _fork_what_is_started(namespace: int | None) -> None:
         else:
             executes(process, args, executable, preexec_fn, *given)
 
-    def spawn(path: Any, args: Any, descriptors: Any) -> int:
-        if is_forked(args) and "spawn_main" in _parts(args)[1][1]:
-            return _fork(args, (0, 1, 2), descriptors, env=None, cwd=None, new_session=False, **place)
+    def spawnv_passfds(path: Any, args: Any, descriptors: Any) -> int:
+        if is_forked(args) and any(name in _parts(args)[1][1] for name in ("spawn_main", "forkserver")):
+            return spawn(path, args, descriptors, namespace)
         return spawns(path, args, descriptors)
 
     subprocess.Popen._execute_child = execute_child  # type: ignore[method-assign]
-    multiprocessing.util.spawnv_passfds = spawn
+    multiprocessing.util.spawnv_passfds = spawnv_passfds
 
 
 def _become(request: _Request, descriptors: list[int]) -> None:

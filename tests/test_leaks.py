@@ -1,4 +1,4 @@
-"""Every kind of leftover is seen, named, and put back where that can be done."""
+"""Every kind of leftover is seen, named, and put back where that can be done; threads are in test_world.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import threading
 import uuid
 from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
@@ -24,12 +23,6 @@ def left(kind: str) -> Iterator[None]:
             os.environ["LEFT"] = "1"
         elif kind == "handler":
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        elif kind == "thread":
-            end = threading.Event()
-            thread = threading.Thread(target=end.wait, name="lazy")
-            thread.start()
-            stack.callback(thread.join)
-            stack.callback(end.set)
         elif kind == "child":
             process = stack.enter_context(subprocess.Popen(["sleep", "60"]))
             stack.callback(process.kill)
@@ -43,7 +36,6 @@ def left(kind: str) -> Iterator[None]:
     [
         ("variable", "environment: LEFT='1' was added"),
         ("handler", "signal SIGUSR1: handler is now"),
-        ("thread", "thread 'lazy' still runs"),
         ("child", "child process"),
         ("file", "is open: /etc/passwd"),
     ],

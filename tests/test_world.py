@@ -26,14 +26,6 @@ def sum_of_ranks() -> float:
     return total.item()
 
 
-def test_ranks_talk_to_each_other_in_call_after_call_and_answer_in_their_order(world: World) -> None:
-    n, processes = world.num_ranks, world.run(os.getpid)
-    for _ in range(2):
-        assert world.run(sum_of_ranks) == [n * (n + 1) / 2] * n
-    assert world.run(rank) == list(range(n))
-    assert world.run(os.getpid) == processes
-
-
 class OutOfRangeError(ValueError):
     def __init__(self, value: int) -> None:
         super().__init__(f"value={value} is too large")

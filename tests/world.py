@@ -320,7 +320,6 @@ class World:
 
     def _lateness_of(self, missing: Sequence[int], timeout_s: float) -> DeadlineError:
         sizes = {r: self._output_path(r).stat().st_size for r in missing}
-        states = [f"rank {r}: {_kernel_state(self.processes[r].pid)}" for r in missing]
         for r in missing:
             with contextlib.suppress(ProcessLookupError):
                 self.processes[r].send_signal(STACKS_SIGNAL)
@@ -329,8 +328,8 @@ class World:
             time.sleep(0.05)
         time.sleep(0.3)
         return DeadlineError(
-            f"rank(s) {', '.join(map(str, missing))} of {self.num_ranks} had not finished after {timeout_s} s "
-            f"({'; '.join(states)}); their stacks are below\n{self._outputs()}"
+            f"rank(s) {', '.join(map(str, missing))} of {self.num_ranks} had not finished after {timeout_s} s; their "
+            f"stacks are below\n{self._outputs()}"
         )
 
     def _raise_leaks(self, leaks: list[list[str]], directory: str) -> None:
@@ -346,16 +345,6 @@ class World:
 
     def _output_path(self, rank: int) -> Path:
         return self._directory / f"rank{rank}.log"
-
-
-def _kernel_state(pid: int) -> str:
-    """What the kernel says of a process that does not answer: running, stopped, or waiting, and for what."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        state = [" ".join(line.split()) for line in lines if line.startswith(("State", "SigPnd", "SigBlk", "VmRSS"))]
-        return f"{', '.join(state)}, in {Path(f'/proc/{pid}/wchan').read_text()}"
-    except OSError as error:
-        return str(error)
 
 
 def _tells_the_cause(answer: tuple[Any, ...]) -> bool:

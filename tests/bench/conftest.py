@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import time
-from collections.abc import Iterator, Sequence
-from multiprocessing.context import BaseContext
+from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
 
-from lightning_multigpu.bench.collectives import collective_run
-from lightning_multigpu.bench.strategies import strategy_rank
+from tests import preforked
 
 
 @pytest.fixture(autouse=True)
-def _fork_server_of_all_benches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server lives as long as these tests: with the modules of the first bench alone, ranks of the others would
-    each import Lightning."""
-    of_context = BaseContext.set_forkserver_preload
+def _server_with_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server of multiprocessing, which lives as long as these tests, is a fork that has imported Lightning."""
+    start = multiprocessing.util.spawnv_passfds
 
-    def preload(context: BaseContext, modules: Sequence[str]) -> None:
-        of_context(context, [*modules, collective_run.__name__, strategy_rank.__name__])
+    def forked(path: Any, arguments: Any, descriptors: Any) -> int:
+        return (preforked.spawn if "forkserver" in arguments[-1] else start)(path, arguments, descriptors)
 
-    monkeypatch.setattr(BaseContext, "set_forkserver_preload", preload)
+    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", forked)
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +34,11 @@ def _no_rank_is_left() -> Iterator[None]:
 
 
 def ranks() -> list[psutil.Process]:
-    """Processes that the fork server of this process has started."""
+    """Processes that the fork server of this process has started: they have its command line."""
     return [
         rank
         for server in psutil.Process().children()
         if server.status() != psutil.STATUS_ZOMBIE and "multiprocessing.forkserver" in " ".join(server.cmdline())
         for rank in server.children()
-        if rank.status() != psutil.STATUS_ZOMBIE
+        if rank.status() != psutil.STATUS_ZOMBIE and rank.cmdline() == server.cmdline()
     ]

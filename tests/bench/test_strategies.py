@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from lightning_multigpu.cli import main
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.report.statistics import Spread
 from tests.bench.models import Tiny
+from tests.callbacks.training import trainer
 
 QUICK = ("--repetitions=3", "--steps=2", "--warm-up=1")
 
@@ -84,10 +85,10 @@ def test_a_users_own_model_and_data_could_not_be_measured(tmp_path: Path, capsys
     """
     config = tmp_path / "mine.yaml"
     config.write_text(CONFIG)
-    document = bench(tmp_path, f"--config={config}", "--strategies", "ring_ddp", "async_ps", "--timeout=30")
+    document = bench(tmp_path, f"--config={config}", "--strategies", "async_ps", "--timeout=30")
     settings = [document["settings"][name] for name in ("model", "parameters", "batch_size", "baseline")]
-    assert settings == ["OwnModel", 6, 0, "ring_ddp"]
-    assert [(row["step_ms"]["count"], row["samples_per_s"]) for row in document["results"]] == [(6, None)] * 3
+    assert settings == ["OwnModel", 6, 0, "async_ps"]
+    assert [(row["step_ms"]["count"], row["samples_per_s"]) for row in document["results"]] == [(6, None)] * 2
     assert f"--config={config}" in document["command"]
     captured = capsys.readouterr()
     assert f"# written to {tmp_path / 'results.json'}" in captured.out
@@ -134,12 +135,8 @@ class TestTurns:
         return model
 
     def fit(self, tmp_path: Path, model: LightningModule, requests: Any, **options: bool) -> None:
-        trainer = Trainer(
-            accelerator="cpu", devices=1, max_epochs=-1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-            callbacks=[TakesTurns(requests, **options)],
-        )  # fmt: skip
-        trainer.fit(model, repeated(torch.ones(3, 2), 3, 20, 1))
+        fit = trainer(tmp_path, max_epochs=-1, callbacks=[TakesTurns(requests, **options)])
+        fit.fit(model, repeated(torch.ones(3, 2), 3, 20, 1))
 
     def test_times_the_steps_after_the_warm_up_and_stands_still_in_between(
         self, tmp_path: Path, model: Counting

@@ -152,35 +152,26 @@ def test_one_rank_communicates_with_nobody() -> None:
     assert not monitor.measures(fake)
 
 
-def test_two_ranks_log_the_same_figures(world2: World, tmp_path: Path) -> None:
-    def train() -> tuple[dict[str, float], list[float]]:
-        monitor = CommunicationMonitor()
-        fit = trainer(tmp_path, callbacks=[monitor], strategy="ring_ddp", devices=2, log_every_n_steps=2)
-        fit.fit(Regression(), batches(40))
-        return {key: value.item() for key, value in fit.callback_metrics.items()}, sent(monitor)
+def test_two_ranks_log_the_same_figures_by_one_collective_an_interval(world2: World, tmp_path: Path) -> None:
+    def train(log: bool) -> tuple[dict[str, float], list[float], list[int]]:
+        monitor = CommunicationMonitor(log=log)
+        fit = trainer(tmp_path, callbacks=[monitor], strategy="ring_ddp", devices=2, log_every_n_steps=4)
+        fit.fit(Regression(), batches(96))
+        steps = fit.strategy.meter.steps  # type: ignore[attr-defined]
+        counts = [sum(totals.count for totals in step.operations if totals.group != "control") for step in steps]
+        return {key: value.item() for key, value in fit.callback_metrics.items()}, sent(monitor), counts
 
-    (first, sent_first), (second, _) = world2.run(train)
+    (first, sent_first, logging), (second, _, _) = world2.run(train, True)
     assert first == second
     assert set(first) == {key for key in keys_of("communication") if not key.startswith("parameter_server")}
     assert 0 < first["communication/exposed_ms"] <= first["communication/total_ms"]
     assert 0 < first["communication/all_reduce_ms"] <= first["communication/total_ms"]
     # One rank's share of the gradients (4 float32), of what announces the next batch (4 float64 a rank), and of the
     # agreement on the end of training (a row of 64 bytes a rank).
-    assert len(sent_first) == 4, "the first step is left out"
+    assert len(sent_first) == 11, "the first step is left out"
     assert 4 * 4 + 4 * 8 + 2 * 64 in sent_first
-
-
-def test_one_collective_an_interval_and_none_in_between(world2: World, tmp_path: Path) -> None:
-    def train(log: bool) -> list[int]:
-        counts: list[int] = []
-        monitors = [CommunicationMonitor(log=log)]
-        fit = trainer(tmp_path, callbacks=monitors, strategy="ring_ddp", devices=2, log_every_n_steps=4)
-        fit.fit(Regression(), batches(96))
-        for step in fit.strategy.meter.steps:  # type: ignore[attr-defined]
-            counts.append(sum(totals.count for totals in step.operations if totals.group != "control"))
-        return counts
-
-    (silent, _), (logging, _) = world2.run(train, False), world2.run(train, True)
+    (nothing, _, silent), _ = world2.run(train, False)
+    assert nothing == {}
     extra = [mine - theirs for mine, theirs in zip(logging, silent, strict=True)]
     # What is sent after a step is the next step's; the collective after the last of the 12 steps is nobody's.
     assert extra == [0, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0]

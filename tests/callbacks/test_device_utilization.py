@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_multigpu.callbacks import DeviceUtilizationMonitor
 from lightning_multigpu.callbacks import device_utilization as module
+from lightning_multigpu.callbacks.device_utilization import BackgroundSampler
 from tests.callbacks.training import RecordingLogger, Regression, batches, trainer
 
 NEVER_S = 3600.0
@@ -56,12 +57,15 @@ def test_an_interval_has_the_mean_of_its_samples(tmp_path: Path, probe: FakeProb
     assert monitor.statistics()[UTILIZATION] == pytest.approx({"median": 25.0, "p95": 38.5, "mean": 25.0, "last": 40.0})
 
 
-def test_a_fit_shorter_than_the_sampling_interval_has_one_sample(tmp_path: Path, probe: FakeProbe) -> None:
-    logger = RecordingLogger()
-    fit = trainer(tmp_path, callbacks=[DeviceUtilizationMonitor(interval_s=NEVER_S)], logger=logger)
-    fit.fit(Regression(), batches(16))
-    assert logger.curve(UTILIZATION) == [(3, 10.0)]
-    assert fit.callback_metrics["device/power_watts"].item() == 100.0
+def test_a_fit_shorter_than_the_sampling_interval_has_one_sample_of_its_own(tmp_path: Path, probe: FakeProbe) -> None:
+    monitor = DeviceUtilizationMonitor(interval_s=NEVER_S)
+    for sample in (10.0, 20.0):
+        logger = RecordingLogger()
+        fit = trainer(tmp_path, callbacks=[monitor], logger=logger)
+        fit.fit(Regression(), batches(16))
+        assert logger.curve(UTILIZATION) == [(3, sample)]
+        assert len(monitor.series[UTILIZATION]) == 1
+        assert fit.callback_metrics["device/power_watts"].item() == 100.0
 
 
 def test_samples_are_taken_in_the_background(tmp_path: Path, probe: FakeProbe) -> None:
@@ -123,13 +127,24 @@ def test_this_machine(tmp_path: Path) -> None:
         assert "device/power_watts" not in found
 
 
-def test_two_fits_with_one_monitor(tmp_path: Path, probe: FakeProbe) -> None:
-    monitor = DeviceUtilizationMonitor(interval_s=NEVER_S)
-    for _ in range(2):
-        trainer(tmp_path, callbacks=[monitor]).fit(Regression(), batches(8))
-        assert len(monitor.series[UTILIZATION]) == 1
-
-
 def test_the_sampling_interval_is_above_zero() -> None:
     with pytest.raises(ValueError, match=r"interval_s=-1: .* above 0 seconds"):
         DeviceUtilizationMonitor(interval_s=-1)
+
+
+def test_a_sensor_that_hangs_does_not_hang_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_STOP_TIMEOUT_S", 0.01)
+    hanging, released = threading.Event(), threading.Event()
+
+    def hang() -> dict[str, float]:
+        hanging.set()
+        assert released.wait(30)
+        return {}
+
+    sampler = BackgroundSampler(hang, interval_s=1e-3)
+    sampler.start()
+    assert hanging.wait(30)
+    sampler.stop()
+    [thread] = sampling_threads()
+    released.set()
+    thread.join(30)

@@ -11,24 +11,24 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
 from lightning_multigpu.callbacks import GlobalBatchSize
 from lightning_multigpu.engine.data_parallel.agreement import full_batch_size
 from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
 from lightning_multigpu.job.batch_feed import global_batch_text
+from tests.modules import Stream
 from tests.strategies.tasks import (
     Case,
     Classifier,
     assert_same_weights,
     dataset,
-    make_strategy,
+    fit_module,
     make_trainer,
-    state,
     train_loader,
+    trained_weights,
 )
-from tests.world import World
+from tests.world import World, rank
 
 SAMPLES = 16
 
@@ -59,21 +59,19 @@ class OwnBatches(Sampler[list[int]]):
         return (list(range(number * self.size, (number + 1) * self.size)) for number in range(self.num_batches))
 
 
-def train(strategy: str | None, ranks: int) -> dict[str, Tensor]:
+def train(strategy: str | None, ranks: int) -> dict[str, Any]:
     """The same configuration: only strategy and devices change."""
     case = Case(trainer={"accumulate_grad_batches": 2, "callbacks": [GlobalBatchSize(SAMPLES)]})
-    module = Classifier()
-    make_trainer(case, make_strategy(strategy) if strategy else "auto", ranks).fit(module, datamodule=Data())
-    return state(module)
+    return trained_weights(Classifier, strategy, ranks, case, data=Data)
 
 
-def train_all(strategies: list[str]) -> list[dict[str, Tensor]]:
+def train_all(strategies: list[str]) -> list[dict[str, Any]]:
     found = [train(name, 2) for name in strategies]
     # Loaders of different sizes, and one whose sizes nobody knows.
-    for_each = make_trainer(Case(max_epochs=1), make_strategy("ring_ddp"), 2)
-    for_each.fit(Classifier(), DataLoader(dataset(24), batch_size=4 if for_each.global_rank else 6))
-    unknown = make_trainer(Case(max_epochs=1), make_strategy("ring_ddp"), 2, use_distributed_sampler=False)
-    unknown.fit(Classifier(), DataLoader(dataset(24), batch_sampler=OwnBatches(4)))
+    case, sizes = Case(max_epochs=1), DataLoader(dataset(24), batch_size=4 if rank() else 6)
+    fit_module(Classifier(), "ring_ddp", 2, case, sizes)
+    unknown = DataLoader(dataset(24), batch_sampler=OwnBatches(4))
+    fit_module(Classifier(), "ring_ddp", 2, case, unknown, use_distributed_sampler=False)
     return found
 
 
@@ -82,8 +80,8 @@ def test_a_switch_of_the_strategy_keeps_the_global_batch_and_the_weights(world2:
     strategies = ["ring_ddp", "gpipe"]
     reference = train(None, 1)
     for found in world2.run(train_all, strategies):
-        for weights in found:
-            assert_same_weights({"weights": weights}, {"weights": reference})
+        for result in found:
+            assert_same_weights(result, reference)
     lines = [line.partition("Global batch: ")[2] for line in world2.output(0).splitlines() if "Global batch" in line]
     assert lines == [
         "16 samples a step (data ranks: 2 x 4; accumulate_grad_batches: 2)",
@@ -101,11 +99,6 @@ def test_the_line_counts_the_accumulation_of_the_epoch() -> None:
     assert global_batch_text([32, 32], trainer) == expected
 
 
-class Stream(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(torch.ones(8, 2))
-
-
 def test_the_size_of_batches_is_known_or_not_and_never_guessed() -> None:
     data = dataset(8)
     ordinary = DataLoader(data, batch_size=4)
@@ -114,7 +107,7 @@ def test_the_size_of_batches_is_known_or_not_and_never_guessed() -> None:
         "dealt": distribute_batches(train_loader(Case(global_batch_size=4), 1), num_replicas=1, rank=0, even=False)[0],
         "counted": distribute_batches(ordinary, num_replicas=2, rank=0, even=False)[0],
         "torch's batch sampler": DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 4, False)),
-        "stream": DataLoader(Stream(), batch_size=4),
+        "stream": DataLoader(Stream(range(8)), batch_size=4),
     }
     assert {name: full_batch_size(loader) for name, loader in known.items()} == dict.fromkeys(known, 4)
     own = DataLoader(data, batch_sampler=OwnBatches(4))
@@ -156,13 +149,12 @@ def test_a_loader_that_gives_another_number_is_refused_before_its_first_batch_is
     options: dict[str, Any] = {"batch_size": 4} if kind == "known" else {"batch_sampler": OwnBatches(4)}
     module = Classifier()
     with pytest.raises(ValueError, match=r"has 4 samples a batch, and 8 are due, for 1 data rank.*self.batch_size"):
-        make_trainer(Case(), "auto", 1, callbacks=[GlobalBatchSize(8)]).fit(module, DataLoader(dataset(8), **options))
+        fit_module(module, None, 1, Case(), DataLoader(dataset(8), **options), callbacks=[GlobalBatchSize(8)])
     assert not module.seen
 
 
 def test_own_batches_of_the_right_size_train_and_the_last_may_be_smaller() -> None:
     for given in (OwnBatches(8), OwnBatches(5, 1)):
-        module = Classifier()
-        trainer = make_trainer(Case(max_epochs=1), "auto", 1, callbacks=[GlobalBatchSize(8)])
-        trainer.fit(module, DataLoader(dataset(16), batch_sampler=given))
+        module, loader = Classifier(), DataLoader(dataset(16), batch_sampler=given)
+        fit_module(module, None, 1, Case(max_epochs=1), loader, callbacks=[GlobalBatchSize(8)])
         assert len(module.seen) == given.num_batches

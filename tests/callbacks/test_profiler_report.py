@@ -33,6 +33,7 @@ from lightning_multigpu.planning.step_phases import PHASES, Span
 from lightning_multigpu.report.profile import chrome_trace, profile_document, profile_page, profile_text
 from lightning_multigpu.report.profile.profile_document import ProfileDocument
 from lightning_multigpu.report.schema import from_json
+from tests.callbacks.training import trainer
 from tests.report.shape import assert_follows_profile_schema
 from tests.strategies.tasks import make_strategy
 from tests.world import World, rank
@@ -40,8 +41,7 @@ from tests.world import World, rank
 STEP_S = 0.1
 HEALTHY_STEP_S = 0.4
 """A busy machine takes a core away for 10 ms at a time, which may not be 5 % of a step with nothing wrong."""
-STEPS = 12
-FEW_STEPS = 7
+STEPS = 7
 """As many end the window and the step behind it."""
 
 
@@ -52,7 +52,7 @@ class Samples(Dataset[Tensor]):
         self.load_s = load_s
 
     def __len__(self) -> int:
-        return 2 * 2 * STEPS
+        return 48
 
     def __getitem__(self, index: int) -> Tensor:
         if self.load_s:
@@ -61,20 +61,18 @@ class Samples(Dataset[Tensor]):
 
 
 class Net(L.LightningModule):
-    """A step sleeps for ``step_s``; ``fault`` makes it longer by ``fault_s``."""
+    """A step sleeps for ``step_s``; ``fault`` makes it longer."""
 
-    def __init__(self, fault: str = "", step_s: float = STEP_S, fault_s: float = STEP_S) -> None:
+    def __init__(self, fault: str = "", step_s: float = STEP_S) -> None:
         super().__init__()
         self.step_s = step_s
-        self.fault_s = fault_s
         self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
         self.fault = fault
 
     def on_fit_start(self) -> None:
         if self.fault == "reads":  # each waits for the device
             read = torch.Tensor.item
-            wait_s = self.fault_s / 50
-            torch.Tensor.item = lambda tensor: time.sleep(wait_s) or read(tensor)  # type: ignore[method-assign]
+            torch.Tensor.item = lambda tensor: time.sleep(STEP_S / 50) or read(tensor)  # type: ignore[method-assign]
 
     def on_fit_end(self) -> None:
         if self.fault == "reads":
@@ -84,7 +82,7 @@ class Net(L.LightningModule):
         if self.step_s:  # a sleep of 0 s gives the core away
             time.sleep(self.step_s)
         if self.fault == "straggler" and rank() == 1:
-            time.sleep(self.fault_s)
+            time.sleep(STEP_S)
         loss: Tensor = self.layers(batch).square().mean()
         if self.fault == "logging":
             self.log("loss", loss)
@@ -97,19 +95,15 @@ class Net(L.LightningModule):
 
 
 class SlowLogger(Logger):
-    """Takes ``seconds`` on rank 0."""
+    """Takes its time on rank 0."""
 
     name, version = "slow", 0
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
 
     def log_metrics(self, *_: Any, **__: Any) -> None:
         if rank() == 0:
-            time.sleep(self.seconds)
+            time.sleep(STEP_S)
 
 
 def profiled(
@@ -120,48 +114,32 @@ def profiled(
     *,
     operators: bool = False,
     activations: bool = False,
-    active: int = 3,
     beside: Sequence[Callback] = (),
     **options: Any,
 ) -> tuple[dict[str, Any] | None, bool]:
-    report = ProfilerReport(wait=1, warmup=1, active=active, operators=operators, activations=activations)
-    settings = {"max_steps": STEPS, "max_epochs": -1, "logger": False, "enable_checkpointing": False, **options}
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1 if strategy == "auto" else 2,
-        strategy=strategy,
-        callbacks=[*beside, report],
-        default_root_dir=directory,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **settings,
-    )
-    profiler = trainer.profiler  # type: ignore[attr-defined]
-    trainer.fit(module, loader)
-    return report.profile, trainer.profiler is profiler  # type: ignore[attr-defined]
+    report = ProfilerReport(wait=1, warmup=1, active=3, operators=operators, activations=activations)
+    ranks = 1 if strategy == "auto" else 2
+    settings = {"max_steps": STEPS, "max_epochs": -1, "strategy": strategy, "devices": ranks, **options}
+    fit = trainer(directory, callbacks=[*beside, report], **settings)
+    profiler = fit.profiler  # type: ignore[attr-defined]
+    fit.fit(module, loader)
+    return report.profile, fit.profiler is profiler  # type: ignore[attr-defined]
 
 
 def run(
-    world: World,
-    directory: Path,
-    fault: str = "",
-    *,
-    step_s: float = STEP_S,
-    fault_s: float = STEP_S,
-    operators: bool = False,
-    max_steps: int = STEPS,
+    world: World, directory: Path, fault: str = "", *, step_s: float = STEP_S, operators: bool = False
 ) -> dict[str, Any]:
     def fit() -> tuple[dict[str, Any] | None, bool]:
-        loader = DataLoader(Samples(fault_s if fault == "input" else 0.0), batch_size=2)
-        options = {"logger": SlowLogger(fault_s), "log_every_n_steps": 1} if fault == "logging" else {}
+        loader = DataLoader(Samples(STEP_S if fault == "input" else 0.0), batch_size=2)
+        options = {"logger": SlowLogger(), "log_every_n_steps": 1} if fault == "logging" else {}
         # A slow network: two messages of the ring in a step, and half of their time would be saved.
         ring = make_strategy("ring_ddp", shared_memory=fault != "communication")
+        ring.meter = Meter(clock=lambda: time.perf_counter() + 1000.0 * rank())  # it begins anywhere
         with pytest.MonkeyPatch.context() as patch:
             if fault == "communication":
                 send = dist.isend
-                patch.setattr(dist, "isend", lambda *args, **kwargs: time.sleep(fault_s) or send(*args, **kwargs))
-            module = Net(fault, step_s, fault_s)
-            return profiled(directory, module, loader, ring, operators=operators, max_steps=max_steps, **options)
+                patch.setattr(dist, "isend", lambda *args, **kwargs: time.sleep(STEP_S) or send(*args, **kwargs))
+            return profiled(directory, Net(fault, step_s), loader, ring, operators=operators, **options)
 
     (profile, same_profiler), (other, _) = world.run(fit)
     assert profile is not None
@@ -183,7 +161,7 @@ def run(
 )
 def test_the_fault_is_named_first(world2: World, tmp_path: Path, fault: str, kind: str | None) -> None:
     step_s = STEP_S if fault else HEALTHY_STEP_S
-    profile = run(world2, tmp_path, fault, step_s=step_s, max_steps=FEW_STEPS)
+    profile = run(world2, tmp_path, fault, step_s=step_s)
     findings = profile["findings"]
     assert (findings[0]["kind"] if findings else None) == kind, profile_text.text(from_json(ProfileDocument, profile))
     if kind == "synchronising calls":
@@ -205,6 +183,7 @@ def test_a_callback_counts_for_as_long_as_it_runs_in_the_step() -> None:
 
 
 def test_the_parts_of_a_step_have_no_gaps_and_the_files_are_there(world2: World, tmp_path: Path) -> None:
+    """All times of a rank are on the clock of its meter, which is ahead on rank 1."""
     profile = run(world2, tmp_path, operators=True)
     assert json.loads((tmp_path / profile_document.FILE_NAME).read_text()) == json.loads(json.dumps(profile))
     assert_follows_profile_schema(json.loads((tmp_path / profile_document.FILE_NAME).read_text()))
@@ -220,6 +199,9 @@ def test_the_parts_of_a_step_have_no_gaps_and_the_files_are_there(world2: World,
             assert step["parts"][-1][2] == step["end_s"]
             for (_, _, end_s), (_, start_s, _) in zip(step["parts"], step["parts"][1:], strict=False):
                 assert start_s == end_s
+    first, second = profile["ranks"]
+    for mine, theirs in zip(first["steps"], second["steps"], strict=True):
+        assert abs(mine["end_s"] - theirs["end_s"]) < 10, "a clock that is ahead moves no rank"
     [averaging] = [o for o in profile["operations"] if (o["operation"], o["group"]) == ("all_reduce", "data")]
     assert averaging["count"] == 1
     assert averaging["sent_bytes"] == 4 * (16 + 4) * 4  # float32 gradients of four layers
@@ -246,28 +228,15 @@ def test_the_parts_of_a_step_have_no_gaps_and_the_files_are_there(world2: World,
         assert 0 < from_json(ProfileDocument, profile).ranks[0].held_bytes["parameters"] < of_rank["limit"][1]
 
 
-def test_a_clock_that_is_ahead_moves_no_rank(world2: World, tmp_path: Path) -> None:
-    """All times of a rank are on the clock of its meter, which begins anywhere."""
-
-    def fit() -> dict[str, Any] | None:
-        strategy = make_strategy("ring_ddp")
-        strategy.meter = Meter(clock=lambda: time.perf_counter() + 1000.0 * rank())
-        return profiled(tmp_path, Net(), DataLoader(Samples(), batch_size=2), strategy)[0]
-
-    profile, _ = world2.run(fit)
-    assert profile is not None
-    first, second = profile["ranks"]
-    for mine, theirs in zip(first["steps"], second["steps"], strict=True):
-        assert abs(mine["end_s"] - theirs["end_s"]) < 10
-
-
 def test_a_pipeline_waits_for_other_stages(world2: World, tmp_path: Path) -> None:
     """The profile and a report beside it tell the same of a rank's memory."""
 
     def fit() -> tuple[Any, dict[str, Any] | None]:
         report, loader = RunReport(print_table=False, write_file=False), DataLoader(Samples(), batch_size=2)
         strategy = make_strategy("gpipe")
-        return profiled(tmp_path, Net(), loader, strategy, activations=True, beside=[report])[0], report.report
+        return profiled(tmp_path, Net(step_s=0.01), loader, strategy, activations=True, beside=[report])[
+            0
+        ], report.report
 
     (profile, report), _ = world2.run(fit)
     assert report is not None
@@ -285,7 +254,9 @@ def test_updates_of_ranks_at_their_own_pace_have_a_staleness(world2: World, tmp_
     def fit() -> dict[str, Any] | None:
         loader = DataLoader(Samples(), batch_size=2)
         strategy = make_strategy("async_ps")
-        return profiled(tmp_path, Net(), loader, strategy, activations=True, max_steps=20)[0]  # of both together
+        return profiled(tmp_path, Net(step_s=0.01), loader, strategy, activations=True, max_steps=20)[
+            0
+        ]  # of both together
 
     profile, other = world2.run(fit)
     assert profile is not None
@@ -299,7 +270,7 @@ def test_updates_of_ranks_at_their_own_pace_have_a_staleness(world2: World, tmp_
 def test_activations_of_all_replicas_are_counted(tmp_path: Path) -> None:
     """Those of the first replica were, of one of the two samples: hooks on saved tensors are those of a thread."""
     loader = DataLoader(Samples(), batch_size=2)
-    profile, _ = profiled(tmp_path, Net(), loader, make_strategy("dp"), activations=True)
+    profile, _ = profiled(tmp_path, Net(step_s=0.0), loader, make_strategy("dp"), activations=True)
     assert profile is not None
     held = {"parameters_bytes": 320, "gradients_bytes": 320, "optimizer_bytes": 0, "device_peak_bytes": None}
     assert profile["ranks"][0]["memory"] == {**held, "activations_bytes": 5 * 2 * 4 * 4}
@@ -319,7 +290,8 @@ def test_alone_beside_another_profiler(
     profiler = kind(dirpath=tmp_path, filename="told", **options)
     loader = DataLoader(Samples(), batch_size=2)
     own = kind is not PyTorchProfiler
-    profile, same = profiled(tmp_path, Net(), loader, "auto", profiler=profiler, operators=True, activations=own)
+    asked: dict[str, Any] = {"profiler": profiler, "operators": True, "activations": own, "max_steps": 12}
+    profile, same = profiled(tmp_path, Net(step_s=0.0), loader, "auto", **asked)
     assert same
     assert profile is not None
     assert profile["operations"] == []
@@ -332,7 +304,7 @@ def test_alone_beside_another_profiler(
     [told] = tmp_path.glob("fit-told*.txt")
     assert ("aten::" in told.read_text()) is not own
     if isinstance(profiler, SimpleProfiler):
-        assert len(profiler.recorded_durations["[Strategy]SingleDeviceStrategy.training_step"]) == STEPS
+        assert len(profiler.recorded_durations["[Strategy]SingleDeviceStrategy.training_step"]) == 12
     # Each layer keeps its input of 2 x 4 floats, the first one the batch; the square keeps the last output.
     assert of_rank["memory"].get("activations_bytes") == (5 * 2 * 4 * 4 if own else None)
     printed = capsys.readouterr().out
@@ -354,11 +326,11 @@ def test_a_run_that_is_too_short_or_fails_leaves_nothing(tmp_path: Path, fails: 
     if fails:
         saves = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1)
         with pytest.raises(KeyError, match="no more"):
-            profiled(tmp_path, Failing(), loader, "auto", beside=[saves], enable_checkpointing=True)
+            profiled(tmp_path, Failing(step_s=0.0), loader, "auto", beside=[saves], enable_checkpointing=True)
         assert torch.load(saves.best_model_path, weights_only=False)["global_step"] == 3
     else:
         with pytest.warns(UserWarning, match="profiled no step: training ended within the first 2 steps"):
-            assert profiled(tmp_path, Failing(), loader, "auto", max_steps=2) == (None, True)
+            assert profiled(tmp_path, Failing(step_s=0.0), loader, "auto", max_steps=2) == (None, True)
     assert dist.broadcast is broadcast
     assert not (tmp_path / profile_document.FILE_NAME).exists()
 
@@ -366,15 +338,11 @@ def test_a_run_that_is_too_short_or_fails_leaves_nothing(tmp_path: Path, fails: 
 def test_a_window_that_the_run_ends_within_and_a_second_fit(tmp_path: Path) -> None:
     """Steps of three batches each; the window is that of the newest fit."""
     report = ProfilerReport(wait=1, warmup=0, active=100, print_report=False, write_files=False)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_steps=3, max_epochs=-1, callbacks=[report], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-        accumulate_grad_batches=3,
-    )  # fmt: skip
+    fit = trainer(tmp_path, max_steps=3, max_epochs=-1, callbacks=[report], accumulate_grad_batches=3)
     loader = DataLoader(Samples(), batch_size=2)
     for max_steps, counted in ((3, 2), (7, 3)):
-        trainer.fit_loop.epoch_loop.max_steps = max_steps
-        trainer.fit(Net(step_s=0.01), loader)
+        fit.fit_loop.epoch_loop.max_steps = max_steps
+        fit.fit(Net(step_s=0.01), loader)
         assert report.profile is not None
         steps = report.profile["ranks"][0]["steps"]
         assert [step["batches"] for step in steps] == [3] * counted
@@ -388,12 +356,8 @@ def test_steps_with_a_validation_are_left_out(tmp_path: Path) -> None:
 
     loader = DataLoader(Samples(), batch_size=2)
     report = ProfilerReport(wait=1, warmup=0, active=2, write_files=False)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, max_steps=7, callbacks=[report], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, val_check_interval=2, limit_val_batches=1,
-        default_root_dir=tmp_path, num_sanity_val_steps=0,
-    )  # fmt: skip
-    trainer.fit(Validating(), loader, loader)
+    fit = trainer(tmp_path, max_steps=7, callbacks=[report], val_check_interval=2, limit_val_batches=1)
+    fit.fit(Validating(), loader, loader)
     assert report.profile is not None
     [only] = report.profile["ranks"]
     assert len(only["steps"]) == 2

@@ -32,6 +32,7 @@ from tests.callbacks.training import (
     Regression,
     batch_list,
     batches,
+    hand_clock,
     trainer,
 )
 from tests.report.shape import assert_follows_schema
@@ -42,7 +43,11 @@ SAMPLES = "throughput/samples_per_sec"
 
 def test_alone_it_is_enough(tmp_path: Path, clock: HandClock, capsys: pytest.CaptureFixture[str]) -> None:
     report = RunReport()
-    trainer(tmp_path, callbacks=[report]).fit(Regression(clock), batch_list([9, 4, 4, 2]))
+    fit = trainer(tmp_path, callbacks=[report], log_every_n_steps=1)
+    before = list(fit.callbacks)  # type: ignore[attr-defined]
+    fit.fit(Regression(clock), batch_list([9, 4, 4, 2]))
+    assert fit.callbacks == before  # type: ignore[attr-defined]
+    assert fit.callback_metrics == {}, "it does not log"
     assert report.path == tmp_path / FILE_NAME
     found = read(report.path)
     assert_follows_schema(found)
@@ -76,14 +81,6 @@ def test_gradients_count_though_lightning_frees_them_before_a_validation(
     assert report.report is not None
     [memory] = report.report["memory"]
     assert memory["gradients_bytes"] == memory["parameters_bytes"] > 0
-
-
-def test_alone_it_neither_logs_nor_leaves_callbacks(tmp_path: Path) -> None:
-    fit = trainer(tmp_path, callbacks=[RunReport()], log_every_n_steps=1)
-    before = list(fit.callbacks)  # type: ignore[attr-defined]
-    fit.fit(Regression(), batches(8))
-    assert fit.callback_metrics == {}
-    assert fit.callbacks == before  # type: ignore[attr-defined]
 
 
 class SlowCheckpoint(ModelCheckpoint):
@@ -221,20 +218,12 @@ class OwnBatches(IterableDataset[Tensor]):
 @pytest.mark.parametrize("strategy", ["ring_ddp", "ddp"])
 def test_two_ranks_with_batches_of_different_size(world2: World, tmp_path: Path, strategy: str) -> None:
     def train() -> tuple[dict[str, Any] | None, dict[str, float]]:
-        from lightning_multigpu.callbacks import throughput
-        from lightning_multigpu.communication.metering.clocks import HostClock
-
-        clock = HandClock()
-        original = throughput.clock_of
-        throughput.clock_of = lambda device: HostClock(clock)
-        try:
-            report = RunReport(print_table=False)
-            fit = trainer(
-                tmp_path, callbacks=[report, ThroughputMonitor()], strategy=strategy, devices=2, log_every_n_steps=2
-            )
+        report = RunReport(print_table=False)
+        with pytest.MonkeyPatch.context() as patch:
+            clock = hand_clock(patch)
+            monitors = [report, ThroughputMonitor()]
+            fit = trainer(tmp_path, callbacks=monitors, strategy=strategy, devices=2, log_every_n_steps=2)
             fit.fit(Regression(clock), DataLoader(OwnBatches(4 + 2 * rank()), batch_size=None))
-        finally:
-            throughput.clock_of = original
         return report.report, {key: value.item() for key, value in fit.callback_metrics.items()}
 
     (report, logged), (report_again, logged_again) = world2.run(train)

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_multigpu.callbacks import ThroughputMonitor
+from lightning_multigpu.callbacks.throughput import Stopwatch
+from lightning_multigpu.communication.metering.clocks import clock_of
 from tests.callbacks.training import (
     BATCH_S,
     FEATURES,
@@ -26,6 +28,7 @@ from tests.callbacks.training import (
     batches,
     trainer,
 )
+from tests.fake_gpu import DEVICE, FakeGPU
 from tests.strategies.tasks import IS_LIGHTNING_2_5
 
 SAMPLES = "throughput/samples_per_sec"
@@ -81,14 +84,6 @@ def test_validation_is_not_charged(tmp_path: Path, clock: HandClock, logger: Rec
     assert rates == [4 / BATCH_S] * len(rates)
     assert monitor.statistics()[SAMPLES]["mean"] == pytest.approx(4 / BATCH_S)
     assert monitor.statistics()[STEP]["median"] == 1e3 * BATCH_S * accumulate
-
-
-def test_an_interval_ends_before_validation_and_at_the_end_of_an_epoch(
-    tmp_path: Path, clock: HandClock, logger: RecordingLogger
-) -> None:
-    fit = trainer(tmp_path, callbacks=[ThroughputMonitor()], logger=logger, log_every_n_steps=4, val_check_interval=3)
-    fit.fit(Regression(clock), batches(32), batches(4))
-    assert [step for step, _ in logger.curve(SAMPLES)] == [2, 3, 5, 7]
 
 
 def test_a_checkpoint_can_follow_the_throughput_of_a_short_epoch(tmp_path: Path, clock: HandClock) -> None:
@@ -231,17 +226,6 @@ def test_the_keys_are_there_however_short_the_fit(tmp_path: Path, clock: HandClo
     assert fit.callback_metrics[SAMPLES].item() == 4 / BATCH_S
 
 
-def test_a_batch_that_is_another_ranks_does_not_count(
-    tmp_path: Path, clock: HandClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fit = trainer(tmp_path, callbacks=[ThroughputMonitor()])
-    monkeypatch.setattr(type(fit.strategy), "owns_batch", False, raising=False)
-    fit.fit(Regression(clock), batches(8))
-    assert fit.callback_metrics[STEP].item() == 1e3 * BATCH_S
-    assert SAMPLES not in fit.callback_metrics
-    assert BATCHES not in fit.callback_metrics
-
-
 def test_the_monitor_travels_to_spawned_ranks() -> None:
     restored: ThroughputMonitor = pickle.loads(pickle.dumps(ThroughputMonitor(tokens_fn="length")))
     assert restored.statistics() == {}
@@ -259,3 +243,15 @@ def test_the_peak_is_that_of_all_devices_that_work_on_a_batch(clock: HandClock) 
     assert monitor.statistics()["throughput/flops_per_sec"]["last"] == 2000.0
     # 8 devices train on 2 batches, so 4 of them share this one.
     assert monitor.statistics()["throughput/mfu"]["last"] == 2000.0 / (4 * 100.0)
+
+
+def test_a_device_behind_the_host_is_not_waited_for_until_asked(fake_gpu: FakeGPU) -> None:
+    stopwatch = Stopwatch(clock_of(DEVICE))
+    stopwatch.start()
+    fake_gpu.run(5.0)
+    lap = stopwatch.lap()
+    assert not lap.ready()
+    assert fake_gpu.waits == 0
+    lap.wait()
+    assert lap.ready()
+    assert lap.seconds == 5.0

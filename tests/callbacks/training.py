@@ -29,12 +29,17 @@ class HandClock:
         return self.now_s
 
 
+def hand_clock(patch: pytest.MonkeyPatch) -> HandClock:
+    """The clock of all throughput monitors of this process."""
+    made = HandClock()
+    patch.setattr("lightning_multigpu.callbacks.throughput.clock_of", lambda device: HostClock(made))
+    return made
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     """The clock of all throughput monitors of the test."""
-    made = HandClock()
-    monkeypatch.setattr("lightning_multigpu.callbacks.throughput.clock_of", lambda device: HostClock(made))
-    return made
+    return hand_clock(monkeypatch)
 
 
 class Regression(LightningModule):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,21 +31,3 @@ def test_a_row_for_each_strategy_that_trains(
     printed = capsys.readouterr()
     assert re.search(r"^single_device .*\d", printed.out, re.MULTILINE)
     assert "no_such_strategy has no profile: fit ended with status 2" in printed.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--config=nowhere.yaml", "--strategies=auto"], "--config=nowhere.yaml: there is no such file"),
-        ([f"--config={CONFIG}", "--strategies", "auto,auto"], "--strategies=auto,auto: name each strategy once"),
-        ([f"--config={CONFIG}"], "required: --strategies"),
-        (
-            [f"--config={CONFIG}", "--strategies=auto,ring_dpp"],
-            "'ring_dpp': there is no such strategy. Did you mean 'ring_ddp'?",
-        ),
-        ([f"--config={CONFIG}", "--strategies=auto", "--trainer.max_epoch=1"], "max_epoch"),
-    ],
-)
-def test_what_cannot_be_compared(arguments: list[str], words: str, capsys: pytest.CaptureFixture[Any]) -> None:
-    assert main(["compare", *arguments]) == 2
-    assert words in capsys.readouterr().err

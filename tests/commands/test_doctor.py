@@ -135,31 +135,22 @@ def test_what_differs_between_hosts(facts: dict[str, Any]) -> None:
 
 @pytest.mark.launch
 def test_two_processes_of_a_launcher_make_one_report() -> None:
-    port = str(free_port())
-    command = [sys.executable, "-m", "lightning_multigpu", "doctor"]
+    job = {**os.environ, **LAUNCHED, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    own: dict[str, dict[str, str]] = {"0": {}, "1": {"NCCL_ALGO": "Ring"}}
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = [
         preforked.Process(
-            command,
-            env={
-                **os.environ,
-                **{**LAUNCHED, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": node, "GROUP_RANK": node},
-                **({"NCCL_ALGO": "Ring"} if node == "1" else {}),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            [sys.executable, "-m", "lightning_multigpu", "doctor"],
+            env={**job, "RANK": node, "GROUP_RANK": node, **variables},
+            **options,
         )
-        for node in "01"
+        for node, variables in own.items()
     ]
     (first, _), (second, _) = (process.communicate(timeout=120) for process in started)
     assert "all-reduce of 2 over gloo  ok" in first
     assert "2 hosts; the facts above are those of node 0" in first
-    assert [
-        line.split("  ")[-1].strip().partition(":")[0] for line in first.splitlines() if "back end variables" in line
-    ] == [
-        "none",
-        "NCCL_ALGO=Ring",
-    ]
+    rows = [line.split("  ")[-1].strip() for line in first.splitlines() if "back end variables" in line]
+    assert [row.partition(":")[0] for row in rows] == ["none", "NCCL_ALGO=Ring"]
     assert second == ""
     assert [process.returncode for process in started] == [int("PROBLEM" in first)] * 2
 

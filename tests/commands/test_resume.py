@@ -6,14 +6,18 @@ import csv
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import yaml
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_multigpu.cli import main
 from tests import preforked
+from tests.strategies.tasks import Classifier, dataset
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
@@ -22,30 +26,17 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-MODULE = """
-import os
-
-import lightning as L
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 
-class Model(L.LightningModule):
-    def __init__(self, hidden: int = 4, rate: float = 0.1) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, hidden), nn.Tanh(), nn.Linear(hidden, 1))
-        self.rate = rate
+class Model(Classifier):
+    """Fails at a rank and a step, where they are given."""
 
-    def training_step(self, batch, batch_idx):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if os.environ.get("FAILS_AT") == f"{self.global_rank} {self.global_step}":
             raise ArithmeticError("planted")
-        loss = self.layers(batch[0]).square().mean()
-        self.log("loss", loss, sync_dist=True)
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss)
         return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.rate, momentum=0.9)
 
 
 class Other(Model):
@@ -57,10 +48,10 @@ class Data(L.LightningDataModule):
         super().__init__()
         self.size = size
 
-    def train_dataloader(self):
-        samples = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
-        return DataLoader(TensorDataset(samples), batch_size=self.size, shuffle=True)
-"""
+    def train_dataloader(self) -> Any:
+        return DataLoader(dataset(12), batch_size=self.size, shuffle=True)
+
+
 CONFIG = """
 trainer:
   accelerator: cpu
@@ -77,19 +68,15 @@ trainer:
   callbacks:
     - class_path: lightning.pytorch.callbacks.ModelCheckpoint
       init_args: {{filename: last, save_on_exception: true}}
-model: {{class_path: project.Model}}
-data: {{class_path: project.Data}}
+model: {{class_path: tests.commands.test_resume.Model}}
+data: {{class_path: tests.commands.test_resume.Data}}
 """
 
 
-@pytest.fixture
-def project(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current directory is a user's project, with a configuration of one device."""
-    (directory / "project.py").write_text(MODULE)
-    monkeypatch.delitem(sys.modules, "project", raising=False)
+@pytest.fixture(autouse=True)
+def _project(directory: Path) -> None:
+    """The current directory has a configuration of one device."""
     configure("run", max_epochs=1)
-    yield directory
-    sys.modules.pop("project", None)
 
 
 def configure(name: str, *, strategy: str = "auto", devices: int = 1, max_epochs: int) -> str:
@@ -111,7 +98,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return printed[printed.index("error: ") + len("error: ") :].strip()
 
 
-def test_a_directory_alone_goes_on(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_alone_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     """The saved settings are those of the run; options override them, and a resumed run can be resumed in its turn."""
     assert main(["fit", "--config=run.yaml"]) == 0
     assert steps("runs/run/version_0") == list(range(6))
@@ -127,14 +114,14 @@ def test_a_directory_alone_goes_on(project: Path, capsys: pytest.CaptureFixture[
     assert "resume" not in saved
 
 
-def test_the_last_checkpoint_of_the_same_configuration(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_checkpoint_of_the_same_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     """It was looked for in the directory of a new version, found nowhere, and training began anew."""
     run = ["fit", "--config=run.yaml"]
     last = [*run, "--ckpt_path=last", "--trainer.max_epochs=2"]
     nothing = "ckpt_path='last': there is no complete checkpoint of this configuration in runs/run"
     assert error_of(capsys, *last) == nothing + "; leave --ckpt_path out to begin anew"
     assert main(run) == 0
-    assert main([*run, "--model.rate=0.5"]) == 0
+    assert main([*run, "--model.unused=true"]) == 0
     assert main(last) == 0
     assert "ckpt_path='last' is runs/run/version_0/checkpoints/last.ckpt (epoch 0, step 6)" in capsys.readouterr().err
     assert steps("runs/run/version_2") == list(range(6, 12))
@@ -144,16 +131,16 @@ def test_the_last_checkpoint_of_the_same_configuration(project: Path, capsys: py
     )
 
 
-def test_what_cannot_be_resumed(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--config=run.yaml"]) == 0
     resume = ["fit", "--resume=runs/run/version_0"]
-    changed = error_of(capsys, *resume, "--model.hidden=5")
+    changed = error_of(capsys, *resume, "--model.optimizer=adamw")
     assert changed == (
-        "the model differs from that of runs/run/version_0/config.yaml: model.init_args.hidden was 4, and is 5. To "
-        "resume that run, leave the model's settings out; for another run, leave --resume out"
+        "the model differs from that of runs/run/version_0/config.yaml: model.init_args.optimizer was sgd, and is "
+        "adamw. To resume that run, leave the model's settings out; for another run, leave --resume out"
     )
-    changed = error_of(capsys, *resume, "--model=project.Other")
-    assert "model.class_path was project.Model, and is project.Other" in changed
+    changed = error_of(capsys, *resume, "--model=tests.commands.test_resume.Other")
+    assert "model.class_path was tests.commands.test_resume.Model, and is tests.commands.test_resume.Other" in changed
     assert main([*resume, "--trainer.max_epochs=3"]) == 0
     beyond = "runs/run/version_1/checkpoints/last.ckpt (epoch 2, step 18) is beyond max_epochs=1; pass --trainer.max_ep"
     assert error_of(capsys, "fit", "--config=run.yaml", "--ckpt_path=last").startswith(beyond)
@@ -172,17 +159,19 @@ def test_what_cannot_be_resumed(project: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.launch
-def test_after_a_fault_the_ranks_go_on(project: Path) -> None:
+def test_after_a_fault_the_ranks_go_on() -> None:
     """Rank 1 fails within the second epoch; rank 0 saves where it stands, and both go on from there."""
 
     def fit(*arguments: str, **variables: str) -> str:
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{project}", "OMP_NUM_THREADS": "1", **variables}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
         command = [sys.executable, "-m", "lightning_multigpu", "fit", *arguments]
         ended = preforked.run(command, env=environment, timeout=400)
         assert ("planted" in ended.stderr) == (ended.returncode != 0) == ("FAILS_AT" in variables), ended.stderr
         return str(ended.stderr)
 
-    fit(f"--config={configure('failed', strategy='ring_ddp', devices=2, max_epochs=2)}", FAILS_AT="1 4")
+    printed = fit(f"--config={configure('failed', strategy='ring_ddp', devices=2, max_epochs=2)}", FAILS_AT="1 4")
+    assert "Process group of 2 over gloo" in printed
+    assert "Seed set to 0" in printed
     printed = fit("--resume=runs/failed/version_0")
     assert "Resumes from runs/failed/version_0/checkpoints/last.ckpt (epoch 1, step 4)" in printed
     assert printed.count("Resumes from") == 1, "by one rank"

@@ -16,7 +16,15 @@ from lightning.pytorch.callbacks import Callback
 from lightning_multigpu import ParameterServerStrategy
 from lightning_multigpu.cli import main
 from tests import preforked
-from tests.strategies.tasks import Case, Classifier, assert_same_weights, eval_loader, make_trainer, state, train_loader
+from tests.strategies.tasks import (
+    Case,
+    Classifier,
+    assert_same_weights,
+    eval_loader,
+    fit_module,
+    state,
+    trained_weights,
+)
 from tests.world import World, free_port, rank
 
 CASE = Case(optimizer="adamw", max_epochs=2, trainer={"gradient_clip_val": 0.3})
@@ -46,14 +54,13 @@ class OneMore(Callback):
             assert finished.returncode == 1
 
 
-def fit(port: int | None) -> dict[str, Any]:
-    module = Classifier("adamw")
-    strategy: Any = "auto"
-    if port is not None:
-        os.environ["MASTER_PORT"] = str(port)
-        strategy = ParameterServerStrategy(servers="external", num_servers=2, join_timeout_s=20)
-    trainer = make_trainer(CASE, strategy, 1 if port is None else 2, callbacks=[] if port is None else [OneMore()])
-    trainer.fit(module, train_loader(CASE, trainer))
+def fit(port: int) -> dict[str, Any]:
+    os.environ["MASTER_PORT"] = str(port)
+    module, strategy = (
+        Classifier("adamw"),
+        ParameterServerStrategy(servers="external", num_servers=2, join_timeout_s=20),
+    )
+    trainer = fit_module(module, strategy, 2, CASE, callbacks=[OneMore()])
     trainer.validate(module, eval_loader(), verbose=False)  # the servers have ended with the fit
     trainer.test(module, eval_loader(), verbose=False)
     return {"weights": state(module)}
@@ -64,7 +71,7 @@ def test_workers_train_on_servers_that_wait_for_them(world2: World) -> None:
     port = free_port()
     with ExitStack() as stack:
         processes = [stack.enter_context(serving(port)) for _ in range(2)]
-        reference = fit(None)
+        reference = trained_weights(lambda: Classifier("adamw"), None, 1, CASE)
         for result in world2.run(fit, port):
             assert_same_weights(result, reference)
         printed = [process.communicate(timeout=30)[0] for process in processes]
@@ -89,8 +96,7 @@ def test_a_server_that_is_interrupted_tells_the_workers(world2: World) -> None:
     def work(port: int, server_pid: int) -> None:
         os.environ["MASTER_PORT"] = str(port)
         strategy = ParameterServerStrategy(servers="external", join_timeout_s=20)
-        trainer = make_trainer(CASE, strategy, 2, max_epochs=1000, callbacks=[Interrupts(server_pid)])
-        trainer.fit(Classifier(), train_loader(CASE, trainer))
+        fit_module(Classifier(), strategy, 2, CASE, max_epochs=1000, callbacks=[Interrupts(server_pid)])
 
     words = r"parameter server 0 of 1 \(127.0.0.1\) has failed: the server was interrupted"
     with serving(port := free_port()) as process:
@@ -136,6 +142,6 @@ def test_external_servers_need_an_address_that_both_sides_know(missing: str, mon
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "7000")
     monkeypatch.delenv(missing)
-    trainer = make_trainer(CASE, ParameterServerStrategy(servers="external", join_timeout_s=1), 1)
+    strategy = ParameterServerStrategy(servers="external", join_timeout_s=1)
     with pytest.raises(ValueError, match=f"servers='external': {missing} is not set, by which servers find the job"):
-        trainer.fit(Classifier(), train_loader(CASE, 1))
+        fit_module(Classifier(), strategy, 1, CASE)

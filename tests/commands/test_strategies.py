@@ -52,8 +52,3 @@ def test_json_class_can_be_imported_and_made_with_the_options(capsys: pytest.Cap
     for entry, row in zip(json.loads(printed(capsys, "--json"))["strategies"], STRATEGIES, strict=True):
         assert locate(entry["class"]) is row.strategy
         row.strategy(**entry["options"])
-
-
-def test_unknown_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["strategies", "--jsno"]) == 2
-    assert "strategies: error: '--jsno' is no option here. Did you mean '--json'?" in capsys.readouterr().err

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,14 +26,18 @@ MODEL = (
 ROOT = str(Path(__file__).parents[2])
 
 
-@pytest.mark.launch
-def test_the_plan_of_a_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    options = (*MODEL, "--trainer.strategy=tensor_split", "--json=a.json")
-    finished = job.run(str(tmp_path), "-m", "lightning_multigpu", "plan", "--blocks", *options, PYTHONPATH=ROOT)
+def planned(directory: Path, *options: str) -> tuple[Any, subprocess.CompletedProcess[str]]:
+    """What a plan writes, and its process."""
+    command = ("-m", "lightning_multigpu", "plan", *MODEL, *options, "--json=a.json")
+    finished = job.run(str(directory), *command, cwd=directory, PYTHONPATH=ROOT)
     assert finished.returncode == 0, finished.stderr
+    return json.loads((directory / "a.json").read_text()), finished
+
+
+@pytest.mark.launch
+def test_the_plan_of_a_language_model(tmp_path: Path) -> None:
+    plan, finished = planned(tmp_path, "--blocks", "--trainer.strategy=tensor_split")
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"], "no log, no checkpoint"
-    plan = json.loads(Path("a.json").read_text())
     assert (plan["schema_version"], plan["num_ranks"], plan["whole"]) == (SCHEMA_VERSION, 2, [])
     found = {blocks["shape"]: blocks for blocks in plan["blocks"]}
     assert {shape: blocks["num_blocks"] for shape, blocks in found.items()} == {
@@ -57,13 +63,9 @@ def test_the_plan_of_a_language_model(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.launch
-def test_the_plan_of_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_of_stages(tmp_path: Path) -> None:
     """Each of four ranks holds its part of its stage's layers."""
-    monkeypatch.chdir(tmp_path)
-    options = (*MODEL, "--trainer.devices=4", "--trainer.strategy=hybrid", "--json=a.json")
-    finished = job.run(str(tmp_path), "-m", "lightning_multigpu", "plan", "--blocks", *options, PYTHONPATH=ROOT)
-    assert finished.returncode == 0, finished.stderr
-    plan = json.loads(Path("a.json").read_text())
+    plan, _ = planned(tmp_path, "--blocks", "--trainer.devices=4", "--trainer.strategy=hybrid")
     held = [rank["parameters_bytes"] for rank in plan["ranks"]]
     assert len(held) == 4
     assert max(held) < 0.45 * plan["one_device"]["parameters_bytes"]
@@ -76,9 +78,8 @@ def test_another_strategy_is_refused(directory: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.launch
-def test_the_time_of_stages_is_that_of_split_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_stages_is_that_of_split_layers(tmp_path: Path) -> None:
     """Two processes measure what four would train: half of each layer, and messages of half of the tokens."""
-    monkeypatch.chdir(tmp_path)
     plans = {}
     for name, of_strategy in {
         "whole": ("--trainer.strategy=pipeline_1f1b",),
@@ -89,10 +90,7 @@ def test_the_time_of_stages_is_that_of_split_layers(tmp_path: Path, monkeypatch:
             "--strategies=pipeline_1f1b",
         ),
     }.items():
-        options = (*MODEL, *of_strategy, "--micro-batches=2", "--link-gbit=0.001", f"--json={name}.json")
-        finished = job.run(str(tmp_path), "-m", "lightning_multigpu", "plan", *options, PYTHONPATH=ROOT)
-        assert finished.returncode == 0, finished.stderr
-        plans[name] = json.loads(Path(f"{name}.json").read_text())
+        plans[name], finished = planned(tmp_path, *of_strategy, "--micro-batches=2", "--link-gbit=0.001")
         assert finished.stdout.count("Pipeline over ") == 1, "the first rank prints"
         assert "Traceback" not in finished.stderr
     assert "on 2 x 2 ranks" in finished.stdout

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
+import resource
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +13,6 @@ from torch import Tensor
 
 from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece
 from lightning_multigpu.communication.compression.error_feedback import ErrorFeedback
-from lightning_multigpu.communication.shared_memory.barrier import ConnectionLostError
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from tests.world import init_group
 
@@ -36,21 +33,15 @@ def shared_memory(**options: Any) -> Iterator[SharedMemoryAllReduce]:
         dist.destroy_process_group(group)
 
 
-def rank_of_a_job_with_a_killed_rank(rank: int, directory: Path) -> None:
-    """A process of its own, which needs no Lightning. Rank 2 kills itself, the others note what they are told."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=3)
-    shared = SharedMemoryAllReduce(dist.new_group(backend="gloo"), chunk_bytes=4096)
-    tensor = torch.ones(100_000)
-    shared(tensor)
-    if rank == 2:
-        copies = iter(range(10))
-        shared._sum = lambda *_: next(copies, None) is None and os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+@contextlib.contextmanager
+def short_of_memory() -> Iterator[None]:
+    """Within the block this process makes no file, and no shared memory, of more than 64 KiB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        shared(tensor)
-    except ConnectionLostError as error:
-        (directory / f"rank{rank}").write_text(str(error))
-    os._exit(0)  # the connections of gloo are broken
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def errors_of(feedback: ErrorFeedback, pieces: Sequence[GradientPiece]) -> Tensor:

@@ -49,14 +49,6 @@ def noted_meter() -> tuple[Meter, Told]:
     return meter, told
 
 
-def test_a_blocking_transfer() -> None:
-    meter, told = noted_meter()
-    with meter.blocking("barrier", group="world", group_size=2, size_bytes=8, ranks="0-1"):
-        assert told.events == ["began"]
-    assert told.events == ["began", "ended"]
-    assert told.fields == [{"operation": "barrier", "group": "world", "ranks": "0-1"}]
-
-
 def test_an_error_breaks_it_and_the_meter_goes_on() -> None:
     meter, told = noted_meter()
     with pytest.raises(ValueError, match="lost"), meter.blocking("barrier", group="w", group_size=2, size_bytes=0):

@@ -43,12 +43,14 @@ def back_end(listener: socket.socket) -> Iterator[Connect]:
         yield connect
 
 
-def is_cut(other: socket.socket) -> bool:
-    other.setblocking(False)
+def is_cut(connection: socket.socket) -> bool:
+    connection.setblocking(False)
     try:
-        return other.recv(1) == b""
+        return connection.recv(1) == b""
     except BlockingIOError:
         return False
+    except OSError:
+        return True
 
 
 def test_what_a_back_end_has_opened_is_cut(back_end: Connect) -> None:
@@ -126,18 +128,8 @@ def test_a_machine_that_is_gone_is_noticed_and_a_process_that_does_not_read_is_n
         while len(ended) < 2 and time.monotonic() < deadline_s:
             time.sleep(0.1)
             connections.cut_silent(1.0)
-            ended = [each for each in opened if has_ended(each)]
+            ended = [each for each in opened if is_cut(each)]
         time.sleep(2.5)  # the kernel asks the full one ever more seldom
         connections.cut_silent(1.0)
-        assert [each for each in opened if has_ended(each)] == [idle, busy]
-        assert not has_ended(quiet)
-
-
-def has_ended(connection: socket.socket) -> bool:
-    connection.setblocking(False)
-    try:
-        return connection.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+        assert [each for each in opened if is_cut(each)] == [idle, busy]
+        assert not is_cut(quiet)

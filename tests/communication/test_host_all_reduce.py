@@ -37,36 +37,25 @@ def sum_in_rank_order(world_size: int, numel: int, dtype: torch.dtype, average: 
     return (total / world_size if average else total).to(dtype)
 
 
-def _reduce(dtype: torch.dtype, average: bool) -> list[torch.Tensor]:
+CASES = [*((dtype, True) for dtype in FLOATS), (torch.float32, False), (torch.int32, False), (torch.int64, False)]
+
+
+def _reduce() -> list[torch.Tensor]:
     results = []
     with shared_memory() as shared:
-        for numel in NUMELS:
-            tensor = contribution(shared.rank, numel, dtype)
-            assert shared(tensor, average=average) is tensor
-            results.append(tensor)
+        for dtype, average in CASES:
+            for numel in NUMELS:
+                tensor = contribution(shared.rank, numel, dtype)
+                assert shared(tensor, average=average) is tensor
+                results.append(tensor)
     return results
 
 
-@pytest.mark.parametrize(
-    ("dtype", "average"),
-    [*((dtype, True) for dtype in FLOATS), (torch.float32, False), (torch.int32, False), (torch.int64, False)],
-)
-def test_sums_in_rank_order_to_the_bit(world: World, dtype: torch.dtype, average: bool) -> None:
-    for results in world.run(_reduce, dtype, average):
-        for numel, result in zip(NUMELS, results, strict=True):
-            assert torch.equal(result, sum_in_rank_order(world.num_ranks, numel, dtype, average)), numel
-
-
-def _keeps_shape() -> tuple[torch.Tensor, torch.Tensor]:
-    with shared_memory() as shared:
-        weight = torch.ones(30, 70, requires_grad=True)
-        return shared(weight).detach(), shared(torch.tensor(2.0))
-
-
-def test_any_shape(world2: World) -> None:
-    for weight, scalar in world2.run(_keeps_shape):
-        assert torch.equal(weight, torch.full((30, 70), 2.0))
-        assert scalar == 4.0
+def test_sums_in_rank_order_to_the_bit(world: World) -> None:
+    wanted = [(numel, dtype, average) for dtype, average in CASES for numel in NUMELS]
+    for results in world.run(_reduce):
+        for given, result in zip(wanted, results, strict=True):
+            assert torch.equal(result, sum_in_rank_order(world.num_ranks, *given)), given
 
 
 def _shards(dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import resource
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +17,14 @@ from lightning_multigpu.communication.ring import chunk_bounds
 from lightning_multigpu.communication.shared_memory import host_all_reduce as shared_memory_module
 from lightning_multigpu.communication.shared_memory import in_place_shared
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
-from tests.communication.shared import shared_memory
+from tests.communication.shared import shared_memory, short_of_memory
 from tests.communication.test_hierarchy import HOSTS, given, hierarchy
 from tests.communication.test_host_all_reduce import contribution, sum_in_rank_order
 from tests.world import World, init_group, rank
 
-NUMELS = [1, 2, 3, 5, 1024, 200_001]  # the last one in several chunks
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64]
+NUMELS = [1, 2, 3, 5, 1024, 200_001]  # the last one in several chunks
+CASES = list(itertools.product(DTYPES, NUMELS))
 
 
 def _mappings() -> int:
@@ -31,11 +32,11 @@ def _mappings() -> int:
     return Path("/proc/self/maps").read_text().count("/dev/shm/torch_")
 
 
-def _sums(dtype: torch.dtype, average: bool) -> list[Tensor]:
+def _sums() -> list[Tensor]:
     results = []
     with shared_memory() as shared, pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory_module, "IN_PLACE_FROM_BYTES", 0)
-        for key, numel in enumerate(NUMELS):
+        for key, (dtype, numel) in enumerate(CASES):
             tensor = contribution(shared.rank, numel, dtype)
             part = tensor[numel // 2 :]
             shared.move(tensor, key)
@@ -44,18 +45,17 @@ def _sums(dtype: torch.dtype, average: bool) -> list[Tensor]:
             assert torch.equal(tensor, contribution(shared.rank, numel, dtype))
             for _ in range(2):  # in the same place again
                 tensor.copy_(contribution(shared.rank, numel, dtype))
-                assert shared(tensor, average=average) is tensor
+                assert shared(tensor, average=dtype.is_floating_point) is tensor
             assert torch.equal(part, tensor[numel // 2 :])
             results.append(tensor.clone())
     return results
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sums_in_rank_order_to_the_bit(world: World, dtype: torch.dtype) -> None:
-    average = dtype.is_floating_point
-    for results in world.run(_sums, dtype, average):
-        for numel, result in zip(NUMELS, results, strict=True):
-            assert torch.equal(result, sum_in_rank_order(world.num_ranks, numel, dtype, average)), numel
+def test_sums_in_rank_order_to_the_bit(world: World) -> None:
+    for results in world.run(_sums):
+        for (dtype, numel), result in zip(CASES, results, strict=True):
+            expected = sum_in_rank_order(world.num_ranks, numel, dtype, dtype.is_floating_point)
+            assert torch.equal(result, expected), (dtype, numel)
 
 
 def _many_calls() -> None:
@@ -65,7 +65,7 @@ def _many_calls() -> None:
         for key, bucket in enumerate(buckets):
             shared.move(bucket, key)
         n = shared.world_size
-        for call in range(60):
+        for call in range(24):
             bucket = buckets[call % 3]
             bucket.fill_(call + shared.rank)
             if call % n == shared.rank:
@@ -79,7 +79,7 @@ def _many_shards() -> None:
         tensor = torch.empty(4_000_000)  # so that a copy takes long enough to be seen half done
         shared.move(tensor, 0)
         n = shared.world_size
-        for call in range(20):
+        for call in range(8):
             if call % n == shared.rank:
                 torch.randn(200_000).sort()
             tensor.fill_(call + shared.rank)
@@ -185,14 +185,8 @@ def test_without_room_all_ranks_copy_and_one_says_so(world2: World, where: str) 
 
 
 def _beyond_the_limit() -> tuple[str, list[str]]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with shared_memory() as shared:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
-        try:
-            with pytest.raises(SharedMemoryUnavailableError) as error:
-                shared.move(torch.zeros(1 << 16), 0)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with shared_memory() as shared, short_of_memory(), pytest.raises(SharedMemoryUnavailableError) as error:
+        shared.move(torch.zeros(1 << 16), 0)
     return str(error.value), [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{os.getpid()}_")]
 
 

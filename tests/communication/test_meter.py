@@ -64,13 +64,6 @@ def test_hidden_and_exposed_parts(meter: Meter, clock: Clock) -> None:
     assert (step.total_s, step.exposed_s, step.hidden_s, step.sent_bytes) == (7.0, 2.0, 5.0, 164)
 
 
-def test_blocking_transfers_are_exposed_as_a_whole(meter: Meter, clock: Clock) -> None:
-    with meter.blocking("broadcast", group="world", group_size=4, size_bytes=8):
-        clock.now = 2.0
-    meter.end_step()
-    assert meter.steps[0].exposed_s == 2.0
-
-
 def test_overlapping_transfers_are_not_counted_twice(meter: Meter, clock: Clock) -> None:
     both = [meter.begin("all_reduce", group=name, group_size=2, size_bytes=1) for name in ("data", "metrics")]
     clock.now = 3.0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
-import resource
 import signal
-import threading
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ from lightning_multigpu.communication.shared_memory.barrier import ConnectionLos
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 from lightning_multigpu.job.failure_watch import _is_connection_loss
-from tests.communication.shared import rank_of_a_job_with_a_killed_rank, shared_memory
+from tests import preforked
+from tests.communication.shared import shared_memory, short_of_memory
 from tests.leaks import shared_memory_entries
 from tests.world import World, init_group
 
@@ -63,13 +63,8 @@ def test_leaves_neither_descriptors_nor_memory_nor_names(world2: World) -> None:
         assert not {name for name in names if "multigpu" in name}
 
 
-def _limit_file_size() -> Callable[[], object]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def _forbid_open() -> Callable[[], object]:
+@contextmanager
+def _no_way_to_others() -> Iterator[None]:
     original = os.open
 
     def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
@@ -77,37 +72,35 @@ def _forbid_open() -> Callable[[], object]:
             raise PermissionError(13, "Permission denied", path)
         return original(path, *args, **kwargs)
 
-    os.open = refuse
-    return lambda: setattr(os, "open", original)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        yield
 
 
-def _unavailable(spoil: Callable[[], Callable[[], object]], on_rank: int) -> tuple[str, float, int]:
+def _unavailable(spoilt: Callable[[], AbstractContextManager[None]], on_rank: int) -> tuple[str, float, int]:
     init_group()
     group = dist.new_group(backend="gloo")
     tensor = torch.ones(3)
     RingAllReduce(group)(tensor)
     before = len(os.listdir("/proc/self/fd"))
-    restore = spoil() if dist.get_rank() == on_rank else lambda: None
-    try:
-        with pytest.raises(SharedMemoryUnavailableError) as caught:
-            SharedMemoryAllReduce(group)
-    finally:
-        restore()
+    spoils = spoilt() if dist.get_rank() == on_rank else nullcontext()
+    with spoils, pytest.raises(SharedMemoryUnavailableError) as caught:
+        SharedMemoryAllReduce(group)
     RingAllReduce(group)(tensor)
     return str(caught.value), float(tensor[0]), len(os.listdir("/proc/self/fd")) - before
 
 
 @pytest.mark.parametrize(
-    ("spoil", "on_rank", "message"),
+    ("spoilt", "on_rank", "message"),
     [
-        (_limit_file_size, 0, "rank 0 of 2 on this host: .*File too large"),
-        (_forbid_open, 1, "rank 1 of 2 on this host: .*Permission denied"),
+        (short_of_memory, 0, "rank 0 of 2 on this host: .*File too large"),
+        (_no_way_to_others, 1, "rank 1 of 2 on this host: .*Permission denied"),
     ],
 )
 def test_all_ranks_do_without_if_one_cannot(
-    world2: World, spoil: Callable[[], Callable[[], object]], on_rank: int, message: str
+    world2: World, spoilt: Callable[[], AbstractContextManager[None]], on_rank: int, message: str
 ) -> None:
-    for reason, reduced, descriptors in world2.run(_unavailable, spoil, on_rank):
+    for reason, reduced, descriptors in world2.run(_unavailable, spoilt, on_rank):
         assert re.search(message, reason)
         assert (reduced, descriptors) == (4.0, 0)
 
@@ -176,34 +169,28 @@ def test_waiting_has_an_end(world2: World) -> None:
 
 
 def _signals_while_waiting() -> list[str]:
-    events = []
+    events: list[str] = []
+    handled = Path("handled")
+
+    def handle(*_: object) -> None:
+        events.append("signal")
+        handled.touch()
+
     with shared_memory() as shared:
-        before = signal.signal(signal.SIGALRM, lambda *_: events.append("signal"))
+        before = signal.signal(signal.SIGALRM, handle)
         try:
             if shared.rank == 0:
                 signal.setitimer(signal.ITIMER_REAL, 0.1)
-            while shared.rank == 1 and not _is_waiting_file().exists():
+            while shared.rank == 1 and not handled.exists():
                 time.sleep(0.01)
-            if shared.rank == 0:
-                threading.Thread(target=_tell_when_signalled, args=(events,)).start()
             shared(torch.ones(1))
             events.append("barrier")
         finally:
             signal.signal(signal.SIGALRM, before)
         shared(torch.ones(1))
         if shared.rank == 0:
-            _is_waiting_file().unlink()
+            handled.unlink()
         return events
-
-
-def _is_waiting_file() -> Path:
-    return Path("signalled")
-
-
-def _tell_when_signalled(events: list[str]) -> None:
-    while not events:
-        time.sleep(0.01)
-    _is_waiting_file().touch()
 
 
 def test_signal_handlers_run_while_a_rank_waits(world2: World) -> None:
@@ -211,18 +198,32 @@ def test_signal_handlers_run_while_a_rank_waits(world2: World) -> None:
     assert world2.run(_signals_while_waiting, timeout_s=20) == [["signal", "barrier"], ["barrier"]]
 
 
-def test_a_rank_killed_in_the_middle_ends_it_for_all(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=rank_of_a_job_with_a_killed_rank, args=(rank, tmp_path)) for rank in range(3)]
+def one_of_three(given: str, directory: str) -> None:
+    """A process of its own. Rank 2 kills itself, the others note what they are told."""
+    rank = int(given)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=3)
+    shared = SharedMemoryAllReduce(dist.new_group(backend="gloo"), chunk_bytes=4096)
+    tensor = torch.ones(100_000)
+    shared(tensor)
+    if rank == 2:
+        copies = iter(range(10))
+        shared._sum = lambda *_: next(copies, None) is None and os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
     try:
-        for process in ranks:
-            process.start()
+        shared(tensor)
+    except ConnectionLostError as error:
+        Path(directory, f"rank{rank}").write_text(str(error))
+    os._exit(0)  # the connections of gloo are broken
+
+
+def test_a_rank_killed_in_the_middle_ends_it_for_all(tmp_path: Path) -> None:
+    script = f"import sys; from {__name__} import one_of_three; one_of_three(*sys.argv[1:])"
+    ranks = [preforked.Process([sys.executable, "-c", script, str(rank), str(tmp_path)]) for rank in range(3)]
+    try:
         for process in ranks[:2]:  # the killed one stays a zombie meanwhile: its process id is still taken
-            process.join(timeout=180)
-            assert process.exitcode == 0
+            assert process.wait(timeout=180) == 0
         for rank in range(2):
             assert "connection closed by rank 2" in (tmp_path / f"rank{rank}").read_text()
     finally:
         for process in ranks:
             process.kill()
-            process.join()
+            process.wait()

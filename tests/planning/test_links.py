@@ -24,19 +24,14 @@ def test_a_line_is_found_again() -> None:
     assert found.residual == pytest.approx(0, abs=1e-9)
 
 
-def test_a_bend_is_found_where_bytes_become_dearer() -> None:
-    bent = Link(1e-3, 1e-6, 1_000, 3e-6)
-    found = fitted([(size, bent.seconds(size)) for size in (10, 100, 1_000, 10_000, 100_000)])
-    assert found.bend_bytes == 1_000
-    assert found.bytes_per_s == pytest.approx(1 / 3e-6)
-    assert bent.seconds(2_000) == pytest.approx(1e-3 + 1e-3 + 3e-3)
-
-
-def test_the_bend_may_be_the_second_size() -> None:
-    bent = Link(1e-3, 1e-6, 100, 3e-6)
+@pytest.mark.parametrize("bend_bytes", [100, 1_000])
+def test_a_bend_is_found_where_bytes_become_dearer(bend_bytes: int) -> None:
+    bent = Link(1e-3, 1e-6, bend_bytes, 3e-6)
     found = fitted([(size, bent.seconds(size)) for size in (10, 100, 1_000, 10_000)])
-    assert found.bend_bytes == 100
+    assert found.bend_bytes == bend_bytes
+    assert found.bytes_per_s == pytest.approx(1 / 3e-6)
     assert found.residual == pytest.approx(0, abs=1e-9)
+    assert bent.seconds(2_000) == pytest.approx(1e-3 + 1e-6 * bend_bytes + 3e-6 * (2_000 - bend_bytes))
 
 
 def test_neither_latency_nor_slope_is_negative() -> None:

@@ -121,16 +121,18 @@ def test_warm_starts_of_a_step_that_is_not_accepted_are_forgotten() -> None:
     assert torch.equal(starts.get("a", 4), torch.full((1, 4), 0.5)), "no direction follows from zeros"
 
 
-def _reduce(rank: int, tensors: list[Tensor], start_step: int = 0) -> list[Tensor]:
+def _reduce(rank: int, tensors: list[Tensor], *, keeps_errors: bool = True) -> list[Tensor]:
     """The averages of a matrix of this rank, given in each of several steps."""
     init_group()
-    group = dist.new_group(backend="gloo")
-    reduce = CompressedAllReduce(group, PowerSGD(rank=rank, start_step=start_step))
+    reduce = CompressedAllReduce(dist.new_group(backend="gloo"), PowerSGD(rank=rank, start_step=0))
     found = []
     for _ in range(3):
         matrix = tensors[dist.get_rank()].clone()
-        found.append(reduce(matrix, (GradientPiece("matrix", tuple(matrix.shape)),), average=True))
+        pieces = (GradientPiece("matrix", tuple(matrix.shape)),)
+        found.append(reduce(matrix, pieces, average=True))
         reduce.end_step()
+        if not keeps_errors:
+            reduce.share_errors(pieces, pieces, Tensor.zero_)
     return found
 
 
@@ -148,19 +150,8 @@ def test_factors_start_where_the_last_step_ended(world2: World) -> None:
     base = 3 * torch.outer(torch.randn(40), torch.randn(30)) + torch.randn(40, 30)
     u, s, v = torch.linalg.svd(base)
     best = s[0] * torch.outer(u[:, 0], v[0])
-    first, second, third = world2.run(_reduce_without_errors, base)[0]
+    first, second, third = world2.run(_reduce, 1, [base] * 2, keeps_errors=False)[0]
     assert (first - best).norm() > 2 * (second - best).norm() > 4 * (third - best).norm()
-
-
-def _reduce_without_errors(matrix: Tensor) -> list[Tensor]:
-    init_group()
-    reduce = CompressedAllReduce(dist.new_group(backend="gloo"), PowerSGD(rank=1, start_step=0))
-    found, pieces = [], (GradientPiece("matrix", tuple(matrix.shape)),)
-    for _ in range(3):
-        found.append(reduce(matrix.clone(), pieces, average=True))
-        reduce.end_step()
-        reduce.share_errors(pieces, pieces, Tensor.zero_)
-    return found
 
 
 def _warm_up(dtype: torch.dtype) -> list[tuple[bool, int, int, int, bool]]:

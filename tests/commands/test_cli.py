@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import re
@@ -23,7 +24,6 @@ from lightning_multigpu.commands.fit_help import page
 from lightning_multigpu.commands.training import TrainingCLI, TrainingParser, _instance
 from lightning_multigpu.commands.usage import COMMAND
 from lightning_multigpu.strategies import option_checks
-from tests import preforked
 
 pytestmark = [
     # LightningCLI itself calls what jsonargparse 5 will remove, and jsonargparse tells so in two warnings.
@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Precision 16-mixed is not supported by the model summary"),
 ]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MODULE = """
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
@@ -60,21 +60,16 @@ QUIET = (
     "--trainer.enable_progress_bar=false",
     "--trainer.enable_model_summary=false",
 )
+SINGLE = f"--config={ROOT / 'configs/single_device.yaml'}"
 RING = (*ON_CPU, "--trainer.strategy.class_path=lightning_multigpu.RingDDPStrategy")
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def project(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current directory is a user's project; its module can be imported from there and nowhere else."""
-    (tmp_path / "project.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", ["lightning-multigpu"])
+    (directory / "project.py").write_text(MODULE)
     monkeypatch.delitem(sys.modules, "project", raising=False)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "LOCAL_RANK", "NODE_RANK", "SLURM_LOCALID"):
-        monkeypatch.setenv(name, "")  # so that it is taken away again when a run sets it
-        monkeypatch.delenv(name)
-    yield tmp_path
+    yield directory
     sys.modules.pop("project", None)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -100,6 +95,7 @@ def with_package() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
+@functools.cache
 def settings_of_parser(name: str) -> list[str]:
     """All settings that the parser of a subcommand has."""
 
@@ -218,15 +214,8 @@ class TestWithoutLightning:
 
 
 class TestAccepted:
-    @pytest.mark.parametrize(
-        "strategy",
-        [
-            "ring_ddp",
-            "{class_path: lightning_multigpu.RingDDPStrategy, init_args: {bucket_cap_mb: 5}}",
-            "{class_path: RingDDPStrategy, init_args: {bucket_cap_mb: 5}}",
-        ],
-    )
-    def test_both_forms_of_a_strategy(self, strategy: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_strategys_class_without_its_module(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        strategy = "{class_path: RingDDPStrategy, init_args: {bucket_cap_mb: 5}}"
         file = config(
             project, f"model: project.Model\ntrainer: {{accelerator: cpu, devices: 1, strategy: {strategy}}}\n"
         )
@@ -264,12 +253,16 @@ class TestAccepted:
         message = error_of(capsys, "fit", "--model=project.Model", "--trainer.num_nodes=1")
         assert "num_nodes=1, and there are 3 hosts" in message, "each host trained by itself, as a configuration said"
 
-    def test_the_number_of_emulated_hosts_is_not_saved(
+    def test_a_run_can_be_repeated_in_its_directory_on_another_number_of_emulated_hosts(
         self, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """A run under ``emulate`` that was resumed without it waited for hosts that were not there."""
+        """LightningCLI refuses to write its configuration over that of an earlier run, with a traceback.
+
+        A run under ``emulate`` that was resumed without it waited for hosts that were not there.
+        """
         monkeypatch.setenv("PL_TRAINER_NUM_NODES", "1")
-        assert main(["fit", *ON_CPU, "--trainer.devices=1", "--trainer.max_steps=1", *QUIET]) == 0
+        for _ in range(2):
+            assert main(["fit", *ON_CPU, "--trainer.devices=1", "--trainer.max_steps=1", *QUIET]) == 0
         monkeypatch.setenv("PL_TRAINER_NUM_NODES", "3")
         capsys.readouterr()
         with pytest.raises(SystemExit):
@@ -279,12 +272,6 @@ class TestAccepted:
     @pytest.mark.parametrize("command", ["validate", "test", "predict"])
     def test_the_other_commands(self, command: str, project: Path) -> None:
         assert main([command, *ON_CPU, "--trainer.strategy=ring_ddp", "--trainer.fast_dev_run=true", *QUIET]) == 0
-
-    def test_a_run_can_be_repeated_in_its_directory(self, project: Path) -> None:
-        """LightningCLI refuses to write its configuration over that of an earlier run, with a traceback."""
-        for _ in range(2):
-            assert main(["fit", *ON_CPU, "--trainer.devices=1", "--trainer.max_steps=1", *QUIET]) == 0
-        assert (project / "config.yaml").exists()
 
 
 class TestRefused:
@@ -400,6 +387,31 @@ class TestRefused:
     ) -> None:
         assert message in error_of(capsys, *arguments)
 
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ("strategies --jsno", "'--jsno' is no option here. Did you mean '--json'?"),
+            ("emulate --nodes 2", "no command to run"),
+            ("emulate --nodes 0 -- true", "num_hosts=0 is out of range"),
+            ("emulate --devices 0 -- true", "--devices 0"),
+            ("emulate --bandwidth fast -- true", "bandwidth='fast'"),
+            ("emulate --burst 1b -- true", "smaller than one frame"),
+            ("compare --config=nowhere.yaml --strategies=auto", "--config=nowhere.yaml: there is no such file"),
+            (f"compare {SINGLE} --strategies auto,auto", "--strategies=auto,auto: name each strategy once"),
+            (f"compare {SINGLE}", "required: --strategies"),
+            (f"compare {SINGLE} --strategies=auto,ring_dpp", "no such strategy. Did you mean 'ring_ddp'?"),
+            (f"compare {SINGLE} --strategies=auto --trainer.max_epoch=1", "max_epoch"),
+            ("plan --example=gpt3_175", "Did you mean 'gpt3_175b'?"),
+            ("plan --example=seed --preset=a100_100gb", "--preset=a100_100gb is unknown; known are laptop, a100, "),
+            ("plan --example=seed --batch=2", "name a machine by --preset: laptop, a100"),
+            ("plan --example=clip", "name a machine by --preset: laptop, a100"),
+            ("plan --example=clip --machine=m.json", "--machine is no option with --example"),
+            ("plan --example=clip --trainer.devices=2", "takes no configuration and no options of fit"),
+        ],
+    )
+    def test_other_commands(self, line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert message in error_of(capsys, *line.split())
+
     def test_logger_whose_package_is_missing(
         self, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -428,38 +440,15 @@ class TestRefused:
         assert "sync_batchnorm" in message
 
 
-@pytest.mark.launch
-class TestProcesses:
-    """The command line in processes of its own; ranks run the same command line again."""
-
-    @staticmethod
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return preforked.run([*MODULE_COMMAND, *arguments], env=with_package(), timeout=300)
-
-    def test_two_ranks(self, project: Path) -> None:
-        options = ("--trainer.strategy=ring_ddp", "--trainer.devices=2", "--trainer.max_steps=2", *QUIET)
-        ended = self.run("fit", *ON_CPU, *options)
-        assert ended.returncode == 0, ended.stderr
-        assert "Process group of 2 over gloo" in ended.stderr
-        assert "Seed set to 0" in ended.stderr
-
-
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        ((*MODULE_COMMAND, "strategies", "--json"), '"name": "ring_ddp"'),
-        ((*COMMAND, "fit", *ON_CPU, "--print_config"), "class_path: project.Model"),
-    ],
-    ids=["module", "path"],
-)
-def test_files_of_the_working_folder_come_last(command: Sequence[str], expected: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [MODULE_COMMAND, COMMAND], ids=["module", "path"])
+def test_files_of_the_working_folder_come_last(command: Sequence[str], tmp_path: Path) -> None:
     """A torch.py in a folder that another user may write to ran as the user of the command, and of its ranks."""
     for name in ("torch", "yaml", "json", "lightning"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a stranger ran')")
-    (tmp_path / "project.py").write_text(MODULE)
+    command = [*command, "strategies", "--json"]
     ended = subprocess.run(command, cwd=tmp_path, env=with_package(), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    assert expected in ended.stdout
+    assert '"name": "ring_ddp"' in ended.stdout
 
 
 def test_the_parser_goes_to_spawned_ranks_which_save_the_settings() -> None:
