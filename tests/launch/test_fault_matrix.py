@@ -36,8 +36,9 @@ ONE_HOST = [
     Combination("terminate", "training", 0, "popen"),
     Combination("hold", "training", 1, "popen"),
 ]
-# Rank 0 saves when it stops: where the ranks have agreed to, or at the last step that all of them have completed.
-SAVING = ("raise", "interrupt", "terminate")
+# Of the job, whose rank 0 saves when it stops: where the ranks have agreed to, or at the last step that all of them
+# have completed.
+STATUSES = {"raise": 1, "interrupt": 1, "terminate": 143}
 SEVERAL_HOSTS = [
     Combination("kill", "saving", 1, "hosts"),
     Combination("drop", "training", 1, "hosts"),
@@ -122,7 +123,11 @@ def test_every_process_ends_with_a_message_or_nothing_happens(
         assert "has received nothing from" in outcome.of_process(1), "whoever is cut off says so by itself"
     if combination in ONE_HOST and not outcome.is_control:
         newest = max(file.global_step for file in complete_checkpoints(saved))
-        assert newest >= STEP if combination.kind in SAVING else newest == EVERY_STEPS
+        if combination.kind in STATUSES:
+            assert outcome.statuses == (STATUSES[combination.kind],)
+            assert newest >= STEP
+        else:
+            assert newest == EVERY_STEPS
         for found in world2.run(resume, saved):
             assert found["global_step"] == one_device["global_step"]
             assert found["resumed"] == one_device["global_step"] - newest, "it has gone on, not begun again"
