@@ -251,9 +251,10 @@ class FaultJob:
 
     def _await_end(self, deadline: float, *, until_report: bool) -> list[psutil.Process]:
         """The processes that are left when all have ended or the time is over."""
-        while left := self._processes():
+        # A look at all processes of the machine takes time: the job's own come first.
+        while any(process.poll() is None for process in self._started) or self._processes():
             if time.monotonic() > deadline or (until_report and _REPORT.search(self._output())):
-                return left
+                return self._processes()
             time.sleep(_POLL_S)
         return []
 

@@ -47,7 +47,7 @@ from tests.launch.outside_faults import CONTROL_S
 
 LAUNCHERS = ("popen", "spawn", "external", "hosts")
 _SHUFFLE_SEED = 3
-_STEP = 5
+STEP = 5
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Combination:
         """The command line of the job's script."""
         method = "spawn" if self.launcher == "spawn" else "popen"
         first = self.where == "joining" or (self.kind, self.where) == ("slow", "training")  # the first step compiles
-        step = 0 if first else _STEP
+        step = 0 if first else STEP
         # A batch that is put together in a worker of the loader: the rank itself is well, and waits.
         workers = 1 if self.where == "data" and self.kind in KINDS else 0
         return [method, self.kind, self.where, str(self.rank), str(step), str(workers), strategy]

@@ -184,12 +184,12 @@ import atexit, sys, time
 from lightning_multigpu.job.failure_watch import _limit_exit
 atexit.register(time.sleep, {exit_s})  # as threads that wait for a host that is gone
 _limit_exit({timeout_s}, from_exit=False)
-time.sleep(1)  # a program that goes on is left in peace
+time.sleep(0.5)  # a program that goes on is left in peace
 print("goes on", flush=True)
 """
 
 
-@pytest.mark.parametrize(("timeout_s", "exit_s", "status"), [(0.5, 60, -signal.SIGALRM), (60, 0, 0)])
+@pytest.mark.parametrize(("timeout_s", "exit_s", "status"), [(0.2, 60, -signal.SIGALRM), (60, 0, 0)])
 def test_the_exit_after_a_failure_ends(timeout_s: float, exit_s: float, status: int) -> None:
     """Gloo's destructor joins a thread that waits for a host that is gone; the guardian has been left then."""
     command = [sys.executable, "-c", EXIT.format(timeout_s=timeout_s, exit_s=exit_s)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from lightning_multigpu.job import joining
 from lightning_multigpu.job.failure_watch import FailureWatch, _is_connection_loss
 from lightning_multigpu.job.joining import Joining
 from lightning_multigpu.job.run_signals import RunSignals
-from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
+from tests.strategies.tasks import Case, Classifier, fit_module
 from tests.world import World, rank
 
 
@@ -47,26 +48,32 @@ class OwnModel(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit_and_fail(module: L.LightningModule, *, devices: int = 2, num_nodes: int = 1, **options: Any) -> str:
+def fit_and_fail(
+    module: L.LightningModule, *, kind: type[RingDDPStrategy] = RingDDPStrategy, num_nodes: int = 1, **options: Any
+) -> str:
     """The message of the error that this rank gets."""
     case = Case(num_samples=16, precision="32-true", trainer={"num_nodes": num_nodes})
-    trainer = make_trainer(case, RingDDPStrategy(join_timeout_s=30, failure_timeout_s=10, **options), devices)
+    strategy = kind(join_timeout_s=30, failure_timeout_s=10, **options)
     with pytest.raises(RuntimeError) as caught:
-        trainer.fit(module, train_loader(case, 2))
+        fit_module(module, strategy, 2 // num_nodes, case)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def assert_said_everywhere(messages: list[str], text: str) -> None:
+def assert_said_everywhere(messages: Sequence[str], text: str) -> None:
     for message in messages:
         assert message.startswith(RendezvousError.__name__)
         assert text in message
 
 
-def test_different_options(world2: World) -> None:
-    def run() -> str:
-        return fit_and_fail(Classifier(), uneven_inputs="join" if rank() == 1 else "stop")
+def test_different_options_and_a_run_after_that(world2: World) -> None:
+    def run() -> tuple[str, int]:
+        message = fit_and_fail(Classifier(), uneven_inputs="join" if rank() == 1 else "stop")
+        strategy = RingDDPStrategy(join_timeout_s=60)
+        return message, fit_module(Classifier(), strategy, 2, Case(num_samples=16)).global_step
 
-    assert_said_everywhere(world2.run(run), "option uneven_inputs: 'stop' on rank 0; 'join' on rank 1")
+    messages, (first, second) = zip(*world2.run(run, timeout_s=150), strict=True)
+    assert_said_everywhere(messages, "option uneven_inputs: 'stop' on rank 0; 'join' on rank 1")
+    assert first == second > 0
 
 
 def test_different_strategies(world2: World) -> None:
@@ -74,10 +81,7 @@ def test_different_strategies(world2: World) -> None:
         class Other(RingDDPStrategy):
             pass
 
-        trainer = make_trainer(Case(), (Other if rank() == 1 else RingDDPStrategy)(join_timeout_s=30), 2)
-        with pytest.raises(RuntimeError) as caught:
-            trainer.fit(Classifier(), train_loader(Case(), 2))
-        return f"{type(caught.value).__name__}: {caught.value}"
+        return fit_and_fail(Classifier(), kind=Other if rank() == 1 else RingDDPStrategy)
 
     messages = world2.run(run)
     assert_said_everywhere(messages, "strategy: RingDDPStrategy on rank 0; ")
@@ -94,29 +98,16 @@ def test_different_models(world2: World, in_setup: bool) -> None:
     )
 
 
-def test_a_run_after_one_that_could_not_join(world2: World) -> None:
-    def run() -> int:
-        fit_and_fail(Classifier(), bucket_cap_mb=1 + rank())
-        case = Case(num_samples=16)
-        trainer = make_trainer(case, RingDDPStrategy(join_timeout_s=60), 2)
-        trainer.fit(Classifier(), train_loader(case, 2))
-        return trainer.global_step
-
-    first, second = world2.run(run, timeout_s=150)
-    assert first == second > 0
-
-
 def test_a_rank_that_meets_the_store_of_the_last_run(world2: World) -> None:
     """It had "lost the connection" where rank 0 let go of that store before it opened the next one."""
 
     def run() -> int:
         def fit() -> int:
-            trainer = make_trainer(case, ParameterServerStrategy(mode="async", join_timeout_s=60), 2)
-            trainer.fit(Classifier(), train_loader(case, 2))
-            return trainer.global_step
+            strategy = ParameterServerStrategy(mode="async", join_timeout_s=60)
+            return fit_module(Classifier(), strategy, 2, case).global_step
 
         def open_late(store: MainStore) -> Any:
-            time.sleep(1)  # rank 1 is connected to what listens there
+            time.sleep(0.5)  # rank 1 is connected to what listens there
             gc.collect()
             return open_store(store)
 
@@ -163,7 +154,7 @@ def invitations(secret: str) -> list[Any]:
     patch.setattr(Rendezvous, "offer", observed)
     try:
         case = Case(num_samples=16, trainer={"num_nodes": 2})
-        make_trainer(case, RingDDPStrategy(join_timeout_s=60), 1).fit(Looks(), train_loader(case, 2))
+        fit_module(Looks(), RingDDPStrategy(join_timeout_s=60), 1, case)
     finally:
         patch.undo()
     return seen
@@ -183,7 +174,7 @@ def test_hosts_with_different_secrets(world2: World) -> None:
     def run() -> str:
         patch = as_hosts("0123456789abcdef" * 2 if rank() else "")
         try:
-            return fit_and_fail(Classifier(), devices=1, num_nodes=2)
+            return fit_and_fail(Classifier(), num_nodes=2)
         finally:
             patch.undo()
 

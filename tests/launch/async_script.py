@@ -42,7 +42,7 @@ class LosesRank(L.Callback):
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.has_counted = directory, directory / "counted"
+        self.pid = directory / "pid"
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         if trainer.global_rank == LOST:
@@ -53,27 +53,13 @@ class LosesRank(L.Callback):
             (step,) = trainer.strategy.owned.steps.values()
             assert any(bucket.pushed is not None for bucket in step.transport._buckets)
             time.sleep(0.5)  # a thread sends what was pushed
-            while not self.has_counted.exists():
-                time.sleep(0.05)
-            (self.directory / "pid").write_text(f"{os.getpid()}\n")
+            self.pid.write_text(f"{os.getpid()}\n")
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 1 and trainer.is_global_zero:
-            self._tell_of_memory(trainer, "before the loss")
-            self.has_counted.touch()
-        elif trainer.global_rank != LOST and trainer.global_step == 2:
-            pid = self.directory / "pid"
-            while not pid.exists() or is_alive(int(pid.read_text() or os.getpid())):
+        if trainer.global_rank != LOST and trainer.global_step == 2:
+            while not self.pid.exists() or is_alive(int(self.pid.read_text() or os.getpid())):
                 time.sleep(0.05)
-            time.sleep(1.0)  # the server sees it by itself
-            self._tell_of_memory(trainer, "after the loss")
-
-    def _tell_of_memory(self, trainer: Any, when: str) -> None:
-        """The segments that the server shares with workers, as the kernel lists them."""
-        for server in trainer.strategy._processes:
-            maps = Path(f"/proc/{server._process.pid}/maps").read_text()
-            print(f"{when} the server shares {maps.count('memfd:lightning_multigpu')} segments", flush=True)
 
 
 class LosesServer(L.Callback):

@@ -51,7 +51,7 @@ def chosen(strategy: str, how: str) -> Any:
     if how == "stop server":
         servers = 2 if strategy == "sharded_ps" else 1
         mode: Any = "async" if strategy == "async_ps" else "sync"
-        return ParameterServerStrategy(mode=mode, num_servers=servers, failure_timeout_s=6.0)
+        return ParameterServerStrategy(mode=mode, num_servers=servers, failure_timeout_s=3.0)
     if how == "again":
         method: Any = "spawn" if strategy.endswith("_spawn") else "popen"
         return RingDDPStrategy(start_method=method, failure_timeout_s=5.0)

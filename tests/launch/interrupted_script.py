@@ -1,8 +1,8 @@
 """A user's long run that is signalled: ``interrupted_script.py STRATEGY PHASE``; it saves into ``SAVE_TO``.
 
 PHASE is where the run stays until the signal comes: "training", "workers" (of a loader, in training), "validation",
-"sanity", "validate" (``Trainer.validate`` instead of ``fit``), "hang" (in a collective that the last rank never joins),
-or "save" (in training; on_exception takes ten minutes).
+"sanity", "hang" (in a collective that the last rank never joins), or "save" (in training; on_exception takes ten
+minutes).
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from lightning_multigpu.callbacks import RunReport
 from tests.strategies.tasks import Case, Classifier, eval_loader, make_trainer, train_loader
 
 STEP_S = 0.05
-PATIENCE_S = 6.0
-IN_VALIDATION = ("validation", "sanity", "validate")
+IN_VALIDATION = ("validation", "sanity")
 
 
 def say(text: str) -> None:
@@ -57,36 +56,31 @@ class Saves(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         say(f"saw {trainer.global_rank} {type(exception).__name__} {trainer.global_step}")
-        if trainer.state.fn == "fit":
-            trainer.save_checkpoint(os.path.join(os.environ["SAVE_TO"], "on_exception.ckpt"))
+        trainer.save_checkpoint(os.path.join(os.environ["SAVE_TO"], "on_exception.ckpt"))
         if getattr(pl_module, "phase", "") == "save":
             time.sleep(600)
 
 
 def main() -> None:
-    method, phase = sys.argv[1:]
+    method: Any = sys.argv[1]
+    phase, place = sys.argv[2], os.environ["SAVE_TO"]
     case = Case(num_samples=48, max_epochs=1000)
     reports: list[L.Callback] = []
     if phase == "workers":
-        place = os.environ["SAVE_TO"]
         reports = [RunReport(), ModelCheckpoint(place, filename="kept", save_on_exception=True)]
+    patience_s = 4.0 if phase in ("hang", "validation") else 6.0
     trainer = make_trainer(
         case,
-        RingDDPStrategy(start_method=method, failure_timeout_s=PATIENCE_S),  # type: ignore[arg-type]
+        RingDDPStrategy(start_method=method, failure_timeout_s=patience_s),
         2,
         callbacks=[Saves(), *reports],
-        default_root_dir=os.environ["SAVE_TO"],
+        default_root_dir=place,
         enable_checkpointing=bool(reports),
         num_sanity_val_steps=1 if phase == "sanity" else 0,
-        check_val_every_n_epoch=1,
     )
-    module = Long(phase)
-    if phase == "validate":
-        trainer.validate(module, eval_loader())
-        return
     workers: dict[str, Any] = {"num_workers": 1} if phase == "workers" else {}
-    validates = phase in ("validation", "sanity")
-    trainer.fit(module, train_loader(case, 2, **workers), eval_loader() if validates else None)
+    validation = eval_loader() if phase in IN_VALIDATION else None
+    trainer.fit(Long(phase), train_loader(case, 2, **workers), validation)
 
 
 if __name__ == "__main__":

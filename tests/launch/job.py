@@ -1,4 +1,7 @@
-"""Jobs of processes whose outputs are shown when something goes wrong, and of which nothing may be left."""
+"""Jobs of processes whose outputs are shown when something goes wrong, and of which nothing may be left.
+
+The processes are forked from one that has imported Lightning.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -44,8 +46,6 @@ def run(
     mark: str,
     *arguments: str,
     timeout_s: float = 400.0,
-    forked: bool = True,
-    cwd: Path | None = None,
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python ARGUMENTS`` to its end; everything that it starts must end with it.
@@ -54,15 +54,10 @@ def run(
         mark: no other job has it.
         arguments: of the interpreter, ``-m MODULE ...`` for example.
         timeout_s: for the first process.
-        forked: from a process that has imported Lightning, and its ranks too.
-        cwd: the directory to run in.
         variables: of the environment, on top of this process's.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), _MARK: mark, **variables}
-    run: Any = preforked.run if forked else partial(subprocess.run, capture_output=True, text=True)
-    finished: subprocess.CompletedProcess[str] = run(
-        [sys.executable, *arguments], env=environment, timeout=timeout_s, cwd=cwd
-    )
+    finished = preforked.run([sys.executable, *arguments], env=environment, timeout=timeout_s)
     assert_none_left(mark, finished.stderr)
     return finished
 
@@ -87,25 +82,14 @@ class Job:
         self.processes: list[subprocess.Popen[Any]] = []
         directory.mkdir(parents=True, exist_ok=True)
 
-    def start(
-        self,
-        host: Host | None,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        *,
-        forked: bool = True,
-        **given: Any,
-    ) -> None:
-        """Starts the next process on ``host`` (None: this one), forked from one that has imported Lightning, or not."""
+    def start(self, host: Host | None, command: Sequence[str], env: Mapping[str, str], **given: Any) -> None:
+        """Starts the next process on ``host``; on this machine itself for None."""
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path(), **env}
+        environment[_MARK] = str(self.directory)
+        options: dict[str, Any] = {"stderr": subprocess.STDOUT, "env": {**os.environ, **environment}, **given}
+        options["namespace"] = None if host is None else host.namespace.pid
         with self._path(len(self.processes)).open("wb") as file:
-            environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path(), **env}
-            environment[_MARK] = str(self.directory)
-            options: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, **given}
-            if forked or host is None:
-                options["namespace"] = None if host is None else host.namespace.pid
-                self.processes.append(preforked.Process(command, env={**os.environ, **environment}, **options))
-            else:
-                self.processes.append(host.popen(command, env=environment, **options))
+            self.processes.append(preforked.Process(command, stdout=file, **options))
 
     def output(self, index: int) -> str:
         """Standard output and error of a process so far."""

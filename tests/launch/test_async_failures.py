@@ -50,8 +50,6 @@ def test_a_rank_that_was_started_by_hand_is_killed_while_it_pushes(tmp_path: Pat
     assert "The job failed" not in errors
     assert written(tmp_path) == dict.fromkeys(range(EPOCHS), EVERY), "its unfinished batch went to another rank"
     assert len((tmp_path / f"samples-{LOST}").read_text().splitlines()) == 2
-    shares = re.findall(r"(\w+) the loss the server shares (\d+) segments", finished[0].stdout)
-    assert shares == [("before", str(2 * RANKS)), ("after", str(2 * RANKS - 2))]
     assert "rank 0 ends at the rate 0.000000" in finished[0].stdout, "the schedule has its steps, and no more"
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -104,35 +102,10 @@ def test_a_rank_that_is_killed_between_two_runs_is_named(tmp_path: Path) -> None
     assert re.search(r"rank 1 .* was ended by SIGKILL", first.stderr)
 
 
-@pytest.mark.parametrize("strategy", ["sync_ps", "sharded_ps", "async_ps"])
+@pytest.mark.parametrize("strategy", ["sharded_ps", "async_ps"])
 def test_a_server_that_is_stopped_ends_the_job(strategy: str, tmp_path: Path) -> None:
     """All ranks waited for it without a word."""
     finished = run(tmp_path, strategy, "2", "0", "stop server")
     assert finished.returncode not in (0, None)
     last = finished.stderr.strip().splitlines()[-1]
     assert re.search(r"rank 0 .* waits for its parameter server \(pid \d+\), which a signal has stopped", last)
-
-
-TYPED = """
-import torch, lightning as L, lightning_multigpu
-class Typed(L.LightningModule):
-    def __init__(self):
-        super().__init__(); self.layer = torch.nn.Linear(4, 2)
-    def training_step(self, batch, batch_idx): return self.layer(batch[0]).square().mean()
-    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), 0.1)
-
-data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(32, 4)), 4)
-trainer = L.Trainer(strategy="ring_ddp_spawn", devices=2, accelerator="cpu", max_epochs=1, logger=False,
-    enable_progress_bar=False, enable_checkpointing=False)
-module = Typed(); before = module.layer.weight.clone()
-trainer.fit(module, data)
-print("trained", not torch.equal(before, module.layer.weight), trainer.global_step, trainer.current_epoch)
-"""
-
-
-def test_a_module_that_was_typed_at_a_prompt(tmp_path: Path) -> None:
-    """No new process can import it, so that the ranks are forked."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run([sys.executable, "-i", "-q"], input=TYPED, env=environment, cwd=tmp_path,
-                              capture_output=True, text=True, timeout=90, check=False)  # fmt: skip
-    assert "trained True 4 1" in finished.stdout, finished.stderr[-3000:]

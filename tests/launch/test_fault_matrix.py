@@ -1,32 +1,44 @@
 """A sample of what ``python -m benchmarks.fault_runs`` runs: faults and controls, under every launcher.
 
 Within seconds every process on every host has ended, non-zero and with a message that names who failed, and nothing is
-left; or, after a control, all is as if nothing had been.
+left; or, after a control, all is as if nothing had been. A failed run goes on from its last checkpoint to the weights
+of one that never failed.
 """
 
 from __future__ import annotations
 
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from benchmarks.fault_job import FaultJob, Outcome
-from benchmarks.fault_runs import Combination
+from benchmarks.fault_runs import STEP, Combination
+from lightning_multigpu.job.checkpoint_files.last_checkpoint import complete_checkpoints
 from tests.hosts import require_hosts
+from tests.strategies.tasks import Case, Classifier, assert_same_weights, eval_loader, fit, fit_module, state
+from tests.world import World
 
 pytestmark = pytest.mark.launch
 
-NOTHING = Combination("nothing", "training", 0, "popen")
 Job = tuple[str, Combination]
+CASE = Case(num_samples=96)  # the job's
+EVERY_STEPS = 4  # it saves a checkpoint
 ONE_HOST = [
-    Combination("raise", "validation", 0, "spawn"),
-    Combination("stop", "backward", 0, "external"),
-    Combination("stop-guardian", "training", 1, "popen"),
-    Combination("hold", "training", 1, "popen"),
     Combination("kill", "training", 0, "popen"),
     Combination("kill", "training", 1, "spawn"),
+    Combination("raise", "training", 1, "popen"),
+    Combination("stop", "backward", 0, "external"),
+    Combination("interrupt", "training", 1, "popen"),
+    Combination("terminate", "training", 0, "popen"),
+    Combination("hold", "training", 1, "popen"),
 ]
+# Of the job, whose rank 0 saves when it stops: where the ranks have agreed to, or at the last step that all of them
+# have completed.
+STATUSES = {"raise": 1, "interrupt": 1, "terminate": 143}
 SEVERAL_HOSTS = [
     Combination("kill", "saving", 1, "hosts"),
     Combination("drop", "training", 1, "hosts"),
@@ -40,8 +52,6 @@ STAGES = [
     Combination("terminate", "validation", 0, "external"),  # between batches, where only one stage has heard of it
     Combination("kill", "saving", 1, "popen"),  # the rank whose layers rank 0 waits for
 ]
-
-
 SHARDS = [
     Combination("kill", "backward", 1, "popen"),
     Combination("kill", "saving", 1, "popen"),  # the rank whose states rank 0 waits for
@@ -49,21 +59,37 @@ SHARDS = [
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Job, Future[Outcome]]:
-    """Of the runs that are asked for, two at a time: most of a job is waiting. All have ended when this returns."""
-    cases = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
-    asked = [case.params["job"] for case in cases if case is not None]
-    asked += sorted({(strategy, NOTHING) for strategy, _ in asked})
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Job, Future[tuple[Outcome, Path]]]:
+    """Of the runs that are asked for, with the directories of their checkpoints.
 
-    def run(asked: Job) -> Outcome:
+    Three run at a time: most of a job is waiting. All have ended when this returns.
+    """
+    cases = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+
+    def run(asked: Job) -> tuple[Outcome, Path]:
         strategy, combination = asked
         directory = tmp_path_factory.mktemp("job")
         variables = {"JOIN_TIMEOUT_S": "90"}  # a busy machine
         job = FaultJob(directory, combination.arguments(strategy), combination.launcher, variables, forked=True)
-        return job.run(rank=combination.rank, kind=combination.kind, deadline_s=60)
+        return job.run(rank=combination.rank, kind=combination.kind, deadline_s=60), directory / "saved"
 
-    with ThreadPoolExecutor(2) as pool:
-        return {job: pool.submit(run, job) for job in asked}
+    with ThreadPoolExecutor(3) as pool:
+        return {case.params["job"]: pool.submit(run, case.params["job"]) for case in cases if case is not None}
+
+
+@pytest.fixture(scope="module")
+def one_device() -> dict[str, Any]:
+    return fit(CASE, None, 1)
+
+
+def resume(saved: Path) -> dict[str, Any]:
+    module = Classifier()
+    checkpoints = ModelCheckpoint(saved, every_n_train_steps=EVERY_STEPS, save_last=True)
+    options: dict[str, Any] = {"callbacks": [checkpoints], "enable_checkpointing": True, "val_check_interval": 6}
+    trainer = fit_module(module, "ring_ddp", 2, CASE, validation=eval_loader(), ckpt_path="last", **options)
+    return {"weights": state(module), "resumed": len(module.seen), "global_step": trainer.global_step}
 
 
 @pytest.mark.parametrize(
@@ -77,12 +103,14 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     ],
     ids=lambda job: f"{job[0]}-{job[1].kind}-{job[1].where}-{job[1].launcher}",
 )
-def test_every_process_ends_with_a_message_or_nothing_happens(job: Job, outcomes: dict[Job, Future[Outcome]]) -> None:
-    strategy, combination = job
+def test_every_process_ends_with_a_message_or_nothing_happens(
+    job: Job, outcomes: dict[Job, Future[tuple[Outcome, Path]]], one_device: dict[str, Any], world2: World
+) -> None:
+    combination = job[1]
     if combination.launcher == "hosts":
         require_hosts()
-    outcome, weights = outcomes[job].result(), outcomes[strategy, NOTHING].result().weights
-    assert weights is not None
+    outcome, saved = outcomes[job].result()
+    weights = sum(float(weight.double().abs().sum()) for weight in one_device["weights"].values())
     assert outcome.is_right(weights), f"{outcome.verdict()}, left: {outcome.leaks}\n{outcome.output[-6000:]}"
     if combination.kind == "sever":  # neither of the two is node 0, whose terminal it is
         assert re.search(r"node (1|2) \(host .*\) has received nothing from node (1|2) ", outcome.of_process(0))
@@ -90,7 +118,17 @@ def test_every_process_ends_with_a_message_or_nothing_happens(job: Job, outcomes
         assert re.search(r"^Resume with ckpt_path='.*\.ckpt'$", outcome.output, re.MULTILINE), (
             "also where rank 0 is gone"
         )
-    if combination.kind in ("kill", "stop") and combination.where == "training":
-        assert "last completed step 5" in outcome.output
+        assert f"last completed step {STEP}" in outcome.output
     if combination.kind in ("drop", "sever"):
         assert "has received nothing from" in outcome.of_process(1), "whoever is cut off says so by itself"
+    if combination in ONE_HOST and not outcome.is_control:
+        newest = max(file.global_step for file in complete_checkpoints(saved))
+        if combination.kind in STATUSES:
+            assert outcome.statuses == (STATUSES[combination.kind],)
+            assert newest >= STEP
+        else:
+            assert newest == EVERY_STEPS
+        for found in world2.run(resume, saved):
+            assert found["global_step"] == one_device["global_step"]
+            assert found["resumed"] == one_device["global_step"] - newest, "it has gone on, not begun again"
+            assert_same_weights(found, one_device)

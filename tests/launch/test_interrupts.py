@@ -1,4 +1,7 @@
-"""Ctrl-C and other signals to a job as a whole, and to one of its ranks only."""
+"""Ctrl-C and other signals to a job as a whole, and to one of its ranks only.
+
+That of one rank in training is in ``test_fault_matrix.py``.
+"""
 
 from __future__ import annotations
 
@@ -89,15 +92,6 @@ def test_ctrl_c_in_a_terminal_ends_all_ranks_at_the_same_batch(job: Interrupted)
     assert output.count("Resume with") == 1
 
 
-@pytest.mark.parametrize("job", [("popen", "training")], indirect=True)
-def test_one_rank_alone_is_interrupted_in_training(job: Interrupted) -> None:
-    """Its callbacks save, which is a collective, and the others exchange gradients: both would wait for ever."""
-    os.kill(job.ready()[0], signal.SIGINT)
-    assert job.end() == 1
-    (step,) = seen(job, "KeyboardInterrupt")
-    assert job.saved() == step > 2
-
-
 @pytest.mark.parametrize("job", [("popen", "validation")], indirect=True)
 def test_one_rank_alone_is_interrupted_in_a_long_validation(job: Interrupted) -> None:
     """No batch of training comes, so that it acts alone after a while, and the others follow: the status says so."""
@@ -145,7 +139,6 @@ def test_sigterm_outside_training_lets_callbacks_save(job: Interrupted) -> None:
 def test_one_signal_ends_ranks_that_wait_for_each_other(job: Interrupted, number: signal.Signals) -> None:
     """Python's handlers run in the main thread, which waited in C code: only SIGKILL ended such a job."""
     first, second = job.ready().values()
-    time.sleep(1.0)
     for pid in (second, first):  # the first rank, whose status is the job's, learns of the second one's end
         os.kill(pid, number)
         time.sleep(0.5)
@@ -157,9 +150,9 @@ def test_one_signal_ends_ranks_that_wait_for_each_other(job: Interrupted, number
 @pytest.mark.parametrize("job", [("popen", "hang")], indirect=True)
 def test_a_second_sigterm_ends_ranks_that_wait_for_each_other_at_once(job: Interrupted) -> None:
     first, second = job.ready().values()
-    time.sleep(1.0)
-    for pid in (first, second, first):
-        os.kill(pid, signal.SIGTERM)
+    os.kill(second, signal.SIGTERM)
+    for _ in range(2):
+        os.kill(first, signal.SIGTERM)
         time.sleep(1.0)
     assert job.end() == 143
     assert "a second SIGTERM has ended the job at once" in job.output(0)

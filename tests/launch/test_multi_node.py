@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,26 +21,6 @@ from tests.launch.job import Job
 pytestmark = [pytest.mark.hosts, pytest.mark.launch]
 
 SCRIPT = train_script.__file__
-Start = Callable[[Job, EmulatedHosts, list[str]], None]
-
-
-def plain_python(job: Job, hosts: EmulatedHosts, arguments: list[str]) -> None:
-    for host in hosts:
-        job.start(host, [sys.executable, SCRIPT, *arguments], host.environment())
-
-
-def torchrun(job: Job, hosts: EmulatedHosts, arguments: list[str]) -> None:
-    for host in hosts:
-        launcher = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(hosts)), "--nproc-per-node", "1"),
-            *("--node-rank", str(host.node_rank), "--master-addr", host.master_address, "--master-port", "29600"),
-        ]
-        job.start(host, [*launcher, SCRIPT, *arguments], {}, forked=False)
-
-
-def slurm(job: Job, hosts: EmulatedHosts, arguments: list[str]) -> None:
-    for host in hosts:
-        job.start(host, [sys.executable, SCRIPT, *arguments], slurm_environment(host, hosts))
 
 
 def slurm_environment(host: Host, hosts: EmulatedHosts) -> dict[str, str]:
@@ -76,32 +55,33 @@ def assert_same_weights(root: Path, expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(first[name], value, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("start", [plain_python, torchrun, slurm])
+@pytest.mark.parametrize(
+    ("launcher", "mesh"), [("python", ()), ("python", (2, 2, 2)), ("torchrun", (1, 2, 2))], ids=str
+)
 def test_two_hosts_train_as_one_device(
-    start: Start, hosts: EmulatedHosts, tmp_path: Path, one_device: dict[str, Tensor]
+    launcher: str, mesh: tuple[int, ...], hosts: EmulatedHosts, tmp_path: Path, one_device: dict[str, Tensor]
 ) -> None:
+    """Gradients, or activations, travel between the hosts, and sums within layers inside of them."""
+    ranks = max(2, math.prod(mesh))
+    arguments = [SCRIPT, str(tmp_path), "--devices", str(ranks // 2)]
+    arguments += ["--mesh", *map(str, mesh)] if mesh else []
     before = [host.counters() for host in hosts]
     with Job(tmp_path / "logs") as job:
-        start(job, hosts, [str(tmp_path)])
+        for host in hosts:
+            torchrun = [
+                *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks // 2)),
+                *("--node-rank", str(host.node_rank), "--master-addr", host.master_address, "--master-port", "29600"),
+            ]
+            if launcher == "torchrun":
+                job.start(host, [sys.executable, *torchrun, *arguments], {})
+            else:
+                job.start(host, [sys.executable, *arguments], host.environment())
         job.wait()
-        for rank in range(2):
-            assert f"finished as rank {rank} of 2" in job.output(rank)
+        for rank in range(ranks):
+            assert f"finished as rank {rank} of {ranks}" in job.output(rank * 2 // ranks)
     assert_same_weights(tmp_path, one_device)
     for host, earlier in zip(hosts, before, strict=True):
         assert host.counters().sent_bytes > earlier.sent_bytes
-
-
-@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 2, 2)], ids=str)
-def test_tensor_groups_on_two_hosts_train_as_one_device(
-    mesh: tuple[int, int, int], hosts: EmulatedHosts, tmp_path: Path, one_device: dict[str, Tensor]
-) -> None:
-    """Gradients, or activations, travel between the hosts, and sums within layers inside of them."""
-    with Job(tmp_path / "logs") as job:
-        for host in hosts:
-            arguments = [str(tmp_path), "--devices", str(math.prod(mesh) // 2), "--mesh", *map(str, mesh)]
-            job.start(host, [sys.executable, SCRIPT, *arguments], host.environment())
-        job.wait()
-    assert_same_weights(tmp_path, one_device)
 
 
 def last_step(output: str) -> int:
@@ -121,7 +101,7 @@ def fake_scontrol(directory: Path) -> Path:
 
 def test_requeued_by_slurm_it_saves_first_and_goes_on_where_it_was(hosts: EmulatedHosts, tmp_path: Path) -> None:
     """SLURM signals every rank on its own: one may be a step ahead of the other, and saving needs both."""
-    max_steps = 24
+    max_steps = 16
     expected = train_script.train(tmp_path / "one-device", max_steps=max_steps)
     record = fake_scontrol(tmp_path)
     path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])

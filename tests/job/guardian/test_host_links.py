@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.job.guardian.job import WORK, Job, go_on, line_of
+from tests.job.guardian.test_end_of_run import AGAIN, FINISH, RESTS
 
 pytestmark = pytest.mark.launch
 
@@ -47,16 +48,13 @@ def test_a_rank_that_is_killed_ends_the_ranks_of_both_hosts(capfd: pytest.Captur
     assert len(set(lines)) == 1
 
 
-FINISH = "failure = client.finish(); print('finished', failure is None, flush=True); client.leave()"
-
-
 @pytest.mark.parametrize("late", [0, 1])
 def test_no_host_leaves_before_all_have_come_to_the_end(late: int) -> None:
     statements = [FINISH, FINISH]
     statements[late] = f"sys.stdin.readline(); {FINISH}"
     with two_hosts(*statements) as jobs:
         with pytest.raises(subprocess.TimeoutExpired):
-            jobs[1 - late].ranks[0].wait(1.5)
+            jobs[1 - late].ranks[0].wait(0.8)
         go_on(jobs[late].ranks[0])
         for job in jobs:
             assert job.outcome() == ([0], ["finished True\n"])
@@ -66,20 +64,16 @@ def test_no_host_leaves_before_all_have_come_to_the_end(late: int) -> None:
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_second_interrupt_ends_all_hosts_at_once(node: int) -> None:
     statements = ["time.sleep(60)", "time.sleep(60)"]
-    statements[node] = "time.sleep(2); client.counts_interrupts(); client.signalled(130, 2); time.sleep(60)"
+    statements[node] = "client.counts_interrupts(); client.signalled(130, 2); time.sleep(60)"
     with two_hosts(*statements, failure_timeout_s=50.0) as jobs:
         for job in jobs:
             assert job.outcome()[0] == [130]
             assert job.guardian_ends()
 
 
-RESTS = "client.finish(); client.rest(); "
-AGAIN = "client.begin(client._on_failure, failure_timeout_s=6.0, hang_report_s=None); "
-ENDS = "print('finished', client.finish() is None, flush=True); client.leave()"
-
-
 def test_a_second_run_of_all_hosts() -> None:
-    with two_hosts(f"{RESTS}{AGAIN}{ENDS}", f"client.finish(); time.sleep(1); client.rest(); {AGAIN}{ENDS}") as jobs:
+    late = f"client.finish(); time.sleep(0.5); client.rest(); {AGAIN}{FINISH}"
+    with two_hosts(f"{RESTS}{AGAIN}{FINISH}", late) as jobs:
         for job in jobs:
             assert job.outcome() == ([0], ["finished True\n"])
             assert job.guardian_ends()
@@ -87,7 +81,7 @@ def test_a_second_run_of_all_hosts() -> None:
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_host_whose_rank_has_ended_between_two_runs_fails_the_second(node: int) -> None:
-    statements = [f"{RESTS}time.sleep(2); {AGAIN}{WORK}"] * 2
+    statements = [f"{RESTS}time.sleep(1); {AGAIN}{WORK}"] * 2
     statements[node] = f"{RESTS}os.kill(os.getpid(), 9)"
     with two_hosts(*statements) as jobs:
         codes, printed = jobs[1 - node].outcome()

@@ -54,7 +54,7 @@ def test_the_end_of_rank_0_or_of_a_rank_that_has_not_declared_itself_is_the_jobs
         assert job.outcome()[0] == [5, 1, 1]
         assert job.guardian_ends()
     assert "The job failed: rank 0 " in capfd.readouterr().err
-    with Job(WORK, DECLARES + "os._exit(3)", "time.sleep(2); os._exit(6)") as job:
+    with Job(WORK, DECLARES + "os._exit(3)", "time.sleep(1); os._exit(6)") as job:
         assert job.outcome()[0] == [1, 3, 6]
         assert job.guardian_ends()
     err = capfd.readouterr().err
@@ -78,7 +78,7 @@ def test_its_workers_and_its_directory_go_with_it_while_the_others_work(tmp_path
         lines = [line_of(rank).split() for _ in range(3)]
         workers = [int(pid) for kind, pid in lines if kind == "worker"]
         try:
-            time.sleep(1.0)  # the guardian looks several times a second
+            time.sleep(0.5)  # the guardian looks several times a second
             rank.kill()
             assert eventually(lambda: not any(is_alive(pid) for pid in workers))
             assert eventually(lambda: not list(tmp_path.iterdir()))

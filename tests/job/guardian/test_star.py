@@ -109,9 +109,11 @@ def name(node_rank: int) -> str:
     return f"node {node_rank} (host {host_name()})"
 
 
-def test_all_know_node_0_and_are_well(three: Network) -> None:
+def test_all_know_node_0_and_nobody_listens_any_more(three: Network) -> None:
+    """A listener that stayed open all run was there for strangers only."""
     assert [node.neighbours() for node in three.nodes] == [[1, 2], [0], [0]]
     assert [node.met for node in three.nodes] == [0, 1, 1]
+    assert three.listener.fileno() == -1
     three.go_on(60)
     assert [node.found for node in three.nodes] == [[], [], []]
 
@@ -166,22 +168,26 @@ def test_a_guardian_that_ends_is_named(three: Network) -> None:
         assert three.nodes[node].found[0].startswith(f"the guardian of {name(1)} has ended, or its connection to")
 
 
-def test_two_with_one_node_rank() -> None:
+@pytest.mark.parametrize(
+    ("node_rank", "secret", "why"),
+    [
+        (2, "of another job", "its secret is not this job's"),
+        (0, SECRET, "there is a node 0 already"),
+        (1, SECRET, "there is a node 1 already"),
+        (99, SECRET, "node 99 is not awaited here"),
+        (-1, SECRET, "node -1 is not awaited here"),
+    ],
+)
+def test_one_that_does_not_belong_to_the_job_is_refused(node_rank: int, secret: str, why: str) -> None:
+    """One that knew the secret came as node 99 of 2, and was believed."""
     with Network(2, expected=3) as network:
-        network.nodes.append(Node(1))
-        network.join(network.nodes[2])
+        network.nodes.append(stranger := Node(node_rank))
+        network.join(stranger, secret=secret)
         network.go_on(0.5)
-        assert "there is a node 1 already" in network.nodes[2].found[0]
-        assert network.nodes[0].found == []
-
-
-def test_another_job_is_refused() -> None:
-    with Network(1, expected=2) as network:
-        network.nodes.append(Node(1))
-        network.join(network.nodes[1], secret="of another job")
-        network.go_on(0.5)
-        (found,) = network.nodes[1].found
-        assert found.startswith(f"the guardian of node 0 has refused that of {name(1)}: its secret is not this job's")
+        (found,) = stranger.found
+        assert found.startswith(f"the guardian of node 0 has refused that of {name(node_rank)}: {why}")
+        assert stranger.met == 0
+        assert network.nodes[0].neighbours() == [1]
         assert network.nodes[0].found == [], "a stranger is nobody's loss"
 
 
@@ -203,14 +209,6 @@ def test_strangers_are_nobodys_loss_and_do_not_stay() -> None:
         assert [node.found for node in network.nodes] == [[], []]
 
 
-def test_once_all_have_come_nobody_listens_any_more(three: Network) -> None:
-    """A listener that stayed open all run was there for strangers only."""
-    assert [node.hosts._listener for node in three.nodes] == [None] * 3
-    assert three.listener.fileno() == -1
-    three.go_on(10)
-    assert [node.found for node in three.nodes] == [[]] * 3
-
-
 def test_a_crowd_of_strangers_keeps_no_host_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who does not introduce itself makes room for others, the oldest first."""
     monkeypatch.setattr(hosts_module, "_MAX_STRANGERS", 4)
@@ -226,16 +224,6 @@ def test_a_crowd_of_strangers_keeps_no_host_out(monkeypatch: pytest.MonkeyPatch)
         network.deliver()
         assert node.neighbours() == [0]
         assert network.nodes[0].hosts._strangers == [], "nobody is awaited any more"
-
-
-@pytest.mark.parametrize("node_rank", [0, 99, -1])
-def test_a_node_rank_beyond_the_job_is_refused(node_rank: int) -> None:
-    """One that knew the secret came as node 99 of 2, and was believed."""
-    with Network(1, expected=2) as network:
-        network.nodes.append(Node(node_rank))
-        network.join(network.nodes[1])
-        assert network.nodes[1].met == 0
-        assert network.nodes[0].neighbours() == []
 
 
 def test_the_last_message_of_a_guardian_arrives_although_it_has_left_others_unread() -> None:

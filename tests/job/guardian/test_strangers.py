@@ -14,11 +14,10 @@ import pytest
 
 from lightning_multigpu.job.guardian import Guardian, GuardianClient
 from tests.job.guardian.job import Job
+from tests.job.guardian.test_discovery import NOBODY, as_other_user
 
 pytestmark = pytest.mark.launch
 
-NOBODY = 65534
-as_other_user = pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
 # Until the test has done its part; then in order.
 WAITS = "sys.stdin.readline(); client.leave()"
 
