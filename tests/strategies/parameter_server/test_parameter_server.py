@@ -241,8 +241,11 @@ class SavesAtExceptions(Callback):
 @pytest.mark.filterwarnings("ignore:.*is not written")
 def test_the_rank_that_fails_is_named_and_not_the_server(world2: World, name: str) -> None:
     """A checkpoint at the exception would read states that are lost, and hide it."""
-    words, callbacks = "the second rank is spoilt", [SavesAtExceptions()]
-    for error in world2.run_raising(ValueError, words, lambda: fit(Fails(), name, callbacks=callbacks)):
+    # The second rank waits for a third of the time whether the first one raises the same.
+    case, words = replace(CASE, strategy={"failure_timeout_s": 6.0}), "the second rank is spoilt"
+    for error in world2.run_raising(
+        ValueError, words, lambda: fit(Fails(), name, case, callbacks=[SavesAtExceptions()])
+    ):
         assert "rank 1" in "".join(error.__notes__)
 
 

@@ -147,7 +147,7 @@ FOUND: dict[str, dict[str, int]] = {
     "equal layers": {"vocabulary": 1, "first, second": 2},
 }
 # These compute norms, softmax or losses in float32 whatever the precision.
-RTOL = dict.fromkeys(("gpt2", "llama", "phi3", "qwen3", "t5", "bert"), 1e-4)
+RTOL = dict.fromkeys(("gpt2", "qwen3", "t5", "bert"), 1e-4)
 
 # One of each kind of block; the others are found by test_own_transformers, and some are trained below.
 TRAINED = ("qwen3", "t5", "fused", "encoder")
