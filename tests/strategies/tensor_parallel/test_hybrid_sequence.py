@@ -44,7 +44,7 @@ class Uneven(Dealt):
 
 def train(ranks: int, *, nested: bool = False, **options: Any) -> dict[str, Any]:
     task, plans, lengths = Uneven(partial(sequences, nested=nested)), list[SplitPlan](), list[int]()
-    third: Any = task.model.blocks[-2]  # type: ignore[index, union-attr]
+    third: Any = task.model.blocks[-2]  # type: ignore[index]
     third.register_forward_pre_hook(
         lambda layer, args: lengths.append(local(args[0]).shape[1]) if layer.training and task.global_step else None
     )
