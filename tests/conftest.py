@@ -35,7 +35,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _ROOMS_THAT_WAIT = ("launch", "tests", "guardian", "callbacks")
 _LONGEST_ROOM = Path(__file__).with_name("strategies")
-_IMPORT_TRANSFORMERS = ("from transformers import", "from tests.strategies.tensor_parallel.test_tensor_split import")
+_IMPORT_TRANSFORMERS = (
+    "import transformers",
+    "from transformers import",
+    "from tests.strategies.tensor_parallel.test_tensor_split import",
+)
 
 
 def _has_ranks_with_transformers(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.world import World
 SIZE, HEADS, BATCH, QUERIES, KEYS = 12, 3, 2, 5, 6
 
 
-def _masks(case: str, heads: int, num_keys: int) -> dict[str, Tensor]:
+def _masks(case: str, num_keys: int) -> dict[str, Tensor]:
     if case == "none":
         return {}
     hidden = torch.rand(QUERIES, num_keys) > 0.7
@@ -27,59 +28,63 @@ def _masks(case: str, heads: int, num_keys: int) -> dict[str, Tensor]:
             "attn_mask": torch.randn(QUERIES, num_keys),
             "key_padding_mask": torch.zeros(BATCH, num_keys).masked_fill(padded, -torch.inf),
         },
-        "of heads": {"attn_mask": torch.randn(BATCH * heads, QUERIES, num_keys)},
+        "of heads": {"attn_mask": torch.randn(BATCH * HEADS, QUERIES, num_keys)},
         "booleans": {"attn_mask": hidden, "key_padding_mask": padded},
     }[case]
 
 
-def _attend(options: dict[str, Any], heads: int, own_keys: bool, need_weights: bool, case: str) -> Any:
+def _attend(options: dict[str, Any], own_keys: bool, cases: Sequence[tuple[bool, str]]) -> list[dict[Any, int]]:
+    """Checks the attention in cases: whether weights are needed, and masks; the collectives of each."""
+    collectives = []
     with tensor_group() as (group, meter):
-        torch.manual_seed(0)
-        whole = nn.MultiheadAttention(SIZE, heads, **options)
-        for parameter in whole.parameters():
-            nn.init.normal_(parameter)
-        split = SplitMultiheadAttention.of(copy.deepcopy(whole), group, name="attention")
-        lengths = [(QUERIES, SIZE), (KEYS, options.get("kdim", SIZE)), (KEYS, options.get("vdim", SIZE))]
-        given = [torch.randn(BATCH, *shape) for shape in (lengths if own_keys else lengths[:1])]
-        if not options.get("batch_first"):
-            given = [each.transpose(0, 1) for each in given]
-        masks = _masks(case, heads, KEYS if own_keys else QUERIES)
-        seen = []
-        for module in (whole, split):
-            inputs = [each.clone().requires_grad_() for each in given]
-            output, weights = module(*inputs * (1 if own_keys else 3), need_weights=need_weights, **masks)
-            loss = (output * torch.linspace(0, 1, output.numel()).view_as(output)).sum()
-            if weights is not None:
-                loss = loss + (weights * torch.linspace(0, 1, weights.numel()).view_as(weights)).sum()
-            loss.backward()
-            seen.append([output, weights, *[each.grad for each in inputs]])
-        collectives = counts(meter)
-        for expected, actual in zip(*seen, strict=True):
-            assert (expected is None) == (actual is None)
-            if expected is not None:
-                torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
-        assert_parts(split, whole, group)
-        return collectives
+        for need_weights, case in cases:
+            meter.end_step()
+            torch.manual_seed(0)
+            whole = nn.MultiheadAttention(SIZE, HEADS, **options)
+            for parameter in whole.parameters():
+                nn.init.normal_(parameter)
+            split = SplitMultiheadAttention.of(copy.deepcopy(whole), group, name="attention")
+            lengths = [(QUERIES, SIZE), (KEYS, options.get("kdim", SIZE)), (KEYS, options.get("vdim", SIZE))]
+            given = [torch.randn(BATCH, *shape) for shape in (lengths if own_keys else lengths[:1])]
+            if not options.get("batch_first"):
+                given = [each.transpose(0, 1) for each in given]
+            masks = _masks(case, KEYS if own_keys else QUERIES)
+            seen = []
+            for module in (whole, split):
+                inputs = [each.clone().requires_grad_() for each in given]
+                output, weights = module(*inputs * (1 if own_keys else 3), need_weights=need_weights, **masks)
+                loss = (output * torch.linspace(0, 1, output.numel()).view_as(output)).sum()
+                if weights is not None:
+                    loss = loss + (weights * torch.linspace(0, 1, weights.numel()).view_as(weights)).sum()
+                loss.backward()
+                seen.append([output, weights, *[each.grad for each in inputs]])
+            collectives.append(counts(meter))
+            for expected, actual in zip(*seen, strict=True):
+                assert (expected is None) == (actual is None)
+                if expected is not None:
+                    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
+            assert_parts(split, whole, group)
+    return collectives
 
 
-@pytest.mark.parametrize("masks", ["none", "numbers", "of heads", "booleans"])
 @pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "no weights"])
-def test_self_attention(world2: World, need_weights: bool, masks: str) -> None:
-    for collectives in world2.run(_attend, {"batch_first": True}, HEADS, False, need_weights, masks):
-        expected = {("all_reduce", "tensor attention"): 2}
-        assert collectives == expected | ({("all_reduce", "tensor attention weights"): 1} if need_weights else {})
+def test_self_attention(world2: World, need_weights: bool) -> None:
+    expected = {("all_reduce", "tensor attention"): 2}
+    expected |= {("all_reduce", "tensor attention weights"): 1} if need_weights else {}
+    cases = [(need_weights, masks) for masks in ("none", "numbers", "of heads", "booleans")]
+    for collectives in world2.run(_attend, {"batch_first": True}, False, cases):
+        assert collectives == [expected] * len(cases)
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"bias": False}, {"kdim": 5, "vdim": 7, "batch_first": True}], ids=["own", "no bias", "other sizes"]
 )
 def test_attention_to_other_keys(world2: World, options: dict[str, Any]) -> None:
-    for need_weights, masks in ((True, "of heads"), (False, "booleans")):
-        world2.run(_attend, options, HEADS, True, need_weights, masks)
+    world2.run(_attend, options, True, [(True, "of heads"), (False, "booleans")])
 
 
 def test_a_rank_without_heads(world4: World) -> None:
-    world4.run(_attend, {"batch_first": True}, HEADS, False, True, "of heads")
+    world4.run(_attend, {"batch_first": True}, False, [(True, "of heads")])
 
 
 class Doubled(nn.MultiheadAttention):

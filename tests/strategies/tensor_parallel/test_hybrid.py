@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -12,7 +13,6 @@ from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.engine.tensor_split.parts import local
@@ -30,17 +30,7 @@ from tests.strategies.tasks import (
     make_trainer,
     state,
 )
-from tests.strategies.tensor_parallel.test_tensor_split import (
-    LAYERS,
-    LENGTH,
-    MODELS,
-    RTOL,
-    TOKENS,
-    VOCABULARY,
-    WIDTH,
-    Attention,
-    Task,
-)
+from tests.strategies.tensor_parallel.language import LENGTH, VOCABULARY, WIDTH, Attention, Task, fused, normed
 from tests.world import World
 
 CLIPPED = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
@@ -59,11 +49,11 @@ def under(case: Case, **options: Any) -> Case:
     return Case(**{**vars(case), "strategy": options})
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2), (2, 2, 1)], ids=str)
-def test_trains_as_one_device(world4: World, shape: tuple[int, int, int]) -> None:
+def test_pipelines_of_whole_layers_side_by_side(world4: World) -> None:
+    """The other shapes are those of test_gradients_in_hooks.py."""
     case = Case(optimizer="adamw", trainer=CLIPPED, validate=True, max_epochs=1)
     reference: Any = fit(case, None, 1)
-    for result in world4.run(fit, under(case, **sizes(*shape)), "hybrid", 4):
+    for result in world4.run(fit, under(case, **sizes(2, 2, 1)), "hybrid", 4):
         assert_same_weights(result, reference)
         assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-9)
 
@@ -99,37 +89,53 @@ class Noting(Callback):
 class Dealt(Task):
     """The tokens of each global batch are dealt out to the data ranks."""
 
+    length = LENGTH
+
     def train_dataloader(self) -> Any:
-        tokens = torch.randint(VOCABULARY, (16, LENGTH), generator=torch.Generator().manual_seed(1))
+        tokens = torch.randint(VOCABULARY, (16, self.length), generator=torch.Generator().manual_seed(1))
         data, ranks = TensorDataset(tokens), data_ranks(self.trainer)
         order = DistributedSampler(data, 1, 0, shuffle=True, seed=0) if ranks == 1 else None
         return DataLoader(data, batch_size=4 // ranks, shuffle=order is None, sampler=order)
 
 
-def train(model: str, ranks: int, **options: Any) -> dict[str, Any]:
-    task, noting = Dealt(model), Noting()
-    strategy = "auto" if ranks == 1 else hybrid(**options)
+class Built(Dealt):
+    """Each rank builds the layers of its stages alone."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity)
+
+    def configure_model(self) -> None:
+        if isinstance(self.model, nn.Identity):
+            torch.manual_seed(3)
+            self.model = fused()
+
+
+def built(ranks: int) -> dict[str, Any]:
+    task, noting = Built(), Noting()
+    plan = {"*.attention.qkv": "column", "*.attention.proj": "row"}
+    strategy = hybrid(tensor={"plan": plan}) if ranks > 1 else "auto"
     make_trainer(Case(max_epochs=1), strategy, ranks, callbacks=[noting], gradient_clip_val=0.5).fit(task)
     return {"weights": state(task), "held": noting.held}
 
 
-def test_a_plan_by_hand(world4: World) -> None:
-    reference = train("fused", 1)
-    plan = {"*.attention.qkv": "column", "*.attention.proj": "row"}
-    for result in world4.run(train, "fused", 4, tensor={"plan": plan}):
-        assert_same_weights(result, reference)
+def test_configure_model_builds_stages_whose_layers_are_split_by_a_plan(world4: World) -> None:
+    reference = built(1)
+    results = world4.run(built, 4)
+    assert_same_weights(results[0], reference)
+    for result in results:
         assert 0.4 * reference["held"] < result["held"] < 0.6 * reference["held"], "the rest is whole"
+
+
+def log_probabilities() -> nn.Module:
+    hidden = nn.Sequential(nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, WIDTH))
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), hidden, nn.Linear(WIDTH, VOCABULARY), nn.LogSoftmax(-1))
 
 
 class Logits(Dealt):
     """The head is a layer of the pipeline that another one follows, and what it returns goes to another stage."""
 
     def __init__(self) -> None:
-        super().__init__("fused")
-        hidden = nn.Sequential(nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, WIDTH))
-        self.model = nn.Sequential(
-            nn.Embedding(VOCABULARY, WIDTH), hidden, nn.Linear(WIDTH, VOCABULARY), nn.LogSoftmax(-1)
-        )
+        super().__init__(log_probabilities)
         self.tokens = torchmetrics.SumMetric()
 
     def loss(self, batch: list[Tensor]) -> Tensor:
@@ -175,11 +181,8 @@ def test_logits_between_layers_and_sums_of_samples(world4: World, shape: tuple[i
     assert pipeline == {} or results[0]["held"] == 0, "the last stage has no parameters"
 
 
-def qwen(ranks: int) -> dict[str, Any]:
-    task = Dealt("qwen3")
-    torch.manual_seed(3)
-    layers = {**LAYERS, "num_hidden_layers": 4}
-    task.model = Qwen3ForCausalLM(Qwen3Config(num_key_value_heads=2, head_dim=6, **layers, **TOKENS))
+def moved(ranks: int) -> dict[str, Any]:
+    task = Dealt(partial(normed, 4))
     strategy = hybrid(pipeline={"balance": "time"}) if ranks > 1 else "auto"
     with pytest.MonkeyPatch.context() as patch:  # of what has been measured
         patch.setattr(StageCosts, "bounds", lambda self, balance: [(0, 1), (1, 4)])
@@ -188,10 +191,10 @@ def qwen(ranks: int) -> dict[str, Any]:
 
 
 def test_whole_layers_within_blocks_that_move_to_another_stage(world4: World) -> None:
-    """The norms of queries and keys get a part of their gradient on each rank of a tensor group."""
-    reference = qwen(1)
-    for result in world4.run(qwen, 4):
-        assert_same_weights(result, reference, rtol=RTOL["qwen3"])
+    """The norms of queries get a part of their gradient on each rank of a tensor group."""
+    reference = moved(1)
+    for result in world4.run(moved, 4):
+        assert_same_weights(result, reference)
 
 
 class SometimesNormed(Dealt):
@@ -204,7 +207,7 @@ class SometimesNormed(Dealt):
 
 
 def normed_sometimes(ranks: int) -> dict[str, Any]:
-    task, strategy = SometimesNormed("normed"), make_strategy("hybrid", **sizes(1, 1, 2)) if ranks > 1 else "auto"
+    task, strategy = SometimesNormed(normed), make_strategy("hybrid", **sizes(1, 1, 2)) if ranks > 1 else "auto"
     make_trainer(Case(max_epochs=1), strategy, ranks).fit(task)
     return {"weights": state(task)}
 
@@ -216,30 +219,6 @@ def test_whole_layers_within_blocks_that_a_batch_does_not_use(world2: World) -> 
         assert_same_weights(result, reference)
 
 
-class Built(Dealt):
-    """Each rank builds the layers of its stages alone."""
-
-    def __init__(self) -> None:
-        super().__init__("fused")
-        self.model = nn.Identity()
-
-    def configure_model(self) -> None:
-        if isinstance(self.model, nn.Identity):
-            torch.manual_seed(3)
-            self.model = MODELS["fused"]()
-
-
-def built(ranks: int) -> dict[str, Any]:
-    task, strategy = Built(), hybrid() if ranks > 1 else "auto"
-    make_trainer(Case(max_epochs=1), strategy, ranks).fit(task)
-    return {"weights": state(task)}
-
-
-def test_configure_model_builds_stages_whose_layers_are_split(world4: World) -> None:
-    reference = built(1)
-    assert_same_weights(world4.run(built, 4)[0], reference)
-
-
 class Written(BasePredictionWriter):
     def __init__(self) -> None:
         super().__init__("batch")
@@ -249,17 +228,15 @@ class Written(BasePredictionWriter):
         self.values += args[2].tolist()
 
 
-def written(shape: tuple[int, int, int]) -> list[float]:
+def written() -> list[float]:
     writer = Written()
-    trainer = make_trainer(Case(), make_strategy("hybrid", **sizes(*shape)), 4, callbacks=[writer])
-    trainer.predict(Classifier(), eval_loader(21))
+    make_trainer(Case(), make_strategy("hybrid"), 4, callbacks=[writer]).predict(Classifier(), eval_loader(21))
     return writer.values
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2)], ids=str)
-def test_each_prediction_is_written_once(world4: World, shape: tuple[int, int, int]) -> None:
+def test_each_prediction_is_written_once(world4: World) -> None:
     expected = [float(x[0]) for x, _ in dataset(21, seed=6)]
-    found = [value for values in world4.run(written, shape) for value in values]
+    found = [value for values in world4.run(written) for value in values]
     assert sorted(found) == pytest.approx(sorted(expected))
 
 

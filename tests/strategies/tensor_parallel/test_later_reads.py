@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -10,29 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.strategies.tasks import (
-    Case,
-    Classifier,
-    assert_same_weights,
-    eval_loader,
-    make_strategy,
-    make_trainer,
-    state,
-    train_loader,
-)
+from tests.strategies.tasks import Case, Classifier, assert_same_weights, eval_loader, fit_module, state
 from tests.world import World
 
 CASE = Case(max_epochs=2, num_samples=24)
-KINDS = (
-    "a branch that fades in",
-    "an activation that changes",
-    "hidden values",
-    "a weight",
-    "weights listed before the fit",
-    "dead units in a hook",
-    "weights that are made anew",
-    "noise on weights",
-)
+KINDS = ("other activations", "hidden values", "weights", "changed weights")
 
 
 class Block(nn.Module):
@@ -61,28 +42,25 @@ class Blocks(Classifier):
         self.logged: list[float] = []
         for block in self.blocks:
             block.up.register_forward_hook(self.notes)
-        self.listed = [p for name, p in self.named_parameters() if "up" in name]
+        self.listed_before_the_fit = [p for name, p in self.named_parameters() if "up" in name]
 
     def notes(self, _: nn.Module, inputs: Any, output: Tensor) -> None:
         self.hidden.append(output)
-        if self.reads == "dead units in a hook" and self.trainer.current_epoch:
+        if self.reads == "hidden values" and self.trainer.current_epoch:  # units that are dead
             self.logged.append(float((output > 0.5).double().mean((0,)).lt(0.2).sum()))
 
     @torch.no_grad()
     def on_train_epoch_start(self) -> None:
         for block in self.blocks if self.current_epoch else ():
-            if self.reads == "a branch that fades in":
-                block.alpha = 1.0
-            elif self.reads == "an activation that changes":
-                block.between = lambda x: F.softmax(x, -1)
-            elif self.reads == "weights that are made anew":
+            if self.reads == "other activations":
+                block.alpha, block.between = 1.0, lambda x: F.softmax(x, -1)
+            elif self.reads == "changed weights":
                 nn.init.orthogonal_(block.up.weight)
-            elif self.reads == "noise on weights":
                 for parameter in block.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.1)
 
     def on_train_batch_end(self, *args: Any) -> None:
-        if self.reads == "a weight":
+        if self.reads == "weights":
             self.logged += [float(p.detach().norm()) for p in self.parameters()]
 
     def on_train_end(self) -> None:
@@ -93,10 +71,9 @@ class Blocks(Classifier):
         loss = F.cross_entropy(self.layers(self.blocks(batch[0])), batch[1])
         if self.current_epoch and self.reads == "hidden values":
             loss = loss + 0.1 * sum(values.abs().mean() for values in self.hidden)
-        if self.current_epoch and self.reads == "a weight":
+        if self.current_epoch and self.reads == "weights":
             loss = loss + 0.3 * self.blocks[1].up.weight.norm()
-        if self.current_epoch and self.reads == "weights listed before the fit":
-            loss = loss + 0.1 * sum(p.square().sum(0).sqrt().sum() for p in self.listed)
+            loss = loss + 0.1 * sum(p.square().sum(0).sqrt().sum() for p in self.listed_before_the_fit)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -107,21 +84,14 @@ class Blocks(Classifier):
 
 def train(strategy: str | None, ranks: int, reads: str) -> dict[str, Any]:
     module = Blocks(reads)
-    options = {"pipeline_parallel_size": 1} if strategy == "hybrid" else {}
-    trainer = make_trainer(CASE, "auto" if strategy is None else make_strategy(strategy, **options), ranks)
-    trainer.fit(module, train_loader(CASE, trainer), eval_loader(8))
+    fit_module(module, strategy, ranks, CASE, None, eval_loader(8))
     return {"weights": state(module), "logged": module.logged}
 
 
-@functools.cache
-def on_one_device(reads: str) -> dict[str, Any]:
-    return train(None, 1, reads)
-
-
-@pytest.mark.parametrize(("strategy", "reads"), [*(("tensor_split", reads) for reads in KINDS), ("hybrid", "a weight")])
+@pytest.mark.parametrize(("strategy", "reads"), [*(("tensor_split", reads) for reads in KINDS), ("hybrid", "weights")])
 def test_what_code_does_later(strategy: str, reads: str, world2: World) -> None:
     """The trial of the first batch did not see it, and layers trained or logged other numbers, in silence."""
-    expected = on_one_device(reads)
+    expected = train(None, 1, reads)
     for found in world2.run(train, strategy, 2, reads):
         assert_same_weights(found, expected)
         assert found["logged"] == pytest.approx(expected["logged"], rel=1e-9)
@@ -129,10 +99,8 @@ def test_what_code_does_later(strategy: str, reads: str, world2: World) -> None:
 
 def train_twice() -> int:
     module = Classifier()
-    make_trainer(Case(max_epochs=1), make_strategy("ddp_sharded"), 2).fit(module, train_loader(Case(), 1))
-    trainer = make_trainer(Case(max_epochs=1), make_strategy("tensor_split"), 2)
-    trainer.fit(module, train_loader(Case(), 1))
-    return trainer.global_step
+    fit_module(module, "ddp_sharded", 2, CASE)
+    return fit_module(module, "tensor_split", 2, CASE).global_step
 
 
 def test_a_module_that_another_strategy_has_trained_is_split(world2: World) -> None:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -20,18 +19,18 @@ from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.strategies.steps.lone_steps import LoneTensorGroup
 from lightning_multigpu.strategies.tensor_parallel.split_layers import SplitLayers
-from tests.strategies.tensor_parallel.test_tensor_split import (
-    FOUND,
+from tests.strategies.tensor_parallel.language import (
     HEADS,
     LENGTH,
-    MODELS,
     WIDTH,
     Block,
+    FeedForward,
     Language,
     Task,
-    perceptron,
+    fused,
     text,
 )
+from tests.strategies.tensor_parallel.test_tensor_split import FOUND, MODELS
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -107,8 +106,8 @@ class Flat(nn.Module):
 
 
 OWN: dict[str, Callable[[], nn.Module]] = {
-    "fused, h": lambda: Block(Fused(WIDTH, HEADS), perceptron()),
-    "separate": lambda: Block(Separate(WIDTH, HEADS), perceptron()),
+    "fused, h": lambda: Block(Fused(WIDTH, HEADS), FeedForward(nn.GELU())),
+    "separate": lambda: Block(Separate(WIDTH, HEADS), FeedForward(nn.GELU())),
     "flat": lambda: Flat(WIDTH, HEADS),
 }
 OWN_FOUND = {"vocabulary": 1, "attention": 2, "first, second": 2}
@@ -120,10 +119,7 @@ def language(block: Callable[[], nn.Module]) -> nn.Module:
 
 def planned(model: Callable[[], nn.Module], *, plan: Any = "auto", optimizer: Any = torch.optim.SGD) -> SplitPlan:
     """The plan of the first of two ranks, which tries the split without the other one."""
-    with mock.patch.dict(MODELS, {"own": model}):
-        task = Task("own")
-    batch = next(iter(text()))
-    group = LoneTensorGroup(2)
+    task, batch, group = Task(model), next(iter(text())), LoneTensorGroup(2)
     step = TracelessStep(
         task,
         group,
@@ -145,14 +141,17 @@ MODELS_AND_BLOCKS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
 def test_blocks_are_found(name: str) -> None:
     model, expected = MODELS_AND_BLOCKS[name]
     found: Counter[str] = Counter()
-    for blocks in planned(model).blocks:
+    plan = planned(model)
+    for blocks in plan.blocks:
         found[blocks.shape] += blocks.num_blocks
     assert found == expected
+    if name == "one bad block":
+        assert [each.names for each in plan.whole] == ["model.blocks.2.(first, second)"]
 
 
 def test_a_whole_attention_is_told_what_to_change() -> None:
     words = "no attribute of model.blocks.*.attention counts the heads: store their number in __init__, as self.num_h"
-    plan = planned(partial(language, lambda: Block(OnlyHeadDim(WIDTH, HEADS), perceptron())))
+    plan = planned(partial(language, lambda: Block(OnlyHeadDim(WIDTH, HEADS), FeedForward(nn.GELU()))))
     assert [row.shape for row in plan.blocks] == ["vocabulary", "first, second"]
     (row,) = plan.whole
     assert (row.shape, row.num_blocks) == ("attention", 2)
@@ -168,8 +167,8 @@ def without_blocks() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
-        (MODELS["fused"], {"optimizer": torch.optim.Adafactor}, "Adafactor may need whole tensors"),
-        (MODELS["fused"], {"plan": {"*.quv": "column"}}, r"'\*\.quv': 'column'} matches no module"),
+        (fused, {"optimizer": torch.optim.Adafactor}, "Adafactor may need whole tensors"),
+        (fused, {"plan": {"*.quv": "column"}}, r"'\*\.quv': 'column'} matches no module"),
         (without_blocks, {}, "has found no layer to split"),
     ],
 )
