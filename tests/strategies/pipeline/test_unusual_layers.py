@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
@@ -103,6 +104,13 @@ class Reader(nn.Module):
         return x + self.memory(self.own(x).tanh())  # type: ignore[no-any-return]
 
 
+class Again(Block):
+    """Does not keep what is inside it for backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
@@ -165,6 +173,7 @@ MODULES: dict[str, Callable[[], Task]] = {
     ),
     "layers whose forward is called": lambda: CallingForward(blocks),
     "layers with weight norm": lambda: Task(normalised),
+    "layers that are computed again": lambda: Task(lambda: nn.Sequential(*(Again() for _ in range(4)))),
     "recurrent layers": lambda: Task(
         lambda: nn.Sequential(*(Recurrent(k) for k in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTM)))
     ),
