@@ -205,17 +205,6 @@ def test_layers_are_as_before_afterwards() -> None:
     assert plain(module, x) == expected
 
 
-def test_parts_begin_where_random_states_do() -> None:
-    module = Model()
-    begun: list[int] = []
-    chain = find_chain(module, "layers", 2)
-    stage = LayerInterception(chain, begun.append)
-    received = Activations.of((torch.ones(2, 4), torch.ones(())))
-    with stage.installed():
-        stage.run((2, 4), lambda: plain(module, torch.ones(2, 3)), lambda: received)
-    assert begun == [0, 3, 4, 5]
-
-
 class TestFindChain:
     def test_auto_takes_the_one_with_most_parameters(self) -> None:
         module = nn.Module()
