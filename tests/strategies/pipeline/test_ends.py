@@ -17,11 +17,11 @@ from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.placeholder import Placeholder
 from tests.strategies.pipeline.fitted import assert_same_outcomes, outcome
-from tests.strategies.tasks import Case, make_trainer
+from tests.strategies.tasks import Case, fit_module
 from tests.world import World
 
 VOCABULARY, LENGTH, WIDTH = 40, 3, 6
-CASE = Case(max_epochs=2, trainer={"accumulate_grad_batches": 2})
+CASE = Case(trainer={"accumulate_grad_batches": 2})
 
 
 class Layer(nn.Module):
@@ -188,18 +188,22 @@ def text() -> Any:
 
 def train(cls: type[Wide], strategy: Any, ranks: int, path: Path | None = None, resume: Path | None = None) -> Any:
     module = cls().double()
-    trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False, gradient_clip_val=cls.clip)
-    if resume is not None:
-        trainer.fit_loop.max_epochs = 3
-    trainer.fit(module, DataLoader(text(), batch_size=8), DataLoader(text(), batch_size=16), ckpt_path=resume)
+    loaders = [DataLoader(text(), batch_size=size) for size in (8, 16)]
+    max_epochs = 2 if resume is None else 3
+    options: dict[str, Any] = {"use_distributed_sampler": False, "gradient_clip_val": cls.clip, "ckpt_path": resume}
+    trainer = fit_module(module, strategy, ranks, CASE, *loaders, max_epochs=max_epochs, **options)
     if path is not None:
         trainer.save_checkpoint(path)
-    return {**outcome(module, trainer), "held": module.held}
+    reduced = []
+    if ranks > 1:
+        strategy.meter.flush()
+        reduced = [each.group for each in strategy.meter.steps[-1].operations if each.operation == "all_reduce"]
+    return {**outcome(module, trainer), "held": module.held, "reduced": reduced}
 
 
 @cache
 def one_device(cls: type[Wide]) -> Any:
-    return train(cls, "auto", 1)
+    return train(cls, None, 1)
 
 
 def pipelined(classes: list[type[Wide]], ranks: int, **options: Any) -> list[Any]:
@@ -240,8 +244,14 @@ def test_two_stages_a_rank(world2: World) -> None:
 
 
 def test_pipelines_side_by_side_move_alike(world4: World) -> None:
-    results = world4.run(pipelined, [Mixed], 4, pipeline_parallel_size=2)  # on the same batches
-    assert_same_outcomes([result for (result,) in results], one_device(Mixed))
+    """On the same batches.
+
+    A stage averages what it does not share before it sums what it shares: so the last stage averages while the first
+    one runs backward, for which sums would wait.
+    """
+    results = [result for (result,) in world4.run(pipelined, [Mixed], 4, pipeline_parallel_size=2)]
+    assert_same_outcomes(results, one_device(Mixed))
+    assert all(result["reduced"].index("data") < result["reduced"].index("pipeline") for result in results)
 
 
 @pytest.mark.parametrize(
@@ -315,8 +325,8 @@ def resumed(path: Path, own: Path) -> Any:
 
 
 def test_checkpoints_are_those_of_one_device(world2: World, tmp_path: Path) -> None:
-    train(Tied, "auto", 1, path=tmp_path / "one")
-    reference = train(Tied, "auto", 1, path=tmp_path / "three", resume=tmp_path / "one")
+    train(Tied, None, 1, path=tmp_path / "one")
+    reference = train(Tied, None, 1, path=tmp_path / "three", resume=tmp_path / "one")
     assert_same_outcomes(world2.run(resumed, tmp_path / "one", tmp_path / "own"), reference)
     found, expected = (torch.load(tmp_path / name, weights_only=False) for name in ("own", "three"))
     assert list(found["state_dict"]) == list(expected["state_dict"])

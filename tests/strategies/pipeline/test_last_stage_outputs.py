@@ -19,7 +19,7 @@ from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs, packed, unpacked
 from tests.strategies.pipeline.fitted import fitted
-from tests.strategies.tasks import Case, Classifier, data_ranks, eval_loader, make_trainer, train_loader
+from tests.strategies.tasks import Case, Classifier, data_ranks, eval_loader, fit_module, make_trainer
 from tests.world import World
 
 
@@ -80,14 +80,13 @@ class Collecting(Classifier):
 
 def collect(strategy: Any, ranks: int) -> dict[str, Any]:
     module = Collecting()
-    case = Case(max_epochs=2)
-    trainer = make_trainer(case, strategy, ranks, num_sanity_val_steps=1)
-    trainer.fit(module, train_loader(case, trainer), [eval_loader(), eval_loader(8)])
+    loaders = [eval_loader(), eval_loader(8)]
+    trainer = fit_module(module, strategy, ranks, Case(max_epochs=2), None, loaders, num_sanity_val_steps=1)
     return {**module.found, "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()}}
 
 
 def test_hooks_of_all_stages_find_what_they_would_on_one_device(world2: World) -> None:
-    expected = collect("auto", 1)
+    expected = collect(None, 1)
     assert len(expected["by loader"][1]) > 8
     for found in world2.run(collect, PipelineStrategy(schedule="zero_bubble"), 2):
         assert found.pop("metrics") == pytest.approx(expected["metrics"], rel=1e-6)

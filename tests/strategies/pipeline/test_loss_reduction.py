@@ -146,16 +146,13 @@ def test_pipelines_side_by_side_count_by_weight(loss: Any, reduction: Any, world
 
 def refuse() -> None:
     module = Tagger(mean_over_targets)
-    before = {name: value.double().clone() for name, value in module.state_dict().items()}
     try:
-        train(None, PipelineStrategy(num_micro_batches=2, start_method="popen"), 2, module=module)
+        train(None, PipelineStrategy(num_micro_batches=2), 2, module=module)
     except ValueError as error:
-        own = {name: value for name, value in module.state_dict().items() if type(value) is Tensor}
-        moved = any(not torch.equal(value.double(), before[name]) for name, value in own.items())
-        raise ValueError(f"{error} | trained: {moved} {module.losses}") from error
+        raise ValueError(f"{error} | after the losses {module.losses}") from error
 
 
 def test_losses_that_do_not_add_up_are_refused(world2: World) -> None:
     start = r"the loss of a batch is [\d.]+ as a whole, and [\d.]+ in 2 micro-batches under loss_reduction='mean'"
-    words = start + r" .*targets that are not ignored.* \| trained: False \[\]$"
+    words = start + r" .*targets that are not ignored.* \| after the losses \[\]$"
     world2.run_raising(ValueError, words, refuse)

@@ -29,7 +29,6 @@ from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain, suggested_split_points
-from lightning_multigpu.engine.pipeline.splitting.ownership import Holding
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.strategies import rank_run
@@ -38,7 +37,6 @@ from lightning_multigpu.strategies.pipeline.pipeline_checks import (
     check_module,
     check_optimizers,
 )
-from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline
 from tests.strategies.pipeline.fitted import assert_same_outcomes, fitted, loss_by_hand, outcome
 from tests.strategies.tasks import (
     Case,
@@ -567,23 +565,3 @@ def test_two_pipelines_side_by_side(world4: World) -> None:
     assert drawn[2] == drawn[3]
     assert drawn[0].isdisjoint(drawn[2]), "pipelines draw numbers of their own"
     assert global_losses(results) == pytest.approx([loss for loss, _ in reference["seen"]], rel=1e-9)
-
-
-def test_a_stage_averages_what_it_does_not_share_before_it_sums_what_it_shares() -> None:
-    """So the last stage averages while the first one runs backward; sums would wait for that one."""
-    done: list[tuple[str, list[str]]] = []
-    own, shared = (
-        Holding("own", nn.Parameter(torch.ones(1)), (0,)),
-        Holding("both", nn.Parameter(torch.ones(1)), (0, 1)),
-    )
-    names = {id(holding.tensor): holding.name for holding in (own, shared)}
-    ownership = SimpleNamespace(common=lambda: [shared], held=lambda: [own.tensor, shared.tensor])
-    pipeline: Any = SimpleNamespace(
-        model=SimpleNamespace(ownership=ownership),
-        data_axis=SimpleNamespace(average_gradients=lambda ps: done.append(("average", [names[id(p)] for p in ps]))),
-        agreement=SimpleNamespace(
-            sums=SimpleNamespace(sum_gradients=lambda hs: done.append(("sum", [h.name for h in hs])))
-        ),
-    )
-    RunningPipeline._reduce_gradients(pipeline)
-    assert done == [("average", ["own"]), ("sum", ["both"]), ("average", ["both"])]

@@ -13,14 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.placeholder import Placeholder
-from tests.strategies.pipeline.fitted import fitted, outcome
-from tests.strategies.pipeline.test_pipeline import CASE, SEED, WIDTH, Block, ByHand, TinyGPT, assert_same, text
+from tests.strategies.pipeline.fitted import fitted
+from tests.strategies.pipeline.test_pipeline import SEED, WIDTH, Block, ByHand, TinyGPT, assert_same, train
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -81,24 +80,20 @@ class UnevenByHand(Uneven, ByHand):
         self.make_uneven()
 
 
-def train(module: Any, strategy: Any, ranks: int) -> dict[str, Any]:
+def train_seeded(module: Any, strategy: Any, ranks: int) -> dict[str, Any]:
     random.seed(SEED)
     np.random.seed(SEED)
-    torch.manual_seed(SEED)
-    trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False, max_epochs=1)
-    loader = DataLoader(text(30), batch_size=8)
-    trainer.fit(module, loader, DataLoader(text(6), batch_size=3))
-    noises = len(module.noises)
-    return {**outcome(module, trainer), "noises": noises, "held": module.held, "states": module.states}
+    result = train(module, strategy, ranks, max_epochs=1)
+    return {**result, "num_noises": len(module.noises), "held": module.held, "states": module.states}
 
 
 def pipeline(ranks: int, **options: Any) -> dict[str, Any]:
-    return train(UnevenGPT(), PipelineStrategy(num_micro_batches=4, start_method="popen", **options), ranks)
+    return train_seeded(UnevenGPT(), PipelineStrategy(num_micro_batches=4, start_method="popen", **options), ranks)
 
 
 @pytest.fixture(scope="module")
 def by_hand() -> dict[str, Any]:
-    return train(UnevenByHand(), "auto", 1)
+    return train_seeded(UnevenByHand(), "auto", 1)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +111,7 @@ def test_trains_as_on_one_device(
     for result, usual in zip(results, by_parameters, strict=True):
         assert result["states"] == usual["states"], "measuring has drawn random numbers"
         if schedule == "1f1b":
-            assert result["noises"] == usual["noises"], "what the module notes of a measurement is taken back"
+            assert result["num_noises"] == usual["num_noises"], "what the module notes of a measurement is taken back"
     if schedule == "1f1b":
         # The slow blocks are apart from the first step on, and the second is with the quick ones.
         assert [usual["held"] for usual in by_parameters] == [[["3", "4", "5"]] * 4, [["0", "1", "2"]] * 4]
