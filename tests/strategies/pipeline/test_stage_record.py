@@ -16,7 +16,7 @@ from lightning_multigpu.callbacks import ProfilerReport
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PlannedMemory
 from lightning_multigpu.planning.pipelines.stage_costs import LinkCost
 from lightning_multigpu.strategies.pipeline import pipeline_planner
-from tests.strategies.tasks import Case, Classifier, dataset, make_strategy, make_trainer
+from tests.strategies.tasks import Case, Classifier, dataset, fit_module, make_strategy, make_trainer
 from tests.world import World
 
 WIDTH = 32
@@ -53,9 +53,8 @@ def profiled(
     """The profile of a fit of some batches of 64 samples, on rank 0."""
     report = {"print_report": False, "write_files": False, "activations": activations}
     callback = ProfilerReport(wait=0, warmup=0, active=active, **report)
-    trainer = make_trainer(FLOAT32, PipelineStrategy(**options), ranks, callbacks=[callback])
-    data: Any = [torch.ones(64, WIDTH)] * batches
-    trainer.fit(module(), DataLoader(data, batch_size=None))
+    data: Any = DataLoader([torch.ones(64, WIDTH)] * batches, batch_size=None)  # type: ignore[arg-type]
+    fit_module(module(), PipelineStrategy(**options), ranks, FLOAT32, data, callbacks=[callback])
     return callback.profile
 
 
@@ -178,8 +177,8 @@ def test_a_stage_without_gradients_has_no_backward_passes(world2: World) -> None
 def two_fits() -> dict[str, Any]:
     callback = ProfilerReport(wait=0, warmup=0, active=1, print_report=False, write_files=False)
     for strategy in (PipelineStrategy(), make_strategy("ring_ddp")):
-        trainer = make_trainer(Case(max_epochs=1), strategy, 2, callbacks=[callback])
-        trainer.fit(Classifier(), DataLoader(dataset(8), batch_size=4))
+        data = DataLoader(dataset(8), batch_size=4)
+        fit_module(Classifier(), strategy, 2, Case(max_epochs=1), data, callbacks=[callback])
     return callback.profile or {}
 
 
