@@ -116,14 +116,17 @@ def trained(schedule: str, in_batches: bool, counts: list[int], *, loose: bool =
     with warnings.catch_warnings():
         if loose:  # zero bubble says that it computes the gradients of such a stage together
             warnings.filterwarnings("ignore", message=".*one of its outputs depends on none of its inputs")
-        for count in counts:
-            trial.train(count)
+        for _ in range(2):  # the first step of a size runs its micro-batches one by one, which makes the gradients
+            trial.model.zero_grad()
+            trial.steps = 0
+            for count in counts:
+                trial.train(count)
     return trial.difference()
 
 
 POSTED = pytest.mark.parametrize("in_batches", [False, True], ids=["by the stages", "by torch"])
 # Of several sizes within a step, too few for the schedule, and no multiple of what it needs.
-COUNTS = [4, 8, 1, 4, 5, 2]
+COUNTS = [4, 8, 1, 5, 2]
 SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 
 
