@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_multigpu.cli import main
 from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.pipeline import pipeline_planner
 from tests.commands.planned import LAYERS, SAMPLES, WIDTH, Model, events
 
 pytestmark = [
@@ -46,6 +47,7 @@ def project(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current directory, with a configuration and nothing else; no process can be started."""
     (directory / "run.yaml").write_text(CONFIG)
     monkeypatch.setattr(option_checks, "usable_cores", lambda: 8)
+    monkeypatch.setattr(pipeline_planner, "_ROUND_S", 0.01)
 
     def refuse(*arguments: Any, **options: Any) -> None:
         raise AssertionError("a process was about to be started")
@@ -63,7 +65,7 @@ def planned(*options: str) -> dict[str, Any]:
     return document
 
 
-def test_what_is_printed(capsys: pytest.CaptureFixture[str], project: Path) -> None:
+def test_what_is_printed_and_that_nothing_is_trained(capsys: pytest.CaptureFixture[str], project: Path) -> None:
     assert main(["plan", "--micro-batches", "1", "4", "--config=run.yaml"]) == 0
     captured = capsys.readouterr()
     assert "Measures the layers on one device" in captured.err, "some minutes passed without a word"
@@ -80,6 +82,13 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], project: Path) -> N
         r"\n(fastest: 1f1b, M = |the machine is too noisy to choose: in 5 rounds of measurements )", printed
     )
     assert [path.name for path in project.iterdir()] == ["run.yaml"]
+    [model] = Model.made
+    assert events == ["step"] * events.count("step") + ["teardown"]
+    assert len(events) > 1
+    assert model.steps == 0
+    assert all(torch.equal(value, model.initial[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not torch.distributed.is_initialized()
 
 
 def test_batch_is_the_one_that_would_be_trained_on(project: Path) -> None:
@@ -91,8 +100,8 @@ def test_batch_is_the_one_that_would_be_trained_on(project: Path) -> None:
     assert planned("--micro-batches=2", *beside_another)["batch_samples"] == 2
 
 
-def test_keys_of_the_document() -> None:
-    found = planned("--micro-batches=2")
+def test_keys_of_the_document_and_the_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned("--micro-batches", "1", "2", "--picture=plan.svg")
     assert {key: found[key] for key in list(found)[:7]} == {
         "schema_version": 2,
         "num_ranks": 2,
@@ -103,7 +112,7 @@ def test_keys_of_the_document() -> None:
         "batch_samples": SAMPLES,
     }
     assert list(found)[7:] == ["one_device_s", "waiting", "too_noisy", "plans"]
-    [plan] = found["plans"]
+    alone, plan = found["plans"]
     assert list(plan) == [
         "module", "schedule", "num_micro_batches", "step_s", "bubble", "relative_throughput",
         "relative_throughput_range", "step_s_of_rounds", "stages", "memory", "may_be_fastest",
@@ -112,20 +121,21 @@ def test_keys_of_the_document() -> None:
     lowest, highest = plan["relative_throughput_range"]
     assert 0 < lowest <= plan["relative_throughput"] <= highest <= 2
     assert plan["relative_throughput"] <= found["one_device_s"] / plan["step_s"] * (1 + 1e-9)
-    assert plan["may_be_fastest"]
+    assert alone["may_be_fastest"] or plan["may_be_fastest"]
     assert len(plan["step_s_of_rounds"]) == 5
     assert [(stage["rank"], stage["layers"]) for stage in plan["stages"]] == [(1, [0, 2]), (0, [2, 4])]
     assert [stage["parameters_bytes"] for stage in plan["stages"]] == [2 * LAYER_BYTES] * 2
     assert all(stage["forward_s"] > 0 and stage["backward_s"] > 0 for stage in plan["stages"])
-
-
-def test_one_micro_batch_runs_through_all_stages_and_back() -> None:
-    found = planned("--micro-batches=1")
-    [plan] = found["plans"]
-    assert plan["step_s"] == pytest.approx(sum(s["forward_s"] + s["backward_s"] for s in plan["stages"]))
-    assert plan["bubble"] == pytest.approx(1 / 2)
+    # One micro-batch runs through all stages and back.
+    assert alone["step_s"] == pytest.approx(sum(s["forward_s"] + s["backward_s"] for s in alone["stages"]))
+    assert alone["bubble"] == pytest.approx(1 / 2)
     # What stands before the layers takes time on the first stage only.
-    assert 0 < found["one_device_s"] == pytest.approx(plan["step_s"])
+    assert 0 < found["one_device_s"] == pytest.approx(alone["step_s"])
+    # The picture has a panel a plan.
+    assert capsys.readouterr().out.endswith("\nPlans as JSON: plan.json\nPicture: plan.svg\n")
+    texts = [element.text or "" for element in ElementTree.parse("plan.svg").iter() if element.tag.endswith("text")]
+    assert [text.partition(":")[0] for text in texts if text.startswith("1f1b")] == ["1f1b, M = 1", "1f1b, M = 2"]
+    assert [text for text in texts if text.startswith("rank")] == ["rank 1", "rank 0"] * 2
 
 
 @pytest.mark.parametrize(("optimizer", "states"), [("Adam", 2), ("SGD", 0)])
@@ -148,14 +158,14 @@ def test_memory_counts_what_a_rank_holds(optimizer: str, states: int) -> None:
 
 
 class Wide(nn.Module):
-    """Keeps its input, and 8 times as much inside; takes 10 ms."""
+    """Keeps its input, and 8 times as much inside; takes 4 ms."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, 8 * WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.01)
+        time.sleep(0.004)
         return self.layer(x).tanh()[:, :WIDTH]
 
 
@@ -168,19 +178,19 @@ class WideModel(Model):
 def test_layers_that_run_again_take_longer_and_keep_their_input() -> None:
     model = "--model=tests.commands.test_pipeline_plan.WideModel"
     plain, again = (
-        planned(model, "--micro-batches", "4", "1", f"--trainer.strategy.activation_checkpointing={choice}")
+        planned(model, "--micro-batches=4", f"--trainer.strategy.activation_checkpointing={choice}")
         for choice in ("false", "true")
     )
-    for before, after in zip(plain["plans"][1]["stages"], again["plans"][1]["stages"], strict=True):
-        assert before["forward_s"] > 0.02
-        assert before["backward_s"] < 0.02 < after["backward_s"]
-    assert plain["one_device_s"] < 4 * 0.02, "one device keeps what is inside"
-    assert again["one_device_s"] < 4 * 0.02
+    for before, after in zip(plain["plans"][0]["stages"], again["plans"][0]["stages"], strict=True):
+        assert before["forward_s"] > 0.008
+        assert before["backward_s"] < 0.008 < after["backward_s"]
+    assert plain["one_device_s"] < 4 * 0.008, "one device keeps what is inside"
+    assert again["one_device_s"] < 4 * 0.008
     samples = SAMPLES // 4 * INPUT_BYTES
-    first, last = again["plans"][1]["memory"]
+    first, last = again["plans"][0]["memory"]
     assert (first["activations_bytes"], last["activations_bytes"]) == (2 * 3 * samples, 3 * samples)
     assert [rank["recomputed_bytes"] for rank in (first, last)] == [8 * samples] * 2
-    assert plain["plans"][1]["memory"][1]["activations_bytes"] > 2 * 8 * samples
+    assert plain["plans"][0]["memory"][1]["activations_bytes"] > 2 * 8 * samples
 
 
 def test_a_bandwidth_makes_steps_longer() -> None:
@@ -241,25 +251,6 @@ def test_each_of_several_pipelines_takes_a_batch_of_the_loader() -> None:
     assert (found["num_ranks"], found["num_pipelines"], found["batch_samples"]) == (2, 2, SAMPLES)
 
 
-def test_the_picture_has_a_panel_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    planned("--micro-batches", "1", "2", "--picture=plan.svg")
-    assert capsys.readouterr().out.endswith("\nPlans as JSON: plan.json\nPicture: plan.svg\n")
-    texts = [element.text or "" for element in ElementTree.parse("plan.svg").iter() if element.tag.endswith("text")]
-    assert [text.partition(":")[0] for text in texts if text.startswith("1f1b")] == ["1f1b, M = 1", "1f1b, M = 2"]
-    assert [text for text in texts if text.startswith("rank")] == ["rank 1", "rank 0"] * 2
-
-
-def test_nothing_is_trained() -> None:
-    planned("--micro-batches", "2", "8")
-    [model] = Model.made
-    assert events == ["step"] * events.count("step") + ["teardown"]
-    assert len(events) > 1
-    assert model.steps == 0
-    assert all(torch.equal(value, model.initial[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert not torch.distributed.is_initialized()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -278,7 +269,8 @@ def test_nothing_is_trained() -> None:
          "balance=[1, 3] has 2 entries for 4 stages"),
         ("--picture no/such.svg", "--picture=no/such.svg: there is no directory no; make it first"),
         ("--trainer.devices=1", "devices=1: a pipeline has a stage on each device and needs 2 or more; pass devices=2"),
-        ("--trainer.devices=5", "module='layers' has 4 layers for 5 stages; use 4 or fewer devices"),
+        ("--trainer.strategy.module=auto --trainer.strategy.split_points=[layers.1,layers.2]",
+         "makes 3 stages, and 2 ranks with 1 each have 2"),
         ("--trainer.strategy.module=blocks", "module='blocks' is no part of the module; it must be an nn.Sequential"),
         ("--trainer.strategy=ring_ddp", "strategy=RingDDPStrategy is no pipeline; pass strategy='pipeline_1f1b'"),
         ("--trainer.strategy=hybrid", "tensor_parallel_size=2: the plan is for 2 stages or more; pass pipeline_parall"),
@@ -314,9 +306,3 @@ def test_split_points_are_planned_as_they_are() -> None:
     (plan,) = planned(*points, "--micro-batches=2")["plans"]
     assert [stage["layers"] for stage in plan["stages"]] == [[0, 1], [1, 2]]
     assert [stage["parameters_bytes"] for stage in plan["stages"]] == [2 * LAYER_BYTES, (LAYERS - 2) * LAYER_BYTES]
-
-
-def test_split_points_that_do_not_fill_the_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    points = ["--trainer.strategy.module=auto", "--trainer.strategy.split_points=[layers.1,layers.2]"]
-    assert main(["plan", "--config=run.yaml", "--micro-batches", *points]) != 0
-    assert "makes 3 stages, and 2 ranks with 1 each have 2" in capsys.readouterr().err

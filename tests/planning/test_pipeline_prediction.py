@@ -80,13 +80,6 @@ def test_stages_of_several_ranks_each() -> None:
     assert [stage.rank for stage in found.stages] == [memory.rank for memory in found.memory] == [4, 0]
 
 
-def test_the_slower_stage_sets_the_pace() -> None:
-    """F0 of the fast stage, then the slow one without a pause, then the fast one's last backward: 1 + 3 x 12 + 2."""
-    found = planned("gpipe", layers((1, 2), (4, 8)))
-    assert found.step_s == pytest.approx(39)
-    assert found.bubble == pytest.approx(1 - (9 + 36) / 78)
-
-
 def test_stages_are_those_of_training() -> None:
     """The last rank has the first stage, and layers are numbered within the chain."""
     bounds = [(0, 1), (1, 3), (3, 4), (4, 5)]
@@ -113,21 +106,19 @@ def test_memory_of_the_rank_that_needs_most(schedule: str, in_flight: int) -> No
     assert (last_rank.total, rank_zero.total) == (100 + in_flight * 61, 80 + rank_zero.activations_bytes)
 
 
-def test_one_layer_of_a_rank_runs_again_at_a_time() -> None:
-    bounds = [(0, 1), (1, 3), (3, 4), (4, 5)]
-    parts = [PartCost(), *(PartCost(0, 0, 5, 5, 5, again) for again in (70, 10, 30, 80, 20)), PartCost()]
-    last_rank, rank_zero = planned("interleaved", parts, bounds, num_micro_batches=2).memory
-    assert (last_rank.recomputed_bytes, rank_zero.recomputed_bytes) == (80, 30)
-    assert last_rank.total == 100 + last_rank.activations_bytes + 80
-
-
 def test_memory_of_all_stages_of_a_rank() -> None:
-    """Two micro-batches are in memory, but of the last stage one, whose backward follows at once."""
+    """Two micro-batches are in memory, but of the last stage one, whose backward follows at once.
+
+    One layer of a rank runs again at a time.
+    """
     bounds = [(0, 1), (1, 3), (3, 4), (4, 5)]
-    parts = [PartCost(saved_bytes=1), *(PartCost(0, 0, 5, 10) for _ in range(5)), PartCost(saved_bytes=2)]
+    inner = [PartCost(0, 0, 5, 10, 0, again) for again in (70, 10, 30, 80, 20)]
+    parts = [PartCost(saved_bytes=1), *inner, PartCost(saved_bytes=2)]
     last_rank, rank_zero = planned("interleaved", parts, bounds, num_micro_batches=2).memory
     assert last_rank.activations_bytes == 2 * (1 + 10) + 2 * (5 + 10)
     assert rank_zero.activations_bytes == 2 * (5 + 20) + (5 + 10 + 2)
+    assert (last_rank.recomputed_bytes, rank_zero.recomputed_bytes) == (80, 30)
+    assert last_rank.total == 100 + last_rank.activations_bytes + 80
 
 
 def measured(seconds: list[float], num_micro_batches: int = 3) -> PipelinePlan:

@@ -70,14 +70,15 @@ class Model(nn.Module):
         return loss
 
 
-def probed(bounds: list[tuple[int, int]]) -> dict[str, Any]:
+def owned(module: Model, bounds: list[tuple[int, int]]) -> Ownership:
     init_group()
+    pipeline = PipelineGroup(new_group_in_order([1, 0]), Meter(), CPU)
+    return Ownership(module, find_chain(module, "layers", 2), bounds, 1 - rank(), 2, pipeline)
+
+
+def probed(bounds: list[tuple[int, int]]) -> dict[str, Any]:
     module = Model()
-    group = new_group_in_order([1, 0])
-    pipeline = PipelineGroup(group, Meter(), CPU)
-    position = 1 - rank()
-    chain = find_chain(module, "layers", 2)
-    ownership = Ownership(module, chain, bounds, position, 2, pipeline)
+    ownership = owned(module, bounds)
     ownership.drop()
     for parameter in ownership.held():
         parameter.grad = torch.full_like(parameter, 7.0)
@@ -85,12 +86,12 @@ def probed(bounds: list[tuple[int, int]]) -> dict[str, Any]:
     parts = CostProbe(ownership, seed=3).measure(lambda: module.step(torch.ones(SAMPLES, 3)))
     return {
         "parts": parts,
-        "link": slowest_link(pipeline),
+        "link": slowest_link(ownership.group),
         "grads": [float(parameter.grad.min()) for parameter in ownership.held()],  # type: ignore[union-attr]
         "same random state": torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1],
         "same noise in every run": len(set(module.noises)) == 1,
         "calls": module.calls,
-        "own forward": any("forward" in vars(layer) for layer in chain.layers),
+        "own forward": any("forward" in vars(layer) for layer in module.layers),
     }
 
 
@@ -98,11 +99,8 @@ def floats(*shape: int) -> int:
     return 4 * torch.Size(shape).numel()
 
 
-def test_sizes_of_what_is_sent_and_kept(world2: World) -> None:
-    last, first = world2.run(probed, [(0, 2), (2, 6)])
-    assert set(first["parts"]) == {0, 1, 2}
-    assert set(last["parts"]) == {3, 4, 5, 6, 7}
-    parts = first["parts"] | last["parts"]
+def assert_sizes(parts: dict[int, PartCost]) -> None:
+    """Of what is sent and kept, where layers 0 and 1 are on the first stage."""
     output = floats(SAMPLES, WIDTH)
     assert [parts[part].output_bytes for part in range(7)] == [*[output] * 6, floats(SAMPLES, 2)]
     kept = [parts[part].saved_bytes for part in range(8)]
@@ -115,10 +113,13 @@ def test_sizes_of_what_is_sent_and_kept(world2: World) -> None:
 
 
 @pytest.mark.parametrize("bounds", [[(0, 2), (2, 6)], [(0, 1), (1, 3), (3, 4), (4, 6)]])
-def test_times_and_traces(bounds: list[tuple[int, int]], world2: World) -> None:
+def test_sizes_times_and_traces(bounds: list[tuple[int, int]], world2: World) -> None:
     results = world2.run(probed, bounds)
     parts: dict[int, PartCost] = results[0]["parts"] | results[1]["parts"]
     assert set(parts) == set(range(8))
+    if len(bounds) == 2:
+        assert set(results[1]["parts"]) == {0, 1, 2}
+        assert_sizes(parts)
     assert parts[5].forward_s >= 0.01
     assert parts[5].backward_s >= 0.02
     assert all(part.forward_s > 0 for part in parts.values())
@@ -134,12 +135,8 @@ def test_times_and_traces(bounds: list[tuple[int, int]], world2: World) -> None:
 
 
 def leaving() -> None:
-    init_group()
     module = Model()
-    pipeline = PipelineGroup(new_group_in_order([1, 0]), Meter(), CPU)
-    chain, bounds = find_chain(module, "layers", 2), [(0, 3), (3, 6)]
-    ownership = Ownership(module, chain, bounds, 1 - rank(), 2, pipeline)
-    CostProbe(ownership, seed=3).measure(lambda: module.before.weight.sum())
+    CostProbe(owned(module, [(0, 3), (3, 6)]), seed=3).measure(lambda: module.before.weight.sum())
 
 
 def test_a_step_without_the_chain_is_refused(world2: World) -> None:

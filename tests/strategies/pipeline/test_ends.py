@@ -17,11 +17,11 @@ from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.placeholder import Placeholder
 from tests.strategies.pipeline.fitted import assert_same_outcomes, outcome
-from tests.strategies.tasks import Case, make_trainer
+from tests.strategies.tasks import Case, fit_module
 from tests.world import World
 
 VOCABULARY, LENGTH, WIDTH = 40, 3, 6
-CASE = Case(max_epochs=2, trainer={"accumulate_grad_batches": 2})
+CASE = Case(trainer={"accumulate_grad_batches": 2})
 
 
 class Layer(nn.Module):
@@ -100,26 +100,21 @@ class SparseTied(Tied):
 
 
 class Reversed(Wide):
-    """Registers its parts in another order than it uses them."""
+    """Registers its parts in another order than it uses them: by what it registers it would be split evenly."""
+
+    num_tokens = VOCABULARY + 14
 
     def build(self) -> None:
         torch.manual_seed(6)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.layers = nn.ModuleList(Layer() for _ in range(4))
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-
-
-class ReversedLarge(Reversed):
-    """Is split evenly by what it registers, and by what it uses it is not."""
-
-    def build(self) -> None:
-        super().build()
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.tokens = nn.Embedding(VOCABULARY + 14, WIDTH)
+        self.tokens = nn.Embedding(self.num_tokens, WIDTH)
 
 
 class Mixed(Reversed):
     """Has a tied head as well, and every layer adds what is computed before the layers."""
+
+    num_tokens = VOCABULARY
 
     def build(self) -> None:
         super().build()
@@ -193,18 +188,22 @@ def text() -> Any:
 
 def train(cls: type[Wide], strategy: Any, ranks: int, path: Path | None = None, resume: Path | None = None) -> Any:
     module = cls().double()
-    trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False, gradient_clip_val=cls.clip)
-    if resume is not None:
-        trainer.fit_loop.max_epochs = 3
-    trainer.fit(module, DataLoader(text(), batch_size=8), DataLoader(text(), batch_size=16), ckpt_path=resume)
+    loaders = [DataLoader(text(), batch_size=size) for size in (8, 16)]
+    max_epochs = 2 if resume is None else 3
+    options: dict[str, Any] = {"use_distributed_sampler": False, "gradient_clip_val": cls.clip, "ckpt_path": resume}
+    trainer = fit_module(module, strategy, ranks, CASE, *loaders, max_epochs=max_epochs, **options)
     if path is not None:
         trainer.save_checkpoint(path)
-    return {**outcome(module, trainer), "held": module.held}
+    reduced = []
+    if ranks > 1:
+        strategy.meter.flush()
+        reduced = [each.group for each in strategy.meter.steps[-1].operations if each.operation == "all_reduce"]
+    return {**outcome(module, trainer), "held": module.held, "reduced": reduced}
 
 
 @cache
 def one_device(cls: type[Wide]) -> Any:
-    return train(cls, "auto", 1)
+    return train(cls, None, 1)
 
 
 def pipelined(classes: list[type[Wide]], ranks: int, **options: Any) -> list[Any]:
@@ -222,19 +221,17 @@ TOKENS, HEAD, BIAS = "tokens.weight", "head.weight", "bias.weight"
 NORM = ("norm.weight", "norm.bias")
 ON_FOUR: dict[type[Wide], list[set[str]]] = {  # by position
     Wide: [{TOKENS}, set(), set(), {HEAD}],
-    Tied: [{TOKENS}, set(), set(), {TOKENS}],
     Mixed: [{HEAD, BIAS}, {BIAS}, {BIAS}, {HEAD, BIAS}],  # the tied weight, by its first name
-    EmbeddingLoss: [{TOKENS}, set(), set(), {TOKENS, HEAD}],
 }
 
 
 def test_each_stage_has_what_it_uses(world4: World) -> None:
     """An embedding and a head were on all ranks, with gradients and optimizer states."""
     results = world4.run(pipelined, list(ON_FOUR), 4)
-    wide, tied, *_ = world4.output(0).split("Pipeline over ")[1:]
+    wide, mixed = world4.output(0).split("Pipeline over ")[1:]
     assert "stage 3 on rank 0: layer 3, 336 B of parameters" in wide
     assert "parameters in all: 2.26 kB on rank 3, 336 B on rank 2, 336 B on rank 1, 2.26 kB" in wide
-    assert "parameters in all: 2.26 kB on rank 3, 336 B on rank 2, 336 B on rank 1, 2.26 kB" in tied
+    assert "parameters in all: 2.40 kB on rank 3, 480 B on rank 2, 480 B on rank 1, 2.40 kB" in mixed
     for kind, (cls, expected) in enumerate(ON_FOUR.items()):
         of_ranks = [result[kind] for result in results]
         assert [outside(result)[-1] for result in reversed(of_ranks)] == expected, cls
@@ -247,8 +244,14 @@ def test_two_stages_a_rank(world2: World) -> None:
 
 
 def test_pipelines_side_by_side_move_alike(world4: World) -> None:
-    results = world4.run(pipelined, [Mixed], 4, pipeline_parallel_size=2)  # on the same batches
-    assert_same_outcomes([result for (result,) in results], one_device(Mixed))
+    """On the same batches.
+
+    A stage averages what it does not share before it sums what it shares: so the last stage averages while the first
+    one runs backward, for which sums would wait.
+    """
+    results = [result for (result,) in world4.run(pipelined, [Mixed], 4, pipeline_parallel_size=2)]
+    assert_same_outcomes(results, one_device(Mixed))
+    assert all(result["reduced"].index("data") < result["reduced"].index("pipeline") for result in results)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +260,7 @@ def test_pipelines_side_by_side_move_alike(world4: World) -> None:
         (SparseTied, {TOKENS}, {TOKENS}, {}),
         (Reversed, {TOKENS}, {HEAD}, {}),
         (Branching, {TOKENS}, {TOKENS, HEAD}, {}),
+        (EmbeddingLoss, {TOKENS}, {TOKENS, HEAD}, {}),
         (Logging, {TOKENS}, {TOKENS, HEAD}, {}),
         (Noisy, {TOKENS}, {TOKENS, HEAD}, {}),  # a placeholder draws no random numbers
         (Normed, {TOKENS, *NORM}, {HEAD}, {"num_micro_batches": 1}),
@@ -270,6 +274,9 @@ def test_values_that_a_stage_needs_are_there(
     assert (outside(first)[-1], outside(last)[-1]) == (of_first, of_last)
     if cls is not Noisy:
         assert_same_outcomes([last, first], one_device(cls))
+    if cls is Reversed:
+        of_layers = {name for name in first["held"][-1] if name.startswith("layers")}
+        assert len(of_layers) == 2 * 1, "the split counts what the first batch has moved"
 
 
 def test_what_validation_alone_uses_moves_there_with_its_optimizer_states(world2: World) -> None:
@@ -301,12 +308,6 @@ def test_the_balance_of_parameters_counts_them() -> None:
         assert max(stop - start for start, stop in bounds) == -(-10 // ranks)
 
 
-def test_the_split_counts_what_the_first_batch_has_moved(world2: World) -> None:
-    (last,), (first,) = world2.run(pipelined, [ReversedLarge], 2)
-    assert len({name for name in first["held"][-1] if name.startswith("layers")}) == 2 * 1
-    assert_same_outcomes([last, first], one_device(ReversedLarge))
-
-
 class Looking(Wide):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx:  # each stage has one of them
@@ -324,8 +325,8 @@ def resumed(path: Path, own: Path) -> Any:
 
 
 def test_checkpoints_are_those_of_one_device(world2: World, tmp_path: Path) -> None:
-    train(Tied, "auto", 1, path=tmp_path / "one")
-    reference = train(Tied, "auto", 1, path=tmp_path / "three", resume=tmp_path / "one")
+    train(Tied, None, 1, path=tmp_path / "one")
+    reference = train(Tied, None, 1, path=tmp_path / "three", resume=tmp_path / "one")
     assert_same_outcomes(world2.run(resumed, tmp_path / "one", tmp_path / "own"), reference)
     found, expected = (torch.load(tmp_path / name, weights_only=False) for name in ("own", "three"))
     assert list(found["state_dict"]) == list(expected["state_dict"])

@@ -207,7 +207,6 @@ class Collects(Plain):
 def test_what_is_kept_once_a_batch_trains_as_on_one_device(world2: World) -> None:
     """As the messages advise: hooks run once a batch, and a layer alone reads what it keeps."""
     for kind, parts in (
-        (KeepsAtBatchEnds, 1),
         (KeepsAtBatchEnds, 4),
         (CountsAtBatchStarts, 4),
         (Collects, 1),
@@ -219,7 +218,7 @@ def test_what_is_kept_once_a_batch_trains_as_on_one_device(world2: World) -> Non
         reference = fitted(kind, 1, case=CASE)
         for result in world2.run(fitted, kind, case=CASE, num_micro_batches=parts):
             assert_same_weights(result, reference)
-            if parts == 1:
+            if (kind, parts) != (Collects, 4):  # which collects four values a batch
                 assert result["noted"] == pytest.approx(reference["noted"], rel=1e-9)
 
 

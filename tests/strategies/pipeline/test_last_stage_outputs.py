@@ -19,7 +19,7 @@ from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs, packed, unpacked
 from tests.strategies.pipeline.fitted import fitted
-from tests.strategies.tasks import Case, Classifier, data_ranks, eval_loader, make_trainer, train_loader
+from tests.strategies.tasks import Case, Classifier, data_ranks, eval_loader, fit_module, make_trainer
 from tests.world import World
 
 
@@ -80,23 +80,20 @@ class Collecting(Classifier):
 
 def collect(strategy: Any, ranks: int) -> dict[str, Any]:
     module = Collecting()
-    case = Case(max_epochs=2)
-    trainer = make_trainer(case, strategy, ranks, num_sanity_val_steps=1)
-    trainer.fit(module, train_loader(case, trainer), [eval_loader(), eval_loader(8)])
+    loaders = [eval_loader(), eval_loader(8)]
+    trainer = fit_module(module, strategy, ranks, Case(max_epochs=2), None, loaders, num_sanity_val_steps=1)
     return {**module.found, "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()}}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_hooks_of_all_stages_find_what_they_would_on_one_device(schedule: str, world2: World) -> None:
-    expected = collect("auto", 1)
+def test_hooks_of_all_stages_find_what_they_would_on_one_device(world2: World) -> None:
+    expected = collect(None, 1)
     assert len(expected["by loader"][1]) > 8
-    for found in world2.run(collect, PipelineStrategy(schedule=schedule), 2):
-        metrics, expected_metrics = found.pop("metrics"), dict(expected["metrics"])
-        assert metrics == pytest.approx(expected_metrics, rel=1e-6)
-        for name, value in found.items():
-            assert value == (pytest.approx(expected[name], rel=1e-9) if name != "by loader" else value), name
-        for own, theirs in zip(found["by loader"], expected["by loader"], strict=True):
+    for found in world2.run(collect, PipelineStrategy(schedule="zero_bubble"), 2):
+        assert found.pop("metrics") == pytest.approx(expected["metrics"], rel=1e-6)
+        for own, theirs in zip(found.pop("by loader"), expected["by loader"], strict=True):
             assert own == pytest.approx(theirs, rel=1e-9)
+        for name, value in found.items():
+            assert value == pytest.approx(expected[name], rel=1e-9), name
 
 
 class Asking(Classifier):
@@ -161,7 +158,7 @@ class _Group:
         pass
 
 
-def sent(change: Callable[[Any], object], **attributes: Any) -> dict[str, Any]:
+def sent(change: Callable[[Any], object], kind: str = "train", **attributes: Any) -> dict[str, Any]:
     """The attributes that the last stage gives to the others when a step has changed its module, by their names."""
     module, group = L.LightningModule(), _Group()
     for name, value in attributes.items():
@@ -169,19 +166,13 @@ def sent(change: Callable[[Any], object], **attributes: Any) -> dict[str, Any]:
     outputs: Any = LastStageOutputs(module, group, is_last=True, at_end=lambda: None)  # type: ignore[arg-type]
     with suppress(IndexError), outputs.noting():
         change(module)
-    outputs.on_train_epoch_end(None, module)
+    getattr(outputs, f"on_{kind}_epoch_end")(None, module)
     return {name: unpacked(package, torch.device("cpu")) for name, package in group.given.items()}
 
 
 @pytest.mark.parametrize("kind", ["train", "validation", "test", "predict"])
 def test_every_kind_of_epoch_ends_with_what_the_last_stage_has_kept(kind: str) -> None:
-    module: Any = L.LightningModule()
-    module.kept, group = [], _Group()
-    outputs = LastStageOutputs(module, group, is_last=True, at_end=lambda: None)  # type: ignore[arg-type]
-    with outputs.noting():
-        module.kept.append(1)
-    getattr(outputs, f"on_{kind}_epoch_end")(None, module)
-    assert set(group.given) == {"kept"}
+    assert sent(lambda module: module.kept.append(1), kind, kept=[]) == {"kept": [1]}
 
 
 def test_what_is_changed_is_sent_and_nothing_else() -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import numpy as np
@@ -28,7 +29,6 @@ from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain, suggested_split_points
-from lightning_multigpu.engine.pipeline.splitting.ownership import Holding
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.strategies import rank_run
@@ -37,7 +37,6 @@ from lightning_multigpu.strategies.pipeline.pipeline_checks import (
     check_module,
     check_optimizers,
 )
-from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline
 from tests.strategies.pipeline.fitted import assert_same_outcomes, fitted, loss_by_hand, outcome
 from tests.strategies.tasks import (
     Case,
@@ -166,27 +165,36 @@ def text(num_samples: int, shift: int = 0) -> Any:
 
 
 CASE = Case(
-    trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "val_check_interval": 0.3, "max_epochs": 2}
+    trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "val_check_interval": 0.75, "max_epochs": 2}
 )
 
 
-def train(module: TinyGPT, strategy: Any, ranks: int, shift: int = 0) -> dict[str, Any]:
+def train(module: TinyGPT, strategy: Any, ranks: int, shift: int = 0, **options: Any) -> dict[str, Any]:
     torch.manual_seed(SEED)
-    trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False)
+    trainer: Any = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False, **options)
+    callbacks = list(trainer.callbacks)
     # 4 batches an epoch, the last of 6 samples: 4 micro-batches of two sizes.
     loader = DataLoader(text(30, shift), batch_size=8)
     # Evaluation draws its noise from another state than one device's: its values are compared between pipelines.
     trainer.fit(module, loader, DataLoader(text(6), batch_size=3))
+    left = {
+        "clipping over the stages": vars(trainer.precision_plugin).get("clip_grad_by_norm"),
+        "metrics gathered over the stages": module.accuracy.dist_sync_fn or module.latest_accuracy.dist_sync_fn,
+        "silence on sync_dist": any("use `self.log" in str(message) for _, message, *_ in warnings.filters),
+        "a callback": callbacks != trainer.callbacks,
+        "a pipeline": ranks > 1 and strategy.stage_record(),
+    }
     return {
         **outcome(module, trainer),
+        "left": [name for name, value in left.items() if value],
         "noises": module.own.noises,
         "latest": module.latest,
         "predicted": [int(x) for batch in trainer.predict(module, loader) or [] for x in batch],
     }
 
 
-def pipeline(ranks: int, *, tied: bool = False, **options: Any) -> dict[str, Any]:
-    return train(TinyGPT(tied=tied), PipelineStrategy(num_micro_batches=4, **options), ranks)
+def pipeline(ranks: int, **options: Any) -> dict[str, Any]:
+    return train(TinyGPT(), PipelineStrategy(num_micro_batches=4, **options), ranks)
 
 
 @pytest.fixture(scope="module")
@@ -207,29 +215,7 @@ def test_gpt_trains_as_on_one_device(schedule: str, by_hand: dict[str, Any], wor
     assert [result["predicted"] for result in results] == [[int(each["targets"][0]) for each in text(30)]] * 2
     # What comes before the blocks sees the same noise on every stage, in evaluation as well; dry runs see it again.
     assert list(dict.fromkeys(results[0]["noises"])) == list(dict.fromkeys(results[1]["noises"]))
-
-
-def test_four_stages_draw_the_same_random_numbers(by_hand: dict[str, Any], world4: World) -> None:
-    assert_same(world4.run(pipeline, 4, balance=[1, 1, 1, 1]), by_hand)
-
-
-def what_a_run_leaves() -> list[str]:
-    module, strategy = TinyGPT(), PipelineStrategy(num_micro_batches=4, start_method="popen")
-    trainer = make_trainer(Case(max_epochs=1), strategy, 2)
-    callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
-    trainer.fit(module, DataLoader(text(8), batch_size=8), DataLoader(text(8), batch_size=8))
-    left = {
-        "clipping over the stages": vars(trainer.precision_plugin).get("clip_grad_by_norm"),
-        "metrics gathered over the stages": module.accuracy.dist_sync_fn or module.latest_accuracy.dist_sync_fn,
-        "silence on sync_dist": any("use `self.log" in str(message) for _, message, *_ in warnings.filters),
-        "a callback": callbacks != trainer.callbacks,  # type: ignore[attr-defined]
-        "a pipeline": strategy.stage_record(),
-    }
-    return [name for name, value in left.items() if value]
-
-
-def test_a_run_leaves_nothing_of_its_own_in_other_objects(world2: World) -> None:
-    assert world2.run(what_a_run_leaves) == [[], []]
+    assert [result["left"] for result in results] == [[], []], "a run leaves something of its own in other objects"
 
 
 class Augmented(TinyGPT):
@@ -240,30 +226,12 @@ class Augmented(TinyGPT):
 
 
 def augmented() -> dict[str, Any]:
-    return train(Augmented(), PipelineStrategy(num_micro_batches=4), 2, shift=rank())
+    return train(Augmented(), PipelineStrategy(num_micro_batches=4, balance=[1, 1, 1, 1]), 4, shift=rank())
 
 
-def test_all_stages_train_on_the_batch_of_rank_zero(by_hand: dict[str, Any], world2: World) -> None:
+def test_four_stages_train_on_the_batch_of_rank_zero(by_hand: dict[str, Any], world4: World) -> None:
     """Which they load differently, and hooks see once."""
-    assert_same(world2.run(augmented), by_hand)
-
-
-class Drawing(Classifier):
-    """Draws a random number in every step."""
-
-    noted: tuple[float, ...] = ()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.noted = (*self.noted, float(torch.rand(())))
-        return super().training_step(batch, batch_idx)
-
-
-def test_pipelines_side_by_side_draw_numbers_of_their_own(world4: World) -> None:
-    results = world4.run(fitted, Drawing, 4, pipeline_parallel_size=2, num_micro_batches=2)
-    last, first, other_last, other_first = (result["noted"] for result in results)
-    assert first == last
-    assert other_first == other_last
-    assert not set(first) & set(other_first)
+    assert_same(world4.run(augmented), by_hand)
 
 
 class Shifting(Classifier):
@@ -300,63 +268,54 @@ def test_stages_of_a_rank_start_from_the_same_batch_and_all_stages_draw_alike(wo
 class Watched(Classifier):
     """Looks at what this rank holds while it trains."""
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        strategy: Any = self.trainer.strategy
+        self.with_gradient = [n for n, p in self.named_parameters() if strategy.holds(p) and len(p.grad.numpy())]
+
     def on_train_batch_end(self, *args: Any) -> None:
         super().on_train_batch_end(*args)
-        optimizer = self.trainer.optimizers[0]
         self.held = [name for name, value in self.named_parameters() if not isinstance(value, Placeholder)]
-        self.states = len(held_states(optimizer))
+        self.states = len(held_states(self.trainer.optimizers[0]))
 
 
 def watch() -> dict[str, Any]:
-    module = Watched("adamw")
+    module, strategy = Watched("adamw"), PipelineStrategy(balance=[2, 6])
     before = list(module.parameters())
-    trainer = make_trainer(Case(max_epochs=1), PipelineStrategy(balance=[2, 6]), 2)
-    trainer.fit(module, train_loader(Case(), 1))
-    trainer.strategy.meter.flush()
-    steps = trainer.strategy.meter.steps
+    frames: list[int] = []
+    package, forward = str(Path(lightning_multigpu.__file__).parent), Stage.forward
+
+    def noted(self: Stage, micro_batch: int) -> Any:
+        frames.append(sum(entry.filename.startswith(package) for entry in traceback.extract_stack()))
+        return forward(self, micro_batch)
+
+    with mock.patch.object(Stage, "forward", noted):
+        make_trainer(Case(max_epochs=1), strategy, 2).fit(module, train_loader(Case(), 1))
+    strategy.meter.flush()
     return {
         "held": module.held,
+        "with gradient": module.with_gradient,
         "states": module.states,
         "same objects": all(a is b for a, b in zip(before, module.parameters(), strict=True)),
-        "sent": [(t.count, t.size_bytes) for t in steps[-1].of("send", "pipeline")],
+        "sent": [(t.count, t.size_bytes) for t in strategy.meter.steps[-1].of("send", "pipeline")],
+        "frames": frames[-1],
     }
 
 
 def test_a_stage_holds_its_own_layers_only(world2: World) -> None:
     last, first = world2.run(watch)
-    assert first["held"] == ["layers.0.weight", "layers.0.bias"]
-    assert last["held"] == ["layers.2.weight", "layers.2.bias"]
+    assert first["held"] == first["with gradient"] == ["layers.0.weight", "layers.0.bias"]
+    assert last["held"] == last["with gradient"] == ["layers.2.weight", "layers.2.bias"]
     for result in (first, last):
         assert result["states"] == 2
         assert result["same objects"]
+        # A first batch wandered through 23 modules; an ordinary batch no longer goes through what is done once.
+        assert result["frames"] <= 12, "functions of the package above a stage's forward pass in the last batch"
     # Activations of 16 float64 numbers a sample, 8 samples, in 8 micro-batches, one way; gradients the other way.
     activations = 8 * 16 * 8
     assert first["sent"][0] == (8, activations)
     messages, size = last["sent"][0]
     assert messages >= 8
     assert activations <= size
-
-
-def frames() -> int:
-    """The functions of the pack above a stage's forward pass in the last batch."""
-    found: list[int] = []
-    package, forward = str(Path(lightning_multigpu.__file__).parent), Stage.forward
-
-    def noted(self: Stage, micro_batch: int) -> Any:
-        found.append(sum(entry.filename.startswith(package) for entry in traceback.extract_stack()))
-        return forward(self, micro_batch)
-
-    Stage.forward = noted  # type: ignore[method-assign]
-    try:
-        fit(Case(max_epochs=1), "pipeline_1f1b", 2)
-    finally:
-        Stage.forward = forward  # type: ignore[method-assign]
-    return found[-1]
-
-
-def test_the_way_to_a_stage_is_short(world2: World) -> None:
-    """A first batch wandered through 23 modules; an ordinary batch no longer goes through what is done once."""
-    assert max(world2.run(frames)) <= 12
 
 
 class Unfreezing(BaseFinetuning):
@@ -376,7 +335,7 @@ class Tuned(Classifier):
 
 
 def unfreeze(ranks: int, path: Path, **options: Any) -> dict[str, Any]:
-    return fitted(Tuned, ranks, case=Case(max_epochs=3), callbacks=[Unfreezing(), SaveAtEnd(path)], **options)
+    return fitted(Tuned, ranks, case=Case(max_epochs=2), callbacks=[Unfreezing(), SaveAtEnd(path)], **options)
 
 
 class SaveAtEnd(L.Callback):
@@ -416,19 +375,6 @@ class FirstOnly(Classifier):
 def test_optimizers_of_different_parameters_make_no_checkpoint(world2: World, tmp_path: Path) -> None:
     words, callbacks = r"only one of two has \['layers.2.bias', 'layers.2.weight'\]", [OneSided(), SaveAtEnd(tmp_path)]
     world2.run_raising(PipelineError, words, fitted, FirstOnly, callbacks=callbacks)
-
-
-class Stopping(Classifier):
-    """Its step ends the training; the end of the step runs on the last stage only."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.trainer.should_stop = batch_idx == 2
-        return loss
-
-
-def test_a_step_may_end_the_training(world2: World) -> None:
-    assert [result["steps"] for result in world2.run(fitted, Stopping)] == [3, 3]
 
 
 class Manual(Classifier):
@@ -508,11 +454,20 @@ def test_what_needs_the_whole_model_is_refused(check: Callable[[], None], words:
             {"activation_checkpointing": True, "schedule": "zero_bubble"},
             "under schedule='zero_bubble'.*use schedule='interleaved', or leave it out",
         ),
+        ({"data_parallel_size": 0}, "data_parallel_size=0"),
+        ({"data_parallel_size": 3}, "data_parallel_size=3 does not make the 8 ranks"),
+        ({"pipeline_parallel_size": 3}, "pipeline_parallel_size=3 does not divide the 8 ranks"),
+        (
+            {"data_parallel_size": 2, "pipeline_parallel_size": 2},
+            "pipeline_parallel_size=2 times data_parallel_size=2 does not make the 8 ranks",
+        ),
+        ({"data_parallel_size": 8}, "one device a pipeline: a pipeline has a stage on each device"),
+        ({"split_points": ["net.up"]}, r"makes 2 stages, and 8 ranks with 1 each have 8; name 7 submodules"),
     ],
 )
 def test_options_out_of_range_are_named(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        PipelineStrategy(**options)
+        L.Trainer(strategy=PipelineStrategy(**options), accelerator="cpu", devices=8)
 
 
 def test_one_device_is_no_pipeline() -> None:
@@ -564,8 +519,20 @@ def test_in_a_notebook_the_strategy_that_works_is_named(monkeypatch: pytest.Monk
             L.Trainer(strategy=name, accelerator="cpu", devices=2)
 
 
+class Drawing(Classifier):
+    """Draws a random number in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = SimpleNamespace(drawn=set())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.own.drawn.add(float(torch.rand(())))
+        return super().training_step(batch, batch_idx)
+
+
 def side_by_side(case: Case) -> dict[str, Any]:
-    module = Classifier(case.optimizer)
+    module = Drawing()
     trainer = make_trainer(case, PipelineStrategy(pipeline_parallel_size=2), 4)
     trainer.fit(module, train_loader(case, trainer), eval_loader(batch_size=4))
     trainer.strategy.meter.flush()
@@ -573,6 +540,7 @@ def side_by_side(case: Case) -> dict[str, Any]:
     return {
         "weights": state(module),
         "seen": module.seen,
+        "drawn": module.own.drawn,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "averages": [sum(t.count for t in step.of("all_reduce", "data")) for step in steps],
         "bytes": steps[-1].of("all_reduce", "data")[-1].size_bytes,
@@ -592,43 +560,8 @@ def test_two_pipelines_side_by_side(world4: World) -> None:
     assert [result["bytes"] for result in results] == [8 * (16 * 3 + 3), 8 * (6 * 16 + 16)] * 2
     seen = [result["seen"] for result in results]
     assert seen[0] == seen[1] != seen[2] == seen[3], "the stages of a pipeline have the batches of its last one"
+    drawn = [result["drawn"] for result in results]
+    assert drawn[0] == drawn[1]
+    assert drawn[2] == drawn[3]
+    assert drawn[0].isdisjoint(drawn[2]), "pipelines draw numbers of their own"
     assert global_losses(results) == pytest.approx([loss for loss, _ in reference["seen"]], rel=1e-9)
-
-
-def test_a_stage_averages_what_it_does_not_share_before_it_sums_what_it_shares() -> None:
-    """So the last stage averages while the first one runs backward; sums would wait for that one."""
-    done: list[tuple[str, list[str]]] = []
-    own, shared = (
-        Holding("own", nn.Parameter(torch.ones(1)), (0,)),
-        Holding("both", nn.Parameter(torch.ones(1)), (0, 1)),
-    )
-    names = {id(holding.tensor): holding.name for holding in (own, shared)}
-    ownership = SimpleNamespace(common=lambda: [shared], held=lambda: [own.tensor, shared.tensor])
-    pipeline: Any = SimpleNamespace(
-        model=SimpleNamespace(ownership=ownership),
-        data_axis=SimpleNamespace(average_gradients=lambda ps: done.append(("average", [names[id(p)] for p in ps]))),
-        agreement=SimpleNamespace(
-            sums=SimpleNamespace(sum_gradients=lambda hs: done.append(("sum", [h.name for h in hs])))
-        ),
-    )
-    RunningPipeline._reduce_gradients(pipeline)
-    assert done == [("average", ["own"]), ("sum", ["both"]), ("average", ["both"])]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"data_parallel_size": 0}, "data_parallel_size=0"),
-        ({"data_parallel_size": 3}, "data_parallel_size=3 does not make the 8 ranks"),
-        ({"pipeline_parallel_size": 3}, "pipeline_parallel_size=3 does not divide the 8 ranks"),
-        (
-            {"data_parallel_size": 2, "pipeline_parallel_size": 2},
-            "pipeline_parallel_size=2 times data_parallel_size=2 does not make the 8 ranks",
-        ),
-        ({"data_parallel_size": 8}, "one device a pipeline: a pipeline has a stage on each device"),
-        ({"split_points": ["net.up"]}, r"makes 2 stages, and 8 ranks with 1 each have 8; name 7 submodules"),
-    ],
-)
-def test_pipelines_side_by_side_must_fill_the_ranks(options: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        L.Trainer(strategy=PipelineStrategy(**options), accelerator="cpu", devices=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import lightning as L
@@ -14,12 +15,11 @@ from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.placeholder import Placeholder
 from tests.strategies.pipeline.fitted import assert_same_outcomes, outcome
-from tests.strategies.tasks import Case, assert_same_weights, data_ranks, make_trainer
+from tests.strategies.tasks import Case, assert_same_weights, data_ranks, fit_module, make_trainer, state
 from tests.world import World
 
 SEED = 23
 WIDTH, VOCABULARY = 6, 9
-POINTS = ["net.middle", "net.deep", "net.up"]
 
 
 class Ladder(nn.Module):
@@ -93,7 +93,7 @@ def tokens(num_samples: int) -> Any:
 
 
 CASE = Case(
-    trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "val_check_interval": 0.3, "max_epochs": 2}
+    trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "val_check_interval": 0.75, "max_epochs": 1}
 )
 
 
@@ -163,35 +163,30 @@ def without_chance(module: LadderTask) -> LadderTask:
     return module
 
 
-def resume() -> tuple[list[float], dict[str, Tensor]]:
-    path = "cut.ckpt"
-    strategy = PipelineStrategy(split_points=["net.deep"], num_micro_batches=4)
-    case = Case(max_epochs=1)
-    loader = DataLoader(tokens(32), batch_size=16)
+def resumable(module: LadderTask, point: str | None, **options: Any) -> L.Trainer:
     torch.manual_seed(SEED)
-    first = make_trainer(case, strategy, 2, use_distributed_sampler=False)
-    first.fit(without_chance(LadderTask()), loader)
-    first.save_checkpoint(path)
-    module = without_chance(LadderTask())
-    again = make_trainer(
-        Case(max_epochs=2), PipelineStrategy(split_points=["net.up"], num_micro_batches=4), 2,
-        use_distributed_sampler=False,
-    )  # fmt: skip
-    again.fit(module, loader, ckpt_path=path)
+    strategy, ranks = (PipelineStrategy(split_points=[point], num_micro_batches=4), 2) if point else (None, 1)
+    loader = DataLoader(tokens(32), batch_size=16)
+    return fit_module(without_chance(module), strategy, ranks, Case(), loader, use_distributed_sampler=False, **options)
+
+
+def resume() -> dict[str, Any]:
+    module, path = LadderTask(), "cut.ckpt"
+    resumable(LadderTask(), "net.deep", max_epochs=1).save_checkpoint(path)
+    again = resumable(module, "net.up", max_epochs=2, ckpt_path=path)
     again.strategy.barrier()
     again.strategy.remove_checkpoint(path)
     assert module.num_states == len(module.held), "states of parameters that other stages have"
-    return module.losses, {name: value.clone() for name, value in module.state_dict().items()}
+    return {"losses": module.losses, "weights": state(module)}
 
 
 def test_a_run_goes_on_with_other_split_points(world2: World) -> None:
     """The states of the optimizer go where the parameters are, once that is known."""
-    module = without_chance(LadderTask())
-    trainer = make_trainer(Case(max_epochs=2), "auto", 1)
-    trainer.fit(module, DataLoader(tokens(32), batch_size=16))
-    for losses, weights in world2.run(resume):
-        assert losses == pytest.approx(module.losses[2:], rel=1e-9)
-        assert_same_weights({"weights": weights}, {"weights": module.state_dict()})
+    module = LadderTask()
+    resumable(module, None, max_epochs=2)
+    for result in world2.run(resume):
+        assert result["losses"] == pytest.approx(module.losses[2:], rel=1e-9)
+        assert_same_weights(result, {"weights": state(module)})
 
 
 class LadderLate(LadderTask):
@@ -212,18 +207,23 @@ def trained(cls: type[LadderTask], strategy: Any = "auto", ranks: int = 1, **fur
     return train(module if cls is LadderLate else without_chance(module), strategy, ranks, **further)
 
 
+@cache
+def one_device(cls: type[LadderTask]) -> dict[str, Any]:
+    return trained(cls)
+
+
 def cut_quiet(cls: type[LadderTask], ranks: int, sanity: int = 0, **options: Any) -> dict[str, Any]:
     strategy = PipelineStrategy(**{"split_points": ["net.deep"], "num_micro_batches": 4, **options})
     return trained(cls, strategy, ranks, sanity=sanity)
 
 
-def test_stages_train_as_one_device(world2: World, world4: World) -> None:
-    reference = trained(LadderTask)
+def test_stages_train_as_one_device(world2: World) -> None:
+    reference = one_device(LadderTask)
     results = world2.run(cut_quiet, LadderTask, 2, sanity=1)
     assert_same(results, reference)
     assert [result["num_validated"] for result in results] == 2 * [reference["num_validated"]], "steps leave traces"
-    assert_same(world2.run(cut_quiet, LadderTask, 2, split_points=POINTS, schedule="interleaved"), reference)
-    assert_same(world4.run(cut_quiet, LadderTask, 4, split_points=POINTS, sanity=1), reference)
+    points = ["net.middle", "net.deep", "net.up"]
+    assert_same(world2.run(cut_quiet, LadderTask, 2, split_points=points, schedule="interleaved"), reference)
 
 
 @pytest.mark.parametrize(
@@ -237,11 +237,11 @@ def test_stages_train_as_one_device(world2: World, world4: World) -> None:
 )
 def test_other_modules_are_cut(cls: type[LadderTask], options: dict[str, Any], world2: World) -> None:
     """The LightningModule itself, and one that is built by configure_model, whose whole weights are on rank 0."""
-    results, reference = world2.run(cut_quiet, cls, 2, **options), trained(cls)
-    assert_same(results[:1] if cls is LadderLate else results, reference)
+    results = world2.run(cut_quiet, cls, 2, **options)
+    assert_same(results[:1] if cls is LadderLate else results, one_device(cls))
 
 
 def test_two_pipelines_side_by_side(world4: World) -> None:
-    reference = trained(LadderTask)
+    reference = one_device(LadderTask)
     for result in world4.run(cut_quiet, LadderTask, 4, pipeline_parallel_size=2):
         assert_same_weights(result, reference)

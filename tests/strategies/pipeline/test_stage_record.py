@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -15,11 +15,12 @@ from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.callbacks import ProfilerReport
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PlannedMemory
 from lightning_multigpu.planning.pipelines.stage_costs import LinkCost
-from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner
-from tests.strategies.tasks import Case, Classifier, dataset, make_strategy, make_trainer
+from lightning_multigpu.strategies.pipeline import pipeline_planner
+from tests.strategies.tasks import Case, Classifier, dataset, fit_module, make_strategy, make_trainer
 from tests.world import World
 
 WIDTH = 32
+FLOAT32 = Case(max_epochs=1, precision="32-true")
 
 
 class Deep(L.LightningModule):
@@ -40,18 +41,20 @@ class Deep(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-def profiled(directory: Path, batches: int = 5, *, module: type[Deep] = Deep, ranks: int = 2, **options: Any) -> Any:
+def profiled(
+    batches: int = 5,
+    *,
+    active: int = 5,
+    activations: bool = False,
+    module: type[Deep] = Deep,
+    ranks: int = 2,
+    **options: Any,
+) -> Any:
     """The profile of a fit of some batches of 64 samples, on rank 0."""
-    callback = ProfilerReport(wait=0, warmup=0, active=batches, print_report=False, write_files=False)
-    trainer = make_trainer(
-        Case(max_epochs=1, precision="32-true"),
-        PipelineStrategy(start_method="popen", **options),
-        ranks,
-        callbacks=[callback],
-        default_root_dir=directory,
-    )
-    data: Any = [torch.ones(64, WIDTH)] * batches
-    trainer.fit(module(), DataLoader(data, batch_size=None))
+    report = {"print_report": False, "write_files": False, "activations": activations}
+    callback = ProfilerReport(wait=0, warmup=0, active=active, **report)
+    data: Any = DataLoader([torch.ones(64, WIDTH)] * batches, batch_size=None)  # type: ignore[arg-type]
+    fit_module(module(), PipelineStrategy(**options), ranks, FLOAT32, data, callbacks=[callback])
     return callback.profile
 
 
@@ -63,18 +66,18 @@ def passes_of(of_rank: dict[str, Any]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "count", "passes", "theory"),
+    ("schedule", "balance", "count", "passes", "theory"),
     [
-        ("gpipe", 6, (6, 6, 0), 1 / 7),
-        ("1f1b", 6, (6, 6, 0), 1 / 7),
-        ("interleaved", 4, (8, 8, 0), 1 / 9),
-        ("zero_bubble", 4, (8, 8, 8), 1 / 25),
+        ("gpipe", "parameters", 6, (6, 6, 0), 1 / 7),
+        ("1f1b", "memory", 6, (6, 6, 0), 1 / 7),  # split again when it is measured
+        ("interleaved", "parameters", 4, (8, 8, 0), 1 / 9),
+        ("zero_bubble", "parameters", 4, (8, 8, 8), 1 / 25),
     ],
 )
-def test_passes_and_times_of_each_rank(
-    schedule: Any, count: int, passes: Any, theory: float, tmp_path: Path, world2: World
+def test_passes_times_and_memory_of_each_rank(
+    schedule: Any, balance: Any, count: int, passes: Any, theory: float, world2: World
 ) -> None:
-    profile, _ = world2.run(profiled, tmp_path, schedule=schedule, num_micro_batches=count)
+    profile, _ = world2.run(profiled, schedule=schedule, balance=balance, num_micro_batches=count)
     [pipeline] = profile["pipelines"]
     assert (pipeline["schedule"], pipeline["num_micro_batches"]) == (schedule, count)
     assert 0 < pipeline["bubble"] < 1
@@ -91,29 +94,12 @@ def test_passes_and_times_of_each_rank(
     last = pipeline["ranks"][1]
     assert last["bubble"] * pipeline["wall_s"] >= last["seconds"]["receive"]
     assert [passes_of(rank) for rank in profile["ranks"]] == [passes, passes]
-
-
-def test_a_stage_holds_its_own_parameters_gradients_and_states(tmp_path: Path, world2: World) -> None:
-    profile, _ = world2.run(profiled, tmp_path, num_micro_batches=4)
-    whole = sum(parameter.numel() * 4 for parameter in Deep().parameters())
+    held = sum(parameter.numel() * 4 for parameter in Deep().parameters()) / 2
     for rank in profile["ranks"]:
-        assert rank["memory"]["parameters_bytes"] == rank["memory"]["gradients_bytes"] == whole / 2
-        tensors = 4 * 4  # a stage
-        assert rank["memory"]["optimizer_bytes"] == 2 * whole / 2 + 4 * tensors
-        predicted = {"parameters_bytes": whole / 2, "gradients_bytes": whole / 2, "optimizer_bytes": whole}
+        assert rank["memory"]["parameters_bytes"] == rank["memory"]["gradients_bytes"] == held
+        assert rank["memory"]["optimizer_bytes"] == 2 * held + 4 * 4 * 4  # a step count of each tensor of four layers
+        predicted = {"parameters_bytes": held, "gradients_bytes": held, "optimizer_bytes": 2 * held}
         assert rank["stages"]["predicted"] == predicted
-
-
-def activations(**options: Any) -> Any:
-    """The largest bytes that autograd keeps on the first and on the last stage."""
-    callback = ProfilerReport(wait=1, warmup=0, active=1, activations=True, print_report=False, write_files=False)
-    strategy = PipelineStrategy(start_method="popen", num_micro_batches=16, **options)
-    trainer = make_trainer(Case(max_epochs=1, precision="32-true"), strategy, 2, callbacks=[callback])
-    data: Any = [torch.ones(64, WIDTH)] * 5
-    trainer.fit(Deep(), DataLoader(data, batch_size=None))
-    if callback.profile is None:
-        return None
-    return [of_rank["memory"]["activations_bytes"] for of_rank in reversed(callback.profile["ranks"])]
 
 
 class Loading(Deep):
@@ -122,11 +108,14 @@ class Loading(Deep):
 
 
 def predicted(schedule: Any, again: Any) -> list[PlannedMemory]:
+    """By a plan of one round of measurements, which changes times only."""
     strategy = PipelineStrategy(schedule=schedule, activation_checkpointing=again)
-    trainer = make_trainer(Case(max_epochs=1, precision="32-true"), strategy, 2)
-    planner = PipelinePlanner.of_trainer(trainer, schedules=None, num_micro_batches=[16], link=LinkCost(0.0, 0.0))
+    trainer = make_trainer(FLOAT32, strategy, 2)
+    sizes: dict[str, Any] = {"schedules": None, "num_micro_batches": [16], "link": LinkCost(0.0, 0.0)}
+    planner = pipeline_planner.PipelinePlanner.of_trainer(trainer, **sizes)
     settings = {"accelerator": "cpu", "max_epochs": 1, "use_distributed_sampler": False}
-    [plan] = planner.run(Loading(), None, settings).plans
+    with mock.patch.object(pipeline_planner, "NUM_ROUNDS", 1):
+        [plan] = planner.run(Loading(), None, settings).plans
     return list(plan.memory)
 
 
@@ -147,27 +136,24 @@ INPUT, INSIDE = 4 * 4 * WIDTH * 4, 4 * 4 * 4 * WIDTH * 4
 )
 def test_what_a_plan_predicts_is_kept(schedule: str, again: Any, of_first: int | None, world2: World) -> None:
     memory = predicted(schedule, again)
-    measured, _ = world2.run(activations, schedule=schedule, activation_checkpointing=again)
+    options = {"num_micro_batches": 16, "schedule": schedule, "activation_checkpointing": again}
+    profile, _ = world2.run(profiled, 4, active=1, activations=True, **options)
+    measured = [rank["memory"]["activations_bytes"] for rank in reversed(profile["ranks"])]
     assert of_first in (None, measured[0])
     assert [rank.activations_bytes for rank in memory] == measured
     ranks = [True, True] if again is True else [bool(again) and schedule == "interleaved", bool(again)]
     assert [rank.recomputed_bytes for rank in memory] == [INSIDE // 4 * has for has in ranks]
 
 
-def test_two_pipelines_side_by_side(tmp_path: Path, world4: World) -> None:
-    profile, *_ = world4.run(profiled, tmp_path, num_micro_batches=4, pipeline_parallel_size=2, ranks=4)
+def test_two_pipelines_side_by_side(world4: World) -> None:
+    profile, *_ = world4.run(profiled, num_micro_batches=4, pipeline_parallel_size=2, ranks=4)
     assert [[entry["rank"] for entry in pipeline["ranks"]] for pipeline in profile["pipelines"]] == [[1, 0], [3, 2]]
 
 
-def test_too_few_batches_for_a_time(tmp_path: Path, world2: World) -> None:
-    profile, _ = world2.run(profiled, tmp_path, batches=1, num_micro_batches=4)
+def test_too_few_batches_for_a_time(world2: World) -> None:
+    profile, _ = world2.run(profiled, 1, active=1, num_micro_batches=4)
     assert "pipelines" not in profile
     assert all(rank["memory"]["gradients_bytes"] > 0 for rank in profile["ranks"])
-
-
-def test_layers_that_have_moved_are_recorded_where_they_are(tmp_path: Path, world2: World) -> None:
-    profile, _ = world2.run(profiled, tmp_path, num_micro_batches=4, balance="memory")
-    assert [passes_of(rank)[0] for rank in profile["ranks"]] == [4, 4]
 
 
 class Frozen(Deep):
@@ -181,21 +167,21 @@ class Frozen(Deep):
         return self.layers(batch).square().mean()
 
 
-def test_a_stage_without_gradients_has_no_backward_passes(tmp_path: Path, world2: World) -> None:
-    profile, _ = world2.run(profiled, tmp_path, module=Frozen, num_micro_batches=4)
+def test_a_stage_without_gradients_has_no_backward_passes(world2: World) -> None:
+    profile, _ = world2.run(profiled, module=Frozen, num_micro_batches=4)
     last, first = profile["ranks"]
     assert (passes_of(first)[:2], passes_of(last)[1]) == ((4, 0), 4)
     assert first["memory"]["gradients_bytes"] == 0
 
 
-def two_fits(directory: Path) -> dict[str, Any]:
+def two_fits() -> dict[str, Any]:
     callback = ProfilerReport(wait=0, warmup=0, active=1, print_report=False, write_files=False)
     for strategy in (PipelineStrategy(), make_strategy("ring_ddp")):
-        trainer = make_trainer(Case(max_epochs=1), strategy, 2, callbacks=[callback], default_root_dir=directory)
-        trainer.fit(Classifier(), DataLoader(dataset(8), batch_size=4))
+        data = DataLoader(dataset(8), batch_size=4)
+        fit_module(Classifier(), strategy, 2, Case(max_epochs=1), data, callbacks=[callback])
     return callback.profile or {}
 
 
-def test_a_later_fit_without_a_pipeline_has_no_stages(tmp_path: Path, world2: World) -> None:
-    profile = world2.run(two_fits, tmp_path)[0]
+def test_a_later_fit_without_a_pipeline_has_no_stages(world2: World) -> None:
+    profile = world2.run(two_fits)[0]
     assert [rank["stages"] for rank in profile["ranks"]] == [None, None]

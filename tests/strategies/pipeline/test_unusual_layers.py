@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import lightning as L
@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
@@ -103,6 +104,13 @@ class Reader(nn.Module):
         return x + self.memory(self.own(x).tanh())  # type: ignore[no-any-return]
 
 
+class Again(Block):
+    """Does not keep what is inside it for backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
@@ -165,6 +173,7 @@ MODULES: dict[str, Callable[[], Task]] = {
     ),
     "layers whose forward is called": lambda: CallingForward(blocks),
     "layers with weight norm": lambda: Task(normalised),
+    "layers that are computed again": lambda: Task(lambda: nn.Sequential(*(Again() for _ in range(4)))),
     "recurrent layers": lambda: Task(
         lambda: nn.Sequential(*(Recurrent(k) for k in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTM)))
     ),
@@ -175,53 +184,33 @@ def train(make: Callable[[], Task], ranks: int = 1, **options: Any) -> dict[str,
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         result = fitted(make, ranks, case=Case(max_epochs=1, num_samples=24), **options)
-    return {**result, "said": [str(warning.message) for warning in said]}
+    return {**result, "said": " ".join(str(warning.message) for warning in said)}
 
 
-def train_all(**options: Any) -> dict[str, Any]:
-    found = {}
-    for name, make in MODULES.items():
-        try:
-            found[name] = train(make, 2, num_micro_batches=4, **options)
-        except Exception as error:
-            error.add_note(f"in: {name}")
-            raise
-    return found
+def train_named(name: str, ranks: int = 1, **options: Any) -> dict[str, Any]:
+    return train(MODULES[name], ranks, **options)
 
 
-@pytest.fixture(scope="module")
-def one_device() -> dict[str, Any]:
-    return {name: train(make) for name, make in MODULES.items()}
-
-
-def assert_all_same(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
-    for result in results:
-        wrong = []
-        for name, trained in result.items():
-            try:
-                assert_same_weights(trained, reference[name])
-            except AssertionError as error:
-                wrong.append(f"{name}: {error}")
-        assert not wrong
+on_one_device = cache(train_named)
+COUPLED = {"a parameter that is used twice", "a memory that all layers share", "recurrent layers"}
+COMPILED = "layers compiled with their backward"
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_a_stranger_layer_trains_as_on_one_device(schedule: str, one_device: dict[str, Any], world2: World) -> None:
+@pytest.mark.parametrize("name", MODULES)
+def test_a_stranger_layer_trains_as_on_one_device(name: str, schedule: str, world2: World) -> None:
     """Several of them crashed, and hooks were left out.
 
     Under zero_bubble the second batch raised "Trying to backward through the graph a second time" where a parameter is
     used twice. A layer that stands in its container twice raised KeyError, and a compiled one RecursionError.
     """
-    results = world2.run(train_all, schedule=schedule)
-    assert_all_same(results, one_device)
-    for result in results:
-        said = {name: " ".join(trained["said"]) for name, trained in result.items()}
-        assert "run uncompiled; compile each layer by itself" in said["layers in a compiled container"]
-        assert "uncompiled" not in said["compiled layers"]
-        together = "computes the gradients of its inputs and of its weights together"
-        names = {name for name, text in said.items() if together in text}
-        expected = {"a parameter that is used twice", "a memory that all layers share", "recurrent layers"}
-        assert names == ({*expected, "layers compiled with their backward"} if schedule == "zero_bubble" else set())
+    reference = on_one_device(name)
+    for result in world2.run(train_named, name, 2, num_micro_batches=4, schedule=schedule):
+        assert_same_weights(result, reference)
+        is_uncompiled = "run uncompiled; compile each layer by itself" in result["said"]
+        assert is_uncompiled == (name == "layers in a compiled container")
+        together = "computes the gradients of its inputs and of its weights together" in result["said"]
+        assert together == (schedule == "zero_bubble" and name in {*COUPLED, COMPILED})
 
 
 class Net(nn.Module):

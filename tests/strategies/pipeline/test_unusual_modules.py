@@ -37,17 +37,6 @@ class CheckpointedLayers(Plain):
         return cross_entropy(x, y)
 
 
-class Checkpointing(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-class CheckpointedWithin(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(Checkpointing(6, 6) for _ in range(3)), nn.Linear(6, 3))
-
-
 class Penalised(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = batch[0].clone().requires_grad_()
@@ -114,12 +103,6 @@ class HandsOnHidden(Plain):
 )
 def test_what_stages_cannot_do_is_said(kind: type[Plain], options: dict[str, Any], words: str, world2: World) -> None:
     world2.run_raising(PipelineError, words, fitted, kind, case=CASE, **options)
-
-
-def test_checkpoints_within_layers_train_as_on_one_device(world2: World) -> None:
-    reference = fitted(CheckpointedWithin, 1, case=CASE)
-    for result in world2.run(fitted, CheckpointedWithin, case=CASE):
-        assert_same_weights(result, reference)
 
 
 class CopiesWeights(L.Callback):
