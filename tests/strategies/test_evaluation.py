@@ -54,7 +54,7 @@ def evaluate_all(strategy_name: str, ranks: int, numbers: list[int]) -> list[dic
 
 # Batches of 8, the last one whole, of 5, of 1, or the only one. How they are dealt out is the same for all strategies
 # with batches of a rank's own (engine/test_batch_distribution.py); the others have no batch that one rank lacks.
-NUM_SAMPLES = {"ring_ddp": [24, 21, 17, 2], **{r.name: [21, 17, 2] for r in rows_with_a_whole_model()[1:]}}
+NUM_SAMPLES = {**{row.name: [21, 17, 2] for row in rows_with_a_whole_model()}, "ring_ddp": [24, 21, 17, 2]}
 
 
 @rows
