@@ -72,14 +72,6 @@ class _Ignoring(Classifier):
         return loss
 
 
-def test_held_bytes_are_those_of_one_device() -> None:
-    """It read a function of strategies that start ranks, which this one had not."""
-    trainer = train(Classifier("adamw"), 2)
-    held: Any = trainer.strategy.held_bytes()  # type: ignore[attr-defined]
-    sizes = [parameter.nbytes for parameter in trainer.lightning_module.parameters()]
-    assert held.parameters_bytes == held.gradients_bytes == sum(sizes)
-
-
 def ignored(batch: Any) -> Tensor:
     x, y = batch
     return torch.where((x[:, :1] == IGNORED.to(x)).any(1), -100, y)
@@ -426,27 +418,22 @@ def test_dropout_in_layers_that_run_again_is_refused_on_cpus() -> None:
     train(_Recomputing(inside=False), 2)
 
 
-@pytest.mark.parametrize("sample", [7, 13], ids=["in the main thread", "while it waits"])
-def test_ctrl_c(sample: int) -> None:
-    class Interrupting(_Failing):
+@pytest.mark.parametrize(
+    ("signum", "sample", "status"),
+    [(signal.SIGINT, 7, 1), (signal.SIGINT, 13, 1), (signal.SIGTERM, 7, 128 + signal.SIGTERM)],
+    ids=["Ctrl-C in the main thread", "Ctrl-C while it waits", "SIGTERM"],
+)
+def test_signals_end_the_program(signum: signal.Signals, sample: int, status: int) -> None:
+    """After SIGTERM it ended with status 0, as if it had trained to the end."""
+
+    class Signalled(_Failing):
         def fails(self, *args: Any) -> None:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(SystemExit):
-        train(Interrupting(False, sample), 3)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
-
-
-def test_sigterm() -> None:
-    """The program ended with status 0, as if it had trained to the end."""
-
-    class Terminated(_Failing):
-        def fails(self, *args: Any) -> None:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signum)
 
     with pytest.raises(SystemExit) as ended:
-        train(Terminated(False, 7), 3)
-    assert ended.value.code == 128 + signal.SIGTERM
+        train(Signalled(False, sample), 3)
+    assert ended.value.code == status
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
 
 
 class _Listed(torch.utils.data.Dataset[Any]):
@@ -554,10 +541,12 @@ def test_what_travels_is_measured(caplog: pytest.LogCaptureFixture, tmp_path: An
     report = RunReport(print_table=False)
     trainer = train(module, 2, callbacks=[CommunicationMonitor(log=False), report], default_root_dir=str(tmp_path))
     assert "Global batch: 7 samples a step (data ranks: 1 x 7); dp cuts each batch" in caplog.text
-    meter = trainer.strategy.meter  # type: ignore[attr-defined]
+    strategy: Any = trainer.strategy
     buffers = 6 * 8 + 6 * 8 + 8  # of BatchNorm: mean, variance, number of batches
-    gradients = 8 * sum(parameter.numel() for parameter in module.parameters())
-    for step in meter.steps:
+    gradients = sum(parameter.nbytes for parameter in module.parameters())
+    held = strategy.held_bytes()
+    assert held.parameters_bytes == held.gradients_bytes == gradients
+    for step in strategy.meter.steps:
         for operation, size in (("broadcast", buffers), ("reduce", gradients)):
             [totals] = step.of(operation, "devices")
             assert (totals.size_bytes, totals.group_size, totals.exposed_s) == (size, 2, totals.total_s)
