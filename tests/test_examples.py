@@ -75,22 +75,22 @@ def test_configuration_is_one_that_the_command_takes(name: str, capsys: pytest.C
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("name", ["ring_ddp", "single_device"])
-def test_configuration_trains(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "strategy", "options"),
+    [
+        ("ring_ddp", "ring_ddp", ()),
+        ("single_device", "single_device", ()),
+        ("global_batch", "ring_ddp", ("--trainer.strategy=ring_ddp", "--trainer.devices=2")),
+    ],
+)
+def test_configuration_trains(tmp_path: Path, name: str, strategy: str, options: tuple[str, ...]) -> None:
+    """With 64 images a step, under another strategy than its own too."""
     config = str(ROOT / f"configs/{name}.yaml")
-    run(tmp_path, "-m", "lightning_multigpu", "fit", f"--config={config}", "--trainer.max_epochs=1")
+    run(tmp_path, "-m", "lightning_multigpu", "fit", f"--config={config}", "--trainer.max_epochs=1", *options)
     report = json.loads((tmp_path / f"runs/{name}/version_0/multigpu_report.json").read_text())
-    assert report["strategy"] == {"name": name, "options": {}}
-    assert report["steps"] == 20  # both see 64 images a step
-    assert (tmp_path / f"runs/{name}/version_0/checkpoints/last.ckpt").is_file()
-
-
-@pytest.mark.launch
-def test_one_configuration_keeps_its_global_batch_under_another_strategy(tmp_path: Path) -> None:
-    switch = ("--trainer.strategy=ring_ddp", "--trainer.devices=2", "--trainer.max_epochs=1")
-    run(tmp_path, "-m", "lightning_multigpu", "fit", f"--config={ROOT / 'configs/global_batch.yaml'}", *switch)
-    report = json.loads((tmp_path / "runs/global_batch/version_0/multigpu_report.json").read_text())
+    assert report["strategy"] == {"name": strategy, "options": {}}
     assert (report["global_batch"], report["steps"]) == (64, 20)
+    assert (tmp_path / f"runs/{name}/version_0/checkpoints/last.ckpt").is_file()
 
 
 @pytest.mark.launch

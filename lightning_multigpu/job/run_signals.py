@@ -306,7 +306,8 @@ class _Pusher(threading.Thread):
 
     def stop(self) -> None:
         self._stopped.set()
-        os.write(self._writer, b"\0")  # wakes it; no signal has that number
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread, too
+            os.write(self._writer, b"\0")  # no signal has this number
         self.join(1)
         if self.sees_arrivals:
             _give_wakeups_back(self._writer)

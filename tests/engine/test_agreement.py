@@ -15,7 +15,6 @@ from lightning_multigpu.engine.data_parallel.agreement import (
     AgreedLoader,
     Announcement,
     Announcer,
-    agreed_length,
     counted_samples,
     loss_scale,
 )
@@ -35,10 +34,6 @@ def test_gradients_count_by_weight() -> None:
     assert loss_scale(announcement(0, 0), 0, "mean") == 1.0
 
 
-def test_ranks_without_a_batch() -> None:
-    assert announcement(4, -1, 0).exhausted == [1]
-
-
 @pytest.mark.parametrize(
     ("batch", "limit", "size"),
     [
@@ -52,24 +47,6 @@ def test_ranks_without_a_batch() -> None:
 )
 def test_samples_of_a_batch_that_no_sampler_of_ours_has_drawn(batch: Any, limit: int | None, size: int) -> None:
     assert counted_samples(batch, limit=limit) == size
-
-
-def lengths() -> list[int | None]:
-    init_group()
-    group = dist.new_group(backend="gloo")
-    mine = range(3 + rank())
-    unsized = iter([1])
-    answers = [
-        agreed_length(mine, group, "stop"),
-        agreed_length(mine, group, "join"),
-        agreed_length(mine if rank() else unsized, group, "stop"),
-    ]
-    dist.destroy_process_group(group)
-    return answers
-
-
-def test_lengths_are_agreed_on(world2: World) -> None:
-    assert world2.run(lengths) == [[3, 4, None]] * 2
 
 
 def of_two_stages() -> Any:

@@ -23,7 +23,6 @@ from lightning_multigpu.engine.data_parallel.batch_distribution import (
     ShardedBatchSampler,
     distribute_batches,
     global_batches,
-    share,
 )
 
 
@@ -35,14 +34,6 @@ def _ranks(
         list(ShardedBatchSampler(batches, num_replicas=num_replicas, rank=rank, **options))
         for rank in range(num_replicas)
     ]
-
-
-@pytest.mark.parametrize(("start", "stop", "num_replicas"), [(0, 8, 2), (8, 11, 2), (3, 4, 3), (5, 5, 2), (0, 10, 4)])
-def test_shares_are_disjoint_complete_and_even(start: int, stop: int, num_replicas: int) -> None:
-    parts = [share(start, stop, rank, num_replicas) for rank in range(num_replicas)]
-    assert [i for a, b in parts for i in range(a, b)] == list(range(start, stop))
-    sizes = [b - a for a, b in parts]
-    assert max(sizes) - min(sizes) <= 1
 
 
 def test_ranks_together_see_the_batches_of_one_device() -> None:

@@ -23,10 +23,10 @@ class OneProcess:
         self._ranks = ranks
         self.num_ranks = ranks.num_ranks
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
         """What the function returns, as the answer of each rank."""
         if self._name not in args:
-            return self._ranks.run(function, *args, **kwargs)
+            return self._ranks.run(function, *args, timeout_s=timeout_s, **kwargs)
         return [function(*args, **kwargs)] * self.num_ranks
 
 

@@ -43,13 +43,12 @@ def saver(directory: str | Path, step: int, at_epoch_end: bool) -> ModelCheckpoi
     return ModelCheckpoint(directory, filename="{step}", save_top_k=-1, **when)
 
 
-def save(case: Case, strategy_name: str | None, ranks: int, directory: str, step: int, at_epoch_end: bool) -> list[str]:
-    """Trains until ``step`` is reached, saving there; returns the files."""
+def save(case: Case, strategy_name: str | None, ranks: int, directory: str, step: int, at_epoch_end: bool) -> None:
+    """Trains until ``step`` is reached, saving there."""
     callback = saver(directory, step, at_epoch_end)
     # The run is cut off well after the file was written, as a crash would do it.
     options: dict[str, Any] = {"callbacks": [callback], "enable_checkpointing": True, "max_steps": step + 2}
     fit_module(Classifier(case.optimizer), strategy_name, ranks, case, **options)
-    return sorted(path.name for path in Path(directory).iterdir())
 
 
 def resume(case: Case, strategy: Any, ranks: int, path: str) -> dict[str, Any]:
@@ -57,11 +56,6 @@ def resume(case: Case, strategy: Any, ranks: int, path: str) -> dict[str, Any]:
     trainer = fit_module(module, strategy, ranks, case, ckpt_path=path)
     return {"weights": state(module), "global_step": trainer.global_step,
             "learning_rates": module.learning_rates}  # fmt: skip
-
-
-def _save_on_one_device(directory: Path, step: int, at_epoch_end: bool) -> str:
-    save(CASE, None, 1, str(directory), step, at_epoch_end)
-    return str(directory / f"step={step}.ckpt")
 
 
 # Stock strategies load a float64 file into the float32 module and convert it then: 24 bits of the weights survive.
@@ -73,13 +67,12 @@ def _never_interrupted() -> dict[str, Any]:
     return fit(CASE, None, 1)
 
 
-def _assert_continues(resumed: dict[str, Any], steps_left: int, rtol: float = 1e-9) -> None:
+def _assert_continues(resumed: dict[str, Any], steps_left: int) -> None:
     whole = _never_interrupted()
     assert resumed["global_step"] == whole["global_step"]
     assert len(resumed["learning_rates"]) == steps_left
     assert resumed["learning_rates"] == whole["learning_rates"][-steps_left:]
-    for name, value in whole["weights"].items():
-        torch.testing.assert_close(resumed["weights"][name], value, rtol=rtol, atol=rtol * 1e-2)
+    assert_same_weights(resumed, whole)
 
 
 # Steps, and whether the file is written at the end of their epoch.
@@ -112,20 +105,32 @@ def files_of_one_device(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("place", WHERE)
+def resume_everywhere(strategy_name: str, ranks: int, directory: Path) -> list[dict[str, Any]]:
+    return [resume(CASE, strategy_name, ranks, str(file_of(directory, place))) for place in WHERE]
+
+
+@pytest.mark.parametrize("row", [r for r in rows_of_each_class() if r.name in ("ring_ddp", "dp")], ids=lambda r: r.name)
+def test_resumes_from_a_single_device_file(row: StrategyRow, world2: World, files_of_one_device: Path) -> None:
+    """The strategies that start ranks find the place of a file in the same code."""
+    for of_rank in world2.run(resume_everywhere, row.name, 2, files_of_one_device):
+        for place, resumed in zip(WHERE, of_rank, strict=True):
+            _assert_continues(resumed, 3 * STEPS_AN_EPOCH - WHERE[place][0])
+
+
 @rows
-def test_resumes_from_a_single_device_file(
-    row: StrategyRow, place: str, world2: World, files_of_one_device: Path
+def test_four_ranks_resume_from_a_single_device_file(
+    row: StrategyRow, world4: World, files_of_one_device: Path
 ) -> None:
-    for resumed in world2.run(resume, CASE, row.name, 2, str(file_of(files_of_one_device, place))):
-        _assert_continues(resumed, 3 * STEPS_AN_EPOCH - WHERE[place][0])
+    path = file_of(files_of_one_device, "within the first epoch")
+    for result in world4.run(resume, CASE, row.name, 4, str(path)):
+        _assert_continues(result, 9)
 
 
 @rows
 def test_the_file_is_a_single_device_file(
     row: StrategyRow, world2: World, tmp_path: Path, files_of_one_device: Path
 ) -> None:
-    """Wherever it is saved, which the state of the loops tells; one device resumes from it."""
+    """Wherever it is saved, which the state of the loops tells; so one device, or more ranks, can resume from it."""
     world2.run(save_everywhere, row.name, 2, tmp_path)
     for place in WHERE:
         ours, theirs = (
@@ -138,40 +143,34 @@ def test_the_file_is_a_single_device_file(
         assert our_optimizer["param_groups"] == their_optimizer["param_groups"]
         torch.testing.assert_close(our_optimizer["state"], their_optimizer["state"], rtol=1e-9, atol=1e-11)
         assert (ours["lr_schedulers"], ours["loops"]) == (theirs["lr_schedulers"], theirs["loops"]), place
-    own = file_of(tmp_path, "at its end")
-    assert Classifier.load_from_checkpoint(own, map_location="cpu") is not None
-    _assert_continues(resume(CASE, None, 1, str(own)), 8, STOCK_RTOL)
 
 
-def test_stock_ddp_resumes_from_a_file(world2: World, tmp_path: Path) -> None:
-    """The files of all strategies are those of one device, as another test shows."""
+def test_stock_strategies_resume_from_a_file(world2: World, tmp_path: Path) -> None:
     case = Case(optimizer="groups", num_samples=32)  # stock ddp repeats samples where a global batch is uneven
     world2.run(save, case, "ring_ddp", 2, str(tmp_path), 4, True)
+    path = str(tmp_path / "step=4.ckpt")
     whole = fit(case, None, 1)
-    for result in world2.run(resume, case, DDPStrategy(), 2, str(tmp_path / "step=4.ckpt")):
-        for name, value in whole["weights"].items():
-            torch.testing.assert_close(result["weights"][name], value, rtol=STOCK_RTOL, atol=STOCK_RTOL * 1e-2)
+    for result in [resume(case, None, 1, path), *world2.run(resume, case, DDPStrategy(), 2, path)]:
+        assert_same_weights(result, whole, rtol=STOCK_RTOL)
+    assert Classifier.load_from_checkpoint(path, map_location="cpu") is not None
 
 
-@rows
-def test_the_number_of_ranks_may_change_within_an_epoch(
-    row: StrategyRow, world2: World, world4: World, tmp_path: Path
-) -> None:
-    world2.run(save, CASE, row.name, 2, str(tmp_path), 3, False)
-    for result in world4.run(resume, CASE, row.name, 4, str(tmp_path / "step=3.ckpt")):
-        _assert_continues(result, 9)
+def epochs_of_other_sizes(strategy_name: str, path: str) -> list[int]:
+    cases = [Case(optimizer="groups", num_samples=29, global_batch_size=size) for size in OTHER_SIZES]
+    return [len(resume(case, strategy_name, 2, path)["learning_rates"]) for case in cases]
+
+
+OTHER_SIZES = (4, 16)
 
 
 @pytest.mark.parametrize("row", [r for r in rows_of_each_class() if r.name in ("dp", "sync_ps")], ids=lambda r: r.name)
-@pytest.mark.parametrize("size", [4, 16])
 def test_the_next_epoch_is_whole_if_its_batches_are_more_or_fewer(
-    row: StrategyRow, size: int, world2: World, files_of_one_device: Path
+    row: StrategyRow, world2: World, files_of_one_device: Path
 ) -> None:
     """After a save at the last of 4 batches the next epoch began at batch 4 of 8, as under stock Lightning."""
-    case = Case(optimizer="groups", num_samples=29, global_batch_size=size)
-    path = str(files_of_one_device / "at its last batch" / "step=4.ckpt")
-    for result in world2.run(resume, case, row.name, 2, path):
-        assert len(result["learning_rates"]) == 2 * -(-29 // size)
+    path = str(file_of(files_of_one_device, "at its last batch"))
+    for found in world2.run(epochs_of_other_sizes, row.name, path):
+        assert found == [2 * -(-29 // size) for size in OTHER_SIZES]
 
 
 def streams(directory: str, path: str | None) -> int:
@@ -213,30 +212,28 @@ def test_a_loader_that_keeps_its_own_position_continues_as_any_other(tmp_path: P
     assert_same_weights(found, expected)
 
 
-def _resume_as_ranks_see_it(paths: list[str], seen_late: bool = False) -> dict[str, Any]:
+def resume_as_ranks_see_it(paths: list[str], seen_late: bool = False) -> dict[str, Any]:
     """Each rank resumes from its own path; on rank 1, rank 0's comes into sight only after a while."""
-    if not seen_late:
-        return resume(CASE, "ring_ddp", 2, paths[rank()])
-    looks = iter([False] * (3 * rank()))
+    looks = iter([False] * (3 * rank() if seen_late else 0))
     with pytest.MonkeyPatch.context() as patch:
         exists = last_checkpoint.os.path.exists
         patch.setattr(last_checkpoint.os.path, "exists", lambda path: next(looks, True) and exists(path))
         return resume(CASE, "ring_ddp", 2, paths[rank()])
 
 
-def test_all_ranks_resume_from_the_file_of_rank_0(world2: World, tmp_path: Path) -> None:
+def test_all_ranks_resume_from_the_file_of_rank_0(world2: World, files_of_one_device: Path) -> None:
     """Each rank looks for the newest file by itself: a host that saw an older one was steps behind, unnoticed."""
-    older, newer = (_save_on_one_device(tmp_path / str(step), step, False) for step in (3, 6))
+    older, newer = (str(file_of(files_of_one_device, f"within the {epoch}")) for epoch in ("first epoch", "second"))
     for paths, seen_late in (([newer, older], False), ([newer, newer], True)):
-        for result in world2.run(_resume_as_ranks_see_it, paths, seen_late):
+        for result in world2.run(resume_as_ranks_see_it, paths, seen_late):
             _assert_continues(result, 3 * STEPS_AN_EPOCH - 6)
 
 
-def test_one_rank_that_begins_anew_is_refused_on_all(world2: World, tmp_path: Path) -> None:
+def test_one_rank_that_begins_anew_is_refused_on_all(world2: World, files_of_one_device: Path) -> None:
     """``find_last_checkpoint(missing_ok=True)`` on a host that did not see the directory: rank 0 waited for it."""
-    path = _save_on_one_device(tmp_path, 3, False)
-    world2.run_raising(RendezvousError, r"loads a checkpoint: yes on rank 0; no on rank 1", _resume_as_ranks_see_it,
-                       [path, None])  # fmt: skip
+    words = r"loads a checkpoint: yes on rank 0; no on rank 1"
+    paths = [str(file_of(files_of_one_device, "at its end")), None]
+    world2.run_raising(RendezvousError, words, resume_as_ranks_see_it, paths)
 
 
 def test_a_file_that_a_host_does_not_see_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +261,6 @@ def test_resuming_where_nothing_was_saved_ends_before_any_process_starts(
     assert "in runs/digits/version_0/checkpoints, where this run saves; pass ckpt_path=None" in refused(trainer())
     assert "no complete checkpoint in checkpoints, where this run saves" in refused(trainer(logger=False))
     assert "this Trainer has no ModelCheckpoint" in refused(trainer(enable_checkpointing=False, logger=False))
-    _save_on_one_device(tmp_path / "runs" / "digits" / "version_0" / "checkpoints", 3, False)
+    save(CASE, None, 1, "runs/digits/version_0/checkpoints", 3, False)
     earlier = "An earlier run has saved runs/digits/version_0/checkpoints/step=3.ckpt (epoch 0, step 3): to go on"
     assert f"{earlier} from it, pass ckpt_path=lightning_multigpu.find_last_checkpoint('runs/" in refused(trainer())

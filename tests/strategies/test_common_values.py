@@ -93,34 +93,40 @@ class KeepsUnitRows(Classifier):
             self.second.weight.clamp_(-0.5, 0.5)
 
 
-NAMES = [*(row.name for row in rows_with_a_whole_model()), "tensor_split"]
+ROWS = pytest.mark.parametrize("row", rows_with_a_whole_model(), ids=lambda row: row.name)
+NAMES = [row.name for row in rows_with_a_whole_model()]
 LR = r"'lr' of parameter group 0 \(SGD\): "
+IS_SHORTENED = r"self.rows = nn.Embedding\(..., max_norm=0.5\)"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "tensor_split"])
 def test_learning_rates_that_differ_are_an_error(name: str, world2: World) -> None:
     """ddp_sharded and the servers went on, with a learning rate of each owner, or with that of one rank."""
     words = LR + r"0.02 on rank 0; 0.2 on rank 1\nReduceLROnPlateau follows 'own_value'"
     world2.run_raising(
         RuntimeError, words, trained_weights, FollowsItsOwnValue, name, 2, CASE, validation=eval_loader(8)
     )
-    if name != "tensor_split":  # whose ranks have the same loss
-        words = LR + r".* on rank 0; .* on rank 1"
-        world2.run_raising(RuntimeError, words, trained_weights, ChangesItsLearningRate, name, 2, CASE)
 
 
-@pytest.mark.parametrize("row", rows_with_a_whole_model(), ids=lambda row: row.name)
-def test_parameters_that_a_step_changes(row: StrategyRow, world2: World) -> None:
+def test_learning_rates_that_differ_within_an_epoch(world2: World) -> None:
+    words = LR + r".* on rank 0; .* on rank 1"
+    world2.run_raising(RuntimeError, words, trained_weights, ChangesItsLearningRate, "ring_ddp", 2, CASE)
+
+
+@pytest.mark.parametrize(("kind", "parameter"), [(ShortensRows, "rows"), (MovesCentres, "centre")])
+@ROWS
+def test_parameters_that_a_step_changes(row: StrategyRow, kind: Any, parameter: str, world2: World) -> None:
     """ddp_sharded and the servers trained other weights, in silence; ring_ddp said so at the end of the fit."""
-    words = r"self.rows = nn.Embedding\(..., max_norm=0.5\)"
-    world2.run_raising(ValueError, words, trained_weights, LooksUp, row.name, 2, CASE)
-    for kind, name in ((ShortensRows, "rows"), (MovesCentres, "centre")):
-        words = rf"{name}: changed to checksum .* on rank 0; changed to checksum .* on rank 1"
-        world2.run_raising(RuntimeError, words, trained_weights, kind, row.name, 2, CASE)
-    assert_trains_alike(world2, KeepsUnitRows, row.name, CASE)
+    words = rf"{parameter}: changed to checksum .* on rank 0; changed to checksum .* on rank 1"
+    world2.run_raising(RuntimeError, words, trained_weights, kind, row.name, 2, CASE)
 
 
-def test_embeddings_with_a_largest_norm_elsewhere(world2: World) -> None:
-    with pytest.raises(ValueError, match=r"self.rows = nn.Embedding\(..., max_norm=0.5\)"):
+def test_parameters_that_all_ranks_change_alike(world2: World) -> None:
+    assert_trains_alike(world2, KeepsUnitRows, NAMES, CASE)
+
+
+def test_embeddings_with_a_largest_norm(world2: World) -> None:
+    world2.run_raising(ValueError, IS_SHORTENED, trained_weights, LooksUp, "ring_ddp", 2, CASE)
+    with pytest.raises(ValueError, match=IS_SHORTENED):
         trained_weights(LooksUp, "dp", 2, CASE)
     assert_trains_alike(world2, LooksUp, ("pipeline_1f1b", "tensor_split"), CASE)

@@ -12,6 +12,7 @@ from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import (
     Case,
     Classifier,
+    assert_same_weights,
     assert_trains_alike,
     data_ranks,
     eval_loader,
@@ -20,6 +21,7 @@ from tests.strategies.tasks import (
     make_trainer,
     rows_of_each_class,
     rows_with_a_whole_model,
+    trained_weights,
 )
 from tests.world import World
 
@@ -45,27 +47,29 @@ def evaluate(strategy_name: str | None, ranks: int, num_samples: int) -> dict[st
 
 evaluate_on_one_device = functools.cache(functools.partial(evaluate, None, 1))
 
+
+def evaluate_all(strategy_name: str, ranks: int, numbers: list[int]) -> list[dict[str, Any]]:
+    return [evaluate(strategy_name, ranks, num_samples) for num_samples in numbers]
+
+
 # Batches of 8, the last one whole, of 5, of 1, or the only one. How they are dealt out is the same for all strategies
 # with batches of a rank's own (engine/test_batch_distribution.py); the others have no batch that one rank lacks.
-NUM_SAMPLES = {"ring_ddp": [24, 21, 17, 2], **{r.name: [21, 17, 2] for r in rows_with_a_whole_model()[1:]}}
-EVALUATED = [(row, num) for row in rows_of_each_class() for num in NUM_SAMPLES.get(row.name, [21, 2])]
+NUM_SAMPLES = {**{row.name: [21, 17, 2] for row in rows_with_a_whole_model()}, "ring_ddp": [24, 21, 17, 2]}
 
 
-@pytest.mark.parametrize(("row", "num_samples"), EVALUATED, ids=lambda value: getattr(value, "name", value))
-def test_every_sample_once_and_values_of_one_device(row: StrategyRow, num_samples: int, world2: World) -> None:
-    reference = evaluate_on_one_device(num_samples)
-    ranks = world2.run(evaluate, row.name, 2, num_samples)
-    for result in ranks:
-        assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-6)
-    predicted = {result["data rank"]: result["predicted"] for result in ranks}
-    assert all(result["predicted"] == predicted[result["data rank"]] for result in ranks)
-    assert sorted(x for of_one in predicted.values() for x in of_one) == sorted(reference["predicted"])
-    by_data_rank = {result["data rank"]: result["tested"] for result in ranks}
-    assert all(result["tested"] == by_data_rank[result["data rank"]] for result in ranks), (
-        "all stages have what one saw"
-    )
-    assert sorted(x for tested in by_data_rank.values() for x in tested) == sorted(reference["tested"])
-    assert reference["metrics"]["val_samples"] == num_samples
+@rows
+def test_every_sample_once_and_values_of_one_device(row: StrategyRow, world2: World) -> None:
+    numbers = NUM_SAMPLES.get(row.name, [21, 2])
+    found = world2.run(evaluate_all, row.name, 2, numbers)
+    for num_samples, ranks in zip(numbers, zip(*found, strict=True), strict=True):
+        reference = evaluate_on_one_device(num_samples)
+        assert reference["metrics"]["val_samples"] == num_samples
+        for result in ranks:
+            assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-6)
+        for name in ("predicted", "tested"):
+            by_data_rank = {result["data rank"]: result[name] for result in ranks}
+            assert all(result[name] == by_data_rank[result["data rank"]] for result in ranks), "as all stages"
+            assert sorted(x for seen in by_data_rank.values() for x in seen) == sorted(reference[name])
 
 
 class _Diverging(Classifier):
@@ -93,7 +97,11 @@ def decisions(strategy_name: str, directory: str) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")  # the test is about that
-@rows
+@pytest.mark.parametrize(  # strategies whose ranks hold whole models decide alike
+    "row",
+    [row for row in rows_of_each_class() if row.name == "ring_ddp" or row not in rows_with_a_whole_model()],
+    ids=lambda row: row.name,
+)
 def test_ranks_decide_together(row: StrategyRow, world2: World, tmp_path: Any) -> None:
     first, second = world2.run(decisions, row.name, str(tmp_path))
     assert first == second
@@ -101,19 +109,12 @@ def test_ranks_decide_together(row: StrategyRow, world2: World, tmp_path: Any) -
     assert first["best_path"]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [row for row in rows_of_each_class() if row in rows_with_a_whole_model() or row.name == "dp"],
-    ids=lambda row: row.name,
-)
-def test_stochastic_weight_averaging(row: StrategyRow, world2: World) -> None:
-    assert_trains_alike(world2, Classifier, row.name, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)])
-
-
-def limited(strategy_name: str, options: dict[str, Any]) -> tuple[int, int]:
-    module = Classifier()
-    trainer = fit_module(module, strategy_name, 2, Case(), None, eval_loader(), **options)
-    return len(module.learning_rates), trainer.global_step
+def test_stochastic_weight_averaging(world2: World) -> None:
+    averaging = StochasticWeightAveraging(0.05, swa_epoch_start=1)
+    names = [row.name for row in rows_with_a_whole_model()]
+    assert_trains_alike(world2, Classifier, names, callbacks=[averaging])
+    alone, by_dp = (trained_weights(Classifier, *run, callbacks=[averaging]) for run in ((None, 1), ("dp", 2)))
+    assert_same_weights(by_dp, alone)
 
 
 LIMITS: dict[str, tuple[dict[str, Any], int]] = {
@@ -123,17 +124,18 @@ LIMITS: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "max time": ({"max_time": "00:00:00:00"}, 0),
 }
-# Families differ in how loaders are limited; the loops are Lightning's.
-LIMITED = [
-    (row, name)
-    for row in rows_of_each_class()
-    for name in LIMITS
-    if name == "limits of reloaded loaders" or row.name in ("ring_ddp", "sync_ps", "gpipe", "tensor_split")
-]
 
 
-@pytest.mark.parametrize(("row", "name"), LIMITED, ids=lambda value: getattr(value, "name", value))
-def test_the_trainers_limits(row: StrategyRow, name: str, world2: World) -> None:
-    options, batches = LIMITS[name]
-    for seen, steps in world2.run(limited, row.name, options):
-        assert (seen, steps) == (batches, batches)
+def limited(strategy_name: str) -> list[tuple[int, int]]:
+    """The batches and the steps within each of the limits."""
+    found = []
+    for options, _ in LIMITS.values():
+        module = Classifier()
+        trainer = fit_module(module, strategy_name, 2, Case(), None, eval_loader(), **options)
+        found.append((len(module.learning_rates), trainer.global_step))
+    return found
+
+
+@rows
+def test_the_trainers_limits(row: StrategyRow, world2: World) -> None:
+    assert world2.run(limited, row.name) == [[(batches, batches) for _, batches in LIMITS.values()]] * 2

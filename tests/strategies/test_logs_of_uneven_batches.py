@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -49,32 +50,29 @@ CASES = [
 SPLIT = ("gpipe", "tensor_split")
 
 
-def logged(name: str | None, ranks: int) -> list[dict[str, Any]]:
+def logged(names: Sequence[str | None], ranks: int) -> list[dict[str, Any]]:
+    """What is logged under each strategy in each case."""
     found = []
-    for case in CASES:
+    for name, case in itertools.product(names, CASES):
         module = Logs()
-        trainer = fit_module(module, make_strategy(name, data_parallel_size=2) if name in SPLIT else name, ranks, case)
+        strategy = make_strategy(name, data_parallel_size=2) if name in SPLIT else name
+        trainer = fit_module(module, strategy, ranks, case)
         epoch = {key: float(value) for key, value in trainer.callback_metrics.items() if key != "mean"}
         found.append({**epoch, "steps": module.steps})
     return found
 
 
-on_one_device = functools.cache(functools.partial(logged, None, 1))
-
-
-def assert_same_logs(found: list[list[dict[str, Any]]]) -> None:
-    expected = on_one_device()
-    for of_rank in found:
-        for own, alone in zip(of_rank, expected, strict=True):
+def assert_same_logs(names: Sequence[str], world: World) -> None:
+    expected = logged([None], 1) * len(names)
+    for found in world.run(logged, names, world.num_ranks):
+        for own, alone in zip(found, expected, strict=True):
             assert own == {key: pytest.approx(value, rel=1e-9) for key, value in alone.items()}
 
 
-@pytest.mark.parametrize("name", [row.name for row in rows_with_a_whole_model()])
-def test_logs_of_uneven_batches(name: str, world2: World) -> None:
+def test_logs_of_uneven_batches(world2: World) -> None:
     """A rank without a sample counted the batch that it repeats, and step values were means without weights."""
-    assert_same_logs(world2.run(logged, name, 2))
+    assert_same_logs([row.name for row in rows_with_a_whole_model()], world2)
 
 
-@pytest.mark.parametrize("name", SPLIT)
-def test_logs_of_uneven_batches_of_several_models(name: str, world4: World) -> None:
-    assert_same_logs(world4.run(logged, name, 4))
+def test_logs_of_uneven_batches_of_several_models(world4: World) -> None:
+    assert_same_logs(SPLIT, world4)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import lightning as L
@@ -16,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_multigpu.communication.metering.clocks import HostClock
 from lightning_multigpu.strategies.steps.lone_steps import LoneRank, LoneStepsError, _phases, _Step, lone_steps
+from tests.world import World
 
 WIDTH = 8
 pytestmark = pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
@@ -69,7 +68,6 @@ class WithoutPairs(Module):
 
 
 def _measured(make: type[L.LightningModule], options: dict[str, Any]) -> LoneRank:
-    torch.set_num_threads(1)
     module = make()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     settings = {"accelerator": "cpu", "max_epochs": 1, "accumulate_grad_batches": 2}
@@ -88,9 +86,9 @@ def measured() -> Iterator[Measured]:
 
     Ranks are forked from a process without other threads, as that of the command line.
     """
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        pool.submit(int).result()  # the process is there before the first test
-        yield functools.cache(lambda module, **options: pool.submit(_measured, module, options).result())
+    world = World(1, may_leak=True)  # the arena of shared values stays in its process
+    yield functools.cache(lambda module, **options: world.run(_measured, module, options)[0])
+    world.close()
 
 
 PARAMETERS = 2 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_multigpu import HybridStrategy, RingDDPStrategy, ShardedStrategy
+from lightning_multigpu import DataParallelStrategy, HybridStrategy, RingDDPStrategy, ShardedStrategy
 from lightning_multigpu.job import shared_gpus
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE
@@ -59,6 +59,34 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 def test_what_is_wrong_is_refused_with_the_value_the_limit_and_the_fix(check: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check()
+
+
+REFUSED_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
+    (RingDDPStrategy, {"bucket_cap_mb": 0}, "bucket_cap_mb=0 .* above 0"),
+    (RingDDPStrategy, {"bucket_cap_mb": "auto"}, "bucket_cap_mb='auto' is not a number"),
+    (RingDDPStrategy, {"failure_timeout_s": 0.5}, "failure_timeout_s=0.5 .* 1 or more"),
+    (RingDDPStrategy, {"hang_report_s": 0.5}, "hang_report_s=0.5 .* 1 or more"),
+    (RingDDPStrategy, {"join_timeout_s": 0.5}, "join_timeout_s=0.5 .* 1 or more"),
+    (RingDDPStrategy, {"uneven_inputs": "wait"}, "uneven_inputs='wait' .*: 'stop', 'join'"),
+    (RingDDPStrategy, {"loss_reduction": "median"}, "loss_reduction='median' .*: 'mean', 'sum'"),
+    (DataParallelStrategy, {"loss_reduction": "median"}, "loss_reduction='median' .*: 'mean', 'sum'"),
+    (RingDDPStrategy, {"average_every": 0}, "average_every=0"),
+    (RingDDPStrategy, {"average_every": 2, "ddp_comm_hook": print}, "average_every=2 and .* leave one of the two out"),
+    (RingDDPStrategy, {"average_every": 2, "compression": "int8"}, "average_every=2 and .* leave one of the two out"),
+    (RingDDPStrategy, {"compression": "int4"}, "compression='int4' is unknown"),
+    (RingDDPStrategy, {"compression": "int8", "ddp_comm_hook": print}, "both choose how gradients travel"),
+    (RingDDPStrategy, {"verify_steps": 1, "static_graph": True}, "verify_steps=1 and static_graph=True: .* leave one"),
+    (ShardedStrategy, {"reduce_dtype": "fp32"}, "reduce_dtype='fp32' is not one of the choices: 'fp16', 'bf16'"),
+    (ShardedStrategy, {"reduce_dtype": "fp16", "bucket_cap_mb": 8}, "='fp16' and bucket_cap_mb=8: buckets hold"),
+    (HybridStrategy, {"activation_checkpointing": True}, "=True: .* pass pipeline={'activation_checkpointing': ...}"),
+    (HybridStrategy, {"verify_steps": 1}, "verify_steps=1: .* pass pipeline={'verify_steps': ...}"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "options", "message"), REFUSED_OPTIONS, ids=str)
+def test_options_out_of_range_are_named(strategy: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        strategy(**options)
 
 
 def test_a_back_end_that_is_not_in_this_build(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,9 +174,3 @@ def test_every_setting_of_a_run_comes_to_its_check(change: dict[str, Any], refus
     check_run([CPU], precision="16-mixed")  # of a plugin: Lightning takes bf16-mixed for the word
     with pytest.raises(ValueError, match=refused):
         check_run(**({"devices": [CPU]} | change))
-
-
-@pytest.mark.parametrize(("name", "value"), [("activation_checkpointing", True), ("verify_steps", 1)])
-def test_options_of_its_pipeline_are_refused_by_hybrid(name: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"{name}={value}: .* pass pipeline={{'{name}': ...}}"):
-        HybridStrategy(**{name: value})  # type: ignore[arg-type]

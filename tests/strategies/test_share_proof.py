@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.strategies.steps.share_proof import ShareProof
 from tests.strategies.pipeline.test_coupled_losses import CLASSES, REFUSED, MixedUp, ZeroGate
 from tests.strategies.pipeline.test_kept_state import Plain
@@ -106,8 +105,3 @@ def test_where_shares_cannot_be_checked_a_warning_says_so(world2: World) -> None
     assert warned["warned"] == [
         "verify_steps=1 has no effect in manual optimization, where only the step knows its losses"
     ]
-
-
-def test_a_graph_that_is_counted_cannot_be_checked() -> None:
-    with pytest.raises(ValueError, match=r"verify_steps=1 and static_graph=True: .* leave one of the two out"):
-        RingDDPStrategy(verify_steps=1, static_graph=True)

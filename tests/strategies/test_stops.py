@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -32,25 +33,27 @@ class Stops(L.Callback):
         self.validations += 1
 
 
-def fit(strategy_name: str | None, ranks: int, place: str) -> tuple[int, int]:
-    """The steps, and the validations."""
-    stops = Stops(place)
-    options = {"callbacks": [stops], "val_check_interval": 2}
-    trainer = fit_module(Classifier(), strategy_name, ranks, CASE, None, eval_loader(), **options)
-    return trainer.global_step, stops.validations
+def fit_in_turns(strategy_name: str | None, ranks: int, places: Sequence[str]) -> list[tuple[int, int]]:
+    """The steps, and the validations, with a stop at each of the places."""
+    found = []
+    for place in places:
+        stops = Stops(place)
+        options = {"callbacks": [stops], "val_check_interval": 2}
+        trainer = fit_module(Classifier(), strategy_name, ranks, CASE, None, eval_loader(), **options)
+        found.append((trainer.global_step, stops.validations))
+    return found
 
 
-fit_on_one_device = functools.cache(functools.partial(fit, None, 1))
+fit_on_one_device = functools.cache(functools.partial(fit_in_turns, None, 1, tuple(PLACES)))
 
 
-# The places share their code in all families.
-ROWS = [row for row in rows_of_each_class() if row in synchronous_rows()]
-STOPS = [(row, place) for row in ROWS for place in PLACES if row is ROWS[0] or place == "on_train_batch_end"]
-
-
-@pytest.mark.parametrize(("row", "place"), STOPS, ids=lambda value: getattr(value, "name", value))
-def test_a_stop_of_one_rank_is_a_stop_of_all(row: StrategyRow, place: str, world2: World) -> None:
+@pytest.mark.parametrize(
+    "row", [row for row in rows_of_each_class() if row in synchronous_rows()], ids=lambda row: row.name
+)
+def test_a_stop_of_one_rank_is_a_stop_of_all(row: StrategyRow, world2: World) -> None:
     """The rank left the loop, and the ranks waited for each other until the timeout."""
-    reference = fit_on_one_device(place)
-    assert reference[0] == PLACES[place]
-    assert world2.run(fit, row.name, 2, place) == [reference] * 2
+    expected = fit_on_one_device()
+    assert [steps for steps, _ in expected] == [*PLACES.values()]
+    # The places share their code in all families.
+    places = [*PLACES][: None if row.name == "ring_ddp" else 1]
+    assert world2.run(fit_in_turns, row.name, 2, places) == [expected[: len(places)]] * 2

@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
-from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.communication.shared_memory import segment
 from lightning_multigpu.engine.data_parallel.gradient_transport import layout
 from tests.strategies.tasks import (
@@ -73,26 +72,13 @@ def as_hosts() -> Iterator[None]:
 
 
 TWO_HOSTS = {"devices": 2, "num_nodes": 2}
+LONG = Case(precision="32-true", num_samples=400, trainer={"max_steps": NUM_STEPS, "max_epochs": -1})
 
 
 @as_hosts()
-def fit_on_two_hosts(case: Case) -> dict[str, Any]:
-    return fit(case, "ring_ddp", 4)
-
-
-def test_two_hosts_of_two_train_as_one_device(world4: World) -> None:
-    case = Case(trainer=TWO_HOSTS)
-    expected = fit(Case(), None, 1)
-    for result in world4.run(fit_on_two_hosts, case):
-        assert_same_weights(result, expected)
-
-
-@as_hosts()
-def train(*, max_steps: int = NUM_STEPS, **options: Any) -> dict[str, Any]:
-    strategy = make_strategy("ring_ddp", **options)
-    case = Case(precision="32-true", num_samples=400, trainer={"max_steps": max_steps, "max_epochs": -1, **TWO_HOSTS})
-    module = Classifier()
-    trainer = fit_module(module, strategy, 4, case, train_loader(case, 4))
+def train(case: Case = LONG, **options: Any) -> dict[str, Any]:
+    strategy, module = make_strategy("ring_ddp", **options), Classifier()
+    trainer = fit_module(module, strategy, 4, case, train_loader(case, 4), **TWO_HOSTS)
     strategy.meter.flush()
     last = strategy.meter.steps[-1].of("all_reduce", "data")
     return {
@@ -111,11 +97,14 @@ def loss(weights: dict[str, Tensor]) -> float:
     return float(torch.nn.functional.cross_entropy(module(x), y).detach())
 
 
-def test_each_byte_leaves_its_host_once(world4: World) -> None:
-    results = world4.run(train, max_steps=3)
+def test_two_hosts_of_two_train_as_one_device_and_each_byte_leaves_its_host_once(world4: World) -> None:
+    case, size_bytes = Case(max_epochs=1), 2 * GRADIENT_BYTES
+    expected, results = fit(case, None, 1), world4.run(train, case)
+    for result in results:
+        assert_same_weights(result, expected)
     for host in (results[:2], results[2:]):
-        assert sum(result["network_bytes"] for result in host) == GRADIENT_BYTES
-        assert sum(result["memory_bytes"] for result in host) == 2 * GRADIENT_BYTES
+        assert sum(result["network_bytes"] for result in host) == size_bytes
+        assert sum(result["memory_bytes"] for result in host) == 2 * size_bytes
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +139,8 @@ class Planted(Classifier):
 def scaled() -> dict[str, Any]:
     strategy = make_strategy("ring_ddp", compression=COMPRESSIONS["int8"])
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3))
-    case = Case(precision="32-true", trainer={"max_epochs": 1, **TWO_HOSTS})
-    module = Planted()
-    fit_module(module, strategy, 4, case, train_loader(case, 4), plugins=plugin, precision=None)
+    case, module = Case(max_epochs=1), Planted()
+    fit_module(module, strategy, 4, case, train_loader(case, 4), plugins=plugin, precision=None, **TWO_HOSTS)
     assert plugin.scaler is not None
     return {"weights": state(module), "scale": plugin.scaler.get_scale(), "losses": module.seen}
 
@@ -205,16 +193,3 @@ def test_compression_on_one_host_says_that_it_has_no_effect(world2: World) -> No
     assert len(first) == 1
     assert "shared_memory=False compresses there too" in first[0]
     assert second == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"compression": "int4"}, "compression='int4' is unknown"),
-        ({"compression": "int8", "average_every": 2}, "leave one of the two out"),
-        ({"compression": "int8", "ddp_comm_hook": print}, "both choose how gradients travel"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_any_process_starts(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RingDDPStrategy(**options)
