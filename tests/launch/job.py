@@ -46,6 +46,7 @@ def run(
     mark: str,
     *arguments: str,
     timeout_s: float = 400.0,
+    cwd: Path | None = None,
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python ARGUMENTS`` to its end; everything that it starts must end with it.
@@ -54,10 +55,11 @@ def run(
         mark: no other job has it.
         arguments: of the interpreter, ``-m MODULE ...`` for example.
         timeout_s: for the first process.
+        cwd: the directory to run in.
         variables: of the environment, on top of this process's.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), _MARK: mark, **variables}
-    finished = preforked.run([sys.executable, *arguments], env=environment, timeout=timeout_s)
+    finished = preforked.run([sys.executable, *arguments], env=environment, timeout=timeout_s, cwd=cwd)
     assert_none_left(mark, finished.stderr)
     return finished
 
