@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from lightning_multigpu.communication.compression import make_compressor
+from lightning_multigpu.communication.compression.all_reduce import CompressedAllReduce
+from lightning_multigpu.communication.compression.pieces import GradientPiece
+from lightning_multigpu.communication.ring import RingAllReduce
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.tensors import alike, apply_flat, check_reducible, size_bytes
+from tests.communication.shared import shared_memory
+from tests.world import World, init_group
 
 
 def test_a_sparse_tensor_has_the_size_of_its_indices_and_values() -> None:
@@ -42,3 +50,28 @@ def test_the_result_of_a_flat_tensor_is_copied_back_into_the_shapes() -> None:
 def test_what_cannot_be_reduced_is_named(tensor: torch.Tensor, average: bool, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check_reducible(tensor, "it", average=average)
+
+
+def _refused() -> None:
+    init_group()
+    group, strided = dist.new_group(backend="gloo"), torch.ones(4, 4).t()[1:]
+    ring, compressed = RingAllReduce(group), CompressedAllReduce(group, make_compressor("int8"))
+    piece = (GradientPiece("a", (3, 4)),)
+    with shared_memory() as shared:
+        for call, words in (
+            (lambda: ring(strided), "the ring takes contiguous"),
+            (lambda: shared(strided), "shared memory takes contiguous"),
+            (lambda: compressed(strided, piece), "compression takes contiguous"),
+            (lambda: compressed(torch.ones(12, dtype=torch.int32), piece), "not torch.int32"),
+            (lambda: compressed(torch.ones(5), piece), "the pieces have 12 elements, the tensor has 5"),
+            (lambda: RingAllReduce(group, segment_bytes=0), "segment_bytes=0"),
+            (lambda: CompressedAllReduce(group, make_compressor("int8"), segment_elements=0), "segment_elements=0"),
+            (lambda: SharedMemoryAllReduce(group, chunk_bytes=127), "chunk_bytes=127"),
+            (lambda: SharedMemoryAllReduce(group, timeout_s=0), "timeout_s=0"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                call()
+
+
+def test_every_all_reduce_refuses_what_it_cannot_reduce(world2: World) -> None:
+    world2.run(_refused)

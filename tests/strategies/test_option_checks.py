@@ -11,7 +11,14 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_multigpu import DataParallelStrategy, HybridStrategy, RingDDPStrategy, ShardedStrategy
+from lightning_multigpu import (
+    CPUParameterServerStrategy,
+    DataParallelStrategy,
+    HybridStrategy,
+    PipelineStrategy,
+    RingDDPStrategy,
+    ShardedStrategy,
+)
 from lightning_multigpu.job import shared_gpus
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE
@@ -76,6 +83,9 @@ REFUSED_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (RingDDPStrategy, {"compression": "int4"}, "compression='int4' is unknown"),
     (RingDDPStrategy, {"compression": "int8", "ddp_comm_hook": print}, "both choose how gradients travel"),
     (RingDDPStrategy, {"verify_steps": 1, "static_graph": True}, "verify_steps=1 and static_graph=True: .* leave one"),
+    (RingDDPStrategy, {"verify_steps": True}, "verify_steps=True: pass how many steps"),
+    (PipelineStrategy, {"verify_steps": -1}, "verify_steps=-1: pass how many steps"),
+    (CPUParameterServerStrategy, {"optimizer_split": "layers"}, "optimizer_split='layers' is not one of the choices"),
     (ShardedStrategy, {"reduce_dtype": "fp32"}, "reduce_dtype='fp32' is not one of the choices: 'fp16', 'bf16'"),
     (ShardedStrategy, {"reduce_dtype": "fp16", "bucket_cap_mb": 8}, "='fp16' and bucket_cap_mb=8: buckets hold"),
     (HybridStrategy, {"activation_checkpointing": True}, "=True: .* pass pipeline={'activation_checkpointing': ...}"),

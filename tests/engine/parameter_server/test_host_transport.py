@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
-from lightning_multigpu.engine.parameter_server.host_transport import HostTransport
+from lightning_multigpu.engine.parameter_server.host_transport import EarlyCopies, HostTransport
 from lightning_multigpu.placement.owned_step import OwnedStep
 from tests.engine.parameter_server.updates import (
     DecayingSGD,
@@ -101,3 +101,49 @@ def test_unusual_steps(world2: World) -> None:
     for found, of_decaying in world2.run(unusual):
         assert_unusual(found)
         assert_equal(of_decaying, decaying)
+
+
+class Stream:
+    """A stream whose work is done at once; it keeps the order of calls."""
+
+    calls: ClassVar[list[str]] = []
+
+    def __init__(self, device: Any = None) -> None:
+        self.calls.append("stream")
+
+    def wait_stream(self, other: Any) -> None:
+        self.calls.append("waits for backward")
+
+    def synchronize(self) -> None:
+        self.calls.append("host waits")
+
+
+def test_gradients_are_copied_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stream, "calls", [])
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: Stream.calls.append("kept for the stream"))
+    parameter, place = nn.Parameter(torch.ones(3)), torch.zeros(3)
+    copies, wanted = EarlyCopies(), False
+    copies.follow(parameter, place, lambda: wanted)
+
+    parameter.sum().backward()  # gradients are still accumulated
+    assert not copies.has(parameter)
+    assert not Stream.calls
+    wanted = True
+    parameter.sum().backward()
+    assert place.tolist() == [2.0] * 3
+    assert Stream.calls == ["stream", "waits for backward", "kept for the stream"]
+    assert copies.has(parameter)
+    assert not copies.has(parameter), "the next step needs a copy of its own"
+
+    parameter.sum().backward()
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)  # by a hook: the copy is stale
+    assert not copies.has(parameter)
+    copies.wait()
+    assert Stream.calls[-1] == "host waits"
+    copies.close()
+    parameter.sum().backward()
+    assert not copies.has(parameter)
