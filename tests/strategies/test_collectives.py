@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
 import torch.distributed as dist
 
+from lightning_multigpu.strategies import collectives
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from tests.strategies.tasks import Case, Classifier, eval_loader, make_strategy, make_trainer
 from tests.world import World
@@ -90,3 +92,36 @@ def test_collectives_of_the_base(world2: World) -> None:
         assert "median" in answer["unknown"]
         assert "sum, mean" in answer["unknown"]
         assert answer["gradient through all_gather"] == [[3.0], [30.0]][rank]
+
+
+class _Voting(L.Callback):
+    """Notes the groups through which a vote travels, where the world is taken for one of NCCL."""
+
+    def __init__(self) -> None:
+        self.votes: list[bool] = []
+        self.through_world: list[bool] = []
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        strategy, own = trainer.strategy, dist.all_reduce
+
+        def noted(*args: Any, group: Any = None, **options: Any) -> Any:
+            self.through_world.append(group in (None, dist.group.WORLD))
+            return own(*args, group=group, **options)
+
+        with mock.patch.object(dist, "all_reduce", noted):
+            self.votes = [
+                strategy.reduce_boolean_decision(strategy.global_rank == 0, all=each) for each in (True, False)
+            ]
+
+
+def vote() -> tuple[list[bool], list[bool]]:
+    voting = _Voting()
+    trainer = make_trainer(Case(), make_strategy("ring_ddp"), 2, callbacks=[voting])
+    with mock.patch.object(collectives, "moves_by_nccl", lambda group: group is dist.group.WORLD):
+        trainer.validate(Classifier(), eval_loader(), verbose=False)
+    return voting.votes, voting.through_world
+
+
+def test_votes_do_not_travel_through_gpus(world2: World) -> None:
+    """A host that asks its GPU after each batch whether to stop launches nothing until the batch has ended."""
+    assert world2.run(vote) == [([False, True], [False, False])] * 2
