@@ -124,11 +124,13 @@ def test_values_are_asked_for_as_the_first_layer_needs_them() -> None:
         return sent.tensors
 
     module.embedding.register_forward_hook(lambda *_: said.append("embedded"))
+    module.layers[0].register_forward_pre_hook(lambda layer, args, kwargs: said.append("before"), with_kwargs=True)
     module.layers[1].register_forward_hook(lambda *_: said.append("a hook of another stage's layer"))
     module.layers[2].register_forward_hook(lambda *_: said.append("a hook"))
     with second.installed():
         _, result = second.run((2, 4), lambda: plain(module, x), lambda: empty, values)
-    assert said == ["part 0", "embedded", "part 3", "values", "a hook", "part 4", "part 5"]
+    hooks = ["before", "a hook of another stage's layer", "part 3", "values", "a hook"]
+    assert said == ["part 0", "embedded", *hooks, "part 4", "part 5"]
     torch.testing.assert_close(result, plain(Model(), x))
 
 
@@ -138,10 +140,21 @@ def test_stages_compute_together_what_the_module_computes(cuts: tuple[int, ...])
     torch.testing.assert_close(by_stages(plain, cuts), plain(Model(), x))
 
 
+def keeping(module: Model, x: Tensor) -> Tensor:
+    """Uses what a hook has kept, as models of Hugging Face do that return hidden states."""
+    kept: list[Tensor] = []
+    hook = module.layers[0].register_forward_hook(lambda layer, args, output: kept.append(output))
+    try:
+        return plain(module, x) + sum(output[0].mean() for output in kept)
+    finally:
+        hook.remove()
+
+
 @pytest.mark.parametrize("cuts", [(1,), (2,), (1, 2, 3)])
 @pytest.mark.parametrize(
     ("forward", "words"),
     [
+        (keeping, "layers.0"),
         (residual, "layers.1 is not the output of layer layers.0.*residual"),
         (in_place, "layers.0 is changed in place"),
         (twice, "twice.*keep the result of the first call"),

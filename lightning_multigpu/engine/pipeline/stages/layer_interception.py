@@ -15,7 +15,7 @@ that, and any other use of the layers raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -228,7 +228,9 @@ class LayerInterception:
         self._check_input(index, given)
         self._next = index + 1
         if index < self._start:
-            return self._skip(index)
+            output = self._skip(index)
+            self._show_to_hooks(index, args, kwargs, output)
+            return output
         arriving = self._incoming if index == self._start else {}
         missing = next((t for t in given if isinstance(t, Placeholder) and id(t) not in arriving), None)
         self._begin_part(1 + index)
@@ -295,6 +297,20 @@ class LayerInterception:
 
         map_only(Slot, place, self._arrived.structure)
         return placed
+
+    def _show_to_hooks(self, index: int, args: Any, kwargs: Any, output: Any) -> None:
+        """Calls the forward hooks of a skipped layer with placeholders.
+
+        If the loss uses a value that a hook has kept, it finds a placeholder and is refused, instead of missing the
+        value. The stage that runs the layer uses the hook's result.
+        """
+        layer: Any = self.chain.layers[index]
+        before, after = layer._forward_pre_hooks, layer._forward_hooks
+        for number, hook in [*before.items(), *after.items()]:
+            with_kwargs = number in layer._forward_pre_hooks_with_kwargs or number in layer._forward_hooks_with_kwargs
+            result = (output,) if number in after else ()
+            with suppress(PipelineError):  # a hook that looks at values, to print them for example
+                hook(layer, args, *((kwargs,) if with_kwargs else ()), *result)
 
     def _remember(self, output: Any) -> None:
         self._previous = [(tensor, _version(tensor)) for tensor in tensors_of(output)]
