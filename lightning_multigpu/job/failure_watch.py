@@ -33,6 +33,7 @@ from lightning_multigpu.job.guardian.hang.flight_recorder import FlightRecorder
 from lightning_multigpu.job.guardian.interrupts import report_of
 from lightning_multigpu.job.guardian.proc import ended_text, note_refusal
 from lightning_multigpu.job.loader_workers import ignoring_ends_of_workers
+from lightning_multigpu.job.lone_metrics import compute_alone
 from lightning_multigpu.job.run_signals import RunSignals
 from lightning_multigpu.job.uncaught_errors import FailureReport, resume_advice
 
@@ -176,6 +177,8 @@ class FailureWatch:
                 raise
             step = trainer.global_step if trainer is not None and self._world_size else None
             failure = self.settle(error, run, step)
+            if trainer is not None and trainer.lightning_module is not None:
+                compute_alone(trainer.lightning_module)
             if failure is None or not isinstance(error, Exception):
                 raise
             raise failure.exception() from None

@@ -1,0 +1,28 @@
+"""Metrics after a failure of the job: callbacks that save at an exception read them, and the other ranks are gone."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torchmetrics import Metric
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_failed_worlds: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def compute_alone(module: nn.Module) -> None:
+    """Has the metrics of a module compute from this rank's states, until this process has another default group."""
+    if dist.is_initialized():
+        assert dist.group.WORLD is not None
+        _failed_worlds.add(dist.group.WORLD)
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                metric.distributed_available_fn = _is_there
+
+
+def _is_there() -> bool:
+    return dist.is_initialized() and dist.group.WORLD not in _failed_worlds
