@@ -6,7 +6,6 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torchmetrics import Metric
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,9 +18,9 @@ def compute_alone(module: nn.Module) -> None:
     if dist.is_initialized():
         assert dist.group.WORLD is not None
         _failed_worlds.add(dist.group.WORLD)
-        for metric in module.modules():
-            if isinstance(metric, Metric):
-                metric.distributed_available_fn = _is_there
+        for part in module.modules():
+            if hasattr(part, "distributed_available_fn"):  # a torchmetrics.Metric
+                part.distributed_available_fn = _is_there
 
 
 def _is_there() -> bool:

@@ -263,7 +263,9 @@ def test_updates_of_ranks_at_their_own_pace_have_a_staleness(world2: World, tmp_
     assert other is None
     assert sum(worker["updates"] for worker in profile["servers"]["workers"]) == 20
     held = {"parameters_bytes": 320, "gradients_bytes": 320, "optimizer_bytes": 0, "device_peak_bytes": None}
-    assert [of_rank["memory"] for of_rank in profile["ranks"]] == [{**held, "activations_bytes": 5 * 2 * 4 * 4}] * 2
+    first, second = (of_rank["memory"] for of_rank in profile["ranks"])
+    assert first == {**held, "activations_bytes": 5 * 2 * 4 * 4}
+    assert second in (first, held), "the other rank may train on no batch in the window"
     assert "Staleness of updates" in profile_page.page(from_json(ProfileDocument, profile))
 
 
