@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -18,7 +19,8 @@ def compute_alone(module: nn.Module) -> None:
     if dist.is_initialized():
         assert dist.group.WORLD is not None
         _failed_worlds.add(dist.group.WORLD)
-        for part in module.modules():
+        parts: Iterable[Any] = module.modules()
+        for part in parts:
             if hasattr(part, "distributed_available_fn"):  # a torchmetrics.Metric
                 part.distributed_available_fn = _is_there
 
