@@ -70,11 +70,11 @@ def _emulate(hosts: EmulatedHosts, command: Sequence[str], options: argparse.Nam
         for job in jobs:
             job.send_signal(signal.Signals(number))
 
-    # Before the command starts, which may be seen before this process goes on.
+    # Set before the command starts: who sees it start may send SIGTERM at once.
     before = {signal.SIGTERM: signal.signal(signal.SIGTERM, end)}
     try:
         with hosts, HostsJob(hosts, command, env=env) as job:
-            # Ctrl-C reaches the command from the terminal itself: here the command's end is only waited for.
+            # Ctrl-C reaches the command from the terminal itself. This process waits for the command's end.
             before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda number, frame: None)
             jobs.append(job)
             if ended:

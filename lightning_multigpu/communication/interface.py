@@ -18,10 +18,10 @@ _LARGEST_PORT = 65_535
 
 
 def port_number(text: str) -> int:
-    """The number that MASTER_PORT has.
+    """Reads MASTER_PORT, a number from 1 to 65535.
 
     Raises:
-        ValueError: it is no number of a port.
+        ValueError: the text is no such number.
     """
     if not text.isdecimal() or not 0 < int(text) <= _LARGEST_PORT:
         raise ValueError(f"MASTER_PORT={text} is out of range; a port is a number from 1 to {_LARGEST_PORT}")

@@ -1,9 +1,13 @@
-"""Metrics after a failure of the job: callbacks that save at an exception read them, and the other ranks are gone."""
+"""Metrics after a failure of the job.
+
+Callbacks that save at an exception read the monitored metric, which would wait for ranks that have ended.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -22,8 +26,8 @@ def compute_alone(module: nn.Module) -> None:
         parts: Iterable[Any] = module.modules()
         for part in parts:
             if hasattr(part, "distributed_available_fn"):  # a torchmetrics.Metric
-                part.distributed_available_fn = _is_there
+                part.distributed_available_fn = partial(_is_available, part.distributed_available_fn)
 
 
-def _is_there() -> bool:
-    return dist.is_initialized() and dist.group.WORLD not in _failed_worlds
+def _is_available(before: Callable[[], bool]) -> bool:
+    return dist.is_initialized() and dist.group.WORLD not in _failed_worlds and before()

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _BUCKET_CAP_MB = {True: 4.0, False: 1.0}  # on one host; on a network, where pulls wait for the first bucket
 _LATE_S = 5.0  # after which rank 0 names a server that is not there
-_POLL_S = 0.01
+_POLL_S = 0.05
 
 
 class ParameterServerStrategy(MultiGPUStrategy):
