@@ -109,6 +109,7 @@ __all__ = [
     "check_cuda_fork",
     "check_main_guard",
     "disable_module_memory_sharing",
+    "draws_graph",
     "further_ddp_options",
     "given_loaders",
     "has_set_signal_handlers",
@@ -210,6 +211,11 @@ def attributes_of_lightning() -> frozenset[str]:
 def plain_optimizer(optimizer: Any) -> Optimizer:
     """The user's optimizer, without Lightning's wrapper."""
     return getattr(optimizer, "_optimizer", optimizer)  # type: ignore[no-any-return]
+
+
+def draws_graph(logger: Any) -> bool:
+    """True if a logger runs the module's forward on ``example_input_array`` to draw a graph of it."""
+    return bool(getattr(logger, "_log_graph", False))
 
 
 def further_ddp_options(strategy: Strategy) -> dict[str, Any]:

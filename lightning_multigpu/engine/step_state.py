@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils.data import Dataset
 
-from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
+from lightning_multigpu.engine.replaced_attributes import replaced
 
 
 def seed_of(*parts: int) -> int:
@@ -102,6 +104,31 @@ class OwnDraws:
             self._states = [generator.get_state() for generator in generators]
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)
+
+
+@contextmanager
+def without_differentiation() -> Iterator[None]:
+    """Refuses ``loss.backward()``, and gradients of other stages' parameters, in the step that the block runs.
+
+    Raises:
+        PipelineError: the step asks for either; a stage would get only its own part of such gradients.
+    """
+    grad = torch.autograd.grad
+
+    def refuse(what: str) -> None:
+        raise PipelineError(
+            f"the step {what}, and a pipeline cannot differentiate across stages within a step; return the loss, and "
+            "leave backward to Lightning, or use ring_ddp"
+        )
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        lost = first_placeholder((args, kwargs))
+        if lost is not None:
+            refuse(f"computes a gradient with respect to {lost.source}, which is on another stage")
+        return grad(*args, **kwargs)
+
+    with replaced(torch.autograd, backward=lambda *args, **kwargs: refuse("calls backward"), grad=checked):
+        yield
 
 
 @contextmanager

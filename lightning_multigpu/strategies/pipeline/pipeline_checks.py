@@ -1,4 +1,4 @@
-"""Checks that a pipeline can train a module with its callbacks and optimizers.
+"""Checks that a pipeline can train a module with its callbacks, loggers and optimizers.
 
 Every function returns nothing, and raises ``ValueError`` with the obstacle and the fix.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.callbacks import Callback, ModelPruning
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -17,8 +18,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
-from lightning_multigpu._lightning_internals import WEIGHT_AVERAGES
-from lightning_multigpu.engine.pipeline.optimizer_probe import couples_parameters
+from lightning_multigpu._lightning_internals import WEIGHT_AVERAGES, draws_graph
+from lightning_multigpu.engine.pipeline.optimizer_probe import ProbeError, couples_parameters
 from lightning_multigpu.engine.placeholder import Placeholder
 
 if TYPE_CHECKING:
@@ -64,17 +65,25 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
         )
 
 
+def check_loggers(loggers: Iterable[Logger], module: pl.LightningModule) -> None:
+    """No logger runs the whole module by itself."""
+    if module.example_input_array is not None and any(draws_graph(logger) for logger in loggers):
+        raise ValueError(
+            "log_graph=True of a logger runs the whole module, which no stage of a pipeline has; pass log_graph=False"
+        )
+
+
 def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
     """Every optimizer works parameter by parameter, when the gradients of a batch are complete."""
     for optimizer in optimizers:
         name = type(optimizer).__name__
         try:
             couples = couples_parameters(optimizer)
-        except Exception as error:  # any class may come from the optimizer
+        except ProbeError as error:
             rank_zero_warn(
-                f"Whether {name} works parameter by parameter could not be checked: {error!r}. In a "
-                "pipeline each stage has the gradients of its own layers: an optimizer that computes with all of "
-                "them, such as their norm, would train wrongly"
+                f"Whether {name} works parameter by parameter could not be checked: {error}. In a pipeline each stage "
+                "has the gradients of its own layers: an optimizer that computes with all of them, such as their norm, "
+                "would train wrongly"
             )
             couples = False
         if couples:

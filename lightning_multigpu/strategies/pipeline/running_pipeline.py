@@ -39,7 +39,7 @@ from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis, StageSums, remote_gradients
 from lightning_multigpu.engine.pipeline.stages.runner import LossForms, PipelineRunner
-from lightning_multigpu.engine.step_state import seed_of
+from lightning_multigpu.engine.step_state import seed_of, without_differentiation
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
@@ -218,6 +218,7 @@ class RunningPipeline:
         with (
             self.strategy.precision_plugin.train_step_context(),
             self.logs.recording(pass_on=False) as batch.records[micro_batch],
+            without_differentiation(),
         ):
             loss = self.call("training_step", part, *batch.others)
         if isinstance(loss, Mapping):

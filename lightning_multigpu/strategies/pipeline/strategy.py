@@ -220,6 +220,7 @@ class PipelineStrategy(MultiGPUStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]  # and the module's own
+            pipeline_checks.check_loggers(trainer.loggers, self._module)
         super().setup(trainer)
 
     @override

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_multigpu.engine.pipeline.optimizer_probe import couples_parameters
-from lightning_multigpu.strategies.pipeline.pipeline_checks import check_optimizers
+from lightning_multigpu.engine.pipeline import optimizer_probe
+from lightning_multigpu.engine.pipeline.optimizer_probe import ProbeError, couples_parameters
 
 
 class SAM(Optimizer):
@@ -117,6 +117,19 @@ def test_what_computes_with_all_gradients_is_found(made: Any, couples: bool) -> 
 
 
 def test_what_fails_is_said() -> None:
-    words = r"Whether Broken works parameter by parameter could not be checked: RuntimeError\('needs a GPU'\)"
-    with pytest.warns(UserWarning, match=words):
-        check_optimizers([Broken(parameters(), lr=0.1)])
+    with pytest.raises(ProbeError, match="RuntimeError: needs a GPU"):
+        couples_parameters(Broken(parameters(), lr=0.1))
+
+
+TORCHS = [
+    cls
+    for cls in vars(torch.optim).values()
+    if isinstance(cls, type) and issubclass(cls, Optimizer) and cls.__name__ not in ("Optimizer", "SparseAdam", "LBFGS")
+]
+
+
+@pytest.mark.parametrize("cls", TORCHS)
+def test_the_optimizers_of_torch_work_parameter_by_parameter(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As this version has them: they are probed here, and not elsewhere."""
+    monkeypatch.setattr(optimizer_probe, "_KNOWN", set())
+    assert not couples_parameters(cls(parameters(), lr=0.1))

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -34,6 +35,7 @@ from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.strategies import rank_run
 from lightning_multigpu.strategies.pipeline.pipeline_checks import (
     check_callbacks,
+    check_loggers,
     check_module,
     check_optimizers,
 )
@@ -432,6 +434,16 @@ AVERAGES = "averages a copy of the whole model.*ring_ddp"
 def test_what_needs_the_whole_model_is_refused(check: Callable[[], None], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         check()
+
+
+def test_a_logger_that_runs_the_module_is_refused(tmp_path: Path) -> None:
+    module = Classifier()
+    drawing = TensorBoardLogger(tmp_path, log_graph=True)
+    check_loggers([drawing], module)
+    module.example_input_array = torch.zeros(2, 6)
+    check_loggers([TensorBoardLogger(tmp_path)], module)
+    with pytest.raises(ValueError, match="pass log_graph=False"):
+        check_loggers([drawing], module)
 
 
 @pytest.mark.parametrize(

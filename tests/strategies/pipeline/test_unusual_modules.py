@@ -45,6 +45,15 @@ class Penalised(Plain):
         return cross_entropy(logits, batch[1]) + gradient.square().mean()
 
 
+class PenalisedBehind(Plain):
+    """A penalty on the gradients of what comes behind the layers, which the last stage computes alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.layers(batch[0])
+        (gradient,) = torch.autograd.grad(logits.softmax(-1).square().sum(), logits, create_graph=True)
+        return cross_entropy(logits, batch[1]) + gradient.square().mean()
+
+
 class Learns(Plain):
     """MAML; ``allow_unused`` gave None for the parameters of other stages."""
 
@@ -94,15 +103,22 @@ class HandsOnHidden(Plain):
         (CheckpointedLayers, {}, "as torch.utils.checkpoint does in backward.*activation_checkpointing=True"),
         # The answer was torch's: a tensor is not used in the graph.
         (Penalised, {}, "cannot differentiate across stages within a step"),
-        (Learns, {}, "in a dry run of the first step those of.*gradients across layers, to Lightning"),
+        (Learns, {"verify_steps": 0}, "with respect to parameter layers.0.weight.*cannot differentiate across stages"),
         # Gradients of the last stage alone were added.
-        (BackwardTwice, {"num_micro_batches": 1}, "in a dry run of the first step those of"),
+        (BackwardTwice, {"num_micro_batches": 1}, "leave backward to Lightning"),
+        (BackwardTwice, {"verify_steps": 0}, "leave backward to Lightning"),
         # The answer was about a residual.
         (HandsOnHidden, {}, r"layer layers.0 returns Hidden, in which a pipeline finds no tensors"),
     ],
 )
 def test_what_stages_cannot_do_is_said(kind: type[Plain], options: dict[str, Any], words: str, world2: World) -> None:
     world2.run_raising(PipelineError, words, fitted, kind, case=CASE, **options)
+
+
+def test_gradients_behind_the_layers_train_as_on_one_device(world2: World) -> None:
+    reference = fitted(PenalisedBehind, 1, case=CASE)
+    for result in world2.run(fitted, PenalisedBehind, case=CASE):
+        assert_same_weights(result, reference)
 
 
 class CopiesWeights(L.Callback):

@@ -20,7 +20,7 @@ from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
 from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
-from lightning_multigpu.engine.step_state import seed_of
+from lightning_multigpu.engine.step_state import seed_of, without_differentiation
 from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.stage_costs import MeasuredBalance, PartCost, StageCosts
@@ -99,7 +99,8 @@ class Preparation:
         with self._pipeline.strategy.precision_plugin.train_step_context():
             if not self._model.chain.is_arranged:
                 self._trace("training_step", part, *others, will_train=True)
-            self._find_uses("training_step", part, *others)
+            with without_differentiation():
+                self._find_uses("training_step", part, *others)
         if self._balance_due is not None:
             balance, self._balance_due = self._balance_due, None
             self._split_by_costs(balance, batch)

@@ -56,6 +56,7 @@ from lightning_multigpu.engine.step_state import (
     preserved_state,
     seed_of,
     set_random_state,
+    without_differentiation,
 )
 from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import mark
@@ -160,7 +161,8 @@ class Proof:
         pipeline, model = self._pipeline, self._model
 
         def run(number: int) -> Any:
-            return pipeline.loss_of(cloned(self._parts[number]), self._others)
+            with without_differentiation():
+                return pipeline.loss_of(cloned(self._parts[number]), self._others)
 
         self._runner.train(run, [signature_of(part) for part in self._parts], self._batch.scales, self._seed(step))
         pipeline.agreement.sums.sum_gradients(model.ownership.common())
@@ -238,8 +240,7 @@ class Proof:
             return (
                 f"Layers keep a value for the rest of the step, as an attribute or by a hook (router logits, for "
                 f"example), which other stages do not get; the step changes {kept}. Let the layer return the value "
-                f"with its output, and the later layers pass it on, as in x, own = layer(x, own). {_ONCE_A_BATCH}. "
-                "Leave backward, and gradients across layers, to Lightning"
+                f"with its output, and the later layers pass it on, as in x, own = layer(x, own). {_ONCE_A_BATCH}"
             )
         if (stages := self._pipeline.options.num_stages_of_rank) > 1:
             return (
@@ -288,11 +289,14 @@ class Proof:
         def loss() -> Any:
             return one.loss(self._parts[0], self._others, (self._pipeline.seed, 4))
 
-        with preserved_state(module), torch.no_grad():
-            first = loss()
-            for buffer, value in zip(module.buffers(), buffers, strict=True):
-                buffer.copy_(value)
-            second = loss()
+        try:
+            with preserved_state(module), torch.no_grad():
+                first = loss()
+                for buffer, value in zip(module.buffers(), buffers, strict=True):
+                    buffer.copy_(value)
+                second = loss()
+        except Exception:  # of a step that needs gradients, as a penalty on them does
+            return
         if not (_is_loss(first) and _is_loss(second)) or _same(first, second):
             return
         kept = ", ".join(one.changed) or "an object that is no module, such as a generator"
