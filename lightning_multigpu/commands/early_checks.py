@@ -112,7 +112,7 @@ def check_strategy(name: str) -> None:
     Raises:
         UsageError: it is one.
     """
-    near = nearest(name, [row.name for row in STRATEGIES])
+    near = nearest(name.lower(), [row.name for row in STRATEGIES])
     if near and near not in name.lower() and SequenceMatcher(None, name.lower(), near).ratio() >= _MISSPELT:
         raise UsageError(f"strategy={name!r}: there is no such strategy. Did you mean {near!r}?")
 

@@ -13,15 +13,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 _DESCRIPTORS = "/proc/self/fd"
 _CUT_AGAIN_S = 0.5
+_MOST_DESCRIPTORS = 1 << 20
 _NUM_PROBES = 127  # the kernel's most: who asks decides when a connection has ended
 _TCP_INFO = struct.Struct("2xBB52xI")  # linux/tcp.h, struct tcp_info: tcpi_retransmits, _probes and _last_ack_recv
 
@@ -143,11 +145,7 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
 def _sockets() -> dict[int, str]:
     """Open sockets of this process: descriptor -> the kernel's name, which no two open sockets share."""
     found: dict[int, str] = {}
-    try:
-        entries = os.listdir(_DESCRIPTORS)
-    except OSError:  # another system; or listing them takes a descriptor, and none is left
-        return {}
-    for entry in entries:
+    for entry in _descriptors():
         with contextlib.suppress(OSError):
             target = os.readlink(f"{_DESCRIPTORS}/{entry}")
             if target.startswith("socket:"):
@@ -166,6 +164,15 @@ def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
     yield kind
     for subclass in kind.__subclasses__():
         yield from _with_subclasses(subclass)
+
+
+def _descriptors() -> Iterable[str | int]:
+    try:
+        return os.listdir(_DESCRIPTORS)
+    except FileNotFoundError:
+        return ()
+    except OSError:  # listing them takes a descriptor, and none is left
+        return range(min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MOST_DESCRIPTORS))
 
 
 def _shut_down(descriptor: int, except_port: int | None) -> bool:

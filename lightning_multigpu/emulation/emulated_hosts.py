@@ -35,9 +35,10 @@ _BYTES = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30}
 
 @dataclass(frozen=True)
 class InterfaceCounters:
-    """The traffic of an interface since it was made; the difference of two is the traffic between them.
+    """The traffic of an interface since it was made.
 
-    Bytes include the 14 bytes of each frame's Ethernet header, not its checksum and not the gap between frames.
+    Bytes include an Ethernet header of 14 bytes for each packet, of up to 64 KiB, that the kernel has handed over: on a
+    wire there would be more and smaller frames.
     """
 
     sent_bytes: int

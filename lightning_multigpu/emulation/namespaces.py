@@ -97,7 +97,7 @@ class Namespace:
     def end(self) -> None:
         """Has everything in it killed; does not wait."""
         assert self._holder.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended, and may have been collected
             self._holder.stdin.write("end\n")
             self._holder.stdin.flush()
 

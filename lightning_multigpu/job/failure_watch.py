@@ -31,7 +31,7 @@ from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient, R
 from lightning_multigpu.job.guardian.failure import text_of
 from lightning_multigpu.job.guardian.hang.flight_recorder import FlightRecorder
 from lightning_multigpu.job.guardian.interrupts import report_of
-from lightning_multigpu.job.guardian.proc import ended_text, note_refusal
+from lightning_multigpu.job.guardian.proc import ended_text, may_be_of_a_start, note_refusal
 from lightning_multigpu.job.loader_workers import ignoring_ends_of_workers
 from lightning_multigpu.job.lone_metrics import compute_alone
 from lightning_multigpu.job.run_signals import RunSignals
@@ -236,7 +236,8 @@ class FailureWatch:
         deadline_s = time.monotonic() + (patience_s if self.client is not None else 0.0)
         while self.failure is None and not self._cannot_join and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        note_refusal(error, f"rank {run.rank}")
+        if may_be_of_a_start(error):
+            note_refusal(error, f"rank {run.rank}")
         own = Failure.of(error, rank=run.rank, step=step)
         if self.failure is None:
             if not self._cannot_join:

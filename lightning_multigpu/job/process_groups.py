@@ -77,6 +77,7 @@ class ProcessGroups:
         self._timeout = timeout
         self.also_cut: list[Callable[[], None]] = []
         self.settle_control: Callable[[], bool] = lambda: True
+        self._before: dict[str, str | None] = {}
         self._is_stuck = False
         self._cutting = threading.Lock()
         self._port = environment.main_port
@@ -84,9 +85,8 @@ class ProcessGroups:
         self._control: dist.ProcessGroup | None = None
         # The host's name may resolve to an interface that other hosts cannot reach; the route to rank 0 never does.
         interface = interface_towards(environment.main_address)
-        self._names_interface = interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ
-        if self._names_interface:
-            os.environ["GLOO_SOCKET_IFNAME"] = str(interface)
+        if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+            self._set({"GLOO_SOCKET_IFNAME": interface})
         try:
             self.mesh = self._connect(environment, interface, store, shape)
         except BaseException:
@@ -190,9 +190,18 @@ class ProcessGroups:
         elif dist.is_initialized():
             for group in own:
                 dist.destroy_process_group(group)
-        if self._names_interface:  # programs that are started later must not inherit it
-            os.environ.pop("GLOO_SOCKET_IFNAME", None)
-            self._names_interface = False
+        while self._before:
+            name, value = self._before.popitem()
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    def _set(self, variables: dict[str, str]) -> None:
+        """Sets variables until :meth:`leave`: programs that are started later must not inherit them."""
+        for name, value in variables.items():
+            self._before.setdefault(name, os.environ.get(name))
+            os.environ[name] = value
 
     def _connect(
         self, environment: ClusterEnvironment, interface: str | None, store: Store | None, shape: tuple[int, int, int]
@@ -227,6 +236,7 @@ class ProcessGroups:
         if dist.is_initialized():
             return
         assert store is not None
+        self._set({"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)})
         if self._timeout is not None:
             store.set_timeout(self._timeout)
         dist.init_process_group(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -82,6 +83,27 @@ def test_the_connection_of_a_logger_outlives_the_job(
         logger.send(b"failed")
         assert server.recv(10) == b"failed"
         assert is_cut(noted)
+
+
+def test_a_rank_without_a_descriptor_left_still_cuts(back_end: Connect) -> None:
+    """To list its sockets took a descriptor, and so did each of them: the others waited until the rank was killed."""
+    connections = Connections()
+    with connections.noted():
+        noted = back_end()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    filled = []
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, limit[1]))
+        with suppress(OSError):
+            while True:
+                filled.append(os.dup(0))
+        assert connections.cut() == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        for descriptor in filled:
+            os.close(descriptor)
+    assert is_cut(noted)
 
 
 def in_namespace(namespace: Namespace, work: Callable[[], T]) -> T:

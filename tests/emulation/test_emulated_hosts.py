@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import lightning_multigpu
-from lightning_multigpu.emulation import EmulatedHosts, Host, HostsUnavailable
+from lightning_multigpu.emulation import EmulatedHosts, Host, HostsUnavailable, namespaces
 from lightning_multigpu.emulation.namespaces import Namespace
 from tests.hosts import require_hosts
 
@@ -199,6 +199,13 @@ def test_half_built_hosts_are_taken_down(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(Namespace, "run", refuse)
     with pytest.raises(HostsUnavailable, match=r"`tc .*` failed: tbf: unknown"), EmulatedHosts(2):
+        pass
+
+
+def test_the_kernels_reason_is_said_where_a_namespace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that was said: I/O operation on closed file."""
+    monkeypatch.setattr(namespaces, "_HOLD", "echo no capability >&2; exit 1")
+    with pytest.raises(HostsUnavailable, match="`unshare --net --mount` failed: no capability"), EmulatedHosts(2):
         pass
 
 

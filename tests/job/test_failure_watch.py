@@ -96,19 +96,31 @@ def test_a_failure_of_this_rank(watch: FailureWatch) -> None:
     assert "last completed step 3" in error.__notes__[0]
 
 
+START = "/lib/python3.11/multiprocessing/popen_fork.py"
+
+
 @pytest.mark.parametrize(
-    ("error", "limit"),
+    ("error", "file", "limit"),
     [
-        (RuntimeError("can't start new thread"), "`ulimit -u`, and pids.max of the container; or lower num_workers"),
-        (OSError(errno.EAGAIN, "again"), "`ulimit -u`, and pids.max of the container; or lower num_workers"),
-        (OSError(errno.ENOMEM, "no memory"), "`free`, and memory.max of the container; or lower num_workers"),
-        (OSError(errno.ENOENT, "no file"), ""),
-        (RuntimeError(3), ""),
+        (
+            RuntimeError("can't start new thread"),
+            "train.py",
+            "`ulimit -u`, and pids.max of the container; or lower num",
+        ),
+        (OSError(errno.EAGAIN, "again"), START, "`ulimit -u`, and pids.max of the container; or lower num_workers"),
+        (OSError(errno.ENOMEM, "no memory"), START, "`free`, and memory.max of the container; or lower num_workers"),
+        (OSError(errno.EAGAIN, "write could not complete without blocking"), "train.py", ""),
+        (OSError(errno.ENOENT, "no file"), START, ""),
+        (RuntimeError(3), "train.py", ""),
     ],
 )
-def test_a_process_or_a_thread_that_the_system_refuses(error: Exception, limit: str, watch: FailureWatch) -> None:
+def test_a_process_or_a_thread_that_the_system_refuses(
+    error: Exception, file: str, limit: str, watch: FailureWatch
+) -> None:
     """Under pids.max a rank said "can't start new thread" alone, and a loader "Cannot allocate memory"."""
     client = under(watch)
+    with pytest.raises(type(error)):
+        exec(compile("raise error", file, "exec"), {"error": error})
     watch.settle(error, RUN, 3)
     assert any(note.startswith("rank 0: ") and limit in note for note in error.__notes__) == bool(limit)
     assert ("rank 0: " in client.told[0].traceback) == bool(limit), "the other ranks are told"

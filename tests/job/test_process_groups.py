@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -119,3 +120,23 @@ def test_axes_share_groups(shape: tuple[int, int, int], expected: dict[str, Any]
     found = world4.run(groups_of_a_run, shape)[2]
     assert {name: found[name] for name in expected} == expected
     assert len(found["lines"]) == 4 // shape[1]
+
+
+def test_code_in_a_rank_finds_the_main_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under stock strategies; programs that are started after the run must not inherit it."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    seen: list[Any] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *_, **__: seen.append([os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]])
+    )
+    groups = groups_of(monkeypatch, Group("gloo", lambda: None))
+    environment: Any = SimpleNamespace(
+        main_address="10.0.0.1", main_port=7000, global_rank=lambda: 0, world_size=lambda: 2
+    )
+    groups._join(environment, "lo", SimpleNamespace())  # type: ignore[arg-type]
+    assert seen == [["10.0.0.1", "7000"]]
+    groups.leave(failed=False)
+    assert "MASTER_ADDR" not in os.environ
+    assert "MASTER_PORT" not in os.environ

@@ -118,7 +118,7 @@ class ProfiledWindow:
         self.interrupted = False
 
     def close(self, trainer: Trainer) -> None:
-        """Training has ended, maybe within the window; a collective where the ranks train together."""
+        """Training has ended, maybe within the window."""
         if self._meter is not None:
             self._meter.flush()
         self.stop()

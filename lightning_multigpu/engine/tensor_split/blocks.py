@@ -36,7 +36,7 @@ from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import make_whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "h")
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 _LARGE_VOCABULARY = 0.05
 """Of a model's parameters; an embedding without a head is worth an all-reduce of its output from there on."""
@@ -133,7 +133,7 @@ def find_blocks(module: Module, called: Mapping[str, int]) -> list[Block]:
         block = _block_at(parts, linears[start : start + 4], called)
         if block is not None:
             blocks.append(block)
-        start += 1 if block is None or block.ways[0].problem else len(block.roles)
+        start += 1 if block is None else len(block.roles)
     for name in called:
         if isinstance(parts[name], nn.MultiheadAttention):
             blocks.append(Block("attention", {name: "attention"}))
@@ -200,11 +200,14 @@ def _attention_at(parts: Mapping[str, Module], names: Sequence[str], called: Map
     sizes = [linear_sizes(parts[name]) for name in names]  # (in, out)
     if len(names) == 4:
         (_, q), (_, k), (_, v), (o_in, _) = sizes
-        number, of_keys = _heads_of(parts, names[0], names[3])
+        have_one_input = len({called[name] for name in names[:3]}) == 1
+        number, of_keys = _heads_of(parts, names[0], names[3], may_be_h=have_one_input)
         if k == v and q == o_in and number and q % number == 0 and k == q // number * of_keys:
             keys, group = {"unit": q // number}, {"unit": q // of_keys}
             way = Way({names[0]: group, names[1]: keys, names[2]: keys, names[3]: group})
             return Block("attention", dict.fromkeys(names[:3], "column") | {names[3]: "row"}, (way,))
+        if not number and q == k == v == o_in and have_one_input and _are_near(names):
+            return _uncounted(parts, dict.fromkeys(names[:3], "column") | {names[3]: "row"})
     if len(names) >= 2:
         names = names[:2]
         (q_in, fused), (o_in, _) = sizes[:2]
@@ -212,7 +215,7 @@ def _attention_at(parts: Mapping[str, Module], names: Sequence[str], called: Map
         counts_heads = any("head" in own for around in _ancestors(parts, *names) for own in vars(parts[around]))
         is_gate = fused == 2 * o_in and not counts_heads
         roles = {names[0]: "column", names[1]: "row"}
-        number, of_keys = (0, 0) if is_gate else _heads_of(parts, *names)
+        number, of_keys = (0, 0) if is_gate else _heads_of(parts, *names, may_be_h=True)
         unit = o_in // (number or 1)
         if number and o_in % number == 0 and fused == o_in + 2 * unit * of_keys:
             size, of_queries = unit * of_keys, o_in // of_keys
@@ -223,10 +226,16 @@ def _attention_at(parts: Mapping[str, Module], names: Sequence[str], called: Map
             ]
             return Block("attention", roles, tuple(ways))
         if fused == 3 * o_in == 3 * q_in and _are_near(names):
-            around = kind_of([_ancestors(parts, *names)[-1]]) or "the module"
-            problem = f"no attribute of {around} counts the heads: store their number in __init__, as self.num_heads"
-            return Block("attention", roles, (Way(problem=problem),))
+            return _uncounted(parts, roles)
     return None
+
+
+def _uncounted(parts: Mapping[str, Module], roles: dict[str, str]) -> Block:
+    """An attention whose number of heads is not known."""
+    first, *_, last = roles
+    around = kind_of([_ancestors(parts, first, last)[-1]]) or "the module"
+    problem = f"no attribute of {around} counts the heads: store their number in __init__, as self.num_heads"
+    return Block("attention", roles, (Way(problem=problem),))
 
 
 def _are_near(names: Sequence[str]) -> bool:
@@ -258,12 +267,16 @@ def _ancestors(parts: Mapping[str, Module], first: str, last: str) -> list[str]:
     return found if other in found else [*found, other]
 
 
-def _heads_of(parts: Mapping[str, Module], first: str, last: str) -> tuple[int, int]:
-    """How many heads an attention has, and those of its keys and values, by attributes with usual names; 0 if none."""
+def _heads_of(parts: Mapping[str, Module], first: str, last: str, *, may_be_h: bool) -> tuple[int, int]:
+    """How many heads an attention has, and those of its keys and values, by attributes with usual names; 0 if none.
+
+    If it ``may_be_h``, an attribute ``h`` counts them where no other does.
+    """
     for name in _ancestors(parts, first, last) if _are_near((first, last)) else ():
         known = vars(parts[name])
         config = known.get("config")
         heads = _number(known, None, _HEADS) or _number({}, config, _HEADS)
+        heads = heads or (_number(known, None, ("h",)) if may_be_h else 0)
         if heads:
             return heads, _number(known, config, _KEY_VALUE_HEADS) or heads
     return 0, 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
+import time
 from typing import Any
 
 import torch
@@ -14,14 +16,17 @@ from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import LOADS_WEIGHTS_ONLY
 
+_PARTIAL = ".partial"
+_UNLOCKED_S = 60.0  # between the making of a file and its lock
+
 
 class WholeCheckpointIO(TorchCheckpointIO):
     """Lightning's format; a process that dies during a save leaves the previous file unchanged.
 
     Lightning writes to the directory for temporary files and moves the result. To another file system that is a copy,
     which can end half-way. Here the data goes to a hidden file in the directory of the checkpoint, which gets its name
-    when it is complete and on the disk; the next save under that name overwrites one that a killed process has left.
-    The directory is on the disk, too, before a save returns: then an older checkpoint may be removed.
+    when it is complete and on the disk; the next save removes it if its process was killed. The directory is on the
+    disk, too, before a save returns: then an older checkpoint may be removed.
 
     If the system refuses to write, a save raises OSError with the path and the reason, for a full disk with the free
     space. The previous file stays.
@@ -39,14 +44,16 @@ class WholeCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         directory, name = os.path.split(os.path.abspath(path))
-        partial = os.path.join(directory, f".{name}.partial")
+        partial = os.path.join(directory, f".{name}.{os.getpid()}{_PARTIAL}")
         try:
             os.makedirs(directory, exist_ok=True)
+            _remove_left(directory)
             with open(partial, "wb") as file:
+                _lock(file.fileno())  # until it has its name
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(partial, path)
+                os.replace(partial, path)
             _sync_directory(directory)
         except BaseException as error:
             with contextlib.suppress(OSError):
@@ -86,6 +93,23 @@ def map_files(io: CheckpointIO) -> None:
         found.maps_files = True
 
 
+def _remove_left(directory: str) -> None:
+    """Removes files of saves that were killed: nobody holds their locks."""
+    for entry in os.scandir(directory):
+        if entry.name.startswith(".") and entry.name.endswith(_PARTIAL) and entry.is_file(follow_symlinks=False):
+            with contextlib.suppress(OSError), open(entry.path, "r+b") as file:
+                if _lock(file.fileno()) and time.time() - entry.stat().st_mtime > _UNLOCKED_S:
+                    os.unlink(entry.path)
+
+
+def _lock(descriptor: int) -> bool:
+    """Locks an open file until it is closed; False if another process has it, or the file system cannot."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
 def _reason(error: BaseException | None, directory: str) -> tuple[int, str] | None:
     """The number and text of a system error, also within an error of torch; None for other errors."""
     while error is not None and not (isinstance(error, OSError) and error.errno):
@@ -96,6 +120,8 @@ def _reason(error: BaseException | None, directory: str) -> tuple[int, str] | No
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         with contextlib.suppress(OSError):
             text += f" ({shutil.disk_usage(directory).free / 1e6:.1f} MB are free there)"
+    elif error.errno in (errno.EMFILE, errno.ENFILE):
+        text += " (raise the limit: ulimit -n)"
     return error.errno, f"{text}; a previous file of that name is unchanged"
 
 

@@ -35,6 +35,7 @@ _MAX_CHUNKS = 4  # of one connection before the others are read
 _MAX_DESCRIPTORS = 4
 _MAX_ACCEPTED = 64
 _ARRIVAL_LOOK_S = 0.005
+_NOTHING_LEFT_S = 0.02
 
 Message = dict[str, Any]
 
@@ -223,6 +224,9 @@ def accepted(listener: socket.socket) -> Iterator[socket.socket]:
             sock, _ = listener.accept()
         except ConnectionError:  # it has disconnected
             continue
-        except OSError:
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor or memory is left; the listener stays readable: the caller's loop must not spin
+            time.sleep(_NOTHING_LEFT_S)
             return
         yield sock

@@ -112,12 +112,14 @@ class SpawnLauncher(MultiProcessingLauncher):
             result = ranks.result()
         except BaseException as error:
             self.joining.watch.ranks_have_ended = True  # callbacks that save at exceptions do not know
-            if isinstance(error, KeyboardInterrupt) and ranks is not None:
-                ranks.interrupt()
-            elif ranks is not None:
-                ranks.end()
-            if not is_reported(error):
-                guardian.stop()
+            try:
+                if isinstance(error, KeyboardInterrupt) and ranks is not None:
+                    ranks.interrupt()
+                elif ranks is not None:
+                    ranks.end()
+            finally:
+                if not is_reported(error):
+                    guardian.stop()
             raise
         finally:
             # They end so at a second Ctrl-C, or at the first one in a deadlock.

@@ -88,8 +88,10 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
 
     @override
     def teardown(self) -> None:
-        super().teardown()
-        self._ranks = None
+        try:
+            super().teardown()
+        finally:
+            self._ranks = None
 
     def _reserve(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor that all ranks can access; if memory cannot be shared, ranks copy pieces of it instead."""

@@ -296,8 +296,10 @@ class ParameterServerStrategy(MultiGPUStrategy):
         training, self._asynchronous = self._asynchronous, None
         if training is not None:
             training.end(self._module.trainer)
-        super().teardown()
-        self._connections = None
+        try:
+            super().teardown()
+        finally:
+            self._connections = None
 
     @property
     @override

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,6 +88,27 @@ class Separate(nn.Module):
         return self.proj(y)  # type: ignore[no-any-return]
 
 
+class Grouped(Separate):
+    """An attribute ``h`` is the width, and the config counts the heads."""
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__(d_model, heads)
+        self.h, self.config = d_model, SimpleNamespace(num_attention_heads=heads)
+        del self.heads
+
+    def __getattr__(self, name: str) -> Any:
+        return self.config.num_attention_heads if name == "heads" else super().__getattr__(name)
+
+
+class Uncounted(Separate):
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__(d_model, heads)
+        self.nh = self.__dict__.pop("heads")
+
+    def __getattr__(self, name: str) -> Any:
+        return self.nh if name == "heads" else super().__getattr__(name)
+
+
 class Flat(nn.Module):
     """All layers of a block are its own attributes."""
 
@@ -108,6 +130,7 @@ class Flat(nn.Module):
 OWN: dict[str, Callable[[], nn.Module]] = {
     "fused, h": lambda: Block(Fused(WIDTH, HEADS), FeedForward(nn.GELU())),
     "separate": lambda: Block(Separate(WIDTH, HEADS), FeedForward(nn.GELU())),
+    "counted by a config": lambda: Block(Grouped(WIDTH, HEADS), FeedForward(nn.GELU())),
     "flat": lambda: Flat(WIDTH, HEADS),
 }
 OWN_FOUND = {"vocabulary": 1, "attention": 2, "first, second": 2}
@@ -149,9 +172,10 @@ def test_blocks_are_found(name: str) -> None:
         assert [each.names for each in plan.whole] == ["model.blocks.2.(first, second)"]
 
 
-def test_a_whole_attention_is_told_what_to_change() -> None:
+@pytest.mark.parametrize("attention", [OnlyHeadDim, Uncounted])
+def test_a_whole_attention_is_told_what_to_change(attention: type[nn.Module]) -> None:
     words = "no attribute of model.blocks.*.attention counts the heads: store their number in __init__, as self.num_h"
-    plan = planned(partial(language, lambda: Block(OnlyHeadDim(WIDTH, HEADS), FeedForward(nn.GELU()))))
+    plan = planned(partial(language, lambda: Block(attention(WIDTH, HEADS), FeedForward(nn.GELU()))))
     assert [row.shape for row in plan.blocks] == ["vocabulary", "first, second"]
     (row,) = plan.whole
     assert (row.shape, row.num_blocks) == ("attention", 2)

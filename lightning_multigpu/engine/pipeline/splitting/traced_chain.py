@@ -30,8 +30,9 @@ class TracedPiece(Module):
 
     def forward(self, arrived: tuple[Tensor, ...], piece: GraphPiece, arguments: list[Any]) -> tuple[Any, ...]:
         """Runs a graph's piece on the previous piece's result and on the whole module's arguments that it uses."""
-        copies = (tensor.clone() for tensor in arrived)  # which the piece may change in place
-        result: tuple[Any, ...] = piece.module(*copies, *map(self._tensor, piece.tensors), *arguments)
+        if piece.changes_arrived:
+            arrived = tuple(tensor.clone() for tensor in arrived)
+        result: tuple[Any, ...] = piece.module(*arrived, *map(self._tensor, piece.tensors), *arguments)
         return result
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[Module]:

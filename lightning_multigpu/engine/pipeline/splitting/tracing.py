@@ -56,12 +56,14 @@ class GraphPiece:
         tensors: names of the parameters and buffers that the piece takes.
         arguments: indices of the leaves of ``(args, kwargs)`` that the piece takes.
         written: the tensors that the piece writes into.
+        changes_arrived: the piece writes into received values.
     """
 
     module: GraphModule
     tensors: tuple[str, ...]
     arguments: tuple[int, ...]
     written: Collection[str]
+    changes_arrived: bool
 
 
 class _Cuts:
@@ -85,6 +87,7 @@ class _Cuts:
         self._arguments = {node: index for index, node in enumerate(inputs[len(tensors) :])}
         self._last_use = {node: max((self._piece[user] for user in node.users), default=0) for node in self._piece}
         self._written: set[str] = set()
+        self._changed: set[int] = set()
 
     def pieces(self) -> tuple[GraphPiece, ...]:
         """The pieces, in the order in which they run."""
@@ -153,6 +156,8 @@ class _Cuts:
                 f"({writer.target}), and {arriving[1].target}, which shares its memory, is needed too; work on a copy, "
                 "or move the split point"
             )
+        if arriving:
+            self._changed.add(piece)
 
     def _cut(self, piece: int) -> GraphPiece:
         graph = Graph()
@@ -173,6 +178,7 @@ class _Cuts:
             names,
             tuple(self._arguments[node] for node in arguments),
             self._written.intersection(names),
+            piece in self._changed,
         )
 
 
