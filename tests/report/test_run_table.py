@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from lightning_multigpu.callbacks.communication import purpose_of
 from lightning_multigpu.report.run_table import show
 from tests.report.examples import record, report_of
 
@@ -71,6 +72,13 @@ def test_all_communication_says_what_it_is_beside_the_all_reduce() -> None:
     records = [replace(record(rank, **FIGURES), communication_ms=part) for rank, part in enumerate(parts)]
     text = printed(report_of(*records))
     assert "all communication, means in ms: all-reduce of gradients 4.50, buffers 1.00" in text
+
+
+def test_communication_inside_split_layers_is_one_part_that_names_the_costliest() -> None:
+    split = {purpose_of("all_reduce", f"tensor {name}"): ms for name, ms in (("blocks.0", 1.0), ("blocks.1", 2.0))}
+    report = report_of(replace(record(0, **FIGURES), communication_ms={"buffers": 4.0, **split}))
+    parts = "means in ms: buffers 4.00, inside split layers (most for blocks.1: 2.00) 3.00"
+    assert parts in " ".join(printed(report).split())
 
 
 def test_a_figure_that_is_absent_has_no_row() -> None:
