@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -31,7 +32,7 @@ from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient, R
 from lightning_multigpu.job.guardian.failure import text_of
 from lightning_multigpu.job.guardian.hang.flight_recorder import FlightRecorder
 from lightning_multigpu.job.guardian.interrupts import report_of
-from lightning_multigpu.job.guardian.proc import ended_text, may_be_of_a_start, note_refusal
+from lightning_multigpu.job.guardian.proc import ended_text, note_refusal
 from lightning_multigpu.job.loader_workers import ignoring_ends_of_workers
 from lightning_multigpu.job.lone_metrics import compute_alone
 from lightning_multigpu.job.run_signals import RunSignals
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 _SETTLE_S = 3.0
 _SETTLE_AFTER_SIGTERM_S = 1.0  # a launcher that sees a rank end may be faster with SIGTERM than the guardian
+_STARTS = re.compile(r"/(multiprocessing/popen_\w+|subprocess)\.py$")
 SIGTERM_STATUS = 128 + signal.SIGTERM  # as a shell reports the end by a signal
 _CONNECTION_LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket|gloo|nccl|timed out|timeout|abort|parameter server",
@@ -236,7 +238,7 @@ class FailureWatch:
         deadline_s = time.monotonic() + (patience_s if self.client is not None else 0.0)
         while self.failure is None and not self._cannot_join and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        if may_be_of_a_start(error):
+        if _may_be_of_a_start(error):
             note_refusal(error, f"rank {run.rank}")
         own = Failure.of(error, rank=run.rank, step=step)
         if self.failure is None:
@@ -329,3 +331,9 @@ def _limit_exit(timeout_s: float, *, from_exit: bool) -> None:
 
 def _is_connection_loss(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_CONNECTION_LOST.search(text_of(error)))
+
+
+def _may_be_of_a_start(error: BaseException) -> bool:
+    """Whether a process or a thread may have been about to start: files and locks have the same numbers of errors."""
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    return not isinstance(error, OSError) or any(map(_STARTS.search, files))

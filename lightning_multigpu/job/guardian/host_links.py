@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,7 +34,6 @@ _ARRIVAL_S = 0.5
 _MAX_STRANGERS = 256
 
 
-@dataclass(eq=False)
 class Peer:
     """The guardian of another host, at the other end of a connection.
 
@@ -45,18 +43,14 @@ class Peer:
         done: True once its ranks have finished, and it may leave.
     """
 
-    connection: Connection
-    received_s: float
-    node_rank: int | None = None
-    host: str = ""
-    trusted: bool = False
-    end_key: str | None = None
-    done: bool = False
-
-    def __post_init__(self) -> None:
+    def __init__(self, connection: Connection, received_s: float, node_rank: int | None = None) -> None:
+        self.connection, self.received_s, self.node_rank = connection, received_s, node_rank
+        self.host = ""
+        self.trusted = self.done = False
+        self.end_key: str | None = None
         with contextlib.suppress(OSError):
-            self.connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-            self.connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+            connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @property
     def name(self) -> str:

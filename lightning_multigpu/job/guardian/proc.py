@@ -6,17 +6,14 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import select
 import signal
 import struct
 import time
-import traceback
 from typing import NamedTuple
 
 RUNNING, STOPPED, ENDED = "running", "stopped", "ended"
 
-_STARTS = re.compile(r"/(multiprocessing/popen_\w+|subprocess)\.py$")
 _LIMITS = {
     errno.EAGAIN: "no more processes or threads may be allowed: see `ulimit -u`, and pids.max of the container; or "
     "lower num_workers and OMP_NUM_THREADS",
@@ -219,12 +216,6 @@ def note_refusal(error: BaseException, who: str) -> None:
     """Adds the limit to look at, and the process that was refused something, to the system's error."""
     if hint := refusal(error):
         error.add_note(f"{who}: {hint}")
-
-
-def may_be_of_a_start(error: BaseException) -> bool:
-    """Whether a process or a thread may have been about to start: files and locks have the same numbers of errors."""
-    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-    return not isinstance(error, OSError) or any(map(_STARTS.search, files))
 
 
 def ended_text(exit_code: int | None) -> str:
