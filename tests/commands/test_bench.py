@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,17 @@ def test_what_is_wrong_is_refused_in_one_message(
     assert captured.err.startswith("lightning-multigpu bench: error: ")
     assert message in captured.err
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"), [("data: {}", "it has no 'model'"), ("{model: gpt, optimizer: SGD}", "configure_optimizers()")]
+)
+def test_a_configuration_file_has_a_model_with_its_optimizer(
+    keys: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(keys)
+    assert main(["bench", "strategies", f"--config={tmp_path}/config.yaml"]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")
