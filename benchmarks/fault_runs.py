@@ -73,13 +73,13 @@ class Combination:
         return [method, self.kind, self.where, str(self.rank), str(step), str(workers), strategy]
 
 
-def combinations(only: list[str]) -> list[Combination]:
+def combinations(only: list[str], strategy: str) -> list[Combination]:
     """The combinations that were asked for, in an order that mixes them; the same every time."""
     kinds = (*KINDS, *HOST_KINDS, *CONTROLS)
     every = [
         Combination(*values)
         for values in itertools.product(kinds, PLACES, range(RANKS), LAUNCHERS)
-        if makes_sense(*values)
+        if makes_sense(*values) and (strategy, values[-1]) != ("hybrid", "hosts")  # it splits no layer between hosts
     ]
     known = set().union(*(combination.words() for combination in every))
     wanted = [set(words.split(",")) for words in only]
@@ -115,7 +115,7 @@ def row(combination: Combination, outcome: Outcome) -> str:
 
 def main() -> int:
     options = arguments()
-    chosen = repeated(combinations(options.only), options.runs)
+    chosen = repeated(combinations(options.only, options.strategy), options.runs)
     # Whoever ends this program ends the job of the moment with it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, frame: sys.exit(128 + received))
