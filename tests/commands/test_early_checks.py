@@ -18,7 +18,7 @@ def test_names_that_may_be_right(name: str) -> None:
     check_strategy(name)
 
 
-@pytest.mark.parametrize("name", ["rng_ddp", "ring-ddp", "ring_dpp", "ringddp", "Pipeline_1f1", "gpip"])
+@pytest.mark.parametrize("name", ["rng_ddp", "ring-ddp", "ring_dpp", "ringddp", "RING_DPD", "Pipeline_1f1", "gpip"])
 def test_misspelt_names(name: str) -> None:
     with pytest.raises(UsageError, match=rf"strategy='{name}': there is no such strategy\. Did you mean '\w+'\?"):
         check_strategy(name)

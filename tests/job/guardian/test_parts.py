@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_multigpu.job.guardian import protocol
 from lightning_multigpu.job.guardian.failure import MAX_TRACEBACK, MAX_WHAT, Failure
 from lightning_multigpu.job.guardian.proc import (
     ENDED,
@@ -158,6 +159,24 @@ def test_a_process_that_cannot_be_looked_at_is_what_it_was(sleeper: subprocess.P
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     assert watched.state() == ENDED
     watched.close()
+
+
+def test_a_guardian_without_a_descriptor_left_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has connected stays at the listener, which is ready at once again."""
+    pauses: list[float] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
+        listener.setblocking(False)
+        monkeypatch.setattr(protocol.time, "sleep", pauses.append)
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
+        try:
+            assert list(protocol.accepted(listener)) == []
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        assert len(pauses) == 1
+        for accepted in protocol.accepted(listener):
+            accepted.close()
+        assert len(pauses) == 1, "nor does it wait otherwise"
 
 
 def test_a_command_line_that_cannot_be_read_keeps_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
