@@ -166,7 +166,7 @@ def test_a_guardian_without_a_descriptor_left_does_not_spin(monkeypatch: pytest.
     pauses: list[float] = []
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
         listener.setblocking(False)
-        monkeypatch.setattr(protocol.time, "sleep", pauses.append)
+        monkeypatch.setattr(time, "sleep", pauses.append)
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
         try:
