@@ -16,6 +16,18 @@ def size_bytes(tensor: Tensor) -> int:
     return tensor.nbytes
 
 
+def marks_of(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """The version and the address of each tensor's values; either is another one after each change.
+
+    ``tensor.data = ...`` changes the address alone.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # of split tensors these are the parts
+        return [
+            (0 if each.is_inference() else each._version, each.data_ptr() if each.layout == torch.strided else 0)
+            for each in tensors
+        ]
+
+
 def check_reducible(tensor: Tensor, what: str, *, average: bool = False) -> None:
     """Checks that ``what`` can reduce a tensor in the host's memory.
 

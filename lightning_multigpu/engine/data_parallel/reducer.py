@@ -68,6 +68,8 @@ class GradientReducer:
             all_reduce = HierarchicalAllReduce(None, RingAllReduce(group))
         self.all_reduce = all_reduce
         self._pieces: Mapping[Tensor, GradientPiece] = {}
+        self._has_views = False
+        self._places: dict[int, tuple[tuple[int, int], list[Tensor], list[int]]] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -87,6 +89,7 @@ class GradientReducer:
         ``pieces`` are the name and shape of each of its parameters, which compression needs.
         """
         self._pieces = pieces
+        self._has_views, self._places = module.gradient_as_bucket_view, {}
         module.register_comm_hook(state=self, hook=GradientReducer.reduce)
 
     def detach(self) -> None:
@@ -144,6 +147,8 @@ class GradientReducer:
         """The hook: ``bucket.buffer()`` (flat, one dtype) becomes the average over the ranks. Returns at once."""
         self._is_complete = bucket.is_last()
         try:
+            if self._has_views:
+                self._take_moved(bucket)
             if self._hook is not None:
                 return self._reduce_by_user_hook(*self._hook, bucket)
             if self._nccl:
@@ -159,6 +164,27 @@ class GradientReducer:
                 self._last_bucket = recorded_event()
             else:
                 self._last_bucket_s = self._meter.now()
+
+    def _take_moved(self, bucket: GradBucket) -> None:
+        """Copies gradients into the bucket that are no longer views of it.
+
+        ``grad.data = ...`` gives torch's view of the bucket another memory, which is written from then on.
+        """
+        buffer, number = bucket.buffer(), bucket.index()
+        if buffer.is_sparse:
+            return
+        key, parameters, addresses = self._places.get(number, ((0, 0), [], []))
+        if key == (buffer.data_ptr(), buffer.numel()):
+            gradients = [parameter.grad for parameter in parameters]
+            if not any(g is None for g in gradients) and [g.data_ptr() for g in gradients] == addresses:  # type: ignore[union-attr]
+                return
+        parameters, views = bucket.parameters(), bucket.gradients()
+        self._places[number] = (buffer.data_ptr(), buffer.numel()), parameters, [view.data_ptr() for view in views]
+        for parameter, view in zip(parameters, views, strict=True):
+            if parameter.grad is None:  # no rank's loss depends on it, or only another one's
+                view.zero_()
+            elif parameter.grad.data_ptr() != view.data_ptr():
+                view.copy_(parameter.grad)
 
     def _reduce_in_thread(self, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ from torch.optim import Optimizer
 from lightning_multigpu.communication.checksums import checksums
 from lightning_multigpu.communication.digest import disagreement, fingerprint, value_text
 from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.tensors import marks_of
 
 _ABSENT, _AS_AVERAGED = -1, -2
-_version = attrgetter("_version")
 _ALWAYS, _EVERY = 10, 20
 
 
@@ -62,14 +61,14 @@ class CommonValues:
     """A table of values that all ranks must have in common, of which one number travels with each announcement.
 
     The table has the values of the optimizers' groups, such as learning rates, to nine digits, and checksums of
-    parameters that the user's code has changed outside of the optimizers' steps, as torch's version counters tell.
+    parameters that the user's code has changed outside of the optimizers' steps, as their versions and addresses tell.
     Parameters are read at the first ten batches and at every twentieth.
     """
 
     def __init__(self) -> None:
         self._optimizers: Sequence[Optimizer] = ()
         self._parameters: Mapping[str, Tensor] = {}
-        self._versions: list[int] = []
+        self._marks: list[tuple[int, int]] = []
         self._batches = 0
         self._changed: dict[str, str] = {}
         self._values: list[dict[str, Any]] | None = None
@@ -90,15 +89,15 @@ class CommonValues:
 
     def accept(self) -> None:
         """Accepts the parameters as they are now: an optimizer has made its step."""
-        self._versions = [*map(_version, self._parameters.values())]
+        self._marks = marks_of(self._parameters.values())
 
     def look(self) -> None:
         """Notes the parameters that the user's code has changed since the last call, or since :meth:`accept`."""
-        before = self._versions
+        before = self._marks
         self.accept()
-        if before == self._versions or (self._batches > _ALWAYS and self._batches % _EVERY):
+        if before == self._marks or (self._batches > _ALWAYS and self._batches % _EVERY):
             return
-        marks = zip(self._parameters.items(), before, self._versions, strict=True)
+        marks = zip(self._parameters.items(), before, self._marks, strict=True)
         changed = dict(entry for entry, old, new in marks if old != new)
         found = checksums([parameter.detach().contiguous() for parameter in changed.values()])
         for name, checksum in zip(changed, found, strict=True):
@@ -161,13 +160,13 @@ class GivenGradients:
     def __init__(self, group: MeteredGroup, weight: Callable[[], float]) -> None:
         self._group = group
         self._weight = weight
-        self._averaged: dict[Tensor, tuple[weakref.ref[Tensor], int]] = {}
+        self._averaged: dict[Tensor, tuple[weakref.ref[Tensor], list[tuple[int, int]]]] = {}
 
     def note(self, parameters: Iterable[Tensor]) -> None:
         """Notes that the gradients of now are averages."""
         with torch._C.DisableTorchFunctionSubclass():  # of split parameters these are the parts
             found = [(parameter, parameter.grad) for parameter in parameters]
-            self._averaged.update((p, (weakref.ref(grad), grad._version)) for p, grad in found if grad is not None)
+            self._averaged.update((p, (weakref.ref(grad), marks_of([grad]))) for p, grad in found if grad is not None)
 
     @torch.no_grad()
     def average(self, parameters: Iterable[Tensor]) -> None:
@@ -189,5 +188,5 @@ class GivenGradients:
             self.note(listed)
 
     def _is_averaged(self, parameter: Tensor) -> bool:
-        gradient, version = self._averaged.get(parameter, (lambda: None, 0))
-        return gradient() is parameter.grad and parameter.grad is not None and parameter.grad._version == version
+        gradient, marks = self._averaged.get(parameter, (lambda: None, []))
+        return gradient() is parameter.grad and parameter.grad is not None and marks_of([parameter.grad]) == marks

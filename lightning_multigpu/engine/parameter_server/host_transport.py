@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
-from lightning_multigpu.communication.tensors import alike
+from lightning_multigpu.communication.tensors import alike, marks_of
 from lightning_multigpu.engine.optimizer_state import StateElsewhere
 from lightning_multigpu.placement.gradient_kinds import ABSENT, DENSE, SPARSE, kind_of, rows_of, sparse, take_average
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
@@ -256,7 +256,7 @@ class EarlyCopies:
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
-        self._done: dict[Parameter, tuple[Tensor, int]] = {}
+        self._done: dict[Parameter, tuple[Tensor, list[tuple[int, int]]]] = {}
         self._hooks: list[Any] = []
 
     def follow(self, parameter: Parameter, place: Tensor, is_wanted: Callable[[], bool]) -> None:
@@ -272,14 +272,14 @@ class EarlyCopies:
             with torch.cuda.stream(self._stream):
                 place.copy_(gradient, non_blocking=True)
             gradient.record_stream(self._stream)
-            self._done[parameter] = gradient, gradient._version
+            self._done[parameter] = gradient, marks_of([gradient])
 
         self._hooks.append(call_on_gradient(parameter, copy))
 
     def has(self, parameter: Parameter) -> bool:
         """Whether the parameter's present gradient was copied; the first call alone says so."""
-        gradient, version = self._done.pop(parameter, (None, 0))
-        return gradient is not None and gradient is parameter.grad and gradient._version == version
+        gradient, marks = self._done.pop(parameter, (None, []))
+        return gradient is not None and gradient is parameter.grad and marks_of([gradient]) == marks
 
     def wait(self) -> None:
         """Returns when all copies have ended."""

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_multigpu.communication.checksums import checksums
 from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.shared_memory.segment import mapped
-from lightning_multigpu.communication.tensors import alike
+from lightning_multigpu.communication.tensors import alike, marks_of
 from lightning_multigpu.engine.optimizer_state import StateElsewhere
 from lightning_multigpu.engine.parameter_server.pair import Reply
 from lightning_multigpu.engine.parameter_server.rooms import Room, cut, room_bytes
@@ -96,13 +96,13 @@ class _Bucket:
     parameters: list[Parameter]
     parts: list[_Part]
     ready: set[Parameter] = field(default_factory=set)
-    pushed: list[tuple[Tensor | None, int]] | None = None
+    pushed: list[Any] | None = None
     num_pushes: int = 0
 
-    def gradients(self) -> list[tuple[Tensor | None, int]]:
-        """The gradients of now, and how often each was changed."""
+    def gradients(self) -> list[Any]:
+        """The gradients of now, with their marks."""
         gradients = [parameter.grad for parameter in self.parameters]
-        return [(gradient, -1 if gradient is None else gradient._version) for gradient in gradients]
+        return [(gradient, gradient is not None and marks_of([gradient])) for gradient in gradients]
 
     def is_stale(self) -> bool:
         """True if the gradients are no longer what was pushed."""

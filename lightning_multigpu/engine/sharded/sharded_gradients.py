@@ -108,7 +108,7 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
     def spare_bytes(self) -> int:
         """Bytes of the buckets that hold no parameter's gradient at present: those for other ranks."""
         buckets = sum(bucket.buffer.nbytes for bucket in self._bucket_list)
-        own = (view.nbytes for p, view in self._views.items() if p.grad is not None and p.grad is view)
+        own = (v.nbytes for p, v in self._views.items() if p.grad is not None and p.grad.data_ptr() == v.data_ptr())
         return int(buckets - sum(own))
 
     def begin(self) -> None:
@@ -256,6 +256,8 @@ class ShardedGradients(ShardedDataParallel):  # type: ignore[misc]  # without an
         elif parameter in self._sparse:
             assert parameter.grad is not None
             parameter.grad = parameter.grad.to_sparse(1)
+        elif parameter in self._views:  # its own tensor: "grad.data = ..." would move the bucket's view
+            parameter.grad = self._views[parameter].detach()
 
     def _show(self, sent: Sequence[Parameter]) -> None:
         """Gives the other ranks copies of the gradients; the next backward pass drops the copies."""

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import attributes_of_lightning
+from lightning_multigpu.communication.tensors import marks_of
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.placeholder import first_placeholder
 from lightning_multigpu.strategies.steps.hook_detection import has_hook
@@ -160,7 +161,7 @@ def mark(value: Any, depth: int = _DEPTH) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Tensor):
-        return id(value), None if value.is_inference() else value._version
+        return id(value), marks_of([value])
     if isinstance(value, list | tuple | dict | set | frozenset | deque):
         entries: Iterable[Any] = value.values() if isinstance(value, Mapping) else value
         if len(value) > _LARGEST:
