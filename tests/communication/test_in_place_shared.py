@@ -41,6 +41,7 @@ def _sums() -> list[Tensor]:
             part = tensor[numel // 2 :]
             shared.move(tensor, key)
             assert shared.has_moved(tensor)
+            assert not shared.has_moved(tensor[: numel - 1]), "only its address is the same"
             assert part.data_ptr() == tensor.data_ptr() + numel // 2 * tensor.element_size()
             assert torch.equal(tensor, contribution(shared.rank, numel, dtype))
             for _ in range(2):  # in the same place again

@@ -38,11 +38,11 @@ class InPlaceTensors:
         self._rank = rank
         self._exchange = exchange
         self._by_key: dict[int, tuple[Tensor, ...]] = {}
-        self._by_address: dict[int, tuple[Tensor, ...]] = {}
+        self._by_place: dict[tuple[int, int, torch.dtype], tuple[Tensor, ...]] = {}
 
     def rows(self, flat: Tensor) -> tuple[Tensor, ...] | None:
         """Every rank's tensor that belongs to ``flat``, in the order of ranks; None if it was not moved."""
-        return self._by_address.get(flat.data_ptr())
+        return self._by_place.get(_place(flat))
 
     def move(self, flat: Tensor, key: int) -> None:
         """Moves ``flat`` and all of its views, with their values; a collective.
@@ -70,13 +70,18 @@ class InPlaceTensors:
         if any(problems):
             raise SharedMemoryUnavailableError.of(problems)
         if (replaced := self._by_key.pop(key, None)) is not None:
-            del self._by_address[replaced[self._rank].data_ptr()]
-        self._by_key[key] = self._by_address[flat.data_ptr()] = tuple(rows)
+            del self._by_place[_place(replaced[self._rank])]
+        self._by_key[key] = self._by_place[_place(flat)] = tuple(rows)
 
     def close(self) -> None:
         """Releases the other ranks' memory."""
         self._by_key.clear()
-        self._by_address.clear()
+        self._by_place.clear()
+
+
+def _place(flat: Tensor) -> tuple[int, int, torch.dtype]:
+    """The memory of a tensor; a part of the tensor may begin at the same address."""
+    return flat.data_ptr(), flat.numel(), flat.dtype
 
 
 def _offered(flat: Tensor) -> str:

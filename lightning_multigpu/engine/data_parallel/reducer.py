@@ -277,29 +277,22 @@ class GradientReducer:
     def _reduce_by_user_hook(self, state: Any, hook: CommHook, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
         transfer = self._meter.begin("all_reduce", on_stream=buffer.is_cuda, **self._described(buffer))
-        checked: Future[Tensor] = Future()
 
-        def ended(future: Future[Any]) -> None:
+        def ended(future: Future[Any]) -> Any:
             transfer.finish()
             try:
                 value = future.value()
-                checked.set_result(value[0] if isinstance(value, (list, tuple)) else value)
             except BaseException as error:
                 self._error = self._error or error
-                checked.set_result(buffer)
+                return buffer
+            return value[0] if isinstance(value, (list, tuple)) else value
 
         try:
             future = hook(state, bucket)
         except BaseException:
             transfer.broke()
             raise
-        if buffer.is_cuda:
-            # Our own future would lose the streams that order a CUDA future's values. The callback runs on a stream
-            # that waits for them.
-            future.add_done_callback(lambda _: transfer.finish())
-            return future
-        future.add_done_callback(ended)
-        return checked
+        return future.then(ended)  # unlike a future of our own it keeps the streams that order a CUDA future's values
 
     def _described(self, buffer: Tensor, sent: SentBytes | None = None) -> dict[str, Any]:
         """The meter's arguments for a transfer; without ``sent``, the meter computes the bytes of an all-reduce."""

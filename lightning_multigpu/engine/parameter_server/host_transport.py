@@ -150,16 +150,16 @@ class HostTransport:
     def _present(self, num_changed: int, *, averages: bool) -> list[_Flat]:
         """The flats that have a gradient on some rank; notes which of their parameters have one, and sparse rows."""
         kinds = torch.tensor([kind_of(parameter.grad) for flat in self._flats for parameter in flat.parameters])
-        own = torch.tensor([averages, num_changed])
+        own = torch.tensor([averages, num_changed, num_changed**2])
         counts = torch.cat([kinds == DENSE, kinds == SPARSE, own]).to(torch.int32)
-        *counted, num_averaging, all_changed = self._ranks(counts).tolist()
+        *counted, num_averaging, all_changed, squares = self._ranks(counts).tolist()
         name = type(self._optimizer).__name__
         if num_averaging not in (0, self._ranks.world_size):
             raise ValueError(
                 f"{num_averaging} of {self._ranks.world_size} ranks have hooks that read gradients before a step of "
                 f"{name}: register such hooks on all ranks"
             )
-        if all_changed != num_changed * self._ranks.world_size:
+        if all_changed**2 != self._ranks.world_size * squares:  # equal only if all ranks have changed as many
             raise ValueError(
                 f"this rank has changed {num_changed} states in optimizer.state of {name}, and all ranks together "
                 f"{all_changed}: make the change on all ranks"

@@ -103,6 +103,23 @@ def test_unusual_steps(world2: World) -> None:
         assert_equal(of_decaying, decaying)
 
 
+def changed_alone(num_changed: int) -> None:
+    with serving_ranks() as serve:
+        parameters = weights()
+        with contextlib.closing(serve(optim.SGD(parameters, lr=0.1))) as step:
+            step.place_new()
+            step.transport.average(num_changed)
+
+
+def test_states_that_ranks_have_not_changed_alike(world4: World) -> None:
+    """Ranks whose own number was the mean went on, and waited for the others."""
+    world4.run_raising(
+        ValueError,
+        "in optimizer.state of SGD, and all ranks together 4: make",
+        lambda: changed_alone((0, 1, 2, 1)[rank()]),
+    )
+
+
 class Stream:
     """A stream whose work is done at once; it keeps the order of calls."""
 
