@@ -121,6 +121,33 @@ def test_gradients_behind_the_layers_train_as_on_one_device(world2: World) -> No
         assert_same_weights(result, reference)
 
 
+class Quantised(Plain):
+    """Parameters of whole numbers in a layer and beside the layers, which nobody trains."""
+
+    class Layer(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 6)
+            self.codes = nn.Parameter(torch.arange(6, dtype=torch.int64), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.codes
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(self.Layer(), *self.layers)
+        self.zero_points = nn.Parameter(torch.ones(6, dtype=torch.uint8), requires_grad=False)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self.layers(x * self.zero_points), y)
+
+
+def test_parameters_of_whole_numbers_stay_as_they_are(world2: World) -> None:
+    """The proof of the first step failed: it took norms of whole numbers."""
+    reference = fitted(Quantised, 1, case=CASE)
+    for result in world2.run(fitted, Quantised, case=CASE):
+        assert_same_weights(result, reference)
+
+
 class CopiesWeights(L.Callback):
     """An average of the weights, as users write it; in a pipeline it failed after the whole training."""
 
