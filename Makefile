@@ -14,11 +14,15 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime
 INSTALLED := $(VENV)/.installed
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
+NEWEST_PIP_ARGS ?=
+NEWEST_TESTS := tests/strategies/test_contract.py::test_two_steps tests/test_torch_compat.py tests/test_lightning_internals.py \
+	tests/test_packaging.py::test_the_wheel_has_the_package_alone_and_trains_from_any_directory
 OLDEST_RESULTS := benchmarks/results/oldest.txt
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install gpu demo check docs test suite oldest release clean
+.PHONY: help install gpu demo check docs test suite oldest newest release clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +31,7 @@ help: ## this list
 	@echo "make demo DEMO_ARGS='...'         options of examples/digits.py"
 	@echo "make gpu GPU_ARGS='...'           options of python -m benchmarks.gpu, such as '--device cpu'"
 	@echo "make test PYTEST_ARGS='...'       options of pytest, such as '-k ring'"
+	@echo "make newest NEWEST_PIP_ARGS='...'  options of pip, such as '--extra-index-url' of torch's builds for CPUs"
 	@echo "make test WORKERS=0               tests one after the other, in one process"
 
 install: $(INSTALLED) ## .venv with the package in editable mode and all that its tests need
@@ -72,6 +77,13 @@ oldest: ## the contract of every strategy on the oldest versions that pyproject.
 	rm -f $(OLDEST_RESULTS)
 	$(OLDEST)/bin/python -m benchmarks.versions --output $(OLDEST_RESULTS) tests/strategies/test_contract.py -q --numprocesses=2 $(PYTEST_ARGS)
 
+# Without constraints.txt, which has what was the newest once.
+newest: ## the contract in two steps on the newest versions that pip takes within pyproject.toml's ranges, in .venv-newest
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet $(NEWEST_PIP_ARGS) torch
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --quiet $(NEWEST_PIP_ARGS) --editable '.[test]'
+	$(NEWEST)/bin/python -m pytest -q $(NEWEST_TESTS)
+
 # Environments of their own: what is not in the wheel is missed there.
 release: ## the distributions in dist/, checked, and tried in a fresh environment
 	rm -rf dist build/release
@@ -85,6 +97,6 @@ release: ## the distributions in dist/, checked, and tried in a fresh environmen
 	cd build/release/project && ../user/bin/lightning-multigpu fit --config config.yaml --trainer.max_steps=20
 	@echo "To upload: build/release/tools/bin/python -m twine upload" dist/*
 
-clean: ## removes .venv, .venv-oldest, builds and caches; results in runs/ stay
-	rm -rf $(VENV) $(OLDEST) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
+clean: ## removes .venv, .venv-oldest, .venv-newest, builds and caches; results in runs/ stay
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

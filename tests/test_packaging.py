@@ -18,6 +18,7 @@ import pytest
 import yaml
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import lightning_multigpu
@@ -95,6 +96,20 @@ def test_pins_are_exact_and_within_the_ranges() -> None:
     for need in map(Requirement, installed):
         name = canonicalize_name(need.name)
         assert name == PROJECT["name"] or versions[name] in need.specifier, f"{name}=={versions[name]} is not in {need}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md"])
+def test_the_versions_that_were_run_are_the_ranges(page: str) -> None:
+    """``make newest`` and ``doctor`` read the ranges, people the pages."""
+    words = r"torch (\S+) to 2\.(\d+), Lightning (\S+) to 2\.(\d+)(?: and|,) Python (\S+) to (\S+?)[, ]"
+    found = re.search(words, " ".join((ROOT / page).read_text().split()))
+    assert found is not None
+    torch, last_torch, lightning, last_lightning, *pythons = found.groups()
+    ranges = {need.name: need.specifier for need in map(Requirement, PROJECT["dependencies"])}
+    assert ranges["torch"] == SpecifierSet(f">={torch},<2.{int(last_torch) + 1}")
+    assert ranges["lightning"] == SpecifierSet(f">={lightning},<2.{int(last_lightning) + 1}")
+    named = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "Python :: 3." in line]
+    assert [f">={pythons[0]}", *pythons] == [PROJECT["requires-python"], named[0], named[-1]]
 
 
 class TestImports:

@@ -11,13 +11,14 @@ import shlex
 import shutil
 import socket
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
+from packaging.requirements import Requirement
 
 from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.commands.topology_report import gpus_and_pairs, read_nvml
@@ -96,6 +97,10 @@ def problems_of(facts: Facts) -> list[Problem]:
     """What is broken on a host."""
     launcher, gpus, cuda = facts["launcher_variables"], facts["gpus"], facts["cuda"]
     found: list[Problem] = []
+    for need in map(Requirement, requires("lightning-multigpu") or ()):
+        if need.name in ("torch", "lightning") and not need.specifier.contains(facts[need.name], prereleases=True):
+            what = f"{need.name} {facts[need.name]} is outside of what was run with this package: {need}"
+            found.append((what, f"pip install '{need}'"))
     if (free := facts["shm_free_bytes"]) is not None and free < _LEAST_SHM_BYTES:
         what = f"{size(free)} are free in /dev/shm, too little for the gradients of ranks, NCCL and data loaders"
         found.append((what, "allow the container more (docker run --shm-size=8g), or remove files of ended jobs there"))

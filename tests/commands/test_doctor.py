@@ -102,6 +102,7 @@ def test_a_back_end_that_fails_is_a_problem_with_a_fix(
 @pytest.mark.parametrize(
     ("changes", "problem", "fix"),
     [
+        ({"torch": "2.99.0.dev2+cpu"}, "torch 2.99.0.dev2+cpu is outside of what was run", "pip install 'torch<"),
         ({"shm_free_bytes": 67_108_864}, "67.1 MB are free in /dev/shm, too little", "docker run --shm-size=8g"),
         ({"open_files": 256}, "only 256 open files and connections are allowed", "ulimit -n 4096"),
         ({"processes": 100}, "only 100 processes and threads of this user", "ulimit -u 4096"),

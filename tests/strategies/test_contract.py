@@ -15,6 +15,7 @@ from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import Case as TrainingCase
 from tests.strategies.tasks import (
     Classifier,
+    distinct_rows,
     fit,
     fit_module,
     global_losses,
@@ -155,6 +156,24 @@ def test_four_ranks(row: StrategyRow, world4: World) -> None:
     for result in world4.run(fit, FOUR_RANKS, row.name, 4):
         for name, value in result["weights"].items():
             _assert_same(value, reference["weights"][name], FOUR_RANKS.rtol)
+
+
+TWO_STEPS = Case(num_samples=16, max_epochs=1)
+
+
+@functools.cache
+def _one_device_for_two_steps() -> dict[str, Any]:
+    return fit(TWO_STEPS, None, 1)
+
+
+@pytest.mark.parametrize("row", distinct_rows(), ids=lambda row: row.name)
+def test_two_steps(row: StrategyRow, world2: World) -> None:
+    """What ``make newest`` runs with the newest torch and Lightning."""
+    for result in world2.run(fit, TWO_STEPS, row.name, 2):
+        for name, value in result["weights"].items():
+            assert torch.isfinite(value).all()
+            if row.synchronous:
+                _assert_same(value, _one_device_for_two_steps()["weights"][name], TWO_STEPS.rtol)
 
 
 @strategies

@@ -257,10 +257,11 @@ def functions_get_whole() -> Callable[[], None]:
     known = vars(Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = known.__get__(None, cls)  # a classmethod, and from torch 2.14 on a descriptor of C
         if cls.__module__.startswith("lightning_multigpu.") or not any(isinstance(a, SplitTensor) for a in args):
-            return known.__func__(cls, *args, **kwargs)
+            return plain(*args, **kwargs)
         gathering = _Gathering(cls)
-        return gathering.end(known.__func__(cls, *gathering.whole(args), **kwargs))
+        return gathering.end(plain(*gathering.whole(args), **kwargs))
 
     Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
     return lambda: setattr(Function, "apply", known)

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from lightning_multigpu.engine.gradient_check import Gradients, moved_weights, norm_of, relative_errors
 from lightning_multigpu.engine.step_state import torch_random_states
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.trials import TracelessStep
+from lightning_multigpu.engine.tensor_split.trials import TracelessStep, error_of_users
 from lightning_multigpu.planning.numbers import size
 
 
@@ -47,8 +47,8 @@ class SplitProof:
             if not obstacle:
                 self._trains = not self._draws()
                 self._expected = self._gradients()
-        except Exception as error:  # of the user's code, which may work in training mode only, or of the device
-            obstacle = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
+        except Exception as error:  # a step may work in training mode only
+            obstacle = error_of_users(error)
         if not all(bool(torch.isfinite(each).all()) for each in self._expected.values()):
             obstacle = "gradients of whole layers are not finite"
         obstacle = step.first_of_ranks(obstacle)

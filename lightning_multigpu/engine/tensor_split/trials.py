@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -101,6 +102,19 @@ class TracelessStep:
     def first_of_ranks(self, problem: str) -> str:
         """The problem of the first rank that has one; a collective."""
         return next(filter(None, self.gather(problem)), "")
+
+
+def error_of_users(error: Exception) -> str:
+    """The first line of an error that a step on trial raises, whatever the user's code or the device raises.
+
+    Raises:
+        Exception: the error itself, where it is a mistake of this package, and says nothing about the module.
+    """
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_own = frame.f_globals.get("__name__", "").partition(".")[0] == "lightning_multigpu"
+    if is_own and isinstance(error, AssertionError | AttributeError | ImportError | NameError):
+        raise error
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
 
 
 class Trials:
@@ -245,8 +259,8 @@ class Trials:
                         self._step.forward_and_backward()
                     self._module.eval()
                     self._step.forward()
-            except Exception as raised:  # whatever the user's code raises
-                error = f"{type(raised).__name__}: {str(raised).partition(chr(10))[0]}"[:200]
+            except Exception as raised:
+                error = error_of_users(raised)
         ranks = self._step.gather((gathered, error))
         first = next((each for each in ranks if each[1]), None)
         return first or ({name: text for found, _ in reversed(ranks) for name, text in found.items()}, "")

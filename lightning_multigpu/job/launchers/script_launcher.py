@@ -58,6 +58,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             for rank, child in children.items():
                 guardian.started(rank, child.pid)
         else:
+            self._check_started()
             watch.earlier_children = children = dict(_STARTED)
         try:
             self._joining.begin(self._run, guardian=guardian)
@@ -79,6 +80,18 @@ class ScriptLauncher(SubprocessScriptLauncher):
                     child.kill()
                     child.wait()
             raise
+
+    def _check_started(self) -> None:
+        """Raises ValueError where other ranks have been started than those of ``devices`` and ``num_nodes``."""
+        environment, ranks = self.cluster_environment, self.num_nodes * self.num_processes
+        started, local_rank = environment.world_size(), environment.local_rank()
+        if started != ranks or local_rank >= self.num_processes:
+            devices = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(started // self.num_nodes, local_rank + 1)
+            raise ValueError(
+                f"devices={self.num_processes} and num_nodes={self.num_nodes} make {ranks} ranks, and "
+                f"{type(environment).__name__} has {started} (this one has local rank {local_rank}): set "
+                f"Trainer(devices={devices}, num_nodes={max(1, started // devices)})"
+            )
 
     def _start_ranks(self, guardian: Guardian) -> None:
         """Starts the other ranks of this host; if one cannot be started, the started ones are ended."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_multigpu.engine.step_state import preserved_state
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.strategies.steps.lone_steps import LoneTensorGroup
@@ -199,6 +200,13 @@ def without_blocks() -> nn.Module:
 def test_what_cannot_be_split_is_refused(model: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         planned(model, **options)
+
+
+def test_a_mistake_of_this_package_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attribute that a newer torch lacks was "no layer to split", as if it were the module's fault."""
+    monkeypatch.delattr(TensorGroup, "all_reduce")
+    with pytest.raises(AttributeError, match="all_reduce"):
+        planned(fused)
 
 
 def test_a_split_of_little_warns() -> None:

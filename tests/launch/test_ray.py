@@ -1,0 +1,32 @@
+"""Ray Train starts the ranks: the strategy takes them, or says what to set. The Ray is a real one, with two workers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launch import job
+from tests.launch.ray_script import CASE
+from tests.strategies.tasks import assert_same_weights, fit
+
+SCRIPT = Path(__file__).with_name("ray_script.py")
+
+
+@pytest.mark.launch
+def test_workers_of_ray_train(tmp_path: Path) -> None:
+    """With ``devices="auto"``, one on CPUs, the guardian refused a rank of two, and the other had an IndexError."""
+    if importlib.util.find_spec("ray") is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("no Ray: pip install 'ray[train]'")
+    finished = job.run(str(tmp_path), str(SCRIPT), str(tmp_path), timeout_s=200, RAY_USAGE_STATS_ENABLED="0")
+    assert finished.returncode == 0, (finished.stdout + finished.stderr)[-8000:]
+    one = fit(CASE, None, 1)
+    for rank in range(2):
+        assert (tmp_path / f"error-{rank}").read_text() == (
+            "devices=1 and num_nodes=1 make 1 ranks, and RayLightningEnvironment has 2 "
+            f"(this one has local rank {rank}): set Trainer(devices=2, num_nodes=1)"
+        )
+        assert_same_weights({"weights": torch.load(tmp_path / f"weights-{rank}.pt")}, one)
