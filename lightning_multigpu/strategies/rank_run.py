@@ -17,6 +17,7 @@ from lightning_multigpu.job.launchers.spawn_launcher import SpawnLauncher
 from lightning_multigpu.job.process_groups import ProcessGroups
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.steps.dry_run import check_takes_batch
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -71,6 +72,8 @@ def check_before_launch(strategy: MultiGPUStrategy, trainer: pl.Trainer) -> None
     is_fit = trainer.state.fn == TrainerFn.FITTING
     if strategy.data_parallel_size > 1 and is_fit:
         check_embeddings(trainer.lightning_module)
+    if is_fit and (strategy.tensor_parallel_size > 1 or strategy.share_proof.num_steps):
+        check_takes_batch(trainer.lightning_module)
     if not is_overridden("configure_model", trainer.lightning_module):  # it makes the layers later
         if is_fit:
             check_has_shapes(trainer.lightning_module)

@@ -64,3 +64,16 @@ def test_fewer_samples_to_predict_than_ranks(world2: World) -> None:
     words = "predict: 1 samples are fewer than 2 data ranks, .* predict on devices=1 or fewer"
     world2.run_raising(ValueError, words, predict_few, "ring_ddp")
     assert len(world2.run(predict_few, "gpipe")[0]) == 1, "both ranks have the same batch"
+
+
+class OwnIterator(Classifier):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return super().training_step(*next(dataloader_iter)[:2])
+
+
+@pytest.mark.parametrize("options", [{"name": "tensor_split"}, {"name": "ring_ddp", "verify_steps": 1}])
+def test_a_step_that_takes_batches_by_itself(options: dict[str, Any]) -> None:
+    """Trials took batches that then were never trained: 71 steps for 80."""
+    trainer = make_trainer(Case(), make_strategy(**options), 2)
+    with pytest.raises(ValueError, match=r"takes dataloader_iter, .* on trial, which needs the batch: take batch"):
+        trainer.fit(OwnIterator(), eval_loader(8))

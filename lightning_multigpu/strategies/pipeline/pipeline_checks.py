@@ -5,7 +5,6 @@ Every function returns nothing, and raises ``ValueError`` with the obstacle and 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_iter
 from lightning_multigpu._lightning_internals import WEIGHT_AVERAGES, draws_graph
 from lightning_multigpu.engine.pipeline.optimizer_probe import ProbeError, couples_parameters
 from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.strategies.steps.dry_run import check_takes_batch
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -44,8 +44,7 @@ def check_module(module: pl.LightningModule) -> None:
         raise ValueError(f"{name} overrides backward, which a pipeline's schedule calls by itself; remove it")
     if is_overridden("on_before_zero_grad", module):
         raise ValueError(f"{name}.{_BEFORE_ZERO_GRAD}")
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise ValueError(f"{name}.training_step takes dataloader_iter; a pipeline needs the batch: take batch instead")
+    check_takes_batch(module)
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -31,6 +32,15 @@ QUIET_SETTINGS: dict[str, Any] = {
     "profiler": None,
 }
 """Options of a Trainer that runs only to its first batch, and writes nothing."""
+
+
+def check_takes_batch(module: pl.LightningModule) -> None:
+    """Raises ValueError for a training step that takes batches by itself: a dry run would take some from training."""
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise ValueError(
+            f"{type(module).__name__}.training_step takes dataloader_iter, and the step also runs on trial, which "
+            "needs the batch: take batch instead"
+        )
 
 
 @contextmanager
