@@ -256,8 +256,7 @@ class _Task:
     def _checkpoint(self) -> str | None:
         """The file to resume from; only the ranks know where they save."""
         if self.launcher.run.node_rank == 0 and has_trained(self.trainer):
-            with contextlib.suppress(Exception):  # as when the message is printed
-                return last_checkpoint_of(self.trainer)
+            return last_checkpoint_of(self.trainer)
         return None
 
 
