@@ -11,6 +11,7 @@ C++, so a socket that a Python object holds is never cut.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import resource
@@ -73,24 +74,24 @@ class Connections:
         """Shuts the noted connections down, but those from or to a port that stays; returns how many there were."""
         cut = 0
         before = self._before[0] if self._before else None
-        noted = [
-            descriptor
+        noted = {
+            descriptor: name
             for descriptor, name in _sockets().items()
             if name in self._names or (before is not None and name not in before)
-        ]
+        }
         owned = _of_python() if noted else set()
-        for descriptor in noted:
-            if descriptor not in owned and _shut_down(descriptor, except_port):
+        for descriptor, name in noted.items():
+            if descriptor not in owned and _shut_down(descriptor, name, except_port):
                 cut += 1
         return cut
 
     def cut_silent(self, limit_s: float) -> None:
         """Shuts down the connections that :meth:`silent` finds; to be called every second or so."""
-        for descriptor, *_ in self.silent(limit_s):
-            with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
+        for found, *_ in self.silent(limit_s):
+            with contextlib.suppress(OSError), _borrowed(*found) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def silent(self, limit_s: float) -> list[tuple[int, str, float]]:
+    def silent(self, limit_s: float) -> list[tuple[tuple[int, str], str, float]]:
         """Finds noted TCP connections whose other machine does not answer; to be called twice a second or so.
 
         The kernels of both machines answer each other even while the processes are busy or stopped. The kernel's
@@ -102,7 +103,8 @@ class Connections:
             limit_s: how long the other machine may be silent, 1 or more.
 
         Returns:
-            Of each: the descriptor, the address of the other machine, and the seconds since its last answer.
+            Of each: the descriptor and the kernel's name, the address of the other machine, and the seconds since its
+            last answer.
         """
         found, now_s, probed = [], time.monotonic(), self._probed_s
         self._probed_s = {}
@@ -110,10 +112,10 @@ class Connections:
             if name in self._names:
                 # Before the first probe the last answer may be old.
                 since_s = self._probed_s[name] = probed.get(name, now_s)
-                with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
+                with contextlib.suppress(OSError), _borrowed(descriptor, name) as connection:
                     silent_s = min(_silent_s(connection, probes=name not in probed), now_s - since_s)
                     if silent_s > limit_s:
-                        found.append((descriptor, str(connection.getpeername()[0]), silent_s))
+                        found.append(((descriptor, name), str(connection.getpeername()[0]), silent_s))
         return found
 
 
@@ -133,8 +135,13 @@ def _silent_s(connection: socket.socket, *, probes: bool) -> float:
 
 
 @contextlib.contextmanager
-def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """A socket for a descriptor that stays open."""
+def _borrowed(descriptor: int, name: str) -> Iterator[socket.socket]:
+    """A socket for a descriptor that stays open; OSError if it is no longer that of the socket with the kernel's name.
+
+    Its number may have gone to a connection that another thread has opened since the descriptors were listed.
+    """
+    if os.readlink(f"{_DESCRIPTORS}/{descriptor}") != name:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
     connection = socket.socket(fileno=descriptor)  # no duplicate: there may be no descriptor left for one
     try:
         yield connection
@@ -175,9 +182,9 @@ def _descriptors() -> Iterable[str | int]:
         return range(min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MOST_DESCRIPTORS))
 
 
-def _shut_down(descriptor: int, except_port: int | None) -> bool:
+def _shut_down(descriptor: int, name: str, except_port: int | None) -> bool:
     try:
-        with _borrowed(descriptor) as connection:
+        with _borrowed(descriptor, name) as connection:
             if connection.family not in (socket.AF_INET, socket.AF_INET6):
                 return False
             ports = {connection.getsockname()[1], connection.getpeername()[1]}

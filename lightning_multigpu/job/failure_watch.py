@@ -8,8 +8,6 @@ the failure; see :mod:`lightning_multigpu.job.uncaught_errors`.
 
 from __future__ import annotations
 
-import atexit
-import gc
 import re
 import signal
 import subprocess
@@ -36,7 +34,7 @@ from lightning_multigpu.job.guardian.proc import ended_text, note_refusal
 from lightning_multigpu.job.loader_workers import ignoring_ends_of_workers
 from lightning_multigpu.job.lone_metrics import compute_alone
 from lightning_multigpu.job.run_signals import RunSignals
-from lightning_multigpu.job.uncaught_errors import FailureReport, resume_advice
+from lightning_multigpu.job.uncaught_errors import FailureReport, limit_exit, limit_later_exit, resume_advice
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -91,6 +89,7 @@ class FailureWatch:
         self.signals = signals
         self._cut: Callable[[], object] | None = None
         self._world_size = 0  # once the ranks have joined
+        self._failed_s = 0.0
         self._hooks_follow = False
         self._cannot_join = self._can_be_lost = False
 
@@ -98,6 +97,7 @@ class FailureWatch:
         """Begins a new run, whose ranks have yet to join; ``cut`` ends their waits until then."""
         self.failed = self.is_lost = self.all_raised = self._can_be_lost = False
         self.failure = None
+        limit_later_exit(None)
         self._cut, self._world_size = cut, 0
 
     def joined(self, cut: Callable[[], object], world_size: int) -> None:
@@ -176,6 +176,8 @@ class FailureWatch:
             # A rank that can be lost has no groups to agree on a signal in, and acts alone.
             if (self.signals.agreed_on(error) and not self._can_be_lost) or isinstance(error, EndOfRun):
                 self._hooks_follow = False  # all ranks end together; later errors are no failures of the job
+                if not isinstance(error, EndOfRun):
+                    limit_later_exit(run.failure_timeout_s)
                 raise
             step = trainer.global_step if trainer is not None and self._world_size else None
             failure = self.settle(error, run, step)
@@ -215,7 +217,8 @@ class FailureWatch:
                 if self.asks_to_show(run)
                 else _shown_by_others
             )
-        return FailureReport(failure, in_full, show, checkpoint)
+        limit = partial(limit_exit, run.failure_timeout_s, self._failed_s)
+        return FailureReport(failure, in_full, show, checkpoint, limit)
 
     @ignoring_ends_of_workers()
     def settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
@@ -224,14 +227,15 @@ class FailureWatch:
         Returns:
             The failure of another rank, or None if ``error`` is this rank's own.
         """
-        self.failed = True
+        self.failed, self._failed_s = True, time.monotonic()
         self._hooks_follow = False
         self._cannot_join = isinstance(error, RendezvousError)  # each rank raises that for itself
         if self._is_raised_by_all(error, run.rank, step):
             self._abort()
             self.stop()
             return None
-        _limit_exit(run.failure_timeout_s, from_exit=not isinstance(error, Exception))
+        if not isinstance(error, Exception):
+            limit_later_exit(run.failure_timeout_s)
         patience_s = _SETTLE_S if _is_connection_loss(error) else 0.0
         if isinstance(error, SIGTERMException):
             patience_s = _SETTLE_AFTER_SIGTERM_S
@@ -308,25 +312,6 @@ def _show(client: GuardianClient | None, advice: str, *, is_first: bool) -> bool
 
 def _shown_by_others(advice: str) -> bool:
     return True
-
-
-def _limit_exit(timeout_s: float, *, from_exit: bool) -> None:
-    """Limits the time that the exit of a process of a failed job may take.
-
-    The guardian does not watch any more then, and threads of a back end can wait for hosts that have ended. A program
-    that goes on after the failure is not limited before its exit. With ``from_exit`` the time begins at the exit: a
-    program that a signal ends may save before that.
-    """
-    failed_s = time.monotonic()
-
-    def end() -> None:
-        left_s = timeout_s if from_exit else failed_s + timeout_s - time.monotonic()
-        # The default action needs no Python: the interpreter may have ended by then.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, left_s if left_s > 0 else timeout_s)
-        gc.freeze()  # the interpreter's last collections take seconds on a busy machine
-
-    atexit.register(end)
 
 
 def _is_connection_loss(error: BaseException) -> bool:

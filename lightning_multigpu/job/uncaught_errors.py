@@ -2,20 +2,25 @@
 
 The exception itself is unchanged, for a program that catches it. Python passes an uncaught one to ``sys.excepthook``;
 after a failure this is a function of this module. It prints the folded traceback on the rank that has failed, and has
-the guardian print the failure of the job. Other exceptions go to the previous hook, and a hook of the user's own is not
-replaced.
+the guardian print the failure of the job. Other exceptions go to the previous hook; a user's own hook prints all. From
+then on the time of the exit is limited: threads, of the program or of a back end, can wait for hosts that have ended.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import inspect
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -37,12 +42,14 @@ class FailureReport:
         show: shows the failure, and the line that it is given; returns False if it cannot. None if the failure is shown
             already, or is the program's.
         checkpoint: finds the file to resume from when the failure is printed; None for no such line.
+        limit_exit: limits the time of the exit that follows.
     """
 
     failure: Failure
     in_full: bool
     show: Callable[[str], bool] | None = None
     checkpoint: Callable[[], str | None] | None = None
+    limit_exit: Callable[[], None] = lambda: None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # It is pickled with its exception, which a program may send to another process.
@@ -90,17 +97,53 @@ def print_if_uncaught(error: BaseException, report: FailureReport) -> None:
     with contextlib.suppress(AttributeError):  # a class with slots
         setattr(error, _REPORT, report)
     before = sys.excepthook
+    if getattr(before, "__module__", "") == __name__:
+        return
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         found = _report_of(error)
-        if found is None:
-            before(kind, error, trace)
-        else:
-            found.print(error)
-            gc.freeze()  # the interpreter's last collections take seconds on a busy machine
+        try:
+            if found is None or not _is_pythons_own(before):
+                before(kind, error, trace)
+            else:
+                found.print(error)
+        finally:
+            if found is not None:
+                found.limit_exit()
 
-    if _is_pythons_own(before):
-        sys.excepthook = show
+    sys.excepthook = show
+
+
+def limit_exit(timeout_s: float, since_s: float | None = None) -> None:
+    """Ends this process, which is about to exit, ``timeout_s`` from now, or after ``since_s`` if that is to come."""
+    left_s = 0.0 if since_s is None else since_s + timeout_s - time.monotonic()
+    # The default action needs no Python: the interpreter may have ended by then.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, left_s if left_s > 0 else timeout_s)
+    gc.freeze()  # the interpreter's last collections take seconds on a busy machine
+
+
+def limit_later_exit(timeout_s: float | None) -> None:
+    """Limits the time of this process's exit, from its beginning: a signal ends the program, and no hook sees that.
+
+    None takes the limit back: the program has gone on to a further run.
+    """
+    _LATER.update(timeout_s=timeout_s)
+    if timeout_s is not None:
+        _see_exit()
+
+
+_LATER: dict[str, float | None] = {"timeout_s": None}
+
+
+@cache
+def _see_exit() -> None:
+    def see() -> None:
+        if (timeout_s := _LATER["timeout_s"]) is not None:
+            limit_exit(timeout_s)
+
+    # Python calls functions of atexit after it has joined threads, and this before, as for concurrent.futures.
+    getattr(threading, "_register_atexit", atexit.register)(see)
 
 
 def _report_of(error: BaseException | None) -> FailureReport | None:

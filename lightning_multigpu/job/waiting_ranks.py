@@ -36,7 +36,8 @@ def ranks_started(local_ranks: Sequence[int], command: Sequence[str]) -> Iterato
             environment = os.environ | {"LOCAL_RANK": str(local_rank), _PIPE: str(reader)}
             try:
                 _waiting[local_rank] = subprocess.Popen(_command, env=environment, pass_fds=[reader]), writer
-            except OSError as error:
+            except BaseException as error:
+                os.close(writer)
                 note_refusal(error, f"rank {local_rank} of {len(local_ranks) + 1} on this host cannot start")
                 raise
             finally:

@@ -59,7 +59,7 @@ class Client:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> FailureWatch:
-    monkeypatch.setattr("lightning_multigpu.job.failure_watch._limit_exit", lambda timeout_s, *, from_exit: None)
+    monkeypatch.setattr("lightning_multigpu.job.failure_watch.limit_later_exit", lambda timeout_s: None)
     return FailureWatch(RunSignals())
 
 
@@ -192,20 +192,43 @@ def test_a_failure_that_came_while_the_ranks_joined(watch: FailureWatch) -> None
 
 
 EXIT = """
-import atexit, sys, time
-from lightning_multigpu.job.failure_watch import _limit_exit
-atexit.register(time.sleep, {exit_s})  # as threads that wait for a host that is gone
-_limit_exit({timeout_s}, from_exit=False)
+import sys, threading, time
+from functools import partial
+from lightning_multigpu.job.guardian import Failure
+from lightning_multigpu.job.uncaught_errors import FailureReport, limit_exit, limit_later_exit, print_if_uncaught
+def fail():
+    error = ValueError("spoilt")
+    limit = partial(limit_exit, 0.2, time.monotonic())
+    print_if_uncaught(error, FailureReport(Failure("has failed"), True, limit_exit=limit))
+    raise error
+def catch():
+    try: fail()
+    except ValueError: pass
+{before}
+threading.Thread(target=time.sleep, args=[{thread_s}]).start()
 time.sleep(0.5)  # a program that goes on is left in peace
 print("goes on", flush=True)
+{ends}
 """
 
 
-@pytest.mark.parametrize(("timeout_s", "exit_s", "status"), [(0.2, 60, -signal.SIGALRM), (60, 0, 0)])
-def test_the_exit_after_a_failure_ends(timeout_s: float, exit_s: float, status: int) -> None:
-    """Gloo's destructor joins a thread that waits for a host that is gone; the guardian has been left then."""
-    command = [sys.executable, "-c", EXIT.format(timeout_s=timeout_s, exit_s=exit_s)]
-    with preforked.Process(command, stdout=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize(
+    ("before", "thread_s", "ends", "status"),
+    [
+        pytest.param("", 60, "fail()", -signal.SIGALRM, id="a failure"),
+        pytest.param("sys.excepthook = print", 60, "fail()", -signal.SIGALRM, id="with the program's own hook"),
+        pytest.param("catch()", 1, "", 0, id="a failure that the program survives"),
+        pytest.param("limit_later_exit(0.2)", 60, "sys.exit(1)", -signal.SIGALRM, id="a signal"),
+        pytest.param("limit_later_exit(0.2); limit_later_exit(None)", 1, "", 0, id="a further run after a signal"),
+    ],
+)
+def test_the_exit_after_a_failure_ends(before: str, thread_s: float, ends: str, status: int) -> None:
+    """A thread of the program, such as an uploader's, kept the first rank for ever: the limit began after all threads.
+
+    After a failure that the program had caught, the end of a logger's upload was cut.
+    """
+    command = [sys.executable, "-c", EXIT.format(before=before, thread_s=thread_s, ends=ends)]
+    with preforked.Process(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "goes on\n"
         begin = time.monotonic()

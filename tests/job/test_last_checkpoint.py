@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_multigpu.job.checkpoint_files import last_checkpoint
 from lightning_multigpu.job.checkpoint_files.last_checkpoint import find_last_checkpoint, last_checkpoint_of
 from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
 
@@ -45,17 +47,30 @@ def test_a_truncated_file_is_passed_over_with_a_warning(tmp_path: Path) -> None:
     older = saved(tmp_path / "epoch=0.ckpt", step=10)
     broken = saved(tmp_path / "epoch=1.ckpt", step=20)
     os.truncate(broken, os.path.getsize(broken) - 60)
-    with pytest.warns(UserWarning, match=r"epoch=1\.ckpt is skipped: it is truncated, or no checkpoint \("):
+    with pytest.warns(UserWarning, match=r"epoch=1\.ckpt is skipped: it is damaged, or no checkpoint \("):
         assert find_last_checkpoint(tmp_path) == older
 
 
-def test_temporary_files_weights_alone_and_broken_links_are_left_out(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.* is skipped. it is damaged, or no checkpoint")
+def test_a_file_with_a_changed_byte_does_not_hide_the_good_one(tmp_path: Path) -> None:
+    """Some bytes of the archive's directory made zipfile raise NotImplementedError or RuntimeError, which stayed."""
+    older = saved(tmp_path / "epoch=0.ckpt", step=10)
+    broken = Path(saved(tmp_path / "epoch=1.ckpt", step=20))
+    whole = broken.read_bytes()
+    start = whole.index(b"PK\x01\x02", whole.index(b"/data.pkl"))
+    for place in range(start, start + 46):
+        broken.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        assert find_last_checkpoint(tmp_path) in (older, str(broken))
+
+
+def test_temporary_files_weights_alone_broken_links_and_pipes_are_left_out(tmp_path: Path) -> None:
     newest = saved(tmp_path / "last.ckpt", step=10)
     saved(tmp_path / ".last.ckpt.4242", step=30)
     saved(tmp_path / ".next.ckpt", step=30)
     weights = {"epoch": 3, "global_step": 40, "state_dict": {}}
     torch.save(weights, tmp_path / "weights.ckpt")
     (tmp_path / "link.ckpt").symlink_to("gone.ckpt")
+    os.mkfifo(tmp_path / "pipe.ckpt")  # its reader waited for ever for a writer
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert find_last_checkpoint(tmp_path) == newest
@@ -87,6 +102,19 @@ def test_a_url(tmp_path: Path) -> None:
         assert find_last_checkpoint("memory://bucket/run") == "memory:///bucket/run/last.ckpt"
     finally:
         system.rm("/bucket", recursive=True)
+
+
+def test_a_failed_run_does_not_wait_for_a_folder_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search came before the message of the failure, which was never shown, and the job stayed."""
+    over = threading.Event()
+    monkeypatch.setattr(last_checkpoint, "complete_checkpoints", lambda folder: over.wait(60) and [])
+    monkeypatch.setattr(last_checkpoint, "_LOOK_S", 0.1)
+    trainer = make_trainer(Case(), "auto", 1, callbacks=[ModelCheckpoint(tmp_path)], enable_checkpointing=True)
+    assert last_checkpoint_of(trainer) is None
+    assert not over.is_set()
+    over.set()
 
 
 def test_a_trainers_own(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -45,6 +46,17 @@ class Model(BoringModel):
         os.write(1, f"trains: {self.global_rank} {rank} {size}\\n".encode())  # as a whole, unlike print
 """
 RING = {"strategy": "ring_ddp", "devices": 2}
+
+
+def test_a_rank_that_cannot_start_leaves_no_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.EAGAIN, "again")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="again"), ranks_started([1, 2], ["a command"]):
+        pass
+    assert os.listdir("/proc/self/fd") == before
 
 
 @pytest.fixture

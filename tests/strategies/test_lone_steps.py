@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import itertools
+import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -162,3 +165,19 @@ def test_a_module_whose_layers_cannot_be_split(measured: Measured) -> None:
 def test_the_error_of_the_users_code_is_the_message(measured: Measured) -> None:
     with pytest.raises(LoneStepsError, match="KeyError: 'a column'"):
         measured(Failing, crowd=2)
+
+
+def test_a_rank_that_cannot_be_started_leaves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that had been started waited ten minutes for it."""
+    context = multiprocessing.get_context("fork")
+    real_start, number = context.Process.start, itertools.count()
+
+    def start(process: Any) -> None:
+        if next(number) == 2:
+            raise OSError(errno.EAGAIN, "again")
+        real_start(process)
+
+    monkeypatch.setattr(context.Process, "start", start)
+    with pytest.raises(OSError, match="again"):
+        lone_steps(Module(), None, {}, device=torch.device("cpu"), crowd=3, seconds=0.1)
+    assert not multiprocessing.active_children()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickletools
 import time
@@ -15,6 +16,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_multigpu._lightning_internals import place_of_checkpoint
+from lightning_multigpu.job.guardian.blocking import done_within
 from lightning_multigpu.job.guardian.failure import host_name
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ _NEEDED = ("epoch", "global_step", "optimizer_states")  # the last is missing in
 _FOUND_BY_RANK_0 = "the checkpoint that rank 0 has found"
 _SEEN_WITHIN_S = 30.0  # shared file systems show a new file late to other hosts than its writer
 _POLL_S = 0.2
+_LOOK_S = 3.0
 
 
 class CheckpointFile(NamedTuple):
@@ -58,8 +61,8 @@ def find_last_checkpoint(directory: str | os.PathLike[str], *, missing_ok: bool 
 
     The checkpoints of one folder are compared by their global step, then their epoch, then their time, and not by their
     names. If several folders hold checkpoints, as after several runs, the folder with the newest file counts. Temporary
-    files, and files with only weights, are left out. A truncated file is skipped with a warning. Only a small part of
-    each file is read, and no code in it is run.
+    files, files with only weights, and what is no plain file, are left out. A damaged file is skipped with a warning.
+    Only a small part of each file is read, and no code in it is run.
 
     Args:
         directory: a run's directory, or one that holds several runs; or a URL that fsspec knows.
@@ -82,8 +85,19 @@ def last_checkpoint_of(trainer: pl.Trainer) -> str | None:
     """The newest complete checkpoint that a Trainer has written in this process or resumed from; None without one.
 
     It looks where the Trainer's ``ModelCheckpoint`` callbacks save, ignores files of earlier programs, and does not
-    communicate.
+    communicate. It is for the last line of a run that has failed: None if the folder cannot be read, also within 3 s.
     """
+    found: list[str | None] = [None]
+
+    def look() -> None:
+        with contextlib.suppress(Exception):
+            found.append(_newest_of(trainer))
+
+    done_within(_LOOK_S, look)
+    return found[-1]
+
+
+def _newest_of(trainer: pl.Trainer) -> str | None:
     begun_s = psutil.Process().create_time()
     folders = {str(getattr(each, "dirpath", None) or "") for each in trainer.checkpoint_callbacks} - {""}
     written = [file for folder in folders for file in complete_checkpoints(folder) if file.modified_s >= begun_s]
@@ -166,7 +180,7 @@ def complete_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointFi
     system, root = url_to_fs(os.fspath(directory))
     found = []
     for path in system.find(root):
-        if not path.endswith(_SUFFIX) or PurePath(path).name.startswith("."):
+        if not path.endswith(_SUFFIX) or PurePath(path).name.startswith(".") or not system.isfile(path):
             continue
         shown = system.unstrip_protocol(path) if "://" in str(directory) else path
         try:
@@ -175,8 +189,8 @@ def complete_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointFi
             modified_s = system.modified(path).timestamp()
         except FileNotFoundError:  # removed meanwhile, or a link to a removed file
             continue
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
-            rank_zero_warn(f"{shown} is skipped: it is truncated, or no checkpoint ({error})")
+        except Exception as error:  # zipfile and pickletools raise a dozen classes at a changed byte
+            rank_zero_warn(f"{shown} is skipped: it is damaged, or no checkpoint ({error!r})")
             continue
         if held.keys() == set(_NEEDED):
             found.append(CheckpointFile(shown, int(held["global_step"]), int(held["epoch"]), modified_s))

@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,13 +49,14 @@ class WholeCheckpointIO(TorchCheckpointIO):
         try:
             os.makedirs(directory, exist_ok=True)
             _remove_left(directory)
-            with open(partial, "wb") as file:
+            with _opened(directory) as folder, open(partial, "wb") as file:
                 _lock(file.fileno())  # until it has its name
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-                os.replace(partial, path)
-            _sync_directory(directory)
+                os.replace(partial, path)  # from here on the new file is there: no error may say otherwise
+                with contextlib.suppress(OSError):  # the file system cannot
+                    os.fsync(folder)
         except BaseException as error:
             with contextlib.suppress(OSError):
                 os.unlink(partial)
@@ -125,11 +127,11 @@ def _reason(error: BaseException | None, directory: str) -> tuple[int, str] | No
     return error.errno, f"{text}; a previous file of that name is unchanged"
 
 
-def _sync_directory(directory: str) -> None:
-    """Writes the names in the directory to the disk, if the file system can."""
+@contextlib.contextmanager
+def _opened(directory: str) -> Iterator[int]:
+    """A descriptor of the directory, by which its names are written to the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):
-            os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)

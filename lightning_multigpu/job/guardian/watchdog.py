@@ -127,6 +127,9 @@ class Watchdog:
             self._shutdown.write(self._file(), self._ranks)
             self._hosts.close()
             self._show_if_asked(self._shutdown)
+            for rank in self._ranks.resting:  # it exits, and a thread of the program may keep it
+                if rank.advice is not None and self._now_s - self._asked_s > self._timeout_s:
+                    rank.process.kill()
             owner_may_ask = self._owner_shows and not self._stopping
             return not (self._ranks.resting or owner_may_ask or self._awaits_late_ranks(self._shutdown))
         if not self._lost_have_ended() or self._ranks.at_work or self._ranks.resting:

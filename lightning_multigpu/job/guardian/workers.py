@@ -33,7 +33,13 @@ class Workers:
         """Notes the workers of the process ``rank``; the processes ``ranks`` are no workers."""
         command = self._commands[rank] = _command(rank) or self._commands.get(rank, b"")
         noted = self._noted.setdefault(rank, {})
-        for pid in _descendants(rank, ranks):
+        found = set(_descendants(rank, ranks))
+        for pid in noted.keys() - found:  # it has ended, or lost its parent: loaders may start new ones each epoch
+            with contextlib.suppress(OSError):  # the kernel cannot answer now
+                if not _is_alive(pid, noted[pid]):
+                    del noted[pid]
+                    self._stopped.pop(pid, None)
+        for pid in found:
             stat = _stat(pid)
             if stat is not None and noted.get(pid) != stat.start_ticks and _is_worker(_command(pid), command):
                 noted[pid] = stat.start_ticks

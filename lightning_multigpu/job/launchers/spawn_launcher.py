@@ -39,7 +39,13 @@ from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, SAME_
 from lightning_multigpu.job.guardian.proc import ended_text, note_refusal
 from lightning_multigpu.job.joining import Joining, start_guardian
 from lightning_multigpu.job.run_context import RunContext
-from lightning_multigpu.job.uncaught_errors import FailureReport, is_reported, print_if_uncaught
+from lightning_multigpu.job.uncaught_errors import (
+    FailureReport,
+    is_reported,
+    limit_exit,
+    limit_later_exit,
+    print_if_uncaught,
+)
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -102,6 +108,7 @@ class SpawnLauncher(MultiProcessingLauncher):
 
     def _run_ranks(self, task: _Task) -> _Result:
         """Starts the ranks and waits for all of them; raises the failed rank's exception, or SystemExit at SIGTERM."""
+        limit_later_exit(None)
         guardian = start_guardian(self.run)
         guardian.shows()
         ranks: _Ranks | None = None
@@ -112,6 +119,8 @@ class SpawnLauncher(MultiProcessingLauncher):
             result = ranks.result()
         except BaseException as error:
             self.joining.watch.ranks_have_ended = True  # callbacks that save at exceptions do not know
+            if not isinstance(error, Exception):
+                limit_later_exit(self.run.failure_timeout_s)
             try:
                 if isinstance(error, KeyboardInterrupt) and ranks is not None:
                     ranks.interrupt()
@@ -247,8 +256,7 @@ class _Task:
     def _checkpoint(self) -> str | None:
         """The file to resume from; only the ranks know where they save."""
         if self.launcher.run.node_rank == 0 and has_trained(self.trainer):
-            with contextlib.suppress(Exception):  # as when the message is printed
-                return last_checkpoint_of(self.trainer)
+            return last_checkpoint_of(self.trainer)
         return None
 
 
@@ -333,7 +341,8 @@ class _Ranks:
             first = min(failed, key=lambda each: not each.in_full)
             error = _exception_of(first)
             show = None if first.is_programs else self._guardian.show
-            report = FailureReport(first.failure, first.in_full, show, lambda: first.checkpoint)
+            limit = partial(limit_exit, self._timeout_s)
+            report = FailureReport(first.failure, first.in_full, show, lambda: first.checkpoint, limit)
             print_if_uncaught(error, report)
             self._guardian.raises()
             weakref.finalize(report, self._guardian.stop)

@@ -312,17 +312,17 @@ def lone_steps(
     processes, connections = [], []
     kept = [each for each in callbacks if hasattr(each, "check_before_launch")]
     settings = {**trainer_settings, "callbacks": kept}
-    for _ in range(crowd):
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=_train,
-            args=(theirs, barrier, module, datamodule, settings, device, crowd, seconds, tensor_parallel_size),
-        )
-        process.start()
-        theirs.close()
-        processes.append(process)
-        connections.append(ours)
     try:
+        for _ in range(crowd):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_train,
+                args=(theirs, barrier, module, datamodule, settings, device, crowd, seconds, tensor_parallel_size),
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+            connections.append(ours)
         answers = [_answer(connection) for connection in connections]
     finally:
         for process in processes:

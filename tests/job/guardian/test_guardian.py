@@ -212,6 +212,15 @@ def test_a_rank_that_a_signal_keeps_from_showing_the_failure(capfd: pytest.Captu
     assert last.startswith("The job failed: rank 1")
 
 
+def test_a_rank_that_has_shown_the_failure_and_does_not_end(capfd: pytest.CaptureFixture[str]) -> None:
+    """A thread of the program kept it, and the guardian waited with it for ever."""
+    shows = f"{RAISES}client.show('', waits=True); time.sleep(600)"
+    with Job(shows, "os._exit(3)", failure_timeout_s=2.0) as job:
+        assert job.outcome()[0] == [-signal.SIGKILL, 3]
+        assert job.guardian_ends()
+    assert message(capfd).startswith("The job failed: rank 1 (")
+
+
 @pytest.mark.parametrize("status", [0, 7])
 def test_what_has_been_started_is_watched_before_it_introduces_itself(status: int) -> None:
     """A script that leaves one rank early kept the others waiting for ``join_timeout_s``, ten minutes by default."""
