@@ -117,6 +117,7 @@ __all__ = [
     "is_compiled",
     "logging_as",
     "place_of_checkpoint",
+    "places_sampler",
     "plain_optimizer",
     "restore_handler_at_teardown",
     "set_num_threads_if_needed",
@@ -139,12 +140,17 @@ def writes_logs_after_this_batch(trainer: Trainer) -> bool:
     return interval > 0 and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % interval == 0
 
 
+def places_sampler(trainer: Trainer) -> bool:
+    """True if Lightning puts its own sampler into the loaders of several ranks (``use_distributed_sampler``)."""
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
 def given_loaders(trainer: Trainer) -> list[DataLoader[Any]]:
     """The DataLoaders that were passed to the Trainer's method, and get a sampler for the ranks; not those of hooks.
 
     Lightning makes them anew, with the sampler, only after the strategy's setup.
     """
-    if not trainer._accelerator_connector.use_distributed_sampler:
+    if not places_sampler(trainer):
         return []
     loops: list[Any] = [trainer._active_loop]
     if trainer._active_loop is trainer.fit_loop:

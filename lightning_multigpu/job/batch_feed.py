@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence, Sized
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_multigpu._lightning_internals import forget_loader_states, given_loaders
+from lightning_multigpu._lightning_internals import forget_loader_states, given_loaders, places_sampler
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.data_parallel.agreement import (
     AgreedLoader,
@@ -22,7 +24,7 @@ from lightning_multigpu.engine.data_parallel.agreement import (
     agreed_length,
     loss_scale,
 )
-from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
+from lightning_multigpu.engine.data_parallel.batch_distribution import CountedBatchSampler, distribute_batches
 from lightning_multigpu.job.loader_workers import leave_interrupts_to_rank
 from lightning_multigpu.job.run_signals import RunSignals
 
@@ -69,8 +71,13 @@ class BatchFeed:
             batches = None
         else:
             distributed, batches = distribute_batches(
-                loader, num_replicas=num_replicas, rank=rank, even=not trainer.training
+                loader,
+                num_replicas=num_replicas,
+                rank=rank,
+                even=not trainer.training,
+                limit=evaluation_limit(trainer),
             )
+            warn_of_repeats(trainer, loader, batches, num_replicas)
         if self._signals.holds_interrupts:
             leave_interrupts_to_rank(distributed, trainer.global_rank)
         if not trainer.training:
@@ -106,6 +113,30 @@ class BatchFeed:
             announcement = loader.announced.popleft()
             self.loss_scale = loss_scale(announcement, rank, self.loss_reduction)
             self.counts = announcement.samples[rank] > 0
+
+
+def evaluation_limit(trainer: pl.Trainer) -> float:
+    """The batches, or the share of them, that validation or a test is limited to."""
+    return trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
+
+
+def warn_of_repeats(trainer: pl.Trainer, loader: Any, batches: CountedBatchSampler | None, num_replicas: int) -> None:
+    """Says that ranks see some samples twice, where Lightning's sampler is in a place that this pack cannot reach."""
+    if (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and places_sampler(trainer)
+        and type(batches) in (CountedBatchSampler, NoneType)
+        and not isinstance(loader.sampler, DistributedSampler)
+        and isinstance(loader.dataset, Sized)
+        and len(loader.dataset) % num_replicas
+    ):
+        kind = type(loader.batch_sampler).__name__
+        rank_zero_warn(
+            f"{kind} draws from its sampler when it is made, or keeps it out of its attributes: the ranks see up to "
+            f"{num_replicas - 1} of {len(loader.dataset)} samples twice. Keep the sampler as an attribute and draw "
+            "from it in __iter__, or pass Trainer(use_distributed_sampler=False) and each rank's batches"
+        )
 
 
 def check_loaders(trainer: pl.Trainer, num_replicas: int) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 _LIBRARIES = r"(lightning|torch|torchmetrics)(\.|$)"
 _LEAF_SPEC = r"`isinstance\(treespec, LeafSpec\)` is deprecated"  # Lightning 2.6 uses it, torch 2.13 deprecates it
-_REPEATS = "Using `DistributedSampler` with the dataloaders"  # this pack's samplers repeat no sample
+_REPEATS = "Using `DistributedSampler` with the dataloaders"  # job/batch_feed.py says where it is true
 _ONE_CYCLE = "Warning: Profiler clears events at the end of each cycle"  # of torch 2.11, also where there is one cycle
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy
 import pytest
@@ -152,6 +153,84 @@ def test_the_given_loader_is_left_as_it_was() -> None:
     distribute_batches(loader, num_replicas=2, rank=0, even=True)
     assert loader.batch_sampler is before
     assert loader.sampler.num_replicas == 2  # type: ignore[attr-defined]
+
+
+class _Pairs(BatchSampler):
+    """Draws its batches from its sampler, not those of the length that BatchSampler draws."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(self.sampler)
+        yield from (order[i : i + 2] for i in range(0, len(order), 2))
+
+    def __len__(self) -> int:
+        return -(-len(self.sampler) // 2)  # type: ignore[arg-type]
+
+
+class _DrawnWhenMade(_Pairs):
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
+        super().__init__(sampler, batch_size, drop_last)
+        self.drawn = list(super().__iter__())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.drawn)
+
+
+class _Stateful(DataLoader[Any]):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def _of_kind(kind: str, data: Any, sampler: Any) -> DataLoader[Any]:
+    if kind == "whole batches":
+        return DataLoader(data, batch_size=None, sampler=sampler)
+    if kind == "with a state":
+        return _Stateful(data, batch_size=2, sampler=sampler)
+    return DataLoader(data, batch_sampler=(_Pairs if kind == "subclass" else _DrawnWhenMade)(sampler, 2, False))
+
+
+@pytest.mark.parametrize("kind", ["whole batches", "subclass", "with a state"])
+@pytest.mark.parametrize("num_replicas", [2, 4])
+@pytest.mark.parametrize("length", [8, 9, 10, 13, 17])
+@pytest.mark.parametrize("even", [True, False])
+def test_loaders_of_other_kinds_repeat_no_sample(kind: str, num_replicas: int, length: int, even: bool) -> None:
+    """The padding of Lightning's sampler stayed in them: with 2 ranks 17 samples became 18, and 5 batches 6."""
+    data = torch.arange(length)
+    batches = BatchSampler(SequentialSampler(range(length)), 2, False)  # type: ignore[arg-type]
+    seen = []
+    for rank in range(num_replicas):
+        if kind == "whole batches":
+            sampler: Any = DistributedSamplerWrapper(batches, num_replicas=num_replicas, rank=rank, shuffle=False)
+        else:
+            sampler = DistributedSampler(data, num_replicas=num_replicas, rank=rank, shuffle=False)  # type: ignore[arg-type, var-annotated]
+        loader = _of_kind(kind, data, sampler)
+        loader, dealt = distribute_batches(loader, num_replicas=num_replicas, rank=rank, even=even)
+        assert dealt is not None
+        loaded = list(loader)
+        assert len(loaded) in ({len(loader)} if not even else {len(loader), len(loader) - 1})
+        assert all(len(batch) for batch in loaded)
+        seen += [i for batch, size in zip(loaded, dealt.counts, strict=True) for i in batch.tolist()[:size]]
+        assert not even or all(dealt.counts)
+    assert sorted(seen) == list(range(length))
+
+
+def test_a_batch_sampler_that_has_drawn_keeps_the_batches_of_its_rank() -> None:
+    data = torch.arange(8)
+    for rank in range(2):
+        sampler = DistributedSampler(data, num_replicas=2, rank=rank, shuffle=False)  # type: ignore[arg-type, var-annotated]
+        loader = _of_kind("drawn", data, sampler)
+        loader, _ = distribute_batches(loader, num_replicas=2, rank=rank, even=False)
+        assert torch.cat(list(loader)).tolist() == list(range(rank, 8, 2))
+
+
+def test_a_batch_before_the_limit_keeps_its_samples() -> None:
+    """With ``limit_val_batches`` the last batch, which was left out, still took samples from the batch before it."""
+    for limit, first in ((2, [4, 4]), (0.7, [4, 4]), (3, [4, 3]), (1.0, [4, 3])):
+        samplers = [
+            ShardedBatchSampler(BatchSampler(range(9), 2, False), num_replicas=2, rank=r, even=True, limit=limit)
+            for r in range(2)
+        ]
+        batches = [[len(batch) for batch in sampler] for sampler in samplers]
+        assert [sum(sizes) for sizes in zip(*batches, strict=True)][:2] == first
 
 
 def test_what_is_not_ours_to_deal_is_left_alone() -> None:

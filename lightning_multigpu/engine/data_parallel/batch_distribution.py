@@ -65,7 +65,11 @@ class CountedBatchSampler(Sampler[list[int]]):
         return getattr(self.batches, "sampler", None)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batches":
+        if name in (
+            "batches",
+            "state_dict",
+            "load_state_dict",
+        ):  # a loader with a state would keep that of other batches
             raise AttributeError(name)
         return getattr(self.batches, name)
 
@@ -92,13 +96,19 @@ class ShardedBatchSampler(CountedBatchSampler):
         num_replicas: data ranks.
         even: let a last batch with too few samples for all ranks take some from the batch before it. This is for use
             outside training, where the composition of a batch does not matter.
+        limit: of the batches, as in ``Trainer(limit_val_batches=...)``. Where it leaves out the last batch, that takes
+            nothing from the batch before.
     """
 
-    def __init__(self, batches: BatchSampler, *, num_replicas: int, rank: int, even: bool = False) -> None:
+    def __init__(
+        self, batches: BatchSampler, *, num_replicas: int, rank: int, even: bool = False, limit: float = 1.0
+    ) -> None:
         super().__init__(batches)
         self.num_replicas = num_replicas
         self.rank = rank
-        self.even = even
+        size = batches.batch_size * num_replicas
+        length = len(self.sampler)
+        self.even = even and not _leaves_out(limit, length // size if batches.drop_last else -(-length // size))
 
     def __len__(self) -> int:
         return len(self._shares())
@@ -106,7 +116,7 @@ class ShardedBatchSampler(CountedBatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         self.counts.clear()
         skip, self.skip = self.skip, 0
-        order = _drawn(self.sampler)
+        order = _drawn(self.sampler, self.sampler)
         for batch_start, start, stop in self._shares()[skip:]:
             self.counts.append(stop - start)
             yield order[start:stop] or [order[batch_start]]
@@ -125,21 +135,74 @@ class ShardedBatchSampler(CountedBatchSampler):
         return shares
 
 
+class DealtBatches(CountedBatchSampler):
+    """Whole batches dealt to the ranks in turn: those of a batch sampler of the user's, or the items of a sampler.
+
+    Where fewer batches than ranks are left, several ranks share a batch. In training a rank without a part gets the
+    batch's first sample, or the item, counted as 0 samples; with ``even`` it has a batch less::
+
+        batches    [0 1] [2 3] | [4 5]        N = 2
+        rank 0     [0 1]       | [4]
+        rank 1           [2 3] |   [5]
+
+    Args:
+        batches: lists of indices, or items of any other type, which count as 1 sample and are not split.
+        order: the sampler of the global order, whose seed and epoch every draw depends on.
+        even, limit: as in :class:`ShardedBatchSampler`.
+    """
+
+    def __init__(
+        self, batches: Any, order: Any, *, num_replicas: int, rank: int, even: bool = False, limit: float = 1.0
+    ) -> None:
+        super().__init__(batches)
+        self._order = order
+        self.num_replicas = num_replicas
+        self.rank = rank
+        self.even = even and not _leaves_out(limit, len(self))
+
+    def __len__(self) -> int:
+        """Batches of a rank; a rank without a part of the last batch may have one less."""
+        return -(-super().__len__() // self.num_replicas)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.counts.clear()
+        skip, self.skip = self.skip, 0
+        drawn = _drawn(self.batches, self._order)
+        for first in range(skip * self.num_replicas, len(drawn), self.num_replicas):
+            batch, size = self._part(drawn[first : first + self.num_replicas])
+            if size == 0 and self.even and first > 0:
+                return
+            self.counts.append(size)
+            yield batch
+
+    def _part(self, batches: list[Any]) -> tuple[Any, int]:
+        """This rank's part of one batch for each rank, or fewer; and its samples."""
+        shares = [share(0, self.num_replicas, number, len(batches)) for number in range(len(batches))]
+        number, (first, stop) = next((n, s) for n, s in enumerate(shares) if s[0] <= self.rank < s[1])
+        batch = batches[number]
+        if not isinstance(batch, list):
+            return batch, int(self.rank == first)
+        start, end = share(0, len(batch), self.rank - first, stop - first)
+        return batch[start:end] or batch[:1], end - start
+
+
 class OnDemandBatchSampler(CountedBatchSampler):
     """Batches of the one global order, each taken by the first worker that asks for it.
 
     Its length is that of the whole epoch; this worker yields a part of the epoch.
 
     Args:
-        batches: of the one global order, the same on every rank.
+        batches: of the one global order, the same on every rank; lists of indices, or items that count as 1 sample.
+        order: the sampler of the global order, whose seed and epoch every draw depends on.
         take: returns the numbers of the next batches, which make one update; no number at the end of the epoch.
 
     Attributes:
         numbers: the numbers of the batches yielded so far, kept as ``counts`` are.
     """
 
-    def __init__(self, batches: BatchSampler, take: Callable[[], Iterable[int]]) -> None:
+    def __init__(self, batches: Any, order: Any, take: Callable[[], Iterable[int]]) -> None:
         super().__init__(batches)
+        self._order = order
         self.numbers: deque[int] = deque()
         self._take = take
         self._following: deque[int] = deque()
@@ -165,61 +228,100 @@ class OnDemandBatchSampler(CountedBatchSampler):
         self.numbers.clear()
         self._following.clear()
         self._is_exhausted = False
-        order = _drawn(self.sampler)
+        drawn = _drawn(self.batches, self._order)
         while self._has_following():
             number = self._following.popleft()
-            batch = order[number * self.batch_size : (number + 1) * self.batch_size]
-            self.counts.append(len(batch))
+            batch = drawn[number]
+            self.counts.append(len(batch) if isinstance(batch, list) else 1)
             self.numbers.append(number)
             yield batch
 
 
 def distribute_batches(
-    loader: Any, *, num_replicas: int, rank: int, even: bool, take: Callable[[], Iterable[int]] | None = None
+    loader: Any,
+    *,
+    num_replicas: int,
+    rank: int,
+    even: bool,
+    limit: float = 1.0,
+    take: Callable[[], Iterable[int]] | None = None,
 ) -> tuple[Any, CountedBatchSampler | None]:
     """A copy of ``loader`` that counts each batch's samples and, if possible, yields this rank's share of them.
 
-    That is possible if it has a :class:`~torch.utils.data.DistributedSampler` for these replicas and torch's own batch
-    sampler. Any other batch sampler keeps its batches. Loaders of iterable datasets, loaders without batches, loaders
-    that keep their own state, and objects that are no DataLoader are returned as they are.
+    That is possible if its batch sampler, or its sampler where an item is a whole batch, draws from a
+    :class:`~torch.utils.data.DistributedSampler` for these replicas. Any other batch sampler keeps its batches. Loaders
+    of iterable datasets, objects that are no DataLoader, and loaders without batches or with a state of their own that
+    draw from no such sampler are returned as they are.
 
     Args:
         loader: the user's loader, or Lightning's copy of it.
         num_replicas: data ranks.
-        even: as in :class:`ShardedBatchSampler`.
+        even, limit: as in :class:`ShardedBatchSampler`.
         take: as in :class:`OnDemandBatchSampler`; None gives this rank a part of each global batch.
 
     Returns:
         The loader to use, and its batch sampler; None if that is not ours.
     """
-    if (
-        not isinstance(loader, DataLoader)
-        or loader.batch_sampler is None
-        or isinstance(loader.dataset, IterableDataset)
-        or hasattr(loader, "state_dict")
-    ):
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return loader, None
-    batches, sampler = loader.batch_sampler, loader.sampler
-    distributed: CountedBatchSampler = CountedBatchSampler(batches)
-    if (
-        type(batches) is BatchSampler
-        and isinstance(sampler, DistributedSampler)
-        and (sampler.num_replicas, sampler.rank) == (num_replicas, rank)
-    ):
-        of_all = BatchSampler(_whole(sampler), batches.batch_size, batches.drop_last)
-        if take is None:
-            distributed = ShardedBatchSampler(of_all, num_replicas=num_replicas, rank=rank, even=even)
-        else:
-            distributed = OnDemandBatchSampler(of_all, take)
+    of_all, order = _of_all_ranks(loader, num_replicas, rank)
+    if order is None:
+        if loader.batch_sampler is None or hasattr(loader, "state_dict"):
+            return loader, None
+        distributed = CountedBatchSampler(loader.batch_sampler)
+    elif take is not None:
+        distributed = OnDemandBatchSampler(of_all, order, take)
+    else:
+        kwargs: dict[str, Any] = {"num_replicas": num_replicas, "rank": rank, "even": even, "limit": limit}
+        is_plain = type(of_all) is BatchSampler
+        distributed = ShardedBatchSampler(of_all, **kwargs) if is_plain else DealtBatches(of_all, order, **kwargs)
     clone = copy.copy(loader)
     # A DataLoader forbids to change these, because its iterators would not notice; the copy has no iterator yet.
-    object.__setattr__(clone, "batch_sampler", distributed)
-    object.__setattr__(clone, "sampler", distributed.sampler)
+    if loader.batch_sampler is None:
+        object.__setattr__(clone, "sampler", distributed)
+    else:
+        object.__setattr__(clone, "batch_sampler", distributed)
+        object.__setattr__(clone, "sampler", distributed.sampler)
     return clone, distributed
 
 
-def _drawn(order: Sampler[int]) -> list[int]:
-    """The indices of an epoch, the same on every rank.
+def _of_all_ranks(loader: DataLoader[Any], num_replicas: int, rank: int) -> tuple[Any, Any]:
+    """What draws the batches of all ranks, and the sampler of the global order; twice None if nothing can.
+
+    A batch sampler of the user's is copied, with the global order in place of this rank's. One that has drawn from its
+    sampler when it was made still gives this rank's samples only, which must not be divided again.
+    """
+
+    def is_of_rank(sampler: Any) -> bool:
+        return isinstance(sampler, DistributedSampler) and (sampler.num_replicas, sampler.rank) == (num_replicas, rank)
+
+    batches = loader.batch_sampler
+    if batches is None:
+        order = _whole(loader.sampler) if is_of_rank(loader.sampler) else None
+        return order, order
+    samplers = {name: value for name, value in getattr(batches, "__dict__", {}).items() if is_of_rank(value)}
+    if len({*map(id, samplers.values())}) != 1:
+        return None, None
+    of_rank = next(iter(samplers.values()))
+    order = _whole(of_rank)
+    if type(batches) is BatchSampler:
+        return BatchSampler(order, batches.batch_size, batches.drop_last), order
+    copied = copy.copy(batches)
+    vars(copied).update(dict.fromkeys(samplers, order))
+    if num_replicas > 1:
+        indices = {*_drawn(of_rank, order)}
+        if all(index in indices for batch in _drawn(copy.copy(copied), order) for index in batch):
+            return None, None
+    return copied, order
+
+
+def _leaves_out(limit: float, num_batches: int) -> bool:
+    """Whether a limit, a number of batches or a share of them, leaves out the last of ``num_batches``."""
+    return limit < (num_batches if isinstance(limit, int) else 1.0)
+
+
+def _drawn(items: Iterable[Any], order: Any) -> list[Any]:
+    """The indices or batches of an epoch, the same on every rank.
 
     A sampler of the user's may draw from the global generators, which ranks leave in different states: each epoch has
     a seed of its own there, as Lightning's sampler has one.
@@ -228,7 +330,7 @@ def _drawn(order: Sampler[int]) -> list[int]:
     host = torch.device("cpu")  # to seed the GPUs too would do it alike on all ranks
     with preserved_random_state(host):
         set_random_state(seed, host)
-        return list(order)
+        return list(items)
 
 
 def _whole(sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:

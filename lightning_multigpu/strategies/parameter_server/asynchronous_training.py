@@ -19,7 +19,7 @@ from lightning_multigpu.engine.data_parallel.batch_distribution import OnDemandB
 from lightning_multigpu.engine.parameter_server.server_statistics import summary
 from lightning_multigpu.engine.parameter_server.server_transport import ServerTransport
 from lightning_multigpu.engine.parameter_server.servers import Servers
-from lightning_multigpu.job.batch_feed import add_to_all
+from lightning_multigpu.job.batch_feed import add_to_all, evaluation_limit
 from lightning_multigpu.job.run_signals import RunSignals
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class AsynchronousTraining(Callback):
         """The loader of this worker: batches on demand in training, and all batches otherwise."""
         kwargs = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         if not trainer.training:
-            return distribute_batches(loader, **kwargs, even=True)[0]
+            return distribute_batches(loader, **kwargs, even=True, limit=evaluation_limit(trainer))[0]
 
         distributed, batches = distribute_batches(loader, **kwargs, even=False, take=lambda: self._take(trainer))
         self._batches = batches if isinstance(batches, OnDemandBatchSampler) else None
