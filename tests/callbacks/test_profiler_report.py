@@ -350,6 +350,18 @@ def test_a_window_that_the_run_ends_within_and_a_second_fit(tmp_path: Path) -> N
         assert [step["batches"] for step in steps] == [3] * counted
 
 
+def test_of_two_in_one_trainer_the_first_one_profiles(tmp_path: Path) -> None:
+    """A second one took the first one's place in ``Tensor.item``: the fit ended in an AttributeError."""
+    first = ProfilerReport(wait=1, warmup=0, active=2, print_report=False)
+    with pytest.warns(UserWarning, match="several ProfilerReports: only the first one profiles"):
+        fit = trainer(tmp_path, max_steps=STEPS, max_epochs=-1, callbacks=[first, second := ProfilerReport(wait=1, warmup=0, active=2)])
+        fit.fit(Net(step_s=0.0), DataLoader(Samples(), batch_size=2))
+    assert first.profile is not None
+    assert [len(of_rank["steps"]) for of_rank in first.profile["ranks"]] == [2]
+    assert second.profile is None
+    assert "item" not in vars(torch.Tensor)
+
+
 def test_steps_with_a_validation_are_left_out(tmp_path: Path) -> None:
     class Validating(Net):
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:

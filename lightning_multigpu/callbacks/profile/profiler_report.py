@@ -47,6 +47,8 @@ class ProfilerReport(SilentMonitors):
     profiler records the operators of another one. Throughput, utilization and memory in use are those of the whole
     run, from the Trainer's :class:`ThroughputMonitor` and :class:`DeviceUtilizationMonitor`, or from silent ones.
 
+    Of several in one Trainer, only the first one profiles: two windows would count each other's measuring.
+
     With ``Trainer(profiler="pytorch")``, whose profiler writes operators itself, none are recorded beside it. Its steps
     take longer: keep its schedule apart from the window.
 
@@ -107,6 +109,10 @@ class ProfilerReport(SilentMonitors):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        reports = [c for c in trainer.callbacks if isinstance(c, ProfilerReport)]  # type: ignore[attr-defined]
+        if reports[0] is not self:
+            rank_zero_warn("this Trainer has several ProfilerReports: only the first one profiles; leave the others out")
+            return
         self._step = trainer.global_step
         window = ProfiledWindow(
             trainer, self._wait, self._warmup, self._active, operators=self._operators, activations=self._activations
@@ -140,7 +146,8 @@ class ProfilerReport(SilentMonitors):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert self._window is not None
+        if self._window is None:
+            return
         self._window.close(trainer)
         if isinstance(trainer.strategy, MultiGPUStrategy):
             self._servers = trainer.strategy.server_statistics()
