@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -42,7 +43,11 @@ def run(name: str, arguments: Sequence[str]) -> int:
         _read(lambda path: run_table.show(document.read(path)), table_path, by="RunReport")
         if not _file(options.folder[0]).is_file():
             return 0
-    profiles = {str(folder): _read(profile_document.read, _file(folder)) for folder in options.folder}
+    with_profile = [folder for folder in options.folder if _file(folder).is_file()]
+    for folder in options.folder:
+        if with_profile and folder not in with_profile:
+            print(f"{folder}: no {profile_document.FILE_NAME}, left out", file=sys.stderr)
+    profiles = {str(folder): _read(profile_document.read, _file(folder)) for folder in with_profile or options.folder}
     if len(profiles) == 1:
         [(folder, profile)] = profiles.items()
         page_path = _file(Path(folder)).with_name(profile_page.FILE_NAME)

@@ -140,7 +140,9 @@ class TrainingCLI(LightningCLI):
             self.config = parser.parse_args(args)
             strategy = self.config[self.config.subcommand].trainer.strategy
             classes = {row.class_path.rpartition(".")[2]: row.class_path for row in STRATEGIES}
-            if isinstance(strategy, str) and (path := classes.get(strategy.rpartition(".")[2])):
+            # A path is a class's, of any module: one of the user's may have the name of one of this pack.
+            path = strategy if "." in str(strategy) else classes.get(str(strategy))
+            if isinstance(strategy, str) and path:
                 self.config = parser.parse_args([*args, f"--trainer.strategy.class_path={path}"])
         except ArgumentError as error:
             raise UsageError(explained(error.message)) from error

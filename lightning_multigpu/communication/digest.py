@@ -58,8 +58,8 @@ def compared(table: Table, gather: Callable[[Any], list[Any]], what: str) -> str
 def disagreement(tables: Mapping[int, Table], what: str, *, absent_differs: bool = True) -> str | None:
     """One message that names the first entries that differ, each value, and which ranks have it; None if none differ.
 
-    ``what`` ends the message's first line: "are not set up alike". With ``absent_differs`` a rank without an entry
-    differs from ranks that have it.
+    ``what`` begins the message's first line: "are not set up alike", before the first entry. With ``absent_differs``
+    a rank without an entry differs from ranks that have it.
     """
     # A list of dict keys keeps the order of the tables, where a set of names would not.
     names = list(dict.fromkeys(name for table in tables.values() for name in table))
@@ -77,7 +77,7 @@ def disagreement(tables: Mapping[int, Table], what: str, *, absent_differs: bool
     more = len(differing) - _MAX_ENTRIES
     if more > 0:
         differing[_MAX_ENTRIES:] = [f"  and {more} more"]
-    return f"the ranks {what}:\n" + "\n".join(differing)
+    return f"the ranks {what}: " + "\n".join(differing).lstrip()
 
 
 def rank_list(ranks: Iterable[int]) -> str:

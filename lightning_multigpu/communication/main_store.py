@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
@@ -20,6 +21,7 @@ from lightning_multigpu.communication.rendezvous import RendezvousError, own_hos
 _SHORTEST_POLL_S, _POLL_S = 0.01, 0.2
 _PROBE_S = 2.0
 _HANDSHAKE_S = 10.0
+_QUIET_S = 10.0
 _LOOPBACK = "127.0.0.1"
 
 
@@ -95,7 +97,7 @@ class MainStore:
             ) from None
 
     def _connect(self) -> TCPStore:
-        handshakes = 0
+        handshakes, tell_s = 0, time.monotonic() + _QUIET_S
         pause_s = _SHORTEST_POLL_S
         while True:
             self.check()
@@ -114,6 +116,9 @@ class MainStore:
                     "that MASTER_ADDR and MASTER_PORT are the same on all hosts and name the host of rank 0, that rank "
                     "0 runs, and that the port is open between the hosts"
                 )
+            if time.monotonic() > tell_s:
+                tell_s = self.deadline_s
+                self._tell_wait(f"waits for rank 0 at {self.address} port {self.port}: {problem}")
             time.sleep(pause_s)
             pause_s = min(_POLL_S, 1.5 * pause_s)
 
@@ -133,6 +138,7 @@ class MainStore:
 
     def _is_local(self) -> bool:
         """Whether the address is this host's; waits for names that cannot be resolved yet."""
+        told = False
         while True:
             try:
                 candidates = socket.getaddrinfo(self.address, 0, type=socket.SOCK_STREAM)
@@ -143,6 +149,11 @@ class MainStore:
                         f"rank {self.rank} on {own_host()} does not know the host MASTER_ADDR={self.address}: {error}; "
                         f"set it to a name or an address of {own_host()} that all hosts know"
                     ) from None
+                if not told:  # a name may come later, as those of Kubernetes do
+                    told = True
+                    self._tell_wait(
+                        f"does not know the host MASTER_ADDR={self.address} and waits for its name: {error}"
+                    )
             self.check()
             time.sleep(_POLL_S)
         for family, kind, protocol, _, address in candidates:
@@ -153,6 +164,14 @@ class MainStore:
             except OSError:
                 continue
         return False
+
+    def _tell_wait(self, what: str) -> None:
+        left_s = max(0.0, self.deadline_s - time.monotonic())
+        print(
+            f"rank {self.rank} on {own_host()} {what}; {left_s:.0f} s are left (join_timeout_s)",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _problem(self) -> str | None:
         """The reason why no connection is possible, or None if a process listens there."""

@@ -247,6 +247,17 @@ def broken_link(own: str, hosts: Mapping[str, str], failure_timeout_s: float) ->
     return None
 
 
+def check_alike(table: Mapping[str, str], world: MeteredGroup) -> None:
+    """Compares settings of the Trainer over all ranks; a collective.
+
+    Raises:
+        RendezvousError: they differ; the same message on all ranks.
+    """
+    found = compared(table, world.gather_objects, "are not set up alike")
+    if found is not None:
+        raise RendezvousError(f"{found}\nGive all of them the same script, arguments, configuration and versions")
+
+
 def check_model(module: torch.nn.Module, world: MeteredGroup) -> None:
     """Compares the module's parameters and buffers over all ranks, by name, type and shape; a collective.
 

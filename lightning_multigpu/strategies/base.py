@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
@@ -650,6 +650,8 @@ class MultiGPUStrategy(ParallelStrategy):
     def _tell_global_batch(self) -> None:
         trainer = self._module.trainer
         sizes = self.gather_objects(full_batch_size(trainer.train_dataloader))
+        if len({*sizes}) > 1:
+            rank_zero_warn(f"the ranks' loaders have different batch sizes: {sizes}")
         rank_zero_info(global_batch_text(sizes[:: self._model_parallel_size], trainer))
 
     @override

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_multigpu._lightning_internals import IS_INTERACTIVE
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_embeddings, check_has_shapes
 from lightning_multigpu.job.batch_feed import check_loaders
-from lightning_multigpu.job.joining import check_model, table_of
+from lightning_multigpu.job.joining import check_alike, check_model, table_of
 from lightning_multigpu.job.launchers.script_launcher import ScriptLauncher
 from lightning_multigpu.job.launchers.spawn_launcher import SpawnLauncher
 from lightning_multigpu.job.process_groups import ProcessGroups
@@ -118,6 +118,7 @@ def check(strategy: MultiGPUStrategy, trainer: pl.Trainer) -> None:
         check_has_shapes(module)
     check_loaders(trainer, strategy.data_parallel_size)
     if strategy.groups is not None:
+        check_alike({"accumulate_grad_batches": str(trainer.accumulate_grad_batches)}, strategy.collectives.world)
         check_model(module, strategy.collectives.world)
     directory = str(trainer.log_dir or trainer.default_root_dir)  # a collective
     if client is not None and "://" not in directory:  # the guardian writes a failure's file to a local disk only

@@ -352,9 +352,9 @@ def test_a_window_that_the_run_ends_within_and_a_second_fit(tmp_path: Path) -> N
 
 def test_of_two_in_one_trainer_the_first_one_profiles(tmp_path: Path) -> None:
     """A second one took the first one's place in ``Tensor.item``: the fit ended in an AttributeError."""
-    first = ProfilerReport(wait=1, warmup=0, active=2, print_report=False)
-    with pytest.warns(UserWarning, match="several ProfilerReports: only the first one profiles"):
-        fit = trainer(tmp_path, max_steps=STEPS, max_epochs=-1, callbacks=[first, second := ProfilerReport(wait=1, warmup=0, active=2)])
+    first, second = (ProfilerReport(wait=1, warmup=0, active=2, print_report=False) for _ in range(2))
+    fit = trainer(tmp_path, max_steps=STEPS, max_epochs=-1, callbacks=[first, second])
+    with pytest.warns(UserWarning, match="of several ProfilerReports in a Trainer only the first one profiles"):
         fit.fit(Net(step_s=0.0), DataLoader(Samples(), batch_size=2))
     assert first.profile is not None
     assert [len(of_rank["steps"]) for of_rank in first.profile["ranks"]] == [2]

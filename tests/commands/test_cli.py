@@ -233,6 +233,14 @@ class TestAccepted:
         assert main(arguments) == 0
         assert "error" not in capsys.readouterr().err
 
+    def test_a_strategy_outside_of_this_repository(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """The class of docs/developing.md; a path was an invalid name, or this pack's class of that name."""
+        page = (Path(__file__).parents[2] / "docs/developing.md").read_text()
+        (project / "my_module.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+        arguments = ("fit", "--model=project.Model", "--data=project.Data", *ON_CPU, "--trainer.devices=1", *QUIET)
+        assert main([*arguments, "--trainer.strategy=my_module.MyStrategy", "--trainer.fast_dev_run=true"]) == 0
+        assert "step 0\n" in capsys.readouterr().out
+
     def test_printed_configuration_can_be_used_again(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         options = (*RING, "--trainer.strategy.bucket_cap_mb=5", "--trainer.devices=2")
         printed = []

@@ -22,19 +22,19 @@ class TestDisagreement:
     def test_names_the_entry_each_value_and_its_ranks(self) -> None:
         tables = {rank: {"torch": "2.13", "option x": "2" if rank == 1 else "1"} for rank in range(4)}
         assert (
-            disagreement(tables, "are not alike")
-            == "the ranks are not alike:\n  option x: 1 on ranks 0, 2-3; 2 on rank 1"
+            disagreement(tables, "are not alike") == "the ranks are not alike: option x: 1 on ranks 0, 2-3; 2 on rank 1"
         )
 
     def test_an_entry_that_only_one_rank_has(self) -> None:
-        assert disagreement({0: {}, 1: {"b": "7"}}, "differ") == "the ranks differ:\n  b: (none) on rank 0; 7 on rank 1"
+        assert disagreement({0: {}, 1: {"b": "7"}}, "differ") == "the ranks differ: b: (none) on rank 0; 7 on rank 1"
 
     def test_the_first_five_and_how_many_more(self) -> None:
         tables = {rank: {f"entry {i}": str(rank) for i in range(8)} for rank in range(2)}
         message = disagreement(tables, "differ")
         assert message is not None
-        assert message.splitlines()[1:] == [
-            *(f"  entry {i}: 0 on rank 0; 1 on rank 1" for i in range(5)),
+        assert message.splitlines() == [
+            "the ranks differ: entry 0: 0 on rank 0; 1 on rank 1",
+            *(f"  entry {i}: 0 on rank 0; 1 on rank 1" for i in range(1, 5)),
             "  and 3 more",
         ]
 

@@ -229,6 +229,11 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["report", str(slow), str(quick)]) == 0
     fastest = f"{slow} is fastest: 320 samples/s, 1.00 times those of {quick}."
     assert capsys.readouterr().out.startswith(fastest)
+    (test := tmp_path / "test").mkdir()
+    assert main(["report", str(slow), str(test), str(quick)]) == 0, "a run of test has no profile"
+    told = capsys.readouterr()
+    assert told.out.startswith(fastest)
+    assert f"{test}: no profile.json, left out" in told.err
     document.write(profile(), slow / profile_document.FILE_NAME)
     assert main(["report", str(slow / profile_document.FILE_NAME)]) == 0
     assert "Profile of ring_ddp" in capsys.readouterr().out

@@ -297,8 +297,9 @@ def _of_all_ranks(loader: DataLoader[Any], num_replicas: int, rank: int) -> tupl
 
     batches = loader.batch_sampler
     if batches is None:
-        order = _whole(loader.sampler) if is_of_rank(loader.sampler) else None
-        return order, order
+        sampler: Any = loader.sampler
+        whole = _whole(sampler) if is_of_rank(sampler) else None
+        return whole, whole
     samplers = {name: value for name, value in getattr(batches, "__dict__", {}).items() if is_of_rank(value)}
     if len({*map(id, samplers.values())}) != 1:
         return None, None
