@@ -43,19 +43,31 @@ def run(name: str, arguments: Sequence[str]) -> int:
         _read(lambda path: run_table.show(document.read(path)), table_path, by="RunReport")
         if not _file(options.folder[0]).is_file():
             return 0
-    with_profile = [folder for folder in options.folder if _file(folder).is_file()]
+    shown = [folder for folder in options.folder if _file(folder).is_file()] or options.folder
     for folder in options.folder:
-        if with_profile and folder not in with_profile:
+        if folder not in shown:
             print(f"{folder}: no {profile_document.FILE_NAME}, left out", file=sys.stderr)
-    profiles = {str(folder): _read(profile_document.read, _file(folder)) for folder in with_profile or options.folder}
-    if len(profiles) == 1:
-        [(folder, profile)] = profiles.items()
-        page_path = _file(Path(folder)).with_name(profile_page.FILE_NAME)
-        document.write_bytes(profile_page.page(profile).encode(), page_path)
-        print(f"{profile_text.text(profile)}\nwritten to {page_path}")
+    if len(shown) == 1:
+        text, page = _read(_shown, _file(shown[0]))
+        page_path = _file(shown[0]).with_name(profile_page.FILE_NAME)
+        document.write_bytes(page.encode(), page_path)
+        print(f"{text}\nwritten to {page_path}")
         return 0
+    profiles = {str(folder): _read(_comparable, _file(folder)) for folder in shown}
     print(profile_text.comparison(profiles))
     return 0
+
+
+def _shown(path: Path) -> tuple[str, str]:
+    """The text and the page of a profile."""
+    profile = profile_document.read(path)
+    return profile_text.text(profile), profile_page.page(profile)
+
+
+def _comparable(path: Path) -> ProfileDocument:
+    profile = profile_document.read(path)
+    profile_text.comparison({str(path): profile})  # raises here where values cannot be shown
+    return profile
 
 
 def _file(folder: Path) -> Path:
@@ -71,5 +83,6 @@ def _read(read: Callable[[Path], T], path: Path, by: str = "ProfilerReport") -> 
             f"{path}: {error.strerror}; add ProfilerReport or RunReport of lightning_multigpu.callbacks to the run's "
             "callbacks"
         ) from error
-    except ReportError as error:
-        raise UsageError(f"{path}: the file is not as {by} writes it ({error}); record it again") from error
+    except (ValueError, ArithmeticError, LookupError) as error:  # the last ones of values that cannot be shown
+        why = error if isinstance(error, ReportError) else f"{type(error).__name__}: {error}"
+        raise UsageError(f"{path}: the file is not as {by} writes it ({why}); record it again") from error

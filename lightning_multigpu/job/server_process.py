@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+from lightning_multigpu.job.guardian.proc import ended_text
 from lightning_multigpu.job.guardian.workers import SERVER
 
 # With -P, and this process's path on standard input: -m would put the working folder before all other folders.
@@ -34,8 +35,7 @@ class ServerProcess:
         """Raises RuntimeError if it has ended."""
         if (status := self._process.poll()) is not None:
             raise RuntimeError(
-                f"a parameter server (pid {self._process.pid}) has ended with exit status {status}; what it printed is "
-                "above"
+                f"a parameter server (pid {self._process.pid}) {ended_text(status)}; what it printed is above"
             )
 
     def close(self) -> None:

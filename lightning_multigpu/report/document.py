@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from lightning_multigpu.report.statistics import Aggregation, Statistics, aggreg
 
 FILE_NAME = "multigpu_report.json"
 SCHEMA_VERSION = 2
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,15 +291,26 @@ def write_bytes(contents: bytes, path: Path) -> None:
 def read(path: Path, *, kind: str = "report", schema_version: int = SCHEMA_VERSION) -> dict[str, Any]:
     """Reads a document of one version back; ``kind`` is what messages call it.
 
+    Control characters in its texts, which may come from a stranger and be meant for a terminal, are replaced.
+
     Raises:
         ReportError: it is no JSON, or of another version.
         OSError: there is no such file, or it cannot be read.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = _printable(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, RecursionError) as error:  # no text, no JSON, a number or a depth beyond Python's limits
         raise ReportError(f"{path}: the {kind} is no JSON: {error}") from error
     version = found.get("schema_version") if isinstance(found, dict) else None
     if version != schema_version:
         raise ReportError(f"{path}: schema_version={version!r:.80}: only version {schema_version} can be read")
     return dict(found)
+
+
+def _printable(value: Any) -> Any:
+    """What JSON has read, without control characters in its texts and keys other than tabs and ends of lines."""
+    if isinstance(value, str):
+        return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    return {_printable(key): _printable(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lightning_multigpu.planning.diagnosis import SMALLEST_SHARE
@@ -93,11 +94,11 @@ def _figures(report: RunDocument, console: Console) -> Table:
     """The aggregate figures that the report has, one a row."""
     world = report.world
     table = _framed(
-        f"{report.strategy.name}: {_many(world.size, 'rank')} on {_many(world.nodes, 'node')}, "
+        f"{escape(report.strategy.name)}: {_many(world.size, 'rank')} on {_many(world.nodes, 'node')}, "
         f"{_many(report.steps, 'optimizer step')}",
         console,
     )
-    table.caption = _purposes(report.communication_ms or {})
+    table.caption = escape(_purposes(report.communication_ms or {}) or "") or None
     table.add_column("")
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
@@ -127,7 +128,7 @@ def _purposes(purposes: Mapping[str, float]) -> str | None:
 
 def _memory(held: Sequence[HeldMemory], name: str, console: Console) -> Table:
     ranks = [as_json(rank) for rank in held]
-    table = _framed(f"{name}: memory of the ranks", console)
+    table = _framed(f"{escape(name)}: memory of the ranks", console)
     table.add_column("rank", justify="right")
     shown = [key for key in _MEMORY if any(key in rank for rank in ranks)]
     for key in shown:

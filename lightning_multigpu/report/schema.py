@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 _T = TypeVar("_T")
 Absent = Annotated[_T | None, "absent"]
 """The type of a field whose key is left out of the document while the field is None."""
+_LARGEST_INTEGER = 2**64  # beyond floats Python's integers overflow where they are divided
 _SCALARS: dict[Any, tuple[str, tuple[type, ...]]] = {
     bool: ("boolean", (bool,)),
     int: ("integer", (int,)),
@@ -99,8 +100,10 @@ def _read(kind: Any, value: Any, place: str) -> Any:
         return None if value is None else _read(next(each for each in inner if each is not NoneType), value, place)
     if kind in _SCALARS:
         is_wrong = not isinstance(value, _SCALARS[kind][1]) or isinstance(value, bool) != (kind is bool)
-        if is_wrong or (kind is float and not math.isfinite(value)):
+        if is_wrong or (kind is float and isinstance(value, float) and not math.isfinite(value)):
             raise _wrong(place, value, kind.__name__)
+        if kind in (int, float) and isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
+            raise _wrong(place, value, "an integer of 64 bits")
         return value
     if origin is Literal:
         if value not in inner:

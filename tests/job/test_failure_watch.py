@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.communication.rendezvous import RendezvousError
 from lightning_multigpu.job.failure_watch import FailureWatch
-from lightning_multigpu.job.guardian import Failure, RankFailedError
+from lightning_multigpu.job.guardian import Failure, RankFailedError, proc
 from lightning_multigpu.job.launchers.spawn_launcher import _Task
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.run_signals import RunSignals
@@ -124,6 +124,15 @@ def test_a_process_or_a_thread_that_the_system_refuses(
     watch.settle(error, RUN, 3)
     assert any(note.startswith("rank 0: ") and limit in note for note in error.__notes__) == bool(limit)
     assert ("rank 0: " in client.told[0].traceback) == bool(limit), "the other ranks are told"
+
+
+def test_a_limit_on_address_space_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ``ulimit -v`` a thread that could not start was said to be under ``ulimit -u``."""
+    monkeypatch.setattr(proc.resource, "getrlimit", lambda _: (2**32, 2**32))
+    assert proc.refusal(RuntimeError("can't start new thread")).startswith(
+        "this process may map 4096 MiB: see `ulimit -v`; else no more processes or threads may be allowed: see `ulimit"
+    )
+    assert proc.refusal(RuntimeError("another")) == ""
 
 
 def test_a_spawned_rank_cannot_be_tuned(watch: FailureWatch, monkeypatch: pytest.MonkeyPatch) -> None:

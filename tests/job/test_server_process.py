@@ -13,10 +13,14 @@ from lightning_multigpu.engine.parameter_server.server import Job
 from lightning_multigpu.job.server_process import ServerProcess
 
 
+@pytest.mark.parametrize("how", ["ended with exit status 1", "was ended by SIGKILL"])
 def test_a_server_joins_and_ends_with_the_process_that_has_started_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """A torch.py in the working folder, of another user perhaps, was imported in the place of torch."""
+    """A torch.py in the working folder, of another user perhaps, was imported in the place of torch.
+
+    A server that the kernel had killed had "ended with exit status -9".
+    """
     for name in ("torch", "json", "lightning_multigpu"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a stranger ran')")
     monkeypatch.chdir(tmp_path)
@@ -27,9 +31,11 @@ def test_a_server_joins_and_ends_with_the_process_that_has_started_it(
         store.wait(["servers/server 0"], timedelta(seconds=60))
         server.check()
         assert server._process.stdin is not None
+        if how == "was ended by SIGKILL":
+            server._process.kill()
         server._process.stdin.close()
-        assert server._process.wait(30) == 1
-        with pytest.raises(RuntimeError, match=r"a parameter server \(pid \d+\) has ended with exit status 1"):
+        server._process.wait(30)
+        with pytest.raises(RuntimeError, match=rf"a parameter server \(pid \d+\) {how}; what it printed"):
             server.check()
     finally:
         server.close()

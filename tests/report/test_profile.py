@@ -261,21 +261,39 @@ def test_a_run_without_a_profile_shows_its_table(tmp_path: Path, capsys: pytest.
     [
         (profile_document.FILE_NAME, {"schema_version": 9}, "schema_version=9"),
         (profile_document.FILE_NAME, {**profile(), "findings": "x\ny" * 1000}, "is not as ProfilerReport writes it"),
+        (profile_document.FILE_NAME, {**profile(), "step_s": 10**400}, "step_s is 10{50,80} and not"),
+        (profile_document.FILE_NAME, {**profile(), "step_s": 1e308}, "ProfilerReport writes it .OverflowError"),
         (document.FILE_NAME, {"schema_version": SCHEMA_VERSION, "steps": 3}, "is not as RunReport writes it"),
+        (
+            document.FILE_NAME,
+            {**report_of(record(0)), "aggregate": {"metrics": {"throughput/step_ms": {}}}},
+            "RunReport writes it .KeyError: 'median'",
+        ),
     ],
-    ids=["version", "profile", "report"],
+    ids=["version", "profile", "an integer", "a float", "report", "a statistic"],
 )
 def test_a_file_with_other_contents_is_named_in_one_line(
     name: str, contents: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A traceback of the pack, of the length of what the file held."""
+    """A traceback of the pack, of the length of what the file held; or of the arithmetic that its values led to."""
     document.write(contents, tmp_path / name)
     assert main(["report", str(tmp_path)]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert message in line
+    assert re.search(message, line)
     assert str(tmp_path) in line
     assert len(line) < 500
     assert main(["report", str(tmp_path), str(tmp_path / name)]) == 2
+
+
+def test_a_file_sends_the_terminal_no_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names in a file that somebody had sent coloured the terminal, or set its title."""
+    hostile = {"strategy": {"name": "\x1b]0;t\x07\x9b31m[/b]", "options": {}}}
+    document.write({**report_of(record(0)), **hostile}, tmp_path / document.FILE_NAME)
+    document.write({**profile(), **hostile}, tmp_path / profile_document.FILE_NAME)
+    assert main(["report", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("\ufffd]0;t\ufffd\ufffd31m[/b]") >= 2
+    assert not set("\x1b\x07\x9b") & set(printed)
 
 
 def test_a_browser_shows_the_page_on_a_small_screen(tmp_path: Path) -> None:

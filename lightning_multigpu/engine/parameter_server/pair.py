@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ _FRAME_BYTES = 4096  # a longer message takes two transfers
 _LENGTH_BYTES = 8
 _FRAME, _REST = 0, 1
 _THERE = torch.ones(1, dtype=torch.uint8)
+_OF_CONNECTION = re.compile(r"(?i)^\[\S*gloo/|connect|timed? ?out|closed")  # Gloo has one type for all of its errors
 
 
 class PairEndedError(RuntimeError):
@@ -133,10 +135,12 @@ class Pair:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Within the block errors of the back end become :class:`PairEndedError`."""
+        """Within the block errors of the connection become :class:`PairEndedError`; other errors stay as they are."""
         try:
             yield
         except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or _OF_CONNECTION.search(str(error))):
+                raise
             raise PairEndedError(f"{self.label} has ended, or the connection to it") from error
 
     # Messages

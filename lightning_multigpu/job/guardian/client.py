@@ -347,7 +347,7 @@ def _connected(address: str, rank: int, timeout_s: float, start_timeout_s: float
     while True:
         sock = socket.socket(socket.AF_UNIX)
         sock.setblocking(False)
-        limit_s = start_timeout_s
+        limit_s, is_full = start_timeout_s, False
         try:
             sock.connect("\0" + address)
             why = foreign(sock)
@@ -355,12 +355,16 @@ def _connected(address: str, rank: int, timeout_s: float, start_timeout_s: float
                 return sock
             problem = f"the guardian's address belongs to {why}: it is not the guardian of rank {rank}"
         except OSError as error:
-            if isinstance(error, BlockingIOError):  # the queue is full
-                limit_s += timeout_s
             problem = f"rank {rank} finds no guardian on {host_name()}: {error}; has it ended?"
+            if is_full := isinstance(error, BlockingIOError):
+                limit_s += timeout_s
+                problem = (
+                    f"the process at the guardian's address on {host_name()} takes no connection of rank {rank}: its "
+                    f"queue is full. Is the guardian stopped, or is it another program (`ss -xlp | grep {address}`)?"
+                )
         sock.close()
         if time.monotonic() - began_s > limit_s:
-            if start_timeout_s:
+            if start_timeout_s and not is_full:
                 problem = (
                     f"rank {rank} has found no guardian on {host_name()} within {start_timeout_s:g} s: the first rank "
                     "of this host, which starts it, has not come. Are MASTER_ADDR, MASTER_PORT and NODE_RANK the same "

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 import select
 import signal
 import struct
@@ -207,9 +208,13 @@ def refusal(error: BaseException) -> str:
     """The limit to look at if the system may have refused a process or a thread; empty for another error."""
     # Python's error about a thread that cannot start has no number, and neither has C++'s.
     words = ("can't start new thread", os.strerror(errno.EAGAIN))
+    number = (error.errno or 0) if isinstance(error, OSError) else 0
     if type(error) is RuntimeError and any(isinstance(what, str) and what.startswith(words) for what in error.args):
-        return _LIMITS[errno.EAGAIN]
-    return _LIMITS.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+        number = errno.EAGAIN
+    (limit, _), hint = resource.getrlimit(resource.RLIMIT_AS), _LIMITS.get(number, "")
+    if hint and limit != resource.RLIM_INFINITY:  # the stack of a thread needs address space
+        hint = f"this process may map {limit / 2**20:.0f} MiB: see `ulimit -v`; else {hint}"
+    return hint
 
 
 def note_refusal(error: BaseException, who: str) -> None:

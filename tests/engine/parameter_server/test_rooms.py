@@ -72,6 +72,22 @@ def test_last_words_arrive_although_no_further_message_can_be_expected(monkeypat
     pairs(between=between)
 
 
+def test_an_error_that_is_not_of_the_connection_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many open files, or no memory, was "the server has ended"."""
+    text = "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/device.cc:208] rv != -1. Too many open files"
+
+    def between(worker: Pair, server: Pair) -> None:
+        def refused(*_: Any) -> Any:
+            raise RuntimeError(text)
+
+        monkeypatch.setattr(worker, "_tensors", SimpleNamespace(send=refused))
+        with pytest.raises(RuntimeError, match="Too many open files") as caught:
+            worker.isend(torch.ones(1), 0)
+        assert not isinstance(caught.value, PairEndedError)
+
+    pairs(between=between)
+
+
 def trained(found: Job) -> list[tuple[Servers, int]]:
     """Two workers train as one device does; returns the connections of each, and the bytes that it pushed in memory."""
     expected, _ = on_one_device(lambda groups: optim.AdamW(groups, lr=0.1), [averaged(step) for step in range(3)])

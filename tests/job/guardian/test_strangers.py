@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
-from lightning_multigpu.job.guardian import Guardian, GuardianClient
+from lightning_multigpu.job.guardian import Guardian, GuardianClient, GuardianError
 from tests.job.guardian.job import Job
 from tests.job.guardian.test_discovery import NOBODY, as_other_user
 
@@ -43,6 +43,19 @@ def test_another_user_is_refused_at_once() -> None:
         assert sock.recv(1000) == b"", "closed"
         job.go_on()
         assert job.outcome()[0] == [0]
+
+
+@pytest.mark.parametrize("start_timeout_s", [0.0, 0.1], ids=["of a guardian", "of a job"])
+def test_a_program_that_takes_no_connections_at_the_guardians_address(start_timeout_s: float) -> None:
+    """The rank "found no guardian", or its first rank "had not come"."""
+    with ExitStack() as stack:
+        squatter = stack.enter_context(socket.socket(socket.AF_UNIX))
+        squatter.bind(f"\0squatter-{os.getpid()}")
+        squatter.listen(0)
+        address = squatter.getsockname()[1:].decode()
+        stack.enter_context(socket.socket(socket.AF_UNIX)).connect("\0" + address)
+        with pytest.raises(GuardianError, match=f"takes no connection of rank 1: its queue is full.*grep {address}"):
+            GuardianClient(address, rank=1, on_failure=print, timeout_s=0.1, start_timeout_s=start_timeout_s)
 
 
 def test_a_rank_that_comes_behind_a_crowd_waits_in_line() -> None:
