@@ -22,7 +22,7 @@ from tests import preforked
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _OUTPUT_SHOWN = 4000  # characters a process
-_MARK = "JOB_MARK"
+MARK = "JOB_MARK"
 _END_TIMEOUT_S = 20.0
 
 
@@ -37,7 +37,7 @@ def _python_path() -> str:
 
 def _carries(process: psutil.Process, mark: str) -> bool:
     try:
-        return process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
+        return process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 
@@ -58,7 +58,7 @@ def run(
         cwd: the directory to run in.
         variables: of the environment, on top of this process's.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), _MARK: mark, **variables}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), MARK: mark, **variables}
     finished = preforked.run([sys.executable, *arguments], env=environment, timeout=timeout_s, cwd=cwd)
     assert_none_left(mark, finished.stderr)
     return finished
@@ -87,7 +87,7 @@ class Job:
     def start(self, host: Host | None, command: Sequence[str], env: Mapping[str, str], **given: Any) -> None:
         """Starts the next process on ``host``; on this machine itself for None."""
         environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path(), **env}
-        environment[_MARK] = str(self.directory)
+        environment[MARK] = str(self.directory)
         options: dict[str, Any] = {"stderr": subprocess.STDOUT, "env": {**os.environ, **environment}, **given}
         options["namespace"] = None if host is None else host.namespace.pid
         with self._path(len(self.processes)).open("wb") as file:
