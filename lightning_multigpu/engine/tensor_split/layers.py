@@ -72,7 +72,7 @@ class SplitLayer(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {name: value for name, value in vars(self).items() if name not in _OURS}
-        return copyreg.__newobj__, (self.whole_kind,), state  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (self.whole_kind, object, None), state  # type: ignore[attr-defined]
 
     def _out_in(self) -> Tensor:
         weight: Tensor = local(self.weight)

@@ -108,10 +108,9 @@ class SplitTensor(Tensor):
     def __deepcopy__(self, memo: Any) -> Any:
         if id(self) not in memo:
             if not self.is_leaf:
-                return super().__deepcopy__(memo)  # raises
-            memo[id(self)] = SplitTensor.of(local(self).detach().clone(), self.placed).requires_grad_(
-                self.requires_grad
-            )
+                return super().__deepcopy__(memo)  # type: ignore[no-untyped-call] # raises
+            copy = SplitTensor.of(local(self).detach().clone(), self.placed)
+            memo[id(self)] = copy.requires_grad_(self.requires_grad)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -82,7 +82,7 @@ class Keeps(Classifier):
 
 def _plain(value: Any) -> Any:
     if isinstance(value, nn.Module):
-        value = {"kinds": [type(part).__name__ for part in value.modules()], **value.state_dict()}
+        value = {**{type(part).__name__: 1 for part in value.modules()}, **value.state_dict()}
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
