@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -25,14 +26,15 @@ def whole_values(checkpoint: Mapping[str, Any], group: TensorGroup) -> dict[str,
     Raises:
         RuntimeError: the ranks' checkpoints have different parts.
     """
-    pickles = {key: _Pickle(value) for key, value in checkpoint.items()}
-    parts = {id(part): part for each in pickles.values() for part in each.tensors if isinstance(part, SplitTensor)}
+    tensors = {key: _Tensors(value).found for key, value in checkpoint.items()}
+    parts = {id(part): part for found in tensors.values() for part in found if isinstance(part, SplitTensor)}
     group.agree_on_read(f"a checkpoint of {_described([*parts.values()])}")
     whole = {key: _whole(part) for key, part in parts.items()}
-    return {
-        key: pickles[key].copy(whole) if any(id(tensor) in whole for tensor in pickles[key].tensors) else value
-        for key, value in checkpoint.items()
-    }
+    written = dict(checkpoint)
+    for key, found in tensors.items():
+        if any(id(tensor) in whole for tensor in found):
+            written[key] = deepcopy(checkpoint[key], {id(each): whole.get(id(each), each) for each in found})
+    return written
 
 
 def make_whole_on_all(group: TensorGroup) -> bool:
@@ -69,26 +71,17 @@ def _whole(part: SplitTensor) -> Tensor:
         return whole_parameter(part, whole) if isinstance(part, SplitParameter) else whole
 
 
-class _Pickle:
-    """A pickled value, without the values of its tensors; ``tensors`` are those that it contains."""
+class _Tensors(pickle.Pickler):
+    """Finds the tensors that a pickle of a value contains; the pickle itself is thrown away."""
 
     def __init__(self, value: Any) -> None:
-        self.tensors: list[Tensor] = []
-        self._bytes = io.BytesIO()
-        pickler = pickle.Pickler(self._bytes)
-        pickler.persistent_id = self._number_of  # type: ignore[method-assign]
+        super().__init__(io.BytesIO())
+        self.found: list[Tensor] = []
         with suppress(Exception):  # of any object; who writes the checkpoint says so
-            pickler.dump(value)
+            self.dump(value)
 
-    def _number_of(self, value: Any) -> int | None:
+    def persistent_id(self, value: Any) -> int | None:
         if not isinstance(value, Tensor):
             return None
-        self.tensors.append(value)
-        return len(self.tensors) - 1
-
-    def copy(self, replaced: Mapping[int, Tensor]) -> Any:
-        """A copy of the value with the same tensors, but for those that are replaced, by the ids of the old ones."""
-        unpickler = pickle.Unpickler(io.BytesIO(self._bytes.getvalue()))
-        tensors = [replaced.get(id(tensor), tensor) for tensor in self.tensors]
-        unpickler.persistent_load = tensors.__getitem__  # type: ignore[method-assign]
-        return unpickler.load()
+        self.found.append(value)
+        return len(self.found)
