@@ -96,6 +96,8 @@ class RunCheckpoints:
             rank_zero_warn(f"{filepath} is not written: ranks have ended, and their state is lost")
             return
         checkpoint = {**checkpoint, **strategy._further_state()}
+        if self.gathers:
+            checkpoint = strategy._whole_values(checkpoint)
         with nullcontext() if remote is None else remote.served():
             Strategy.save_checkpoint(strategy, checkpoint, filepath, storage_options)
 

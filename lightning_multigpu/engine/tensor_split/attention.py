@@ -11,13 +11,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_multigpu.engine.tensor_split.layers import RowSplitLinear, class_of_split, column_linear, enter, summed
+from lightning_multigpu.engine.tensor_split.layers import (
+    RowSplitLinear,
+    SplitLayer,
+    class_of_split,
+    column_linear,
+    enter,
+    split_as,
+    summed,
+)
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit
 from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, cut, local
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 
-class SplitMultiheadAttention(nn.MultiheadAttention):
+class SplitMultiheadAttention(SplitLayer, nn.MultiheadAttention):
     """Multi-head attention with its heads split over the ranks; ``out_proj`` sums up their results.
 
     ====================  ==========================  ========================================================
@@ -33,8 +41,6 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
     Megatron-LM (2019), section 3.
     """
 
-    part_layout: PartLayout
-    """Of the features of all heads."""
     _qkv_same_embed_dim = property(lambda self: False, lambda self, value: None)
     """torch's fast path, which computes all heads, leaves such a layer alone."""
 
@@ -47,7 +53,7 @@ class SplitMultiheadAttention(nn.MultiheadAttention):
         """
         if attention.bias_k is not None or attention.add_zero_attn:
             raise ValueError("attention with add_bias_kv or add_zero_attn cannot be split")
-        attention.__class__ = class_of_split(cls, nn.MultiheadAttention, type(attention))
+        split_as(attention, class_of_split(cls, nn.MultiheadAttention, type(attention)))
         split: Any = attention
         size, unit = split.embed_dim, split.head_dim
         fused = ParameterSplit.even(3 * size, group.size, sections=(size, size, size), unit=unit)

@@ -28,9 +28,11 @@ from lightning_multigpu.engine.tensor_split.layers import (
     BlockInput,
     ColumnSplitLinear,
     RowSplitLinear,
+    SplitLayer,
     VocabSplitEmbedding,
     is_linear,
     linear_sizes,
+    restore,
 )
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import make_whole
@@ -319,14 +321,13 @@ class Applied:
     def __init__(self, module: Module, block: Block, way: Way, group: TensorGroup) -> None:
         if way.problem:
             raise ValueError(way.problem)
-        self._kinds: list[tuple[Module, type[Module]]] = []
+        self._changed: list[Module] = []
         self._whole: list[tuple[Parameter, Tensor]] = []
         parts: dict[str, Any] = dict(module.named_modules())
         try:
             for name, role in block.roles.items():
                 part = parts[name]
-                changed = [part, part.out_proj] if role == "attention" else [part]
-                self._kinds += [(each, type(each)) for each in changed]
+                self._changed += [part, part.out_proj] if role == "attention" else [part]
                 self._whole += [(p, p.data) for p in part.parameters() if split_of(p) is None]
                 _SPLIT_BY[role].of(part, group, name=name, **way.options.get(name, {}))
         except BaseException:
@@ -352,11 +353,10 @@ class Applied:
 
     def restore(self) -> None:
         """Makes the layers what they were; their parameters stay as they are."""
-        for part, kind in reversed(self._kinds):
-            part.__class__ = kind
-            for name in ("part_layout", "block_input"):
-                vars(part).pop(name, None)
-        self._kinds = []
+        for part in self._changed:
+            if isinstance(part, SplitLayer):
+                restore(part)
+        self._changed = []
 
 
 _SPLIT_BY: dict[str, Any] = {

@@ -17,7 +17,9 @@ What lies between is a :class:`.SplitTensor`. Activations outside of the block m
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -51,17 +53,45 @@ def _is_conv1d(kind: type) -> bool:
     return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-class _SplitLayer(nn.Module):
+class SplitLayer(nn.Module):
+    """A layer of which each rank has a part. It is copied as one, and pickled as the whole layer that it was."""
+
     weight: Any
     bias: Any
     part_layout: PartLayout
-    """Of the outputs of a column layer, the inputs of a row layer, or the rows of an embedding."""
+    """Of a column layer's outputs, a row layer's inputs, an embedding's rows, or the features of all heads."""
     is_transposed = False
     """The weight is (in, out), as in the Conv1D of transformers."""
+    whole_kind: type[nn.Module]
+    """The class of the whole layer."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self)] = self.__new__(type(self))
+        vars(copied).update({name: deepcopy(value, memo) for name, value in vars(self).items()})
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = {name: value for name, value in vars(self).items() if name not in _OURS}
+        return copyreg._reconstructor, (self.whole_kind, object, None), state  # type: ignore[attr-defined]
 
     def _out_in(self) -> Tensor:
         weight: Tensor = local(self.weight)
         return weight.t() if self.is_transposed else weight
+
+
+_OURS = ("part_layout", "block_input", "whole_kind")
+
+
+def split_as(layer: nn.Module, split: Any) -> None:
+    """Makes a layer one of the class ``split``, in place; its parameters stay as they are."""
+    layer.__class__, vars(layer)["whole_kind"] = split, type(layer)
+
+
+def restore(layer: nn.Module) -> None:
+    """Makes a split layer what it was, in place; its parameters stay as they are."""
+    layer.__class__ = vars(layer)["whole_kind"]
+    for name in _OURS:
+        vars(layer).pop(name, None)
 
 
 @cache
@@ -81,7 +111,7 @@ def class_of_split(split: Any, plain: type, kind: type) -> Any:
 def _convert(linear: nn.Module, split: Any) -> Any:
     """Makes a linear layer a split one, in place, whose parameters are still whole."""
     kind: Any = type(linear)
-    linear.__class__ = _of_conv1d(split, kind) if _is_conv1d(kind) else split
+    split_as(linear, _of_conv1d(split, kind) if _is_conv1d(kind) else split)
     return linear
 
 
@@ -113,7 +143,7 @@ class BlockInput:
         return found
 
 
-class ColumnSplitLinear(_SplitLayer, nn.Linear):
+class ColumnSplitLinear(SplitLayer, nn.Linear):
     """A linear layer with its outputs split over the ranks: each rank computes a part of them.
 
     ============  ===========================  ==========================================================
@@ -176,7 +206,7 @@ class ColumnSplitLinear(_SplitLayer, nn.Linear):
         return SplitTensor.of(output, self.part_layout.at(output.dim() - 1))
 
 
-class RowSplitLinear(_SplitLayer, nn.Linear):
+class RowSplitLinear(SplitLayer, nn.Linear):
     """A linear layer whose inputs are split: each rank computes a part of the sum that makes an output.
 
     ============  ===========================  ==========================================================
@@ -237,7 +267,7 @@ class RowSplitLinear(_SplitLayer, nn.Linear):
         return own_of(input, placed, name)
 
 
-class VocabSplitEmbedding(_SplitLayer, nn.Embedding):
+class VocabSplitEmbedding(SplitLayer, nn.Embedding):
     """An embedding with its rows split over the ranks.
 
     ============  ===========================  ==========================================================
@@ -261,7 +291,7 @@ class VocabSplitEmbedding(_SplitLayer, nn.Embedding):
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, option):
                 raise ValueError(f"an embedding with {option} cannot be split over its rows")
-        embedding.__class__ = class_of_split(cls, nn.Embedding, type(embedding))
+        split_as(embedding, class_of_split(cls, nn.Embedding, type(embedding)))
         assert isinstance(embedding, cls)
         embedding.part_layout = PartLayout(ParameterSplit.even(embedding.num_embeddings, group.size), group, name)
         cut(embedding.weight, embedding.part_layout)

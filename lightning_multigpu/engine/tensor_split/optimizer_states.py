@@ -37,10 +37,12 @@ def own_value(parameter: Tensor, value: Any) -> Any:
 
 
 class _StateOfParts(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc, metaclass]  # torch loads dicts
-    """A parameter's state, in which user code finds parts."""
+    """A parameter's state, in which user code finds parts; so does code that reads the dict's own storage."""
 
     def __init__(self, state: Any, parameter: SplitParameter) -> None:
         self.own, self._parameter = state, parameter
+        for name in state:
+            self._show(name)
 
     def __getitem__(self, name: str) -> Any:
         value = self.own[name]
@@ -49,9 +51,14 @@ class _StateOfParts(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[m
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.own[name] = own_value(self._parameter, value)
+        self._show(name)
+
+    def _show(self, name: str) -> None:
+        dict.__setitem__(self, name, self[name])  # type: ignore[index]
 
     def __delitem__(self, name: str) -> None:
         del self.own[name]
+        dict.pop(self, name, None)  # type: ignore[call-overload]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.own)

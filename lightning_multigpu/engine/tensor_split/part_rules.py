@@ -479,6 +479,12 @@ def _of_leaf(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs) if isinstance(args[0], SplitParameter) else _refused(func, args, kwargs)
 
 
+def _of_source(func: Any, args: Any, kwargs: Any) -> Any:
+    """What changes a tensor's place in the graph, or whether it has one: of a gradient, the parameter's own."""
+    func(vars(args[0]).get("source", args[0]), *args[1:], **kwargs)
+    return args[0]
+
+
 def _of(answer: Callable[..., Any]) -> Rule:
     return lambda func, args, kwargs: answer(*args, **kwargs)
 
@@ -517,8 +523,9 @@ _BY_NAME = _by_name(
     ),
     ("register_hook", _hooked),
     ("grad", _gradients),
-    ("requires_grad_ retain_grad register_post_accumulate_grad_hook data_ptr", _of_leaf),
-    ("detach_ set_ resize_", _refused),
+    ("requires_grad_ detach_", _of_source),
+    ("retain_grad register_post_accumulate_grad_hook data_ptr", _of_leaf),
+    ("set_ resize_", _refused),
 )
 _BY_ATTRIBUTE = _by_name(
     ("shape", _of(_shape)),

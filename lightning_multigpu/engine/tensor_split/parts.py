@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,8 @@ class SplitTensor(Tensor):
     placed: PartLayout
     gathered_views: list[_View]
     """Of this part, and of others with the same memory."""
+    number: int
+    """Parts that all ranks make have the same order by their numbers."""
     source: Tensor
     """Of a gradient: the parameter's own, whose values an assignment replaces, as Module.to does."""
 
@@ -99,8 +102,21 @@ class SplitTensor(Tensor):
         if isinstance(local, Placeholder):
             return local.resized(placed.split.whole_shape(local))
         part = local.as_subclass(cls)
-        part.placed, part.gathered_views = placed, []
+        part.placed, part.gathered_views, part.number = placed, [], next(_NUMBERS)
         return part
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        if id(self) not in memo:
+            if not self.is_leaf:
+                return super().__deepcopy__(memo)  # type: ignore[no-untyped-call] # raises
+            copy = SplitTensor.of(local(self).detach().clone(), self.placed)
+            memo[id(self)] = copy.requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Writes the whole tensor: a collective."""
+        whole = _Gathering(SplitTensor.__reduce_ex__).whole(self).detach()
+        return whole.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,19 +144,39 @@ class SplitParameter(SplitTensor, Parameter):
     def __deepcopy__(self, memo: Any) -> SplitParameter:
         if id(self) not in memo:
             copy: Any = Parameter(local(self).detach().clone(), self.requires_grad)
-            vars(copy).update({name: value for name, value in vars(self).items() if name != "gathered_views"})
+            vars(copy).update(_users_attributes(self))
             place(copy, self.placed)
             memo[id(self)] = copy
         return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        whole = _Gathering(SplitTensor.__reduce_ex__).whole(self)
+        return whole_parameter(self, whole).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 update_together(SplitParameter)
 
 
+_NUMBERS = count()
+_OURS = ("placed", "gathered_views", "number", "source")
+
+
+def _users_attributes(parameter: Tensor) -> dict[str, Any]:
+    return {name: value for name, value in vars(parameter).items() if name not in _OURS}
+
+
+def whole_parameter(parameter: Parameter, value: Tensor) -> Parameter:
+    """An ordinary parameter with the whole value, and the attributes that the user's code has given the split one."""
+    found = Parameter(value.detach(), parameter.requires_grad)
+    vars(found).update(_users_attributes(parameter))
+    return found
+
+
 def place(parameter: Parameter, placed: PartLayout) -> None:
     """Makes a parameter that has this rank's part a :class:`SplitParameter`, in place."""
-    parameter.__class__ = SplitParameter
-    parameter.placed, parameter.gathered_views = placed, []  # type: ignore[attr-defined]
+    part: Any = parameter
+    part.__class__ = SplitParameter
+    part.placed, part.gathered_views, part.number = placed, [], next(_NUMBERS)
 
 
 def cut(parameter: Parameter, placed: PartLayout) -> None:
@@ -154,15 +190,15 @@ def cut(parameter: Parameter, placed: PartLayout) -> None:
 
 
 def forget_split(parameter: Tensor) -> None:
-    """The parameter, or the placeholder of one, is an ordinary one again."""
-    if isinstance(parameter, SplitParameter):
-        parameter.__class__ = Parameter  # type: ignore[assignment]
-    for name in ("placed", "gathered_views"):
+    """The tensor, or the placeholder of one, is an ordinary one again."""
+    if isinstance(parameter, SplitTensor):
+        parameter.__class__ = Parameter if isinstance(parameter, SplitParameter) else Tensor  # type: ignore[assignment]
+    for name in _OURS:
         vars(parameter).pop(name, None)
 
 
-def make_whole(parameter: Parameter, value: Tensor) -> None:
-    """Gives a parameter that may be split its whole value."""
+def make_whole(parameter: Tensor, value: Tensor) -> None:
+    """Gives a tensor that may be split its whole value."""
     forget_split(parameter)
     parameter.data = value
 

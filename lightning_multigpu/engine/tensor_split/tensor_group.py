@@ -141,13 +141,8 @@ class TensorGroup:
         Raises:
             RuntimeError: the other ranks do not come to it within 60 s: they run other code.
         """
-        if self._readers is None or self._is_alone:
-            return
-        own = torch.tensor([zlib.crc32(what.encode())])
-        told = [torch.zeros_like(own) for _ in range(self.size)]
         try:
-            dist.all_gather(told, own, group=self._readers, async_op=True).wait(timedelta(seconds=_READ_TIMEOUT_S))
-            if all(torch.equal(own, each) for each in told):
+            if self.are_alike(what):
                 return
             problem = "another rank reads something else"
         except RuntimeError:
@@ -156,6 +151,22 @@ class TensorGroup:
             f"{what}, which are split over the ranks, are gathered, and {problem}: all ranks of a tensor group have to "
             "run this code, also where rank 0 alone uses the result"
         )
+
+    def are_alike(self, text: str) -> bool:
+        """Whether all ranks pass the same text, a collective; True without ``readers``.
+
+        Raises:
+            RuntimeError: the other ranks do not come to it within 60 s.
+        """
+        if self._readers is None or self._is_alone:
+            return True
+        own = torch.tensor([zlib.crc32(text.encode())])
+        told = [torch.zeros_like(own) for _ in range(self.size)]
+        dist.all_gather(told, own, group=self._readers, async_op=True).wait(timedelta(seconds=_READ_TIMEOUT_S))
+        return all(torch.equal(own, each) for each in told)
+
+    def __deepcopy__(self, memo: Any) -> TensorGroup:
+        return self
 
     @contextlib.contextmanager
     def own_random(self, device: torch.device) -> Iterator[None]:
@@ -218,6 +229,8 @@ class TensorGroup:
         Returns:
             A tensor of ``bounds[-1][1]`` entries along ``dim``, contiguous if ``dim`` is the first one.
         """
+        if self._is_nccl and tensor.is_cpu and not self._is_silent(tensor):  # an average in the host's memory
+            return self.all_gather(tensor.cuda(), dim, bounds, name).cpu()
         own = tensor.detach().movedim(dim, 0).contiguous()
         whole = own.new_zeros(bounds[-1][1], *own.shape[1:])
         row = whole[0].numel()

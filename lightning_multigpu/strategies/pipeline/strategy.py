@@ -430,5 +430,10 @@ class PipelineStrategy(MultiGPUStrategy):
         return self._running.whole_state(optimizer, streams=self.saves.stream)
 
     @override
+    def _whole_values(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        axis = self._axis
+        return checkpoint if axis is None or not axis.is_split else axis.layers.whole_values(checkpoint)
+
+    @override
     def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         return self._pipeline.model.own_optimizer_state(state, optimizer)

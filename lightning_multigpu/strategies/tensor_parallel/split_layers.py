@@ -29,6 +29,7 @@ from lightning_multigpu.engine.tensor_split.blocks import (
     kind_of,
     planned_blocks,
 )
+from lightning_multigpu.engine.tensor_split.derived_values import make_whole_on_all, whole_values
 from lightning_multigpu.engine.tensor_split.layers import is_linear
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state, state_of
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
@@ -145,7 +146,7 @@ class SplitLayers:
         self._keeps_whole = keeps_whole
         self._sequence_split = sequence_split
         self._regions: list[SequenceRegion] = []
-        self._copies: list[tuple[Module, RemovableHandle]] = []
+        self._state_hooks: list[RemovableHandle] = []
         self._gathered: set[str] = set()
         self._update = ExitStack()
         group.on_gather = self._note
@@ -237,12 +238,9 @@ class SplitLayers:
     def make_whole(self, optimizers: Iterable[Optimizer]) -> None:
         """Makes the layers on every rank whole, except placeholders; a collective of the tensor group."""
         assert self.split is not None
-        own = dict(self._module.named_parameters())
-        for copy, hook in self._copies:
+        for hook in self._state_hooks:
             hook.remove()
-            for name, parameter in copy.named_parameters():
-                make_whole(parameter, self._whole(own[name], parameter.data, name))
-        self._copies = []
+        self._state_hooks = []
         for optimizer in optimizers:
             states = held_states(plain_optimizer(optimizer))
             for key, state in states.items():
@@ -255,8 +253,21 @@ class SplitLayers:
             region.undo()
         for _, applied in reversed(self.split):
             applied.restore()
+        if not make_whole_on_all(self._group):
+            rank_zero_warn(
+                "the ranks of a tensor group have kept different values of split weights, which stay in parts: run the "
+                "same hooks on all ranks, or keep trainer.strategy.whole(tensor)"
+            )
 
     # Checkpoints
+
+    def whole_values(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """A checkpoint with whole tensors for parts that user code has put into it; a collective of the tensor group.
+
+        Raises:
+            RuntimeError: the ranks' checkpoints have different parts.
+        """
+        return whole_values(checkpoint, self._group)
 
     @_of_parts
     def whole_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,7 +331,7 @@ class SplitLayers:
             if split is not None:
                 parameter.data = split.part(parameter.data, self._group.rank)
                 place(parameter, own[name].placed)
-        self._copies.append((copy, copy.register_state_dict_post_hook(gather)))  # type: ignore[no-untyped-call]
+        self._state_hooks.append(copy.register_state_dict_post_hook(gather))  # type: ignore[no-untyped-call]
 
     def _whole_state(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         return {

@@ -373,6 +373,11 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         found, layers = super()._whole_state(optimizer), self._layers if self._is_split else None
         return found if layers is None else layers.whole_optimizer_state(optimizer, found)
 
+    @override
+    def _whole_values(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        layers = self._layers if self._is_split else None
+        return checkpoint if layers is None else layers.whole_values(checkpoint)
+
 
 def _checksum_of_random_states(device: torch.device) -> int:
     checksum = zlib.crc32(repr(other_random_states()).encode())

@@ -20,6 +20,7 @@ from torch.optim import sgd
 
 from lightning_multigpu.engine.tensor_split import tensor_group as tensor_group_module
 from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear
+from lightning_multigpu.engine.tensor_split.optimizer_states import state_of
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, split_of
 from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, cut, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
@@ -158,6 +159,20 @@ def test_what_a_part_tells_needs_no_other_rank(world2: World) -> None:
     for *read, operations in world2.run(_needs_no_other_rank):
         assert read == [None, torch.float64, 2, True, torch.Size(SHAPE), True]
         assert not operations
+
+
+def test_a_state_is_a_dict_in_which_all_code_finds_parts() -> None:
+    """Its own storage was empty: a copy, a union and what C code reads were ``{}``."""
+    parameter = _parameter()
+    cut(parameter, PartLayout(ParameterSplit.even(SHAPE[0], 2), mock.Mock(rank=0, size=2, shows_parts=False), "up"))
+    own = {"average": torch.ones(8, 8), "step": torch.tensor(1.0)}
+    found = state_of(parameter, own)
+    found["sum"] = torch.ones(SHAPE)
+    del found["step"]
+    for each in (found.copy(), found | {}, {**found}, dict(found)):
+        assert {name: tuple(value.shape) for name, value in each.items()} == {"average": SHAPE, "sum": SHAPE}
+    assert dict.__len__(found) == len(found) == len(own) == 2
+    assert own["sum"].shape == (8, 8)
 
 
 def _changes_a_view() -> None:
