@@ -85,6 +85,7 @@ class Preparation:
         """Traces the model, unless that is done, and finds the uses of parameters by the first step of a loader."""
         if (loader := (hook, *args[2:])) in self._prepared:
             return
+        self._model.ownership.check_places()
         if not self._model.chain.is_arranged:
             self._trace(hook, *args, will_train=self._will_train, **kwargs)
         self._find_uses(hook, *args, **kwargs)

@@ -204,6 +204,8 @@ class Proof:
             expected = run(step)
         except Exception as error:  # whatever the user's code raises: the stages have run it
             return None, f"a copy of the module does not run ({type(error).__name__}: {error})"
+        # Frozen parameters, perhaps of integers, and buffers have no gradients.
+        found = {name: g for name, g in found.items() if name in expected or one.is_trained(name)}
         if not all(torch.isfinite(gradient).all() for gradient in (*found.values(), *expected.values())):
             return None, "gradients of the first batch are not finite"
         wrong, difference, rtol = self._wrong(one, found, expected)
@@ -220,11 +222,10 @@ class Proof:
     def _wrong(self, one: WholeCopy, found: Gradients, expected: Gradients) -> tuple[list[str], float, float]:
         """The parameters whose gradients differ, the most first; its relative difference; what rounding explains."""
         rtol = gradient_rtol(self._model.module, self._model.device)
-        norms = {name: max(norm_of(found.get(name)), norm_of(expected.get(name))) for name in one.parameters}
+        norms = {name: max(norm_of(found.get(name)), norm_of(expected.get(name))) for name in {**found, **expected}}
         smallest = SMALLEST * max(norms.values(), default=0.0)
         errors = {
-            name: norm_of(found.get(name), expected.get(name)) / max(norms[name], smallest, 1e-300)
-            for name in one.parameters
+            name: norm_of(found.get(name), expected.get(name)) / max(norms[name], smallest, 1e-300) for name in norms
         }
         wrong = sorted((name for name in errors if errors[name] > rtol), key=lambda name: -errors[name])
         return wrong, errors[wrong[0]] if wrong else 0.0, rtol
@@ -490,6 +491,9 @@ class WholeCopy:
                 (loss * scales[number]).backward()  # type: ignore[no-untyped-call]
         after = self._marks()
         self.changed |= {name: None for name, found in after.items() if name not in before or before[name] != found}
+
+    def is_trained(self, name: str) -> bool:
+        return name in self.parameters and self.parameters[name].requires_grad
 
     def taken(self) -> Gradients:
         """The gradients, in host memory; they are taken from the parameters."""
