@@ -229,7 +229,7 @@ class MeteredGroup:
         def broadcast(flat: Tensor) -> None:
             moved = flat.to(self._device)
             with self._metered("broadcast", moved.nbytes, sends=dist.get_rank() == src):
-                dist.broadcast(moved, src, group=self.group)
+                dist.broadcast(moved.view(torch.uint8), src, group=self.group)  # Gloo knows few dtypes
             flat.copy_(moved)
 
         for members in alike(tensor.detach() for tensor in tensors):

@@ -151,6 +151,18 @@ def preserved_state(module: Module) -> Iterator[None]:
                 restore()
 
 
+@contextmanager
+def preserved_values(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Restores at the end of the block the values of parameters, which a step may set; copies are in host memory."""
+    before = [(parameter, parameter.data, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for parameter, data, value in before:
+            data.copy_(value)
+            parameter.data = data
+
+
 # Most values of a module, which would take most of the time.
 _CANNOT_CHANGE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 

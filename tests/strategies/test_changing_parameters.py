@@ -229,6 +229,13 @@ class UnfreezingError(Frozen):
         super().__init__(unfreeze, "training_step")
 
 
+class GrowingError(Frozen):
+    """Lengthens a sequence with the epoch; the message was that shapes depend on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.expand(1 + self.current_epoch, *x.shape)).mean(0)
+
+
 class NoiseError(Frozen):
     """Adds random numbers to a weight that all ranks and stages have; they draw different ones."""
 
@@ -263,6 +270,12 @@ FAILURES: dict[str, tuple[type[Frozen], Any, str, int]] = {
         PipelineStrategy(balance=[1, 7]),
         r"stage 0 sends an output that requires a gradient.*on_train_epoch_start",
         7,
+    ),
+    "a sequence grows with the epoch": (
+        GrowingError,
+        PipelineStrategy(balance=[4, 4]),
+        r"stage 0 sends .*: shapes .* follow from those of the batch\. .* cut in on_after_batch_transfer",
+        14,
     ),
     "a hook draws random numbers": (
         NoiseError,

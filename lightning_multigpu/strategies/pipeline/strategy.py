@@ -288,6 +288,7 @@ class PipelineStrategy(MultiGPUStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         module, ownership = self._module, self._pipeline.model.ownership
         self._pipeline.outputs.add_first()
+        ownership.check_places()
         pipeline_checks.check_changes(module, self.optimizers, ownership.parameters())
         if batch_idx < 2:  # hooks before or after the first batch may have copied weights
             callbacks = module.trainer.callbacks  # type: ignore[attr-defined]

@@ -214,6 +214,13 @@ class TestFindChain:
         assert find_chain(module, "auto", 2).name == "blocks"
         assert len(find_chain(module, "small", 2)) == 2
 
+    def test_auto_takes_a_student_rather_than_its_teacher(self) -> None:
+        """A teacher with a bias more was split, and the student that trains was on one stage."""
+        module = nn.Module()
+        module.teacher = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=True)).requires_grad_(False)
+        module.student = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+        assert find_chain(module, "auto", 2).name == "student"
+
     def test_an_outer_container_comes_before_an_inner_one(self) -> None:
         module = nn.Module()
         module.outer = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.ReLU())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -245,3 +246,96 @@ def test_what_changed_once_a_micro_batch_was_trained_on_in_silence(
 ) -> None:
     """Hidden states went from one micro-batch to the next, and losses that layers keep stayed on their stages."""
     world2.run_raising(PipelineError, words, fitted, kind, case=CASE, **options)
+
+
+class SetUp(nn.Module):
+    """A layer that sets its shift up from its first batch, in one way each."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.inner = way, nn.Linear(6, 6)
+        self.shift: Any = nn.Parameter(torch.zeros(6), requires_grad=way != "frozen parameter")
+        self.register_buffer("done", torch.tensor(False), persistent=way != "buffer")
+        if way == "buffer":
+            del self.shift
+            self.register_buffer("shift", torch.zeros(6), persistent=False)
+        elif way == "attribute":
+            del self.shift
+            self.shift = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_first = not self.shift.any() if self.way == "value" else self.shift is None or not self.done
+        if is_first and self.way == "attribute":
+            self.shift = -x.mean(0).detach()
+        elif is_first and self.way == "data":
+            self.shift.data = -x.mean(0).detach()
+        elif is_first:
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0))
+        with torch.no_grad():
+            self.done.fill_(True)  # type: ignore[operator]
+        return torch.tanh(self.inner(x + self.shift))
+
+
+class SetsUp(Plain):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(SetUp(way) for _ in range(4)), nn.Linear(6, 3))
+
+
+class Follows(Plain):
+    """Keeps an average of a layer's weight, which begins as its equal, in a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(self.layers[3].weight.detach().clone(), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.layers(batch[0])
+        with torch.no_grad():
+            self.mean.lerp_(self.layers[3].weight, 0.5)
+        return cross_entropy(logits, batch[1]) + (logits @ self.mean).square().mean()
+
+
+class Limited(nn.Linear):
+    """Makes the same change again in every step, as ``max_norm`` does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+class LayersWithLimits(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Limited(6, 6) for _ in range(4)), nn.Linear(6, 3))
+
+
+WAYS = ("parameter", "frozen parameter", "value", "data", "buffer", "attribute")
+
+
+def test_layers_that_set_themselves_up_took_the_first_micro_batch(world2: World) -> None:
+    """Trials left the values that they had set up, so that no check could see it, and parameters kept them."""
+    for way in WAYS:
+        make = partial(SetsUp, way)
+        place = (
+            "values that it keeps .*layers.0.shift"
+            if way in ("buffer", "attribute")
+            else "parameter layers.0.shift of S"
+        )
+        words = f"the step changes {place}.*num_micro_batches=2.*set the layer up before the fit"
+        world2.run_raising(ValueError, words, fitted, make, case=CASE, num_micro_batches=2)
+        reference = fitted(make, 1, case=CASE)
+        for options in ({}, {"balance": "time"}):
+            for result in world2.run(fitted, make, case=CASE, num_micro_batches=1, **options):
+                assert_same_weights(result, reference)
+
+
+def test_what_steps_change_by_themselves_has_to_be_the_same_for_parts_of_a_batch(world2: World) -> None:
+    """An average of weights moved once a micro-batch."""
+    words = "the step changes parameter mean of Follows by itself.*on_train_batch_start"
+    world2.run_raising(ValueError, words, fitted, Follows, case=CASE, num_micro_batches=2)
+    for kind, parts in ((LayersWithLimits, 4), (LayersWithLimits, 1)):
+        reference = fitted(kind, 1, case=CASE)
+        for result in world2.run(fitted, kind, case=CASE, num_micro_batches=parts):
+            assert_same_weights(result, reference)

@@ -104,11 +104,12 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_chain(module: Module, name: str, num_stages: int) -> Chain:
-    """The container called ``name``; for "auto" the container with most parameters that has a layer for every stage.
+    """The container called ``name``; for "auto" the largest container that has a layer for every stage.
 
-    Containers are ``nn.Sequential`` and ``nn.ModuleList``. Of nested containers with equally many parameters the outer
-    one is taken. Whether the layers form a chain is checked when they run. In a module with Hugging Face models "auto"
-    takes only their lists of blocks, or an ``nn.Sequential`` outside of them.
+    Containers are ``nn.Sequential`` and ``nn.ModuleList``. The largest has most parameters, of which trained ones count
+    four times: a student is split, and not its frozen teacher. Of nested containers of equal size the outer one is
+    taken. Whether the layers form a chain is checked when they run. In a module with Hugging Face models "auto" takes
+    only their lists of blocks, or an ``nn.Sequential`` outside of them.
 
     Raises:
         ValueError: there is no such container, or it has too few layers; the message lists the containers.
@@ -222,7 +223,8 @@ def _is_compiled(module: Module) -> bool:
 
 
 def _size(container: Module) -> int:
-    return sum(parameter.numel() for parameter in container.parameters())
+    """Numbers that training keeps: values; of a trained parameter also a gradient, and two states as of Adam."""
+    return sum(parameter.numel() * (4 if parameter.requires_grad else 1) for parameter in container.parameters())
 
 
 def _listing(found: dict[str, Sequential | ModuleList]) -> str:

@@ -81,6 +81,13 @@ class Ownership:
         self.device = device
         self._group = group
         self.holdings = list(_holdings(module, chain, bounds, num_ranks))
+        own = {id(holding.tensor): holding for holding in self.holdings}
+        self._places = [
+            (f"{path}.{key}".lstrip("."), part._parameters, key, own[id(parameter)])
+            for path, part in module.named_modules(remove_duplicate=False)
+            for key, parameter in part._parameters.items()
+            if parameter is not None
+        ]
         self._recurrent = [part for part in module.modules() if isinstance(part, RNNBase)]
 
     @property
@@ -147,6 +154,16 @@ class Ownership:
         """The positions that hold each tensor, by name; a tensor that is registered twice has two names."""
         holders = {id(h.tensor): h.holders for h in self.holdings}
         return {name: holders[id(tensor)] for name, tensor in _named_tensors(self._module)}
+
+    def check_places(self) -> None:
+        """Raises ValueError if another parameter has come to the place of one that was split."""
+        for name, table, key, holding in self._places:
+            if (now := table.get(key)) is not None and now is not holding.tensor:
+                raise ValueError(
+                    f"{name} is another parameter than when the model was split: a hook has tied or replaced it, and "
+                    "stages hold the values of the former one. Tie and replace parameters in __init__, setup or "
+                    "configure_model, which run before the split (on_fit_start comes after it)"
+                )
 
     def missing(self) -> set[str]:
         """Names of tensors whose values this rank lacks."""

@@ -215,7 +215,9 @@ class Stage:
                 )
             raise ValueError(
                 f"stage {self.index} sends {header.tensors}, and for an earlier micro-batch of the same shapes it sent "
-                f"{before.tensors}: shapes that depend on values cannot be pipelined"
+                f"{before.tensors}: shapes of activations have to follow from those of the batch. If the epoch, the "
+                "step or a random number decides, as where the cut of a sequence grows, cut in on_after_batch_transfer "
+                "or in the loader, so that every stage sees the shape; shapes that depend on values cannot be pipelined"
             )
         tensors = [tensor.detach().contiguous() for tensor in output.tensors]
         self._send(Message("forward", self.index, micro_batch), tensors, self._following)

@@ -20,7 +20,7 @@ from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
 from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
-from lightning_multigpu.engine.step_state import seed_of, without_differentiation
+from lightning_multigpu.engine.step_state import preserved_values, seed_of, without_differentiation
 from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.stage_costs import MeasuredBalance, PartCost, StageCosts
@@ -85,6 +85,7 @@ class Preparation:
         """Traces the model, unless that is done, and finds the uses of parameters by the first step of a loader."""
         if (loader := (hook, *args[2:])) in self._prepared:
             return
+        self._model.ownership.check_places()
         if not self._model.chain.is_arranged:
             self._trace(hook, *args, will_train=self._will_train, **kwargs)
         self._find_uses(hook, *args, **kwargs)
@@ -141,7 +142,7 @@ class Preparation:
         with nullcontext() if self._tensor_axis is None else self._tensor_axis.group.alone():
             has_moved = False
             while model.group.num_ranks > 1 and any(holding.is_outside for holding in model.ownership.holdings):
-                with without_trace(model.module):
+                with without_trace(model.module), preserved_values(model.ownership.held()):
                     uses = UseProbe(model.ownership, seed_of(self._pipeline.seed, 4)).watch(step, left)
                 model.chain.learn(everyone.gather_objects(uses))
                 if not model.split_again(model.bounds):
@@ -183,7 +184,7 @@ class Preparation:
             self._pipeline.recompute,
             agreed=bool if self._tensor_axis is None else partial(self._tensor_axis.group.any, device=model.device),
         )
-        with without_trace(model.module):
+        with without_trace(model.module), preserved_values(model.ownership.held()):
             found = (
                 probe.measure(lambda: self._pipeline.loss_of(part, batch.others)),
                 slowest_link(model.group),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ from lightning_multigpu.engine.step_state import (
     is_users,
     preserved_random_state,
     preserved_state,
+    preserved_values,
     seed_of,
     set_random_state,
     without_differentiation,
@@ -98,7 +100,7 @@ class Proof:
 
         Raises:
             PipelineError: steps differ, or depend on values that an earlier step has kept.
-            ValueError: losses or gradients of micro-batches do not add up.
+            ValueError: losses or gradients of micro-batches do not add up, or micro-batches set a parameter otherwise.
         """
         group, module = self._model.group, self._model.module
         trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
@@ -132,20 +134,22 @@ class Proof:
         found: tuple[str | None, str] = None, ""
         axis = self._pipeline.tensor_axis
         moved = moved_weights(trained, rank=0 if axis is None else axis.group.rank)  # type: ignore[arg-type]
-        with moved, without_gradients(held.values()):  # type: ignore[arg-type]
+        # What the steps leave in the copy must not hide from the next checks how a layer is set up by its first batch.
+        with nullcontext() if self._one is None else preserved_state(self._one.module):
+            with preserved_values(held.values()), moved, without_gradients(held.values()):  # type: ignore[arg-type]
+                self._load()
+                for step in range(self._pipeline.options.verify_steps):
+                    self._train(step)
+                    gradients = self._whole_gradients()
+                    if self._one is not None:
+                        found = self._difference(self._one, gradients, step)
+                    model.group.finish()
+                    problem, is_open = model.group.from_last(found)
+                    if problem is not None:
+                        raise PipelineError(problem)
+                    if is_open:
+                        break
             self._load()
-            for step in range(self._pipeline.options.verify_steps):
-                self._train(step)
-                gradients = self._whole_gradients()
-                if self._one is not None:
-                    found = self._difference(self._one, gradients, step)
-                model.group.finish()
-                problem, is_open = model.group.from_last(found)
-                if problem is not None:
-                    raise PipelineError(problem)
-                if is_open:
-                    break
-        self._load()
         return is_open  # type: ignore[no-any-return]
 
     def _load(self) -> None:
@@ -204,6 +208,8 @@ class Proof:
             expected = run(step)
         except Exception as error:  # whatever the user's code raises: the stages have run it
             return None, f"a copy of the module does not run ({type(error).__name__}: {error})"
+        # Frozen parameters, perhaps of integers, and buffers have no gradients.
+        found = {name: g for name, g in found.items() if name in expected or one.is_trained(name)}
         if not all(torch.isfinite(gradient).all() for gradient in (*found.values(), *expected.values())):
             return None, "gradients of the first batch are not finite"
         wrong, difference, rtol = self._wrong(one, found, expected)
@@ -220,11 +226,10 @@ class Proof:
     def _wrong(self, one: WholeCopy, found: Gradients, expected: Gradients) -> tuple[list[str], float, float]:
         """The parameters whose gradients differ, the most first; its relative difference; what rounding explains."""
         rtol = gradient_rtol(self._model.module, self._model.device)
-        norms = {name: max(norm_of(found.get(name)), norm_of(expected.get(name))) for name in one.parameters}
+        norms = {name: max(norm_of(found.get(name)), norm_of(expected.get(name))) for name in {**found, **expected}}
         smallest = SMALLEST * max(norms.values(), default=0.0)
         errors = {
-            name: norm_of(found.get(name), expected.get(name)) / max(norms[name], smallest, 1e-300)
-            for name in one.parameters
+            name: norm_of(found.get(name), expected.get(name)) / max(norms[name], smallest, 1e-300) for name in norms
         }
         wrong = sorted((name for name in errors if errors[name] > rtol), key=lambda name: -errors[name])
         return wrong, errors[wrong[0]] if wrong else 0.0, rtol
@@ -256,6 +261,64 @@ class Proof:
 
     def _compare_sums(self, one: WholeCopy) -> str:
         """A line for the user about what cannot be told, or nothing; raises as :meth:`run`; no collective."""
+        self._check_parameters(one)
+        with moved_weights({name: p for name, p in one.parameters.items() if p.requires_grad}):
+            self._check_parameters(one)  # two weights that begin as equals have an average that does not change
+        try:
+            return self._sums(one)
+        except ValueError:
+            if not self._add_up_once_set_up(one):
+                raise
+        kept = ", ".join(one.changed) or "an object that is no module"
+        raise ValueError(self._other_changes(f"values that it keeps ({kept})"))
+
+    def _check_parameters(self, one: WholeCopy) -> None:
+        """Checks that micro-batches leave parameters with the values that their batch leaves.
+
+        Where a step applies the same change again (a norm, a limit), parts and the batch leave the same values.
+        """
+        before = {name: _wide(parameter) for name, parameter in one.parameters.items()}
+        left: list[dict[str, Tensor]] = []
+        try:
+            for parts in ([self._batch.whole], self._parts):
+                with preserved_state(one.module), preserved_values(one.parameters.values()), torch.no_grad():
+                    for number, part in enumerate(parts):
+                        one.loss(part, self._others, (self._pipeline.seed, 6, number))
+                    left.append({name: _wide(parameter) for name, parameter in one.parameters.items()})
+        except Exception:  # of a step that needs gradients
+            return
+        whole, apart = left
+        names = []
+        for name, value in whole.items():
+            limit = 1e-2 * _max(value - before[name]) + 8 * _eps(one.parameters[name]) * _max(value)
+            if not torch.allclose(apart[name], value, rtol=0.0, atol=limit, equal_nan=True):
+                owner = one.module.get_submodule(name.rpartition(".")[0])
+                names.append(f"parameter {name} of {type(owner).__name__}")
+        if names:
+            raise ValueError(self._other_changes(", ".join(names[:3]) + (" and others" if names[3:] else "")))
+
+    def _other_changes(self, what: str) -> str:
+        return (
+            f"the step changes {what} by itself, and with num_micro_batches={self._pipeline.num_micro_batches} these "
+            "follow from micro-batches, where one device takes the whole batch: as where a layer sets itself up from "
+            "its first batch (ActNorm, scales of a quantised layer), or a step updates an average of weights. Pass "
+            "num_micro_batches=1; set the layer up before the fit, by a forward pass of the whole first batch; or make "
+            "the change in on_train_batch_start, which comes once a batch"
+        )
+
+    def _add_up_once_set_up(self, one: WholeCopy) -> bool:
+        """Whether losses and gradients add up if the module has seen the whole batch: its first one sets it up."""
+        try:
+            with preserved_state(one.module):
+                with torch.no_grad():
+                    one.loss(self._batch.whole, self._others, (self._pipeline.seed, 6, 0))
+                self._sums(one)
+        except Exception:  # of either
+            return False
+        return True
+
+    def _sums(self, one: WholeCopy) -> str:
+        """As :meth:`_compare_sums`, from the state that the copy has."""
         self._check_kept(one)
         is_random = self._check_losses(one)
         finding = self._gradients(one)
@@ -366,6 +429,19 @@ class Proof:
             rtol=gradient_rtol(pipeline.model.module, pipeline.model.device),
         )
         return check.find(self._batch.whole, len(self._parts))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A copy in host memory, in the widest dtype."""
+    return tensor.detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
+
+
+def _max(tensor: Tensor) -> float:
+    return float(tensor.abs().nan_to_num().max()) if tensor.numel() else 0.0
+
+
+def _eps(tensor: Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
 
 
 def _same(loss: Tensor, other: Tensor) -> bool:
@@ -490,6 +566,9 @@ class WholeCopy:
                 (loss * scales[number]).backward()  # type: ignore[no-untyped-call]
         after = self._marks()
         self.changed |= {name: None for name, found in after.items() if name not in before or before[name] != found}
+
+    def is_trained(self, name: str) -> bool:
+        return name in self.parameters and self.parameters[name].requires_grad
 
     def taken(self) -> Gradients:
         """The gradients, in host memory; they are taken from the parameters."""
