@@ -111,7 +111,7 @@ class ProfilerReport(SilentMonitors):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         reports = [c for c in trainer.callbacks if isinstance(c, ProfilerReport)]  # type: ignore[attr-defined]
         if reports[0] is not self:
-            rank_zero_warn("of several ProfilerReports in a Trainer only the first one profiles; leave the others out")
+            rank_zero_warn("of several ProfilerReports in a Trainer only the first one profiles; leave the rest out")
             return
         self._step = trainer.global_step
         window = ProfiledWindow(
