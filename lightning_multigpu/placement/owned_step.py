@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, Generic, Protocol, TypeVar
@@ -152,6 +152,7 @@ class OwnedStep(Generic[T]):
             self.average_given(self._parameters())
             self.gradients_are_whole = True
         self.place_new()
+        check_apart(self._parameters())
         self._take_state()
         num_changed, self._num_changed = self._num_changed, 0
         self.transport.step(Update(self.gradients_are_whole, num_changed, self.clip_norm, self.clip_value, options))
@@ -248,6 +249,19 @@ class OwnedStep(Generic[T]):
             self._watch()
         self._num_changed += len(changes)
         self.transport.change(changes)
+
+
+def check_apart(parameters: Iterable[Parameter]) -> None:
+    """Raises ValueError for parameters that begin at the same place in memory: an owner would update copies."""
+    places: dict[tuple[Any, int], Parameter] = {}
+    for parameter in parameters:
+        other = places.setdefault((parameter.device, parameter.data_ptr()), parameter)
+        if other is not parameter and parameter.numel():
+            raise ValueError(
+                f"two parameters of shapes {tuple(other.shape)} and {tuple(parameter.shape)} share memory, as after "
+                "a.data = b.data, and their owners would update each of them apart: make them one parameter "
+                "(self.a.weight = self.b.weight), or use strategy='ring_ddp'"
+            )
 
 
 def groups_alone(optimizer: Optimizer) -> dict[str, Any]:

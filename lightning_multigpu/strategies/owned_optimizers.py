@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from lightning_multigpu._lightning_internals import plain_optimizer
-from lightning_multigpu.placement.owned_step import OwnedStep, Transport
+from lightning_multigpu.placement.owned_step import OwnedStep, Transport, check_apart
 from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 
@@ -36,6 +36,9 @@ class OwnedOptimizers:
     def begin(self, transport: Callable[[Optimizer], Transport]) -> None:
         """Replaces the steps of the strategy's optimizers; a collective."""
         given = self._strategy.common.given
+        check_apart(
+            p for optimizer in self._strategy.optimizers for group in optimizer.param_groups for p in group["params"]
+        )
         for optimizer in self._strategy.optimizers:
             step = self.steps[optimizer] = OwnedStep(optimizer, transport(optimizer))
             step.average_given = None if given is None else given.average

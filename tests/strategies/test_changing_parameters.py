@@ -111,6 +111,31 @@ def set_up_again(module: Frozen) -> None:
         module.trainer.strategy.setup_optimizers(module.trainer)
 
 
+class Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 0.5
+
+
+def parametrize(module: Frozen) -> None:
+    if module.current_epoch == 1:
+        nn.utils.parametrize.register_parametrization(module.second, "weight", Halved())
+
+
+def move(module: Frozen) -> None:
+    """Moves gradients and weights to other memory, with the same values."""
+    with torch.no_grad():
+        module.second.weight.set_(module.second.weight.clone())  # type: ignore[call-overload]
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+            if parameter.grad is not None:
+                parameter.grad.data = parameter.grad.data.clone()
+
+
+def tie(module: Frozen) -> None:
+    if module.current_epoch == 1:
+        module.second.bias.data = module.first.bias.data[:3]
+
+
 @dataclass
 class Story:
     change: Callable[[Frozen], None] | None = unfreeze
@@ -136,6 +161,8 @@ STORIES = {
     "frozen while batches are accumulated": Story(
         freeze_while_accumulating, "on_train_batch_start", trainer=ACCUMULATING
     ),
+    "a parametrization": Story(parametrize, strategy={"find_unused_parameters": True}),
+    "moved in memory": Story(move, "on_train_batch_start"),
     "another optimizer": Story(take_another_optimizer),
     "optimizers that are set up again": Story(set_up_again),
     "accumulating, over sockets": Story(strategy={"shared_memory": False}, trainer=ACCUMULATING),
@@ -167,11 +194,12 @@ AT_ANY_TIME = (
     "in the training step",
     "unfrozen while batches are accumulated",
     "frozen while batches are accumulated",
+    "moved in memory",
 )
 FOLLOWED = {
     "ring_ddp": (*STORIES,),
     "pipeline_1f1b": (*IN_TURNS, ANOTHER, SET_UP_AGAIN),
-    "ddp_sharded": (*AT_ANY_TIME, "unfrozen with a new layer"),
+    "ddp_sharded": (*AT_ANY_TIME, "a parametrization", "unfrozen with a new layer"),
     "cpu_ps": (*AT_ANY_TIME, "a new layer, the same on all ranks"),
     "sync_ps": (*AT_ANY_TIME, "a new layer, the same on all ranks"),
 }
@@ -182,7 +210,9 @@ def test_what_changes_during_training_trains_as_on_one_device(strategy: str, wor
     """After 3 epochs all tensors of the replicas differed by about 5e-3.
 
     Parameter servers failed at the first parameter that was frozen when training began. FairScale deals all parameters
-    out anew where a layer comes that is trained after others were unfrozen.
+    out anew where a layer comes that is trained after others were unfrozen. After ``gradient.data = ...`` ranks
+    averaged what was left in the buckets. ``set_()``, which a parametrization calls, dropped the hooks of a parameter:
+    ranks stepped with their own gradients, or the error said that the loss does not depend on it.
     """
     first, second = world2.run(train_in_turns, FOLLOWED[strategy], strategy, timeout_s=180)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
@@ -197,6 +227,13 @@ def test_optimizers_whose_states_have_owners_are_not_replaced(strategy: str, nam
     """Each rank stepped another optimizer with its own gradients, until the end of the fit compared the weights."""
     words = r"optimizer 0 \((SGD|Adam)\) was set during a fit.*use strategy='ring_ddp'"
     world2.run_raising(ValueError, words, train, STORIES[name], strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_sharded", "cpu_ps", "sync_ps"])
+def test_owners_refuse_parameters_that_share_memory(strategy: str, world2: World) -> None:
+    """Owners updated a copy for each of the two, so that one of the updates was lost."""
+    words = r"two parameters of shapes \(\d+,\) and \(\d+,\) share memory.*use strategy='ring_ddp'"
+    world2.run_raising(ValueError, words, train, Story(tie), strategy)
 
 
 def add_accumulate_hook(module: Frozen) -> None:
