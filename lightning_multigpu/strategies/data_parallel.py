@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import (
@@ -26,7 +28,9 @@ from lightning_multigpu._lightning_internals import (
     is_compiled,
     tell_device,
 )
+from lightning_multigpu.communication.checksums import checksums
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.tensors import marks_of, size_bytes
 from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice, recomputing
 from lightning_multigpu.engine.batch_size import leading_size, tensors_in
 from lightning_multigpu.engine.data_parallel.agreement import (
@@ -46,6 +50,7 @@ from lightning_multigpu.engine.one_process.gathering import gathered, on_device
 from lightning_multigpu.engine.one_process.joint_loss import JointLoss
 from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
+from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.job.batch_feed import batches_to_skip, complete_resumed_epoch, global_batch_text
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS, advise_resuming
 from lightning_multigpu.strategies import option_checks
@@ -128,6 +133,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         self._threads: ReplicaThreads | None = None
         self._intra_op_threads: int | None = None
         self._has_warned = False
+        self._seen: set[str] = set()  # the steps that have run
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -289,10 +295,14 @@ class DataParallelStrategy(SingleDeviceStrategy):
             partial(_call_recorded, replica, hook, part, *others, **options)
             for replica, part in zip(replicas, parts, strict=True)
         ]
-        random_state = torch.get_rng_state()
-        with recomputing(recomputation, replicas, rank_zero_warn):
+        random_state, parameters = torch.get_rng_state(), self._noted(hook)
+        with (
+            recomputing(recomputation, replicas, rank_zero_warn),
+            replaced(forward_ad, enter_dual_level=_refuse_levels),
+        ):
             outputs, records = zip(*self._threads.run(calls, hook), strict=True)
         has_drawn = not torch.equal(random_state, torch.get_rng_state())
+        self._check_unchanged(hook, parameters)
         self._warn_of_lost_attributes(hook, attributes, vars(replicas[1]))
         self._metrics.merge()
         sizes = [leading_size(part) or 1 for part in parts]
@@ -322,6 +332,24 @@ class DataParallelStrategy(SingleDeviceStrategy):
         further = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
         return {"loss": loss, **self._gathered(further, sizes)}
 
+    def _noted(self, hook: str) -> dict[str, tuple[Any, ...]]:
+        """Numbers that change with the parameters, by name; those of their values before the first call of a step."""
+        named = {name: p for name, p in self._module.named_parameters() if p.layout == torch.strided}
+        values = [] if hook in self._seen else [p.detach().contiguous() for p in named.values()]
+        return dict(zip(named, zip_longest(marks_of(named.values()), checksums(values)), strict=True))
+
+    def _check_unchanged(self, hook: str, before: Mapping[str, Any]) -> None:
+        """Raises ValueError if the step has changed parameters, as layers do that set themselves up in it."""
+        changed = [name for name, noted in self._noted(hook).items() if before.get(name, noted) != noted]
+        self._seen.add(hook)
+        if changed:
+            raise ValueError(
+                f"{hook} changes {', '.join(changed[:3])}{' and others' if changed[3:] else ''}: under dp each replica "
+                "has a part of the batch, and would change the parameters by its own samples, as layers do that set "
+                "themselves up from their first batch. Set them up before the fit, with a forward pass over a batch, "
+                "or change parameters in on_train_batch_start"
+            )
+
     def _scattered(self, batch: Any) -> list[Any]:
         """The parts of the batch, at most one for each device, on their devices."""
         if len(self.devices) == 1:
@@ -333,9 +361,9 @@ class DataParallelStrategy(SingleDeviceStrategy):
                 "or use devices=1"
             )
         refuse_list_of_samples(batch)
-        size_bytes = sum(tensor.nbytes for tensor in tensors_in(batch))
+        num_bytes = sum(map(size_bytes, tensors_in(batch)))
         others = 1 - 1 / len(self.devices)
-        with self._travelling("scatter", size_bytes, copies=0 if self.root_device.type == "cpu" else others):
+        with self._travelling("scatter", num_bytes, copies=0 if self.root_device.type == "cpu" else others):
             parts = split_batch(batch, num_micro_batches_of(batch, len(self.devices)))
             moved = [
                 move_data_to_device(part, device) for part, device in zip(parts[1:], self.devices[1:], strict=False)
@@ -343,8 +371,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
         return [parts[0], *moved]
 
     def _gathered(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-        size_bytes = sum(tensor.nbytes for tensor in tensors_in(outputs))
-        with self._travelling("gather", size_bytes, copies=1 - 1 / len(outputs)):
+        num_bytes = sum(map(size_bytes, tensors_in(outputs)))
+        with self._travelling("gather", num_bytes, copies=1 - 1 / len(outputs)):
             return gathered(outputs, sizes, self.root_device)
 
     def _log(
@@ -401,6 +429,14 @@ class DataParallelStrategy(SingleDeviceStrategy):
         output = super().optimizer_step(*args, **kwargs)
         self.meter.end_step()
         return output
+
+
+def _refuse_levels() -> Any:
+    raise RuntimeError(
+        "forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp) under dp: torch has one level for all "
+        "threads, and replicas are threads of one process. Use strategy='ring_ddp', or reverse mode "
+        "(torch.autograd.grad, torch.func.vjp)"
+    )
 
 
 def _call_recorded(replica: nn.Module, hook: str, part: Any, *others: Any, **options: Any) -> tuple[Any, list[Record]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
@@ -36,6 +37,23 @@ def test_a_lazy_layer(world2: World) -> None:
     world2.run_raising(ValueError, words, fit_lazy, "ring_ddp")
     with pytest.raises(ValueError, match=words):
         fit_lazy("dp")
+
+
+class Sparse(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("graph", torch.eye(6, dtype=torch.float64).to_sparse())
+
+
+def fit_sparse(name: str) -> None:
+    fit_module(Sparse(), name, 2)
+
+
+def test_a_sparse_buffer(world2: World) -> None:
+    """torch said "nbytes is not defined for sparse tensors" in the middle of the setup, and of dp's first step."""
+    words = r"self\.graph is sparse \(torch\.sparse_coo\).*register its indices and its values as buffers"
+    world2.run_raising(ValueError, words, fit_sparse, "cpu_ps")
+    fit_sparse("dp")
 
 
 class Further(BatchSampler):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from lightning_multigpu.communication.tensors import size_bytes
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_has_shapes
 
 
@@ -61,7 +62,7 @@ class ModuleReplicas:
 
     def size_bytes(self) -> int:
         """Bytes that are copied to each device but the first for a batch."""
-        return sum(tensor.nbytes for tensor in _travelling(self._module, self._devices[0].type))
+        return sum(size_bytes(tensor) for tensor in _travelling(self._module, self._devices[0].type))
 
     def _copy(self, number: int, tensors: dict[int, Tensor]) -> nn.Module:
         copies: dict[int, nn.Module] = {}

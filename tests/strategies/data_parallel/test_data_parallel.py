@@ -418,6 +418,36 @@ def test_dropout_in_layers_that_run_again_is_refused_on_cpus() -> None:
     train(_Recomputing(inside=False), 2)
 
 
+class _SetUp(Classifier):
+    """Its first batch sets a bias, behind the back of torch's counters of changes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.first.bias.any():
+            self.first.bias.data.copy_(-self.first(x).mean(0))
+        return super().forward(x)
+
+    def on_fit_start(self) -> None:
+        self.first.bias.data.zero_()
+
+
+class _Forward(Classifier):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.jvp(self.layers, (x,), (x,))[1]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "words"),
+    [
+        (_SetUp, ValueError, r"training_step changes layers\.0\.bias: under dp each replica has a part of the batch"),
+        (_Forward, RuntimeError, r"forward-mode derivatives .* under dp: .* Use strategy='ring_ddp'"),
+    ],
+)
+def test_steps_that_threads_cannot_share(module: type[Classifier], error: type[Exception], words: str) -> None:
+    """A replica's part of the first batch set the layer up, in silence; forward mode ended in torch's raw text."""
+    with pytest.raises(error, match=words):
+        train(module(), 2)
+
+
 @pytest.mark.parametrize(
     ("signum", "sample", "status"),
     [(signal.SIGINT, 7, 1), (signal.SIGINT, 13, 1), (signal.SIGTERM, 7, 128 + signal.SIGTERM)],
