@@ -154,7 +154,7 @@ def test_what_cannot_be_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     of_file = error_of(capsys, "fit", "--config=run.yaml", "--config=own.yaml")
     assert "resume is an option of the command line" in of_file
     os.truncate("runs/run/version_0/checkpoints/last.ckpt", 100)
-    with pytest.warns(UserWarning, match="last.ckpt is skipped: it is truncated"):
+    with pytest.warns(UserWarning, match="last.ckpt is skipped: it is damaged"):
         assert "there is no complete checkpoint in it or below it" in error_of(capsys, *resume)
 
 

@@ -148,7 +148,8 @@ class GradientReducer:
         self._is_complete = bucket.is_last()
         try:
             if self._has_views:
-                self._take_moved(bucket)
+                with torch._C.DisableTorchFunctionSubclass():  # of split parameters these are the parts
+                    self._take_moved(bucket)
             if self._hook is not None:
                 return self._reduce_by_user_hook(*self._hook, bucket)
             if self._nccl:
