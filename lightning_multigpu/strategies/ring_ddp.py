@@ -44,8 +44,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             False takes sockets, between which ``compression`` compresses on one host too.
         ddp_comm_state: the state that is passed to ``ddp_comm_hook``.
         ddp_comm_hook: a communication hook that replaces the ring, on CPUs as well.
-        ddp_comm_wrapper: a wrapper for the hook, such as torch's ``fp16_compress_wrapper``.
-        model_averaging_period: optimizer steps between two averages of the model, with the hook of post-local SGD.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
@@ -67,8 +65,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         shared_memory: bool = True,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
-        ddp_comm_wrapper: Callable[..., Any] | None = None,
-        model_averaging_period: int | None = None,
         **options: Any,
     ) -> None:
         averaging = option_checks.own_options(RingDDPStrategy, locals())

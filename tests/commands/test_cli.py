@@ -363,11 +363,6 @@ class TestRefused:
             (["--strategy=ring_ddp"], "--strategy is not a setting. Did you mean '--trainer.strategy'?"),
             (["--trainer.devices=0"], "`Trainer(devices='0')` value is not a valid input using cpu accelerator."),
             (
-                ["--trainer.strategy=ring_ddp", "--trainer.precision=16-mixed"],
-                "precision='16-mixed' on CPU: Lightning would compute in bf16-mixed instead; pass "
-                "precision='bf16-mixed', or plugins=MixedPrecision('16-mixed', 'cpu') if float16 is what you want",
-            ),
-            (
                 ["--trainer.strategy=ring_ddp", "--trainer.sync_batchnorm=true"],
                 "sync_batchnorm=True on CPU: torch synchronises BatchNorm on GPUs only; pass sync_batchnorm=False, or "
                 "use a norm without batch statistics such as GroupNorm",
