@@ -60,7 +60,6 @@ QUIET = (
     "--trainer.enable_progress_bar=false",
     "--trainer.enable_model_summary=false",
 )
-SINGLE = f"--config={ROOT / 'configs/single_device.yaml'}"
 RING = (*ON_CPU, "--trainer.strategy.class_path=lightning_multigpu.RingDDPStrategy")
 
 
@@ -401,11 +400,6 @@ class TestRefused:
             ("emulate --devices 0 -- true", "--devices 0"),
             ("emulate --bandwidth fast -- true", "bandwidth='fast'"),
             ("emulate --burst 1b -- true", "smaller than one frame"),
-            ("compare --config=nowhere.yaml --strategies=auto", "--config=nowhere.yaml: there is no such file"),
-            (f"compare {SINGLE} --strategies auto,auto", "--strategies=auto,auto: name each strategy once"),
-            (f"compare {SINGLE}", "required: --strategies"),
-            (f"compare {SINGLE} --strategies=auto,ring_dpp", "no such strategy. Did you mean 'ring_ddp'?"),
-            (f"compare {SINGLE} --strategies=auto --trainer.max_epoch=1", "max_epoch"),
             ("plan --example=gpt3_175", "Did you mean 'gpt3_175b'?"),
             ("plan --example=seed --preset=a100_100gb", "--preset=a100_100gb is unknown; known are laptop, a100, "),
             ("plan --example=seed --batch=2", "name a machine by --preset: laptop, a100"),
