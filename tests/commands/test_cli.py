@@ -167,7 +167,7 @@ class TestWithoutLightning:
         "--help", "--version", "strategies", "strategies --json", "strategies --jsno", "fitt", "bench", "bench --help",
         "emulate --help", "fit --trainer.max_epoch=3", "validate --strategy=ring_ddp",
         "fit --config=no.yaml", "fit --config=run.yaml", "fit --help", "validate -h", "bench strategies --help",
-        "bench collectives --help", "plan --help", "plan --blocks --nodes=2", "bench strategies --model=resnet",
+        "bench collectives --help", "plan --help", "plan --example=clip --machine=a", "bench strategies --model=resnet",
         "bench collectives --jsno", "bench strategies --strategies ring_dpd", "plan --jsno=a",
         "bench collectives --backends glo", "fit --model=project.Model --trainer.strategy=ring_dpp", "fit --resume=no",
         "validate --ckpt_path=no.ckpt", "doctor --help", "doctor --jsno", "topology --help",
