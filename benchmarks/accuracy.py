@@ -58,7 +58,7 @@ def main() -> None:
     print("test accuracy in %" + "".join(f"  seed {seed}" for seed in given.seeds) + "    mean   against none")
     reference = None
     for name in ("none", *given.settings):
-        found = [accuracy(SETTINGS.get(name), seed, given.max_epochs) for seed in given.seeds]
+        found = [accuracy(None if name == "none" else name, seed, given.max_epochs) for seed in given.seeds]
         mean = statistics.mean(found)
         reference = mean if reference is None else reference
         cells = "".join(f"{value:8.2f}" for value in found)

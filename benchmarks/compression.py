@@ -17,17 +17,10 @@ import torch
 
 from benchmarks.heading import heading
 from lightning_multigpu.communication.compression import make_compressor
-from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
+from lightning_multigpu.communication.compression.compressors import Compressor
 from lightning_multigpu.communication.compression.owner_summed import DEFAULT_SEGMENT_ELEMENTS
-from lightning_multigpu.communication.compression.powersgd import PowerSGD, add_product, first_factor, orthonormalise
 
-SETTINGS: dict[str, Any] = {
-    "fp16": "fp16",
-    "bf16": "bf16",
-    "int8": "int8",
-    "powersgd 1": {"name": "powersgd", "rank": 1, "start_step": 0},
-    "powersgd 4": {"name": "powersgd", "rank": 4, "start_step": 0},
-}
+SETTINGS = ("bf16", "int8")
 SIZES_MB = (1, 4, 25)
 
 
@@ -42,47 +35,29 @@ def median_ms(function: Callable[[], Any], rounds: int, clock: Callable[[], floa
     return statistics.median(samples)
 
 
-def coding_times(compressor: Any, numel: int, rounds: int) -> tuple[float, float]:
+def coding_times(compressor: Compressor, numel: int, rounds: int) -> tuple[float, float]:
     """Processor time in ms to encode and to decode ``numel`` elements, error feedback included."""
     encode, decode = coders(compressor, numel)
     return median_ms(encode, rounds, time.thread_time), median_ms(decode, rounds, time.thread_time)
 
 
 def coders(
-    compressor: Any, numel: int, device: torch.device | None = None
+    compressor: Compressor, numel: int, device: torch.device | None = None
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """What encodes ``numel`` elements on a device, error feedback included, and what decodes them."""
     values, errors = torch.randn(numel, device=device), torch.zeros(numel, device=device)
-    if isinstance(compressor, ElementwiseCompressor):
-        starts = range(0, numel, DEFAULT_SEGMENT_ELEMENTS)
-        runs = [slice(a, min(a + DEFAULT_SEGMENT_ELEMENTS, numel)) for a in starts]
-        sizes = [compressor.encoded_bytes(run.stop - run.start) for run in runs]
-        wires = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    starts = range(0, numel, DEFAULT_SEGMENT_ELEMENTS)
+    runs = [slice(a, min(a + DEFAULT_SEGMENT_ELEMENTS, numel)) for a in starts]
+    sizes = [compressor.encoded_bytes(run.stop - run.start) for run in runs]
+    wires = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
-        def encode() -> None:
-            for run, wire in zip(runs, wires, strict=True):
-                compressor.encode(torch.add(values[run], errors[run], out=errors[run]), wire)
+    def encode() -> None:
+        for run, wire in zip(runs, wires, strict=True):
+            compressor.encode(torch.add(values[run], errors[run], out=errors[run]), wire)
 
-        def decode() -> None:
-            for run, wire in zip(runs, wires, strict=True):
-                compressor.decode(wire, values[run])
-
-    else:
-        assert isinstance(compressor, PowerSGD)
-        rank, columns = compressor.rank, 1024
-        matrix, error = values.view(-1, columns), errors.view(-1, columns)
-        q = first_factor("weight", rank, columns).to(device)
-        p = torch.empty(matrix.shape[0], rank, device=device)
-
-        def encode() -> None:
-            torch.add(matrix, error, out=error)
-            torch.mm(error, q.t(), out=p)
-            orthonormalise(p)
-            add_product(error, p, torch.mm(p.t(), error), factor=-1.0)
-
-        def decode() -> None:
-            matrix.zero_()
-            add_product(matrix, p, q)
+    def decode() -> None:
+        for run, wire in zip(runs, wires, strict=True):
+            compressor.decode(wire, values[run])
 
     return encode, decode
 
@@ -90,7 +65,7 @@ def coders(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
+    parser.add_argument("--settings", nargs="+", default=SETTINGS, choices=SETTINGS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{heading()}; one thread a rank")
@@ -98,7 +73,7 @@ def main() -> None:
     print(f"{'':12}" + "".join(f"{size:>12} MB" for size in SIZES_MB))
     for name in given.settings:
         numels = [size * 1_000_000 // 4096 * 1024 for size in SIZES_MB]
-        times = [coding_times(make_compressor(SETTINGS[name]), numel, given.rounds) for numel in numels]
+        times = [coding_times(make_compressor(name), numel, given.rounds) for numel in numels]
         print(f"{name:12}" + "".join(f"{encode:7.2f} /{decode:6.2f}" for encode, decode in times))
 
 

@@ -65,10 +65,6 @@ from lightning.pytorch.trainer.call import (
     # What Lightning does at Ctrl-C; in spawned ranks it does nothing of it.
     _interrupt as interrupt,
 )
-from lightning.pytorch.trainer.connectors.accelerator_connector import (
-    # The one place where the Trainer's argument precision is still what the user has written.
-    _AcceleratorConnector as AcceleratorConnector,
-)
 from lightning.pytorch.utilities.exceptions import (
     # Ends a fit in its middle as a regular one: teardown hooks run, and no hook is told of a failure. Lightning's Tuner
     # raises it, and so do we.
@@ -103,7 +99,6 @@ __all__ = [
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "TrainingEpochLoop",
-    "asked_precision",
     "attributes_of_lightning",
     "averaged_copy",
     "check_cuda_fork",
@@ -164,18 +159,6 @@ def given_loaders(trainer: Trainer) -> list[DataLoader[Any]]:
         and not isinstance(loader.dataset, IterableDataset)
         and not isinstance(loader.sampler, DistributedSampler)
     ]
-
-
-def asked_precision() -> str | None:
-    """The ``precision`` of the ``Trainer(...)`` that is being made, as it was given; None outside.
-
-    On CPU Lightning takes "bf16-mixed" for "16-mixed" and keeps no trace of what was asked for but the argument.
-    """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not AcceleratorConnector.__init__.__code__:
-        frame = frame.f_back
-    given = None if frame is None else frame.f_locals.get("precision")
-    return None if given is None else str(given)
 
 
 def place_of_checkpoint(function: Callable[..., Any], args: tuple[Any, ...]) -> int | None:

@@ -48,7 +48,7 @@ def test_hook_that_we_override_is_still_called_so(owner: type, name: str) -> Non
 
 
 def test_attributes_that_we_read_and_arguments_that_we_pass_are_still_there() -> None:
-    for name in ("_ddp_comm_hook", "_ddp_comm_state", "_ddp_comm_wrapper", "_model_averager"):
+    for name in ("_ddp_comm_hook", "_ddp_comm_state"):
         assert hasattr(DDPStrategy(), name), f"Lightning's DDPStrategy no longer has {name}"
     for stage in ("fit", "validate", "test", "predict"):
         assert "ckpt_path" in inspect.signature(getattr(Trainer, f"_{stage}_impl")).parameters, stage

@@ -11,6 +11,7 @@ import pytest
 
 from lightning_multigpu.commands import new
 from tests import documents
+from tests.commands.planned import MACHINE
 from tests.documents import ROOT, run
 
 PAGE = ROOT / "docs/port.md"
@@ -20,6 +21,7 @@ FEW = {"OMP_NUM_THREADS": "1", "PL_TRAINER_LIMIT_TRAIN_BATCHES": "0.1"}  # a ten
 @pytest.mark.launch
 def test_every_step_of_the_page_runs(tmp_path: Path) -> None:
     new.write(tmp_path)
+    (tmp_path / "machine.json").write_text(json.dumps(MACHINE.as_json()))
     results = []
     for number, script in enumerate(documents.blocks(PAGE, "python")):
         (tmp_path / f"step_{number}.py").write_text(script)

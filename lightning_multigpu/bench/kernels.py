@@ -15,7 +15,7 @@ from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.job.shared_gpus import rank_devices
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-CODINGS = ("fp16", "bf16", "int8")
+CODINGS = ("bf16", "int8")
 """Compressions that are timed."""
 MATMUL_SIZES = (256, 1024)
 """Rows and columns of the matrices; accelerators also multiply larger ones."""

@@ -28,9 +28,7 @@ from lightning_multigpu.communication.compression import (
     GradientPiece,
     Pieces,
     cut,
-    whole_bounds,
 )
-from lightning_multigpu.communication.compression.powersgd import PowerSGD
 from lightning_multigpu.communication.ring import RingAllReduce, chunk_bounds
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
@@ -95,7 +93,7 @@ class HierarchicalAllReduce:
         flat = tensor.detach().view(-1)
         if self.inside is None:
             return SentBytes(self._sent_between(flat, pieces), 0)
-        bounds = self._bounds(flat, pieces)
+        bounds = chunk_bounds(flat.numel(), self.inside.world_size)
         start, end = bounds[self.inside.rank]
         memory = flat.nbytes  # its values of the others' shards, and the sums of its own shard
         return SentBytes(self._sent_between(flat[start:end], cut(pieces, start, end)), memory)
@@ -118,7 +116,7 @@ class HierarchicalAllReduce:
         if self.inside is None:
             self._reduce_between(flat, pieces, average)
             return tensor
-        bounds = self._bounds(flat, pieces)
+        bounds = chunk_bounds(flat.numel(), self.inside.world_size)
         start, end = bounds[self.inside.rank]
         own = cut(pieces, start, end)
         if pieces:
@@ -196,13 +194,6 @@ class HierarchicalAllReduce:
         if self.inside is not None:
             self.inside.abort()
 
-    def _bounds(self, flat: Tensor, pieces: Sequence[GradientPiece]) -> list[tuple[int, int]]:
-        """The shards of this host's ranks; for a compressor of matrices they contain whole matrices."""
-        assert self.inside is not None
-        if pieces and self.compressed is not None and isinstance(self.compressed.compressor, PowerSGD):
-            return whole_bounds(pieces, self.inside.world_size)
-        return chunk_bounds(flat.numel(), self.inside.world_size)
-
     def _share_errors(self, pieces: Pieces, own: Pieces) -> None:
         """Moves errors to the ranks of this host that now reduce their parameters, when buckets have changed."""
         if self.compressed is None or pieces in self._known:
@@ -223,6 +214,6 @@ class HierarchicalAllReduce:
 
     def _sent_between(self, shard: Tensor, pieces: Sequence[GradientPiece]) -> int:
         if isinstance(self.between, CompressedAllReduce) and pieces:
-            return self.between.sent_bytes(shard, pieces)
+            return self.between.sent_bytes(shard)
         assert self._ring is not None
         return self._ring.sent_bytes(shard)

@@ -161,9 +161,9 @@ def _communication_remedies(
     Servers and ranks use both directions of a link at the same time: weights of a bucket come back while the next
     bucket of gradients is sent. With B buckets whose gradients take P together::
 
-        gradients   [b3][b2][b1][b0]                    half of the bytes   [ ][ ][ ][ ]
-        weights         [b3][b2][b1][b0]                                      [b3][b2][b1][b0]
-        seconds      P  +  P / B                                            P / 2B  +  P
+        gradients   [b3][b2][b1][b0]
+        weights         [b3][b2][b1][b0]
+        seconds      P  +  P / B
     """
     ranks, gradients_s = step.ranks, step.exposed_part_s("gradients")
     per_step_s = step.exposed_s - step.exposed_part_s("activations")
@@ -177,11 +177,7 @@ def _communication_remedies(
     pushes = max((rank.pushes for rank in ranks if rank.pushes is not None), key=lambda p: p.seconds, default=None)
     if compressed := strategy.with_compression():
         saving_s = min(gradients_s, _BF16 * (gradients_s + step.first_to_wait.hidden_s))
-        what = "Send half of the bytes between hosts"
-        if num_servers:
-            what = "Push half of the bytes to the servers; weights come back as they are"
-            saving_s = 0.0 if pushes is None else min(step.exposed_s, _pushed_in_half(pushes, num_servers))
-        remedies[f"{what}: {compressed}"] = saving_s
+        remedies[f"Send half of the bytes between hosts: {compressed}"] = saving_s
     if num_servers == 1 and pushes is not None and not asynchronous:
         remedies['Average gradients around a ring, which no server\'s link holds up: strategy="ring_ddp"'] = min(
             step.exposed_s, pushes.seconds - _around_a_ring(pushes, len(ranks))
@@ -200,23 +196,12 @@ def _another_strategy(step: CommonStep) -> dict[str, float]:
     return {remedy: max(0.0, activations_s - all_reduce_s)}
 
 
-def _gradients_s(pushes: Pushes, num_servers: int) -> tuple[float, float]:
-    """P and B of the picture."""
-    buckets = max(1.0, pushes.count / num_servers)
-    return pushes.seconds * buckets / (buckets + 1), buckets
-
-
-def _pushed_in_half(pushes: Pushes, num_servers: int) -> float:
-    """Seconds saved by gradients of half the bytes."""
-    gradients_s, buckets = _gradients_s(pushes, num_servers)
-    return _BF16 * gradients_s / buckets
-
-
 def _around_a_ring(pushes: Pushes, num_ranks: int) -> float:
     """Seconds of an all-reduce over the same links, which take P for the gradients of all ranks to one server."""
-    link = Link(0.0, 1.0)
+    link, buckets = Link(0.0, 1.0), max(1.0, pushes.count)
+    gradients_s = pushes.seconds * buckets / (buckets + 1)  # P of the picture
     ring_s, server_s = ring_all_reduce_s(num_ranks, 1.0, link), servers_s(num_ranks, 1, 1.0, 1, link, link)
-    return _gradients_s(pushes, 1)[0] * ring_s / server_s
+    return gradients_s * ring_s / server_s
 
 
 def _callbacks(step: CommonStep) -> Iterator[Finding]:

@@ -46,10 +46,6 @@ class SplitBlocks:
     traffic: Sequence[BlockTraffic]
     activation_bytes: int
 
-    def formula_bytes(self, num_ranks: int) -> float:
-        """Bytes that a rank sends by Megatron-LM's formula: one all-reduce of the output's size in each pass."""
-        return 2 * 2 * (num_ranks - 1) / num_ranks * self.activation_bytes
-
 
 @dataclass(frozen=True)
 class WholeBlocks:

@@ -66,7 +66,6 @@ class StrategyOptions:
 _COMPRESSION: dict[str, tuple[dict[str, str], frozenset[str]]] = {
     "RingDDPStrategy": ({"compression": "bf16"}, frozenset({"compression", "average_every", "ddp_comm_hook"})),
     "HybridStrategy": ({"compression": "bf16"}, frozenset({"compression"})),
-    "ParameterServerStrategy": ({"compression": "bf16"}, frozenset({"compression"})),
     "ShardedStrategy": (
         {"reduce_dtype": "bf16", "broadcast_dtype": "bf16"},
         frozenset({"reduce_dtype", "broadcast_dtype", "bucket_cap_mb"}),

@@ -172,8 +172,7 @@ class RunDocument(RunFacts):
             over the ranks; parts that overlap in time add up to more than the total. Only where a meter measured.
         memory: one a rank; absent if servers have the optimizer states.
         parameter_servers: only where servers made the updates.
-        tensor_split: only where layers were split over ranks: the object of ``plan --blocks --json``, without its
-            version.
+        tensor_split: only where layers were split over ranks.
     """
 
     schema_version: int = SCHEMA_VERSION

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 
 from lightning_multigpu.planning.numbers import ms
 from lightning_multigpu.planning.pipelines.timeline import BUSY, Interval, Timeline, span
 from lightning_multigpu.report import figures
-
-FORMATS = ("svg", "png", "pdf")
 
 _COLOURS = {
     "forward": figures.SKY,
@@ -80,46 +74,3 @@ def _within(timeline: Timeline, start_s: float, end_s: float) -> Iterator[tuple[
         begin_s, stop_s = max(interval.start_s, start_s), min(interval.end_s, end_s)
         if stop_s > begin_s:
             yield interval, begin_s, stop_s
-
-
-def check_picture(path: Path, option: str, *, own_svg: bool) -> None:
-    """Checks that a picture can be drawn into a file of that name; ``own_svg``: as SVG by :func:`draw`.
-
-    Raises:
-        ValueError: the name's ending is none of :data:`FORMATS`, or it needs matplotlib, which is not installed.
-    """
-    if path.suffix.removeprefix(".") not in FORMATS:
-        raise ValueError(f"{option}={path}: a picture's name ends in one of {', '.join(FORMATS)}")
-    if not (own_svg and path.suffix == ".svg") and find_spec("matplotlib") is None:
-        other = ", or let the name end in .svg" if own_svg else ""
-        raise ValueError(
-            f"{option}={path} needs matplotlib, which is not installed; pip install 'lightning-multigpu[plot]'{other}"
-        )
-
-
-def picture(panels: Sequence[Panel], suffix: str) -> bytes:
-    """The contents of a file with that suffix: what :func:`draw` draws, ".png" and ".pdf" by matplotlib."""
-    if suffix == ".svg":
-        return draw(panels).encode()
-    heights = [1 + len(panel.labels) for panel in panels]
-    size = (12, 0.6 + 0.45 * sum(heights))
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(len(panels), height_ratios=heights, squeeze=False, sharex=True)
-    for (axis,), panel in zip(axes, panels, strict=True):
-        start_s, end_s = span(panel.timelines)
-        for row, timeline in enumerate(panel.timelines):
-            for interval, begin_s, stop_s in _within(timeline, start_s, end_s):
-                box = (1e3 * (begin_s - start_s), 1e3 * (stop_s - begin_s))
-                edge = "white" if interval.kind in BUSY else "none"
-                axis.broken_barh([box], (row - 0.45, 0.9), facecolors=_COLOURS[interval.kind], edgecolors=edge)
-        axis.set_yticks(range(len(panel.labels)), panel.labels)
-        axis.invert_yaxis()
-        axis.set_title(panel.title, loc="left", fontsize=10)
-    kinds = _kinds(panels)
-    patch = importlib.import_module("matplotlib.patches").Patch
-    colours = [patch(color=_COLOURS[kind]) for kind in kinds]
-    figure.legend(colours, kinds, ncols=len(kinds), loc="outside lower center")
-    axes[-1][0].set_xlabel("ms; white: idle")
-    contents = io.BytesIO()
-    figure.savefig(contents, format=suffix.removeprefix("."), dpi=120)
-    return contents.getvalue()

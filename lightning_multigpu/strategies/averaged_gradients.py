@@ -24,7 +24,7 @@ from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 if TYPE_CHECKING:
     from lightning_multigpu.strategies.base import MultiGPUStrategy
 
-_OF_LIGHTNING = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+_OF_LIGHTNING = ("ddp_comm_state", "ddp_comm_hook")
 _OF_TORCH = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 _SWITCHES = (*_OF_TORCH, "broadcast_buffers", "shared_memory")
 
@@ -72,7 +72,7 @@ class AveragedGradients:
     @property
     def ranks_may_differ(self) -> bool:
         """Whether ranks hold different values of the same parameters at some time."""
-        return self._averager is not None or self.lightnings_options["model_averaging_period"] is not None
+        return self._averager is not None
 
     @property
     def steps_alone(self) -> bool:
@@ -82,8 +82,7 @@ class AveragedGradients:
     @property
     def replicas_differ(self) -> bool:
         """Whether ranks hold different values of the same parameters now."""
-        by_lightning = getattr(self._strategy, "_model_averager", None) is not None
-        return by_lightning or (self._averager is not None and self._averager.steps_alone > 0)
+        return self._averager is not None and self._averager.steps_alone > 0
 
     @property
     def bucket_bytes(self) -> int:
@@ -114,8 +113,6 @@ class AveragedGradients:
     def open(self) -> None:
         """Makes what moves gradients between the ranks of a run; a collective of the world."""
         strategy, hook = self._strategy, self._given["ddp_comm_hook"]
-        if hook is not None and (wrapper := self._given["ddp_comm_wrapper"]) is not None:
-            hook = wrapper(hook)
         assert strategy.groups is not None
         strategy.common.broadcasts_buffers = self._given["broadcast_buffers"]
         strategy.common.buffers = strategy.metered(strategy.collectives.data.group, "data")
@@ -262,18 +259,13 @@ def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:
     option_checks.check_bools(**{name: options[name] for name in _SWITCHES})
     if options["bucket_cap_mb"] is not None:
         option_checks.check_positive("bucket_cap_mb", options["bucket_cap_mb"])
-    average_every, period = options["average_every"], options["model_averaging_period"]
+    average_every = options["average_every"]
     option_checks.check_positive("average_every", average_every, whole=True)
     given = [f"{name}={options[name]!r}" for name in ("ddp_comm_hook", "compression") if options[name] is not None]
     if average_every > 1 and given:
         raise ValueError(
             f"average_every={average_every} and {given[0]}: that works on gradients, which do not travel when "
             "models are averaged; leave one of the two out"
-        )
-    if period is not None and (checks_replicas := of_all.get("check_replicas_every_n_steps")):
-        raise ValueError(
-            f"check_replicas_every_n_steps={checks_replicas} and model_averaging_period={period}: ranks are meant to "
-            "differ; leave one of the two out"
         )
     if options["static_graph"] and (steps := of_all.get("verify_steps")):
         raise ValueError(

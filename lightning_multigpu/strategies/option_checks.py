@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_multigpu._lightning_internals import asked_precision
 from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.job.run_context import RunContext
@@ -189,17 +188,8 @@ def _backend_for(backend: str, device_type: str) -> str | None:
     return by_device.get(device_type) or None
 
 
-def check_precision(precision: str, device_type: str, *, bf16_supported: bool = True, explicit: bool = True) -> None:
-    """Checks that the device computes in ``precision``, which is "16-mixed", for example.
-
-    ``explicit``: a precision plugin was passed. ``MixedPrecision("16-mixed", "cpu")`` works on CPU; for the string
-    "16-mixed" Lightning uses bf16-mixed instead.
-    """
-    if device_type == "cpu" and precision == "16-mixed" and not explicit:
-        raise ValueError(
-            "precision='16-mixed' on CPU: Lightning would compute in bf16-mixed instead; pass precision='bf16-mixed', "
-            "or plugins=MixedPrecision('16-mixed', 'cpu') if float16 is what you want"
-        )
+def check_precision(precision: str, device_type: str, *, bf16_supported: bool = True) -> None:
+    """Checks that the device computes in ``precision``, which is "16-mixed", for example."""
     if device_type == "cpu" and precision.startswith("transformer-engine"):
         raise ValueError(
             f"precision={precision!r} needs a GPU; pass precision='bf16-mixed' on CPU, or accelerator='gpu'"
@@ -241,8 +231,6 @@ def check_machine(devices: Sequence[torch.device], *, precision: str, local_rank
     on_gpus = any(device.type == "cuda" for device in devices)
     check_devices(devices, cpu_count=usable_cores(), gpu_count=torch.cuda.device_count() if on_gpus else 0)
     device_type = devices[0].type
-    if precision == "bf16-mixed" and asked_precision() in ("16", "16-mixed"):
-        check_precision("16-mixed", device_type, explicit=False)
     bf16_supported = True
     if on_gpus and local_rank is not None and precision.startswith("bf16"):
         with torch.cuda.device(devices[local_rank]):

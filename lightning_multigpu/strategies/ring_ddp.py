@@ -37,15 +37,13 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         average_every: with k > 1, ranks take k optimizer steps with their own gradients, then average weights and
             optimizer state (local SGD); they also average before validation, before a checkpoint and at the end. This
             is another algorithm than that of one device, with 1/k of the traffic. 1 averages gradients in every step.
-        compression: compress the gradients between hosts: "fp16", "bf16", "int8", "powersgd", or a mapping
-            with such a ``name`` and the options of that compressor.
+        compression: compress the gradients between hosts: "bf16", "int8", or a mapping with such a ``name``
+            and the options of that compressor.
         shared_memory: let ranks of one host reduce gradients through shared memory. The buckets lie in ``/dev/shm``;
             where that is too small for the gradients of a host's ranks, gradients are copied instead, with a warning.
             False takes sockets, between which ``compression`` compresses on one host too.
         ddp_comm_state: the state that is passed to ``ddp_comm_hook``.
         ddp_comm_hook: a communication hook that replaces the ring, on CPUs as well.
-        ddp_comm_wrapper: a wrapper for the hook, such as torch's ``fp16_compress_wrapper``.
-        model_averaging_period: optimizer steps between two averages of the model, with the hook of post-local SGD.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
@@ -67,8 +65,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         shared_memory: bool = True,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
-        ddp_comm_wrapper: Callable[..., Any] | None = None,
-        model_averaging_period: int | None = None,
         **options: Any,
     ) -> None:
         averaging = option_checks.own_options(RingDDPStrategy, locals())

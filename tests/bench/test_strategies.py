@@ -195,8 +195,8 @@ class TestNames:
         assert path.make().options["bucket_cap_mb"] == 2.5  # type: ignore[attr-defined]
 
     def test_commas_within_brackets_are_the_values(self) -> None:
-        found = contender("ring_ddp:compression={name: powersgd, rank: 2},shared_memory=false")
-        assert found.options["compression"] == {"name": "powersgd", "rank": 2}
+        found = contender("ring_ddp:compression={name: int8, chunk_size: 2},shared_memory=false")
+        assert found.options["compression"] == {"name": "int8", "chunk_size": 2}
         assert found.options["shared_memory"] is False
 
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A module and data of which ``plan --micro-batches`` makes plans, and what was done with them."""
+"""A module, data and a machine of which ``plan`` makes plans, and what was done with them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_multigpu.planning.scaling.links import Link
+from lightning_multigpu.planning.scaling.machine_model import Machine
+
 SAMPLES, WIDTH = 8, 16
 LAYERS = 4
+MACHINE = Machine(
+    name="this machine",
+    device_type="cpu",
+    devices=2,
+    memory_bytes=8 << 30,
+    inside=Link(1e-5, 1e-10),
+    between=Link(1e-4, 1e-8),
+)
 events: list[str] = []
 """Hooks that were called; not in the module, whose attributes a plan puts back."""
 

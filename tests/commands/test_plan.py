@@ -13,15 +13,12 @@ import torch
 import yaml
 
 from lightning_multigpu.cli import main
-from lightning_multigpu.commands.plans import measured_model
+from lightning_multigpu.commands.plans import measured_model, plan
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
-from lightning_multigpu.planning.scaling.links import Link
-from lightning_multigpu.planning.scaling.machine_model import Machine
 from lightning_multigpu.planning.scaling.model_profile import Phases
 from lightning_multigpu.registry import STRATEGIES
-from lightning_multigpu.report import schedule_picture
 from lightning_multigpu.strategies.steps.lone_steps import LoneRank, LoneStepsError
-from tests.commands.planned import Model, events
+from tests.commands.planned import MACHINE, Model, events
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
@@ -33,14 +30,6 @@ CONFIG: dict[str, Any] = {
     "data": "tests.commands.planned.Data",
     "trainer": {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "accumulate_grad_batches": 2},
 }
-MACHINE = Machine(
-    name="this machine",
-    device_type="cpu",
-    devices=2,
-    memory_bytes=8 << 30,
-    inside=Link(1e-5, 1e-10),
-    between=Link(1e-4, 1e-8),
-)
 crowds: set[int] = set()
 NAMES = {row.name for row in STRATEGIES if not row.name.endswith("_spawn")}
 
@@ -142,6 +131,9 @@ def test_the_first_choice_is_written_as_a_configuration_of_fit() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--micro-batches=2"], "--micro-batches is not a setting"),
+        (["--picture", "no/such.svg"], "--picture=no/such.svg: there is no directory no; make it first"),
+        (["--picture=plan.gif"], "--picture=plan.gif: a picture's name ends in one of .svg, .png, .pdf"),
         (["--machine=other.json"], "other.json: there is no such file; run 'lightning-multigpu calibrate'"),
         (["--machine=run.yaml"], "run.yaml is no machine.json"),
         (["--machine=gpus.json"], "gpus.json is of cuda devices, and the configuration trains on cpu"),
@@ -158,19 +150,13 @@ def test_what_is_wrong_is_refused_in_one_message(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--picture=plan.svg"], "'lightning-multigpu[plot]'\n"),
-        (["--micro-batches", "2", "--picture=plan.png"], "'lightning-multigpu[plot]', or let the name end in .svg\n"),
-    ],
-)
 def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedule_picture, "find_spec", lambda name: None)
-    assert main(["plan", "--config=run.yaml", *arguments]) == 2
-    assert f"needs matplotlib, which is not installed; pip install {message}" in capsys.readouterr().err
+    monkeypatch.setattr(plan, "find_spec", lambda name: None)
+    assert main(["plan", "--config=run.yaml", "--picture=plan.svg"]) == 2
+    message = "needs matplotlib, which is not installed; pip install 'lightning-multigpu[plot]'\n"
+    assert message in capsys.readouterr().err
 
 
 def test_another_torch_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,7 +151,7 @@ class TestStarting:
             (["/bin/lightning-multigpu", "fit", "--x"], 1),
             (["lightning_multigpu/__main__.py", "fit", "--x"], 1),
             (["program.py", "fit", "--x"], 0),  # it calls main(arguments): a rank would run the program
-            (["lightning-multigpu", "compare", "--x"], 0),
+            (["lightning-multigpu", "plan", "--x"], 0),
         ],
     )
     def test_only_this_command_line_is_run_again(

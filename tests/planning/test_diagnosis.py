@@ -84,7 +84,7 @@ def test_hidden_transfers_are_beside_the_wait() -> None:
 def test_a_slow_link_to_a_parameter_server(buckets: float) -> None:
     """Weights of a bucket come back while the next gradients go: gradients of 80 ms take 80 + 80 / buckets ms.
 
-    With half of the bytes, 40 / buckets + 80 ms; around a ring, 80 ms.
+    Around a ring they take 80 ms.
     """
     wait_s = 0.080 + 0.080 / buckets
     waiting = ranks(*[{"communication": wait_s}] * 2, waits_s={"gradients": wait_s})
@@ -96,9 +96,6 @@ def test_a_slow_link_to_a_parameter_server(buckets: float) -> None:
         assert finding.saving_s == pytest.approx(wait_s / 2), "half as often saves most"
         return finding.remedy
 
-    in_half = f'ParameterServerStrategy(compression="bf16"), {ms(0.096 + wait_s - 0.040 / buckets)} a step predicted'
-    for num_servers in (1, 2):
-        assert (in_half in remedy(num_servers)) == ("compression" in remedy(num_servers)) == (buckets == 1), "below 5 %"
     assert f'strategy="ring_ddp", {ms(0.096 + 0.080)} a step predicted' in remedy(1)
     assert "ring_ddp" not in remedy(2), "their links share the bytes"
     assert "ring_ddp" not in remedy(1, asynchronous=True), "that is another algorithm"
@@ -126,11 +123,6 @@ def test_nobody_waits_for_a_slow_rank_where_each_has_its_own_pace() -> None:
     assert (finding.kind, finding.saving_s) == ("communication", pytest.approx(0.045))
     assert finding.step_s == pytest.approx(0.226 - 0.045)
     assert "rank 1 waits 90.0 ms of a step of 226 ms" in finding.evidence, "the other one does not"
-    hosts = [replace(rank, node=rank.rank, pushes=Pushes(0.090, 1)) for rank in apart]
-    [finding] = diagnose(
-        hosts, asynchronous=True, shards=[1], strategy=StrategyOptions(class_name="ParameterServerStrategy")
-    )
-    assert 'ParameterServerStrategy(compression="bf16"), 204 ms' in finding.remedy, "rank 0 is on another host"
 
 
 def test_a_slow_callback_is_named() -> None:

@@ -74,16 +74,15 @@ def measured(flops: float = 3e12) -> ModelProfile:
     """A step of 1 s forward, 3 s backward and 1 s around it; two at once take twice as long."""
     held = HeldBytes(400, 400, 800)
     phases = Phases(forward_s=1.0, backward_s=3.0, optimizer_s=0.5, other_s=1.0)
-    stage = PlannedStage(1, (0, 1), 200, 0.5, 1.5, 0.0, 40)
-    memory = PlannedMemory(200, 200, 400, 1, 10, 0)
+    stage = PlannedStage(200, 0.5, 1.5, 40)
+    memory = PlannedMemory(200, 200, 400, 10, 0)
     return ModelProfile(
         name="Net", samples=8, parameters=100, held=held, activations_bytes=10, flops=flops, gradients=[(400, 1.0)],
         phases={1: phases, 2: phases.times(2)},
         splits={2: SplitPart(num_ranks=2, phases={2: phases}, collectives=[], held=held, activations_bytes=10)},
         pipelines=[
             PipelinePlan(
-                module="layers", description="", schedule="gpipe", num_micro_batches=1, stages=(stage, stage),
-                timelines=(), memory=(memory, memory), one_device_s=4.0,
+                schedule="gpipe", num_micro_batches=1, stages=(stage, stage), memory=(memory, memory), one_device_s=4.0,
             )
         ],
     )  # fmt: skip

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan, PlannedMemory, PlannedStage
-from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders
-from lightning_multigpu.planning.pipelines.timeline import HeldBytes, predicted
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.links import Link
 from lightning_multigpu.planning.scaling.machine_model import (
     FROM_OWNERS,
@@ -207,14 +206,13 @@ class TestDataParallel:
 
 def pipeline(num_ranks: int, micro_batches: int, schedule: str = "gpipe") -> PipelinePlan:
     """Of equal stages that take one second forward and two backward, and send 1 MiB."""
-    stages = tuple(PlannedStage(r, (r, r + 1), MIB, 1.0, 2.0, 0.0, MIB) for r in range(num_ranks))
-    orders = schedule_orders(schedule, num_ranks, 1, micro_batches)
-    lines = predicted(orders, [1.0] * num_ranks, [2.0] * num_ranks, [0.0] * (num_ranks - 1))
-    memory = tuple(PlannedMemory(MIB, MIB, 2 * MIB, r, 7, 0) for r in range(num_ranks))
     return PipelinePlan(
-        module="layers", description="", schedule=schedule, num_micro_batches=micro_batches, stages=stages,
-        timelines=tuple(lines), memory=memory, one_device_s=0.0,
-    )  # fmt: skip
+        schedule=schedule,
+        num_micro_batches=micro_batches,
+        stages=(PlannedStage(MIB, 1.0, 2.0, MIB),) * num_ranks,
+        memory=(PlannedMemory(MIB, MIB, 2 * MIB, 7, 0),) * num_ranks,
+        one_device_s=0.0,
+    )
 
 
 class TestSplitModels:

@@ -56,7 +56,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: checks.check_backend("cpu:nccl,cuda:nccl", "cpu"), "='cpu:nccl,cuda:nccl' moves no tensors on 'cpu'"),
     (lambda: checks.check_backend("cuda:nccl", "cpu"), "='cuda:nccl' moves no tensors on 'cpu' .*pass 'gl"),
     (lambda: checks.check_backend("glo", "cpu"), "='glo' moves no tensors .*pass 'gloo'.* Did you mean 'gloo'"),
-    (lambda: checks.check_precision("16-mixed", "cpu", explicit=False), "'16-mixed' on CPU: .*pass precision='bf16-m"),
     (lambda: checks.check_precision("transformer-engine", "cpu"), "'transformer-engine' needs a GPU; pass precision="),
     (lambda: checks.check_precision("bf16-mixed", "cuda", bf16_supported=False), "no bfloat16 units .*'16-mixed'"),
 ]

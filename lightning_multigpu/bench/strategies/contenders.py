@@ -88,7 +88,7 @@ def _registered_or_class(name: str) -> tuple[type[Strategy], dict[str, Any]]:
 
 def _options(text: str, rest: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    # Parts are between commas, but for those within brackets: compression={name: powersgd, rank: 4},shared_memory=false
+    # Parts are between commas, but for those within brackets: compression={name: int8, chunk_size: 8},buckets=1
     for part in re.findall(r"(?:\{[^}]*\}|\[[^]]*\]|[^,])+", rest):
         option, equals, value = part.partition("=")
         if not equals or not option.strip():

@@ -1,1 +1,1 @@
-"""``lightning-multigpu plan`` and its two views."""
+"""``lightning-multigpu plan``."""

@@ -156,11 +156,10 @@ def _pipelines(
             sizes,
             device=subject.device,
             num_micro_batches=numbers,
-            clip_micro_batches=True,
             callbacks=subject.callbacks,
         )
         settings = {**subject.trainer_settings, "accumulate_grad_batches": 1}
-        return planner.run(subject.module, subject.datamodule, settings).plans, planner.refused
+        return planner.run(subject.module, subject.datamodule, settings), planner.refused
 
     with suppress(*_FAILURES):
         together, refused = plans(schedules.values(), sizes)

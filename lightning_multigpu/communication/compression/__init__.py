@@ -3,7 +3,7 @@
 from lightning_multigpu.communication.compression.all_reduce import CompressedAllReduce
 from lightning_multigpu.communication.compression.compressors import Compressor
 from lightning_multigpu.communication.compression.factory import COMPRESSORS, make_compressor
-from lightning_multigpu.communication.compression.pieces import GradientPiece, Pieces, cut, whole_bounds
+from lightning_multigpu.communication.compression.pieces import GradientPiece, Pieces, cut
 
 __all__ = [
     "COMPRESSORS",
@@ -13,5 +13,4 @@ __all__ = [
     "Pieces",
     "cut",
     "make_compressor",
-    "whole_bounds",
 ]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.compression.compressors import Compressor, ElementwiseCompressor
+from lightning_multigpu.communication.compression.compressors import Compressor
 from lightning_multigpu.communication.compression.error_feedback import ErrorFeedback
 from lightning_multigpu.communication.compression.owner_summed import (
     DEFAULT_SEGMENT_ELEMENTS,
@@ -21,7 +21,6 @@ from lightning_multigpu.communication.compression.owner_summed import (
     sent_bytes,
 )
 from lightning_multigpu.communication.compression.pieces import GradientPiece, Pieces, offsets
-from lightning_multigpu.communication.compression.powersgd import LowRank, Owners, PowerSGD, WarmStarts
 from lightning_multigpu.communication.ring import PendingRing, RingAllReduce
 from lightning_multigpu.communication.tensors import check_reducible
 
@@ -69,9 +68,6 @@ class CompressedAllReduce:
         self.step_is_finite = True
         self._segments: dict[int, list[list[Segment]]] = {}
         self._free_buffers: dict[int, list[ShardBuffers]] = {}
-        if isinstance(compressor, PowerSGD):
-            self._owners = Owners(compressor, self.world_size)
-            self._warm_starts = WarmStarts(compressor.rank)
 
     def __call__(self, tensor: Tensor, pieces: Sequence[GradientPiece], *, average: bool = False) -> Tensor:
         """Reduces ``tensor`` in place and returns it.
@@ -98,8 +94,8 @@ class CompressedAllReduce:
         pieces = tuple(pieces)
         _check(tensor, pieces)
         self.total_ring_bytes += self.ring.sent_bytes(tensor)
-        self.total_sent_bytes += self.sent_bytes(tensor, pieces)
-        if self.world_size == 1 or self._is_warming_up():
+        self.total_sent_bytes += self.sent_bytes(tensor)
+        if self.world_size == 1:
             return self.ring.begin(tensor, average=average)
         flat = tensor.detach().view(-1)
         values = flat if flat.dtype == torch.float32 else flat.float()
@@ -107,12 +103,8 @@ class CompressedAllReduce:
         exchange.send_parts()
         return PendingAllReduce(self, tensor, values, exchange)
 
-    def sent_bytes(self, tensor: Tensor, pieces: Sequence[GradientPiece]) -> int:
-        """Bytes that this rank sends when ``tensor`` is reduced in this step."""
-        if self._is_warming_up():
-            return self.ring.sent_bytes(tensor)
-        if isinstance(self.compressor, PowerSGD):
-            return self._owners.plan(tuple(pieces)).sent_bytes(self.rank)
+    def sent_bytes(self, tensor: Tensor) -> int:
+        """Bytes that this rank sends when ``tensor`` is reduced."""
         return sent_bytes(self._segments_of(tensor.numel()), self.rank)
 
     def end_step(self, loss_scale: float = 1.0) -> None:
@@ -122,8 +114,6 @@ class CompressedAllReduce:
         """
         if self._errors is not None:
             self._errors.end_step(accept=self.step_is_finite)
-        if isinstance(self.compressor, PowerSGD):
-            self._warm_starts.end_step(accept=self.step_is_finite)
         self.step += self.step_is_finite
         self.step_is_finite = True
         if self._errors is not None and self._loss_scale is not None and self._loss_scale != loss_scale:
@@ -152,16 +142,8 @@ class CompressedAllReduce:
         self._errors.take(tuple(pieces))  # the other ranks keep these
         self._errors.give(tuple(own), kept)
 
-    def _is_warming_up(self) -> bool:
-        return isinstance(self.compressor, PowerSGD) and self.step < self.compressor.start_step
-
-    def _exchange(self, values: Tensor, pieces: Pieces, average: bool) -> OwnerSummed | LowRank:
+    def _exchange(self, values: Tensor, pieces: Pieces, average: bool) -> OwnerSummed:
         errors = None if self._errors is None else self._errors.begin(pieces)
-        if isinstance(self.compressor, PowerSGD):
-            assert errors is not None
-            plan = self._owners.plan(pieces)
-            return LowRank(self._messages, plan, self._warm_starts, values, errors, average)
-        assert isinstance(self.compressor, ElementwiseCompressor)
         segments = self._segments_of(values.numel())
         free = self._free_buffers.setdefault(values.numel(), [])
         buffers = free.pop() if free else ShardBuffers(segments, self.rank)
@@ -169,7 +151,6 @@ class CompressedAllReduce:
 
     def _segments_of(self, numel: int) -> list[list[Segment]]:
         if numel not in self._segments:
-            assert isinstance(self.compressor, ElementwiseCompressor)
             self._segments[numel] = segments_by_owner(self.compressor, numel, self.world_size, self._segment_elements)
         return self._segments[numel]
 
@@ -181,14 +162,13 @@ class PendingAllReduce:
     _engine: CompressedAllReduce
     _tensor: Tensor
     _values: Tensor
-    _exchange: OwnerSummed | LowRank
+    _exchange: OwnerSummed
 
     def finish(self) -> Tensor:
         """Waits for the other ranks; returns the tensor, now the sum or the average. Call it once."""
         engine, values = self._engine, self._values
         engine.step_is_finite &= self._exchange.finish()
-        if isinstance(self._exchange, OwnerSummed):
-            engine._free_buffers[values.numel()].append(self._exchange.buffers)
+        engine._free_buffers[values.numel()].append(self._exchange.buffers)
         if values.data_ptr() != self._tensor.data_ptr():
             self._tensor.detach().view(-1).copy_(values)
         return self._tensor

@@ -1,4 +1,4 @@
-"""Compressors that write gradients in fewer bytes: half precision, or 8-bit integers."""
+"""Compressors that write gradients in fewer bytes: bfloat16, or 8-bit integers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,16 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # so that its reciprocal is f
 
 
 class Compressor(ABC):
-    """How gradients are encoded. Objects have no state and may be shared."""
+    """Encodes each run of elements of a gradient by itself; the size depends on the number of elements only.
+
+    Objects have no state and may be shared. In the methods, ``values`` is flat and float32. ``wire`` is flat ``uint8``
+    with :meth:`encoded_bytes` elements, at an address that is a multiple of 8.
+    """
 
     name: ClassVar[str]
     """The name in a user's setting."""
     has_error_feedback: ClassVar[bool]
     """Whether a step's error is added to the gradients of the next step."""
-
-
-class ElementwiseCompressor(Compressor):
-    """A compressor that encodes each run of elements by itself; its size depends on the number of elements only.
-
-    In the methods, ``values`` is flat and float32. ``wire`` is flat ``uint8`` with :meth:`encoded_bytes` elements, at
-    an address that is a multiple of 8.
-    """
 
     @abstractmethod
     def encoded_bytes(self, numel: int) -> int:
@@ -55,46 +51,33 @@ class ElementwiseCompressor(Compressor):
         """Whether all of the ``numel`` elements in ``wire`` are finite."""
 
 
-class _Cast(ElementwiseCompressor):
-    dtype: ClassVar[torch.dtype]
+@dataclass(frozen=True)
+class Bf16(Compressor):
+    """The upper half of a float32: its range, with 8 significant bits."""
+
+    name = "bf16"
     has_error_feedback = False
 
     def encoded_bytes(self, numel: int) -> int:
         return 2 * numel
 
     def encode(self, values: Tensor, wire: Tensor) -> None:
-        halves = wire.view(self.dtype)
+        halves = wire.view(torch.bfloat16)
         halves.copy_(values)
         values.sub_(halves.float())
 
     def decode(self, wire: Tensor, values: Tensor) -> None:
-        values.copy_(wire.view(self.dtype))
+        values.copy_(wire.view(torch.bfloat16))
 
     def add_decoded(self, wire: Tensor, values: Tensor) -> None:
-        values.add_(wire.view(self.dtype).float())  # adding mixed types takes fifty times as long
+        values.add_(wire.view(torch.bfloat16).float())  # adding mixed types takes fifty times as long
 
     def is_finite(self, wire: Tensor, numel: int) -> bool:
-        return bool(wire.view(self.dtype).isfinite().all())
+        return bool(wire.view(torch.bfloat16).isfinite().all())
 
 
 @dataclass(frozen=True)
-class Fp16(_Cast):
-    """IEEE half precision: 11 significant bits; values beyond 65504 become infinite, below 6e-8 zero."""
-
-    name = "fp16"
-    dtype = torch.float16
-
-
-@dataclass(frozen=True)
-class Bf16(_Cast):
-    """The upper half of a float32: its range, with 8 significant bits."""
-
-    name = "bf16"
-    dtype = torch.bfloat16
-
-
-@dataclass(frozen=True)
-class Int8(ElementwiseCompressor):
+class Int8(Compressor):
     """Multiples of 1/127 of a chunk's largest magnitude, rounded to the nearest.
 
     On the wire::

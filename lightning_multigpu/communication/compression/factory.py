@@ -7,15 +7,14 @@ from dataclasses import fields
 from typing import Any
 
 from lightning_multigpu._suggest import did_you_mean
-from lightning_multigpu.communication.compression.compressors import Bf16, Compressor, Fp16, Int8
-from lightning_multigpu.communication.compression.powersgd import PowerSGD
+from lightning_multigpu.communication.compression.compressors import Bf16, Compressor, Int8
 
-COMPRESSORS: dict[str, type[Compressor]] = {kind.name: kind for kind in (Fp16, Bf16, Int8, PowerSGD)}
+COMPRESSORS: dict[str, type[Compressor]] = {kind.name: kind for kind in (Bf16, Int8)}
 """Name -> compressor."""
 
 
 def make_compressor(compression: str | Mapping[str, Any] | Compressor) -> Compressor:
-    """The compressor of a setting: ``"int8"``, ``{"name": "powersgd", "rank": 4}``, or a compressor itself.
+    """The compressor of a setting: ``"int8"``, ``{"name": "int8", "chunk_size": 256}``, or a compressor itself.
 
     Args:
         compression: a name, or a mapping with ``name`` and options; a compressor is returned as it is.

@@ -1,4 +1,4 @@
-"""The all-reduce in which each rank owns a part of the sum, for compressors that encode each run of elements by itself.
+"""The all-reduce in which each rank owns a part of the sum.
 
 Every rank sends its values of a part to the part's owner; the owner sums them, and sends the sum to all. With N = 3::
 
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
+from lightning_multigpu.communication.compression.compressors import Compressor
 from lightning_multigpu.communication.ring import Messages, chunk_bounds
 
 DEFAULT_SEGMENT_ELEMENTS = 1 << 18
@@ -40,8 +40,6 @@ _ALIGNMENT_BYTES = 64
 # Messages with one tag between two ranks arrive in the order of sending. The ring uses higher tags.
 TO_OWNER = 1
 FROM_OWNER = 2
-SECOND_TO_OWNER = 3
-SECOND_FROM_OWNER = 4
 
 
 def wait_all(works: Iterable[dist.Work]) -> None:
@@ -65,7 +63,7 @@ class Segment:
 
 
 def segments_by_owner(
-    compressor: ElementwiseCompressor, numel: int, world_size: int, segment_elements: int
+    compressor: Compressor, numel: int, world_size: int, segment_elements: int
 ) -> list[list[Segment]]:
     """The segments of each rank's shard, in order; none for a rank whose shard is empty."""
     owners = []
@@ -109,7 +107,7 @@ class OwnerSummed:
         errors: with error feedback, flat float32: the errors to add, and the memory for the errors of this step.
     """
 
-    compressor: ElementwiseCompressor
+    compressor: Compressor
     messages: Messages
     segments: list[list[Segment]]
     buffers: ShardBuffers

@@ -68,14 +68,3 @@ def cut(pieces: Sequence[GradientPiece], start: int, stop: int) -> Pieces:
         if first < last:
             found.append(GradientPiece(piece.name, piece.shape, piece.start + first - a, piece.start + last - a))
     return tuple(found)
-
-
-def whole_bounds(pieces: Sequence[GradientPiece], num_shards: int) -> list[tuple[int, int]]:
-    """Cuts the flat tensor between pieces only: first and one-past-last element of each of ``num_shards`` shards.
-
-    The shards are nearly even: each cut is at the border between two pieces that is nearest to the even cut. With few
-    pieces some shards are empty.
-    """
-    borders = offsets(pieces)
-    cuts = [min(borders, key=lambda border: abs(border * num_shards - borders[-1] * i)) for i in range(num_shards)]
-    return list(pairwise([*cuts, borders[-1]]))

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
 from lightning_multigpu.engine.parameter_server.pair import Pair
-from lightning_multigpu.engine.parameter_server.rooms import Room, offered, room_bytes
+from lightning_multigpu.engine.parameter_server.rooms import Room, offered
 from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, common_kind, sparse
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
 from lightning_multigpu.placement.owned_step import Update
@@ -38,7 +37,6 @@ class Plan:
     Attributes:
         kind: the optimizer's class.
         split: what the servers divide.
-        compressor: of pushed float32 gradients.
         buckets: number, dtype, and the shapes of the pieces, which lie one after the other.
         groups: for each group of the optimizer the bucket and the place in it of all its pieces, in their order.
         weights: of each bucket, flat; worker 0 alone sends this and what follows.
@@ -49,7 +47,6 @@ class Plan:
 
     kind: type[Optimizer]
     split: Split
-    compressor: ElementwiseCompressor | None
     buckets: list[tuple[int, torch.dtype, list[torch.Size]]]
     groups: list[list[tuple[int, int]]]
     weights: list[Tensor] = field(default_factory=list, compare=False)
@@ -192,8 +189,8 @@ class ServedShard:
         flats = plan.weights
         if self._job.is_synchronous and any(pair.shares_memory for pair in self._pairs.values()):
             # Workers of this host read the weights in it.
-            self._offered[-1], memories = offered([flat.nbytes for flat in flats])
-            flats = [memory.view(flat.dtype).copy_(flat) for memory, flat in zip(memories, flats, strict=True)]
+            self._offered[-1], shared = offered(flats)
+            flats = [copy.copy_(flat) for copy, flat in zip(shared, flats, strict=True)]
         for flat, (number, _, shapes) in zip(flats, plan.buckets, strict=True):
             rows = from_0(Piece(index, 0, shape.numel(), 0) for index, shape in enumerate(shapes))
             pieces = [Parameter(flat[row.offset : row.end].view(shape), requires_grad=False)
@@ -238,21 +235,19 @@ class ServedShard:
             )
         buckets = [self._buckets[bucket] for bucket, _, _ in plan.buckets]
         weights = [bucket.weights for bucket in buckets]
-        to_push = [room_bytes(flat, plan.compressor) for flat in weights]
         offers = None
         if pair.shares_memory:
-            segment, memories = offered(to_push)
+            segment, pushed = offered(weights)
             pulled_segment, pulled = self._offered[number], weights
             if pulled_segment is None:
-                pulled_segment, copies = offered([flat.nbytes for flat in weights])
-                pulled = [copy.view(flat.dtype) for copy, flat in zip(copies, weights, strict=True)]
+                pulled_segment, pulled = offered(weights)
             self._kept[worker] += [segment, pulled_segment]
             offers = [segment.offer, pulled_segment.offer]
         else:
-            memories = [torch.empty(size, dtype=torch.uint8) for size in to_push]
+            pushed = [torch.empty_like(flat) for flat in weights]
             pulled = weights if self._job.is_synchronous else [torch.empty_like(flat) for flat in weights]
-        for bucket, memory, to_pull in zip(buckets, memories, pulled, strict=True):
-            bucket.rooms[worker] = Room(pair, bucket.number, memory, to_pull, plan.compressor)
+        for bucket, to_push, to_pull in zip(buckets, pushed, pulled, strict=True):
+            bucket.rooms[worker] = Room(pair, bucket.number, to_push, to_pull)
             bucket.rooms[worker].expect_push()
         self._num_known[worker] = number + 1
         return offers
@@ -335,15 +330,8 @@ class ServedShard:
 
     def _pushed(self, bucket: _Bucket, worker: int, request: Request) -> Tensor:
         room = bucket.rooms[worker]
-        if request.update.is_whole:
-            room.take_whole()
-            return room.pushed
         room.take_pushes(request.pushed[bucket.number].num_pushes)
-        if room.compressor is None:
-            return room.pushed
-        decoded = torch.empty_like(bucket.weights)
-        room.compressor.decode(room.wire, decoded)
-        return decoded
+        return room.pushed
 
     def _clip(self, gradients: Sequence[_Gradients], update: Update, pair: Pair) -> None:
         """Clips by value, or by the norm over all servers, which ``pair``'s worker adds up."""

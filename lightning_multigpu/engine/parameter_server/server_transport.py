@@ -28,12 +28,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.communication.checksums import checksums
-from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
 from lightning_multigpu.communication.shared_memory.segment import mapped
 from lightning_multigpu.communication.tensors import alike, marks_of
 from lightning_multigpu.engine.optimizer_state import StateElsewhere
 from lightning_multigpu.engine.parameter_server.pair import Reply
-from lightning_multigpu.engine.parameter_server.rooms import Room, cut, room_bytes
+from lightning_multigpu.engine.parameter_server.rooms import Room, cut
 from lightning_multigpu.engine.parameter_server.served_shard import Plan, Pushed, Request
 from lightning_multigpu.engine.parameter_server.servers import Servers
 from lightning_multigpu.placement.gradient_kinds import kind_of, rows_of, take_average
@@ -61,19 +60,6 @@ class _Part:
     pieces: list[tuple[Parameter, Piece]]
     dtype: torch.dtype
     room: Room = field(init=False)  # which the server offers
-    errors: Tensor | None = None
-    next_errors: Tensor | None = None
-
-    def encode(self, gradients: Tensor, compressor: ElementwiseCompressor) -> None:
-        """Encodes gradients, changed in place; the error is added to those of the next round.
-
-        A second push of a round takes the place of the first, and begins with the same errors.
-        """
-        if self.errors is not None:
-            gradients += self.errors
-        compressor.encode(gradients, self.room.wire)
-        if compressor.has_error_feedback:
-            self.next_errors = gradients
 
     @property
     def numel(self) -> int:
@@ -117,7 +103,6 @@ class ServerTransport:
         optimizer: of a module that is the same on all workers.
         split: what the servers may divide; by default, what the class of the optimizer allows.
         bucket_bytes: of gradients that travel together.
-        compressor: of the float32 gradients that are pushed; None to push them as they are.
 
     Attributes:
         version: of the weights that this asynchronous worker has: the updates that all workers have made.
@@ -133,14 +118,12 @@ class ServerTransport:
         *,
         split: Split | None = None,
         bucket_bytes: int = 4 * 2**20,
-        compressor: ElementwiseCompressor | None = None,
     ) -> None:
         _check_importable(optimizer)
         self.version = 0
         self.pushes_early = False
         self._optimizer, self._servers, self._split = optimizer, servers, split or split_of(optimizer)
         self._bucket_bytes = bucket_bytes
-        self._compressor = compressor
         self._buckets: list[_Bucket] = []
         self._pieces: dict[Parameter, list[tuple[_Part, int]]] = {}
         self._groups: list[list[int]] | None = None
@@ -321,16 +304,11 @@ class ServerTransport:
             answers[server] = parts, self._servers.ask(server, "place", self._number, plan)
         for server, (parts, answer) in answers.items():
             flats = [torch.empty(part.numel, dtype=part.dtype) for part in parts]
-            to_push = [room_bytes(flat, self._compressor) for flat in flats]
+            pushed, pulled = [torch.empty_like(flat) for flat in flats], flats
             if (offers := answer.get()) is not None:
-                pushed, pulled = offers
-                memories = [*cut(mapped(pushed), to_push)]
-                copies = cut(mapped(pulled), [flat.nbytes for flat in flats])
-                flats = [copy.view(flat.dtype) for copy, flat in zip(copies, flats, strict=True)]
-            else:
-                memories = [torch.empty(size, dtype=torch.uint8) for size in to_push]
-            for part, memory, flat in zip(parts, memories, flats, strict=True):
-                part.room = Room(self._servers.pairs[server], part.bucket, memory, flat, self._compressor)
+                pushed, pulled = ([*cut(mapped(offer), flats)] for offer in offers)
+            for part, to_push, to_pull in zip(parts, pushed, pulled, strict=True):
+                part.room = Room(self._servers.pairs[server], part.bucket, to_push, to_pull)
                 part.room.expect_pull()
 
     def _plan(self, server: int, parts: Sequence[_Part]) -> Plan:
@@ -344,7 +322,7 @@ class ServerTransport:
             ]
             for group in self._optimizer.param_groups
         ]
-        return Plan(type(self._optimizer), self._split, self._compressor, shapes, groups)
+        return Plan(type(self._optimizer), self._split, shapes, groups)
 
     def _changed(self) -> list[_Part]:
         """On worker 0 the parts whose weights have changed since they came; elsewhere none."""
@@ -364,22 +342,20 @@ class ServerTransport:
         if bucket.pushed is None and next(awaited, None) is None:
             self._push(bucket)
 
-    def _push(self, bucket: _Bucket, *, is_whole: bool = False) -> None:
+    def _push(self, bucket: _Bucket) -> None:
         bucket.pushed = bucket.gradients()
         bucket.num_pushes += 1
         for part in bucket.parts:
-            self._post_push(part, is_whole)
+            self._post_push(part)
 
-    def _post_push(self, part: _Part, is_whole: bool) -> None:
+    def _post_push(self, part: _Part) -> None:
         (gradients, event), room = self._on_host(part), part.room
-        compressor = None if is_whole else room.compressor  # what is the average already is taken as it is
-        size_bytes = part.nbytes if compressor is None else room.wire_bytes
         transfer = self._servers.meter.begin(
             "push",
             group="servers",
             group_size=self._servers.job.num_workers,
-            size_bytes=size_bytes,
-            memory_bytes=size_bytes if room.pair.shares_memory else 0,
+            size_bytes=part.nbytes,
+            memory_bytes=part.nbytes if room.pair.shares_memory else 0,
             awaited=False,
         )
 
@@ -387,11 +363,8 @@ class ServerTransport:
             try:
                 if event is not None:
                     event.synchronize()
-                if compressor is None:
-                    torch.cat(gradients, out=room.pushed)
-                else:
-                    part.encode(torch.cat(gradients), compressor)
-                room.push(is_whole=is_whole)
+                torch.cat(gradients, out=room.pushed)
+                room.push()
             finally:
                 transfer.finish()
 
@@ -435,7 +408,7 @@ class ServerTransport:
         if servers.worker == 0 or not update.is_whole:
             for bucket in active:
                 if bucket.pushed is None or bucket.is_stale():  # what backward has not pushed, and what has changed
-                    self._push(bucket, is_whole=update.is_whole)
+                    self._push(bucket)
         start_s = servers.meter.now()
         size_bytes = sum(part.nbytes for part in parts)
         pull = servers.meter.begin("pull", group="servers", group_size=servers.job.num_workers, size_bytes=size_bytes)
@@ -470,8 +443,6 @@ class ServerTransport:
         for bucket in active:
             bucket.pushed, bucket.num_pushes = None, 0
             bucket.ready.clear()
-            for part in bucket.parts:
-                part.errors = part.next_errors
         return [*found.values()]
 
     def _arrived(self, part: _Part, answers: Mapping[int, Reply], *, averages: bool) -> Tensor:

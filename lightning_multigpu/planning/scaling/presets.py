@@ -206,7 +206,7 @@ def _pipelines(
                 schedule=schedule, num_ranks=size, stages_per_rank=a_rank, num_micro_batches=number,
             )  # fmt: skip
             yield plan(
-                schedule, costs, bounds, module="layers", description="", one_device_s=phases.step_s,
+                schedule, costs, bounds, one_device_s=phases.step_s,
                 parameter_bytes=[kinds[0] // layers] * layers,
                 held=[HeldBytes(*(count * each // layers for each in kinds)) for count in counts],
             )  # fmt: skip

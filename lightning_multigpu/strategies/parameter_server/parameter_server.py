@@ -20,8 +20,6 @@ from typing_extensions import override
 
 from lightning_multigpu._torch_compat import job_store
 from lightning_multigpu._usable_cores import usable_cores
-from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
-from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.engine.parameter_server.pair import PairEndedError
 from lightning_multigpu.engine.parameter_server.server import EXTERNAL, RUNS, Job
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
@@ -64,8 +62,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
             on each host, but at least 2.
         servers: "auto" to start them, or "external" for servers that join the job by themselves: ``lightning-multigpu
             serve`` with the ``MASTER_ADDR`` and ``MASTER_PORT`` of the job.
-        compression: push float32 gradients as "fp16", "bf16" or "int8", the last with error feedback, as under
-            ring_ddp; pulled weights are not compressed.
         bucket_cap_mb: size of a bucket of gradients, in MiB; a bucket is pushed, updated and pulled at once. None for 4
             on one host with ``servers="auto"``, else 1: on a network, the first pull begins when a bucket is pushed.
         optimizer_split: what the servers may divide of the optimizer's work: "elements" of tensors, whole "tensors", or
@@ -84,7 +80,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
         max_staleness: int | None = None,
         num_servers: int | Literal["nodes"] = 1,
         servers: Literal["auto", "external"] = "auto",
-        compression: str | Mapping[str, Any] | None = None,
         bucket_cap_mb: float | None = None,
         optimizer_split: Split | None = None,
         **options: Any,
@@ -118,7 +113,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
                 "leave it out, or use mode='sync'"
             )
         self._asynchronous: AsynchronousTraining | None = None
-        self._compressor = _elementwise(compression)
         self._num_servers, self._are_external = num_servers, servers == "external"
         self._bucket_cap_mb = bucket_cap_mb
         self._processes: list[ServerProcess] = []
@@ -134,7 +128,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
             "max_staleness": self._max_staleness,
             "num_servers": self._num_servers,
             "servers": "external" if self._are_external else "auto",
-            "compression": None if self._compressor is None else repr(self._compressor),
             "bucket_cap_mb": self._bucket_cap_mb,
         }
 
@@ -260,7 +253,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
             self._connections,
             split=self._split,
             bucket_bytes=self._bucket_bytes,
-            compressor=self._compressor,
         )
 
     @override
@@ -360,13 +352,3 @@ def _withdraw(store: Store) -> None:
     """Has servers that come now wait for the next fit."""
     with contextlib.suppress(RuntimeError):  # the store's process has ended
         store.delete_key(EXTERNAL)
-
-
-def _elementwise(compression: Any) -> ElementwiseCompressor | None:
-    """The compressor that ``{"name": "int8", "chunk_size": 1024}`` describes; None for None."""
-    if compression is None:
-        return None
-    found = make_compressor(compression)
-    if not isinstance(found, ElementwiseCompressor):
-        raise ValueError(f"compression={found.name!r} is not for pushes to servers: use 'fp16', 'bf16' or 'int8'")
-    return found

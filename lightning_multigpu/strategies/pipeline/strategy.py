@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -107,8 +107,6 @@ class PipelineStrategy(MultiGPUStrategy):
     _maps_checkpoints = True
     tensor_options: Mapping[str, Any] = MappingProxyType({"plan": "auto", "sequence_split": False})
     """The options of :class:`TensorSplitStrategy` for the split of the stages' layers, with tensor ranks."""
-    on_split: Callable[[SplitPlan], object] | None = None
-    """Called on every rank after the layers were split, before anything is trained."""
     _transport = GradientTransport(shared_memory=False)
     """How gradients travel between pipelines."""
     _records_stages = False

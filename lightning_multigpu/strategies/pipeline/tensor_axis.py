@@ -52,9 +52,8 @@ class TensorAxis:
         self._model = model
         model.chain.tensor_group = group
         group.shows_parts = model.group.num_ranks > 1  # stages move parameters outside of steps, too
-        self._on_split = strategy.on_split
         self._proves = strategy.pipeline_options.verify_steps > 0
-        self.layers = layers_within(model.chain, model.module, group, options["plan"], options["sequence_split"])
+        self.layers = _layers_within(model.chain, model.module, group, options["plan"], options["sequence_split"])
         self.plan: SplitPlan | None = None
         held = [*model.ownership.held(), *model.ownership.buffers()]
         peers.broadcast_tensors([tensor.detach() for tensor in held], src=peers.first_rank)
@@ -88,8 +87,6 @@ class TensorAxis:
             held = world.gather_objects(held_bytes(model.ownership.held(), module.trainer.optimizers))
         self.plan = plan = replace(plan, ranks=held[: self.group.size * model.group.num_ranks])
         rank_zero_info(summary(plan))
-        if self._on_split is not None:
-            self._on_split(plan)
 
     def replicated(self) -> list[tuple[str, Tensor]]:
         """Parameters that each rank of the group holds whole, by name."""
@@ -112,7 +109,7 @@ class TensorAxis:
                 forget_split(holding.tensor)
 
 
-def layers_within(chain: Chain, module: Module, group: TensorGroup, plan: Plan, sequence_split: bool) -> SplitLayers:
+def _layers_within(chain: Chain, module: Module, group: TensorGroup, plan: Plan, sequence_split: bool) -> SplitLayers:
     """The splittable layers of a module whose layers ``chain`` a pipeline spreads over stages."""
 
     def keeps_whole(name: str) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -119,7 +119,6 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         self._plan: Plan = plan
         self._sequence_split = sequence_split
         self._verify_steps = verify_steps
-        self.on_split: Callable[[SplitPlan], object] | None = None
         """Called on every rank after the layers were split, before anything is trained."""
         # During a run:
         self._tensor: TensorGroup | None = None
@@ -271,8 +270,6 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
             self.collectives.world.broadcast_tensors([*copy.parameters(), *copy.buffers()], src=0)
             self._layers.cut_copy(copy, lambda: self._is_split and self.saves.gathers)
         rank_zero_info(summary(plan))
-        if self.on_split is not None:
-            self.on_split(plan)
         if self.averaging.reducer is not None:
             self.model = self.averaging.wrap(module)
 

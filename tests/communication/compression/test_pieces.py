@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 
-from lightning_multigpu.communication.compression import GradientPiece, cut, whole_bounds
+from lightning_multigpu.communication.compression import GradientPiece, cut
 from lightning_multigpu.communication.compression.pieces import offsets
 
 PIECES = (
@@ -38,19 +36,3 @@ def test_cutting_keeps_every_element_once(border: int) -> None:
     first, second = cut(PIECES, 0, border), cut(PIECES, border, 16)
     assert elements(first) + elements(second) == elements(PIECES)
     assert offsets(first)[-1] == border
-
-
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 9])
-def test_whole_shards_are_cut_between_pieces(num_shards: int) -> None:
-    bounds = whole_bounds(PIECES, num_shards)
-    assert len(bounds) == num_shards
-    assert bounds[0][0] == 0
-    assert bounds[-1][1] == 16
-    assert all(first[1] == second[0] for first, second in pairwise(bounds))
-    assert all(border in offsets(PIECES) for pair in bounds for border in pair)
-
-
-def test_whole_shards_are_as_even_as_they_can_be() -> None:
-    pieces = tuple(GradientPiece(str(i), (10, 10)) for i in range(8))
-    assert whole_bounds(pieces, 4) == [(0, 200), (200, 400), (400, 600), (600, 800)]
-    assert whole_bounds((), 2) == [(0, 0), (0, 0)]

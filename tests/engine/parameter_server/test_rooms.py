@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 from torch.distributed import TCPStore
 
-from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment, mapped
@@ -24,7 +23,7 @@ from lightning_multigpu.engine.parameter_server import servers as servers_module
 from lightning_multigpu.engine.parameter_server.pair import LastWords, Pair, PairEndedError
 from lightning_multigpu.engine.parameter_server.servers import Servers
 from tests.engine.parameter_server.test_asynchronous_updates import wait_until, workers
-from tests.engine.parameter_server.test_servers import Job, job, server_step, train
+from tests.engine.parameter_server.test_servers import Job, job, train
 from tests.engine.parameter_server.updates import assert_equal, averaged, gradients, groups_of, on_one_device, weights
 
 NOBODY = 65534
@@ -200,20 +199,6 @@ class TestSegment:
             mapped((pid, descriptor, bytes(16)))
 
 
-def test_what_is_longer_than_the_memory_travels() -> None:
-    """A single element, and the scale of its chunk, take more than its own bytes."""
-    int8: Any = make_compressor("int8")
-    assert int8.encoded_bytes(1) > 4
-    with job(num_workers=1) as found, found.connections(0) as connections:
-        weight = nn.Parameter(torch.zeros(1))
-        optimizer = optim.SGD([weight], lr=1.0)
-        server_step(optimizer, connections, compressor=int8)
-        for _ in range(2):
-            weight.grad = torch.ones(1)
-            optimizer.step()
-        assert weight.item() == pytest.approx(-2.0)
-
-
 def test_synchronous_workers_read_the_weights_of_the_server() -> None:
     """The server makes no copy for each of them."""
     with job() as found:
@@ -221,5 +206,5 @@ def test_synchronous_workers_read_the_weights_of_the_server() -> None:
         (shard,) = found.servers[0]._shards.values()
         for bucket in shard._buckets.values():
             assert {room.pulled.data_ptr() for room in bucket.rooms.values()} == {bucket.weights.data_ptr()}
-            assert len({room.memory.data_ptr() for room in bucket.rooms.values()}) == 2
+            assert len({room.pushed.data_ptr() for room in bucket.rooms.values()}) == 2
             assert all(torch.equal(bucket.part(bucket.weights, i), p) for i, p in enumerate(bucket.pieces))

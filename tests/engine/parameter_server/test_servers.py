@@ -23,8 +23,6 @@ from torch import Tensor, nn, optim
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from lightning_multigpu.communication.compression.compressors import ElementwiseCompressor
-from lightning_multigpu.communication.compression.factory import make_compressor
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.parameter_server import server as server_module
 from lightning_multigpu.engine.parameter_server import servers as servers_module
@@ -252,9 +250,9 @@ def test_buckets_are_pushed_while_backward_goes_on(monkeypatch: pytest.MonkeyPat
     """By a worker that shares memory with the server, and by one that does not."""
     push, in_memory = Room.push, (0,)
 
-    def slowly(room: Room, *, is_whole: bool) -> None:
+    def slowly(room: Room) -> None:
         time.sleep(0.05)
-        push(room, is_whole=is_whole)
+        push(room)
 
     monkeypatch.setattr(Room, "push", slowly)
     with job(in_memory=in_memory) as found:
@@ -296,51 +294,6 @@ def test_buckets_are_pushed_while_backward_goes_on(monkeypatch: pytest.MonkeyPat
             assert step.memory_bytes == (6 * 1024 if worker in in_memory else 0)
 
         found.workers.run(work)
-
-
-@pytest.mark.parametrize(
-    ("name", "in_memory"), [("fp16", (0,)), ("bf16", ()), ("int8", ALL)], ids=["fp16", "bf16", "int8"]
-)
-def test_compressed_gradients(name: str, in_memory: Collection[int]) -> None:
-    """What is pushed is what the compressor makes of each bucket, with the errors of the steps before."""
-    compressor = make_compressor(name)
-    assert isinstance(compressor, ElementwiseCompressor)
-    pushed = 4 * 3  # elements, in one bucket
-    given = [torch.randn(pushed, generator=torch.Generator().manual_seed(step)) for step in range(2 * STEPS)]
-
-    def work(worker: int) -> Tensor:
-        meter, weight = Meter(), nn.Parameter(torch.zeros(4, 3))
-        with found.connections(worker, meter) as connections:
-            optimizer = optim.SGD([weight], lr=1.0)
-            remote = server_step(optimizer, connections, compressor=compressor)
-            for step in range(STEPS):
-                weight.grad = given[2 * step + worker].view(4, 3).clone()
-                if step == 1:  # a push that a second one replaces
-                    remote.place_new()
-                    remote.transport._push(remote.transport._buckets[0])
-                    weight.grad = weight.grad.clone()
-                optimizer.step()
-            meter.end_step()
-            remote.close()
-        meter.flush()  # now that the threads have ended which send, and which tell the meter a moment later
-        sent = {t.operation: t.sent_bytes for step in meter.steps for t in step.operations}
-        assert sent["push"] == (STEPS + 1) * compressor.encoded_bytes(pushed)
-        return weight.detach().reshape(-1)
-
-    with job(in_memory=in_memory) as found:
-        results = found.workers.run(work)
-    expected = torch.zeros(pushed)
-    errors = torch.zeros(2, pushed)
-    for step in range(STEPS):
-        for worker in range(2):
-            values = given[2 * step + worker] + (errors[worker] if compressor.has_error_feedback else 0)
-            wire, decoded = torch.empty(compressor.encoded_bytes(pushed), dtype=torch.uint8), torch.empty(pushed)
-            compressor.encode(values, wire)
-            compressor.decode(wire, decoded)
-            errors[worker] = values
-            expected -= decoded / 2
-    for weights_found in results:
-        torch.testing.assert_close(weights_found, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_workers_with_other_models_are_refused() -> None:

@@ -513,7 +513,6 @@ def _compiled() -> L.LightningModule:
         (Classifier, {"num_nodes": 2}, r"num_nodes=2: dp is one process.*pass num_nodes=1, or strategy='ring_ddp'"),
         (Classifier, {"sync_batchnorm": True}, r"sync_batchnorm=True: under dp .*pass sync_batchnorm=False, or"),
         (Classifier, {"plugins": [_Started()]}, "_Started has started 2 processes, and dp is one process"),
-        (Classifier, {"precision": "16-mixed"}, "precision='16-mixed' on CPU: .*; pass precision='bf16-mixed'"),
         (_Manual, {}, r"automatic_optimization=False: under dp each replica .*, or strategy='ring_ddp'"),
         (_compiled, {}, "the module is compiled, for the tensors of one device; pass the module without torch.compile"),
     ],

@@ -32,7 +32,6 @@ GRADIENT_BYTES = (16 * 6 + 16 + 3 * 16 + 3) * 4  # of the Classifier, in float32
 NUM_STEPS = 25
 COMPRESSIONS: dict[str, Any] = {
     "int8": {"name": "int8", "chunk_size": 64},
-    "powersgd": {"name": "powersgd", "rank": 2, "start_step": 3},
 }
 
 

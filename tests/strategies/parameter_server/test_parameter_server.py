@@ -206,8 +206,6 @@ def test_buckets_are_smaller_on_a_network(num_nodes: int, options: dict[str, Any
         ({"num_servers": 1.5}, "num_servers="),
         ({"num_servers": "node"}, "num_servers="),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb="),
-        ({"compression": "powersgd"}, "compression="),
-        ({"compression": "int7"}, "compression="),
         ({"servers": ["10.0.0.5:7000"]}, "servers="),
         ({"optimizer_split": "rows"}, "optimizer_split='rows' is not one of the choices: 'elements', 'tensors'"),
         ({"mode": "asynchronous"}, "mode='asynchronous' is not one of the choices"),

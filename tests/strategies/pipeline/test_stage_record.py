@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.callbacks import ProfilerReport
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PlannedMemory
-from lightning_multigpu.planning.pipelines.stage_costs import LinkCost
 from lightning_multigpu.strategies.pipeline import pipeline_planner
-from tests.strategies.tasks import Case, Classifier, dataset, fit_module, make_strategy, make_trainer
+from tests.strategies.tasks import Case, Classifier, dataset, fit_module, make_strategy
 from tests.world import World
 
 WIDTH = 32
@@ -109,13 +108,12 @@ class Loading(Deep):
 
 def predicted(schedule: Any, again: Any) -> list[PlannedMemory]:
     """By a plan of one round of measurements, which changes times only."""
-    strategy = PipelineStrategy(schedule=schedule, activation_checkpointing=again)
-    trainer = make_trainer(FLOAT32, strategy, 2)
-    sizes: dict[str, Any] = {"schedules": None, "num_micro_batches": [16], "link": LinkCost(0.0, 0.0)}
-    planner = pipeline_planner.PipelinePlanner.of_trainer(trainer, **sizes)
+    options = PipelineStrategy(schedule=schedule, activation_checkpointing=again).pipeline_options
+    device = torch.device("cpu")
+    planner = pipeline_planner.PipelinePlanner([options], [2], device=device, num_micro_batches=[16])
     settings = {"accelerator": "cpu", "max_epochs": 1, "use_distributed_sampler": False}
     with mock.patch.object(pipeline_planner, "NUM_ROUNDS", 1):
-        [plan] = planner.run(Loading(), None, settings).plans
+        [plan] = planner.run(Loading(), None, settings)
     return list(plan.memory)
 
 

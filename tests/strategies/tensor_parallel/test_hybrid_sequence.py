@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -53,11 +54,11 @@ def train(ranks: int, *, nested: bool = False, **options: Any) -> dict[str, Any]
 
     third.register_forward_pre_hook(note)
     strategy = hybrid(**options) if ranks > 1 else "auto"
-    if ranks > 1:
-        strategy.on_split = plans.append
     trainer = make_trainer(
         Case(max_epochs=1), strategy, ranks, gradient_clip_val=0.5, accumulate_grad_batches=2, limit_val_batches=None
     )
+    if ranks > 1:
+        trainer.callbacks.append(LambdaCallback(on_train_end=lambda *_: plans.append(strategy.split_plan())))  # type: ignore[attr-defined]
     trainer.fit(task)
     return {
         "weights": state(task),
