@@ -309,6 +309,4 @@ def norm_of(first: Tensor | None, second: Tensor | None = None) -> float:
     else:
         value = first - second
     values = value.coalesce().values() if value.is_sparse else value
-    if not (values.is_floating_point() or values.is_complex()):  # of a quantised layer, which is not trained
-        values = values.double()
     return float(torch.linalg.vector_norm(values.float() if values.element_size() < 4 else values))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ import psutil
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from lightning_multigpu.communication import main_store as main_store_module
 from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.main_store import MainStore, kept_by_torchrun, listening_socket
 from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError
@@ -260,10 +262,14 @@ class TestMainStore:
         with listening_socket(OTHER_LOOPBACK, 0) as sock:  # type: ignore[union-attr]
             assert sock.getsockname()[0] == OTHER_LOOPBACK
 
-    def test_nobody_there(self) -> None:
+    def test_nobody_there(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        """A wrong port was silence for minutes."""
+        monkeypatch.setattr(main_store_module, "_QUIET_S", 0.0)
         port = free_port()
         with pytest.raises(RendezvousError, match=rf"rank 3 .* at 127.0.0.1 port {port} within 0.3 s .*refused"):
             main_store(3, port, timeout_s=0.3).open()
+        [line] = capfd.readouterr().err.splitlines()
+        assert re.match(rf"rank 3 on .* waits for rank 0 at 127.0.0.1 port {port}: .*; 0 s are left \(join", line)
 
     def test_somebody_else_there(self, listener: socket.socket) -> None:
         with pytest.raises(RendezvousError, match=f"port {port_of(listener)}.* is not rank 0 of a job"):
@@ -273,9 +279,10 @@ class TestMainStore:
         with pytest.raises(RendezvousError, match=r"MASTER_ADDR=192\.0\.2\.1 is no address of .*where rank 0 runs"):
             main_store(0, free_port(), "192.0.2.1").open()
 
-    def test_a_name_that_nobody_knows(self) -> None:
+    def test_a_name_that_nobody_knows(self, capfd: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(RendezvousError, match=r"does not know the host MASTER_ADDR=no-such-host\.invalid"):
             main_store(0, free_port(), "no-such-host.invalid", timeout_s=0.3).open()
+        assert capfd.readouterr().err.count("MASTER_ADDR=no-such-host.invalid and waits for its name: ") == 1
 
     def test_a_store_that_torchrun_keeps(self) -> None:
         assert kept_by_torchrun({"TORCHELASTIC_USE_AGENT_STORE": "True"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from tests.strategies.tasks import (
     make_strategy,
     make_trainer,
 )
-from tests.world import World
+from tests.world import World, rank
 
 
 class Lazy(Classifier):
@@ -95,3 +96,39 @@ def test_a_step_that_takes_batches_by_itself(options: dict[str, Any]) -> None:
     trainer = make_trainer(Case(), make_strategy(**options), 2)
     with pytest.raises(ValueError, match=r"takes dataloader_iter, .* on trial, which needs the batch: take batch"):
         trainer.fit(OwnIterator(), eval_loader(8))
+
+
+class DrawnWhenMade(BatchSampler):
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
+        super().__init__(sampler, batch_size, drop_last)
+        self.drawn = list(super().__iter__())
+
+    def __iter__(self) -> Any:
+        return iter(self.drawn)
+
+
+def validate_drawn() -> list[str]:
+    data = dataset(17)
+    loader: DataLoader[Any] = DataLoader(data, batch_sampler=DrawnWhenMade(SequentialSampler(data), 4, False))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        make_trainer(Case(), make_strategy("ring_ddp"), 2).validate(Classifier(), loader, verbose=False)
+    return [str(each.message) for each in told if "samples twice" in str(each.message)]
+
+
+def test_batches_that_were_drawn_before_ranks_share_them(world2: World) -> None:
+    """Lightning's padding stayed in, and its warning was suppressed."""
+    first, second = world2.run(validate_drawn)
+    [line] = first
+    assert line.startswith("DrawnWhenMade draws from its sampler when it is made, or keeps it out of its attributes: ")
+    assert "up to 1 of 17 samples twice" in line
+    assert not second, "rank 0 says it"
+
+
+def fit_accumulating() -> None:
+    fit_module(Classifier(), "ring_ddp", 2, Case(trainer={"accumulate_grad_batches": 1 + rank()}))
+
+
+def test_ranks_that_accumulate_differently(world2: World) -> None:
+    words = "are not set up alike: accumulate_grad_batches: 1 on rank 0; 2 on rank 1"
+    world2.run_raising(RuntimeError, words, fit_accumulating)

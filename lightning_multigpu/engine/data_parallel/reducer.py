@@ -182,7 +182,7 @@ class GradientReducer:
         parameters, views = bucket.parameters(), bucket.gradients()
         self._places[number] = (buffer.data_ptr(), buffer.numel()), parameters, [view.data_ptr() for view in views]
         for parameter, view in zip(parameters, views, strict=True):
-            if parameter.grad is None:  # no rank's loss depends on it, or only another one's
+            if parameter.grad is None:  # this rank's loss does not depend on it
                 view.zero_()
             elif parameter.grad.data_ptr() != view.data_ptr():
                 view.copy_(parameter.grad)

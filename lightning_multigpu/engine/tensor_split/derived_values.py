@@ -1,4 +1,4 @@
-"""What user code makes of split weights and keeps, such as averages, masks and copies of layers: whole for others."""
+"""Whole values of averages, masks and copies of layers that user code has made of split weights."""
 
 from __future__ import annotations
 
