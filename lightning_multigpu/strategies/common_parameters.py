@@ -110,8 +110,8 @@ class CommonParameters:
         followed = [f"{type(c.scheduler).__name__} follows {c.monitor!r}; " for c in configs if c.reduce_on_plateau]
         return (
             f"{''.join(followed)}log such a value with sync_dist=True; set learning rates, and register hooks of "
-            "optimizers, alike on all ranks. A parameter that the code changes outside of the optimizer, by the samples "
-            "of its rank: make it a buffer, or compute the change from self.all_gather(...)"
+            "optimizers, alike on all ranks. A parameter that the code changes outside of the optimizer, by samples of "
+            "its rank: make it a buffer, or compute the change from self.all_gather(...)"
         )
 
     def stepped(self) -> None:
