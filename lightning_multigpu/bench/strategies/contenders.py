@@ -82,7 +82,7 @@ def _registered_or_class(name: str) -> tuple[type[Strategy], dict[str, Any]]:
         hint = did_you_mean(name, known) or f"Known: {', '.join(known)}"
         raise ValueError(f"strategy={name!r}: there is no such strategy. {hint}")
     entry = StrategyRegistry[name.lower()]
-    return entry["strategy"], dict(entry["init_params"])
+    return getattr(entry["strategy"], "strategy", entry["strategy"]), dict(entry["init_params"])  # ours are rows
 
 
 def _options(text: str, rest: str) -> dict[str, Any]:
