@@ -73,7 +73,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("serve", "run a parameter server on this machine, for workers that name it", "serve"),
     Command("emulate", "run a command on emulated hosts of this machine", "emulate"),
     Command("doctor", "check this host, or all hosts of a job, and print what a bug report needs", "doctor"),
-    Command("topology", "show what joins the devices, and the path that bytes take", "topology_report"),
+    Command("topology", "show what joins the devices, and the path that bytes take", "topology"),
 )
 
 
