@@ -49,7 +49,7 @@ class TensorAxis:
         self.group, self.peers = group, peers = open_tensor_group(strategy, shared_memory=options["shared_memory"])
         self._model = model
         model.chain.tensor_group = group
-        group.shows_parts = model.group.num_ranks > 1  # stages move parameters outside of steps, too
+        group.shows_parts = False
         self._proves = strategy.pipeline_options.verify_steps > 0
         self.layers = SplitLayers(model.module, group, options["plan"])
         self.plan: SplitPlan | None = None
