@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -31,7 +31,7 @@ from lightning_multigpu._lightning_internals import (
 from lightning_multigpu.communication.checksums import checksums
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.tensors import marks_of, size_bytes
-from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice, recomputing
+from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice
 from lightning_multigpu.engine.batch_size import leading_size, tensors_in
 from lightning_multigpu.engine.data_parallel.agreement import (
     ContinuedLoader,
@@ -218,8 +218,9 @@ class DataParallelStrategy(SingleDeviceStrategy):
         self._threads = ReplicaThreads(self.devices)
         self._recomputation = None
         if self._activation_checkpointing and trainer.state.fn == TrainerFn.FITTING:
-            several = len(self.devices) > 1
-            self._recomputation = Recomputation(self._module, self._activation_checkpointing, in_threads=several)
+            self._recomputation = Recomputation(
+                self._module, self._activation_checkpointing, warn=rank_zero_warn, in_threads=len(self.devices) > 1
+            )
         if self.root_device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             self._intra_op_threads = torch.get_num_threads()
             torch.set_num_threads(max(1, self._intra_op_threads // len(self.devices)))
@@ -284,7 +285,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         recomputation = self._recomputation if hook == "training_step" else None
         parts = self._scattered(batch)
         if len(parts) == 1:
-            with recomputing(recomputation, [module], rank_zero_warn):
+            with nullcontext() if recomputation is None else recomputation.installed(module):
                 return getattr(module, hook)(parts[0], *others, **options)
         with self._travelling("broadcast", self._replicas.size_bytes(), copies=len(parts) - 1):
             replicas = self._replicas.make(len(parts))
@@ -297,7 +298,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         ]
         random_state, parameters = torch.get_rng_state(), self._noted(hook)
         with (
-            recomputing(recomputation, replicas, rank_zero_warn),
+            nullcontext() if recomputation is None else recomputation.installed(*replicas),
             replaced(forward_ad, enter_dual_level=_refuse_levels),
         ):
             outputs, records = zip(*self._threads.run(calls, hook), strict=True)
