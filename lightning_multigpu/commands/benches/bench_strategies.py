@@ -20,9 +20,11 @@ not. ::
           "step_ms": {"median", "p25", "p75", "min", "max": number, "count": int} or null,
                                                              on the rank whose median is the longest
           "rank_median_step_ms": [number],                   of every rank
-          "ratio": number or null,                           median step over that of the baseline
-          "communication_cost_ms": number or null,           median step less that of "no communication"
-          "communication_cost_ratio": number or null,        over that of the baseline
+          "ratio": number or null,                           median step over that of the baseline for as many samples
+          "communication_cost_ms": number or null,           median step less that of "no communication", as above; not
+                                                             less than 0
+          "communication_cost_spread_ms": number or null,    half of the distance of the quartiles of both steps
+          "communication_cost_ratio": number or null,        over that of the baseline for as many samples
           "metered": {"total_ms", "hidden_ms", "exposed_ms", "sent_bytes": number} or null,
                                                              medians of a step by the strategy's own meter
           "samples_per_s": number or null                    of all ranks together, from their median steps
@@ -109,7 +111,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     print(
         f"# {settings['model']}: {settings['parameters']:,} parameters, batch {batch} a rank; "
         f"{plan.repetitions} x {plan.steps} steps after {plan.warm_up} each; medians on the slowest rank\n"
-        f"# ratio: to {baseline}; communication cost: step less the step without communication\n"
+        f"# ratio: to {baseline}; cost: step less the step without communication; both for as many samples\n"
         "# samples: of all ranks; under async_ps a step is one rank's own, and an update: compare samples, not steps"
     )
     print("\n".join(table.lines()), flush=True)
