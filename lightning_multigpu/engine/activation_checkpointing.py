@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.hugging_face import caching_models, without_cache
 from lightning_multigpu.engine.replaced_attributes import replaced
-from lightning_multigpu.engine.step_state import other_random_states, preserved_random_state
+from lightning_multigpu.engine.step_state import preserved_random_state
 from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local
 
 Choice = bool | Sequence[str | type]
@@ -130,16 +130,12 @@ class Recomputation:
 
     Args:
         warn: called once, if the first step calls none of the layers with gradients.
-        in_threads: several threads run copies of the module and share the generators of Python and NumPy, so a layer
-            that draws from these is refused.
 
     Raises:
         ValueError: as for :func:`selected_layers`; or a module around a layer is compiled.
     """
 
-    def __init__(
-        self, module: Module, choice: Choice, *, warn: Callable[[str], object], in_threads: bool = False
-    ) -> None:
+    def __init__(self, module: Module, choice: Choice, *, warn: Callable[[str], object]) -> None:
         self.names = selected_layers(module, choice)
         for name, part in module.named_modules():
             inside = next((each for each in self.names if name and each.startswith(f"{name}.")), None)
@@ -149,7 +145,6 @@ class Recomputation:
                     "itself: compile each layer with layer.compile(), or leave one of the two out"
                 )
         self._warn: Callable[[str], object] | None = warn
-        self._in_threads = in_threads
 
     @contextmanager
     def installed(self, *modules: Module) -> Iterator[None]:
@@ -189,29 +184,18 @@ class Recomputation:
         if not torch.is_grad_enabled():
             return own(*args, **kwargs)
         self._warn = None
-        return recomputed(layer, own, args, kwargs, in_threads=self._in_threads)
+        return recomputed(layer, own, args, kwargs)
 
 
-def recomputed(
-    layer: Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    in_threads: bool = False,
-) -> Any:
+def recomputed(layer: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns ``forward(*args, **kwargs)``, whose backward pass runs ``forward`` again.
 
     The second run has the same default dtype, random numbers and input, and does not update BatchNorm's statistics.
 
-    Args:
-        in_threads: the generators of Python and NumPy are those of other threads too, so that a draw is refused.
-
     Raises:
         RecomputationError: the layer has changed a buffer, or its input although it has no true attribute ``inplace``.
     """
-    states = None if in_threads else (random.getstate(), numpy.random.get_state())
-    dtype = torch.get_default_dtype()
+    python_state, numpy_state, dtype = random.getstate(), numpy.random.get_state(), torch.get_default_dtype()
     ran = False
     leaves, structure = tree_flatten((args, kwargs))  # torch looks for tensors in the outermost arguments only
     # A saved part of a split tensor is a plain tensor.
@@ -224,7 +208,9 @@ def recomputed(
         if not ran:
             ran = True
             return forward(*args, **kwargs)
-        with _same_draws(states), default_dtype(dtype), ExitStack() as undo:
+        with preserved_random_state(torch.device("cpu")), default_dtype(dtype), ExitStack() as undo:
+            random.setstate(python_state)
+            numpy.random.set_state(numpy_state)
             for norm in _norms(layer):
                 copies = {name: buffer if buffer is None else buffer.clone() for name, buffer in norm._buffers.items()}
                 undo.enter_context(replaced(norm, _buffers=copies))
@@ -267,25 +253,6 @@ def _versions(layer: Module, inputs: Sequence[Any]) -> set[tuple[str, int, int]]
     ]
     named = [*(("input", each) for each in inputs), *buffers]
     return {(what, id(t), t._version) for what, t in named if isinstance(t, Tensor) and not t.is_inference()}
-
-
-@contextmanager
-def _same_draws(states: tuple[Any, Any] | None) -> Iterator[None]:
-    """Within the block Python and NumPy draw from these states; without states they may not draw."""
-    with preserved_random_state(torch.device("cpu")) if states else nullcontext():
-        if states:
-            random.setstate(states[0])
-            numpy.random.set_state(states[1])
-        before = other_random_states()
-        try:
-            yield
-        finally:  # torch ends the second run by an exception once it has all tensors
-            if not states and other_random_states() != before:
-                raise RecomputationError(
-                    "a layer under activation_checkpointing draws random numbers of Python or NumPy, from generators "
-                    "that all replicas share: it would draw others when backward computes it again. Leave it out of "
-                    "activation_checkpointing, or use strategy='ring_ddp'"
-                )
 
 
 @contextmanager

@@ -51,6 +51,7 @@ from lightning_multigpu.engine.one_process.joint_loss import JointLoss
 from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 from lightning_multigpu.engine.replaced_attributes import replaced
+from lightning_multigpu.engine.step_state import other_random_states
 from lightning_multigpu.job.batch_feed import batches_to_skip, complete_resumed_epoch, global_batch_text
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS, advise_resuming
 from lightning_multigpu.strategies import option_checks
@@ -81,8 +82,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
             batch are then weighted by their samples), "sum", or, for a mean over something else, a function from a part
             of the batch to its weight (its number of tokens, for example).
         activation_checkpointing: layers that backward computes again instead of keeping their activations, as in
-            :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`. Layers may not draw random numbers from a
-            generator that replicas share: torch's on CPUs, and those of Python and NumPy.
+            :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`. The step may then not draw random numbers
+            from a generator that replicas share: torch's of the CPU, and those of Python and NumPy.
 
     Raises:
         ValueError: an option or a setting of the Trainer cannot be used with ``dp``; the message names the value, the
@@ -218,9 +219,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         self._threads = ReplicaThreads(self.devices)
         self._recomputation = None
         if self._activation_checkpointing and trainer.state.fn == TrainerFn.FITTING:
-            self._recomputation = Recomputation(
-                self._module, self._activation_checkpointing, warn=rank_zero_warn, in_threads=len(self.devices) > 1
-            )
+            self._recomputation = Recomputation(self._module, self._activation_checkpointing, warn=rank_zero_warn)
         if self.root_device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             self._intra_op_threads = torch.get_num_threads()
             torch.set_num_threads(max(1, self._intra_op_threads // len(self.devices)))
@@ -296,13 +295,13 @@ class DataParallelStrategy(SingleDeviceStrategy):
             partial(_call_recorded, replica, hook, part, *others, **options)
             for replica, part in zip(replicas, parts, strict=True)
         ]
-        random_state, parameters = torch.get_rng_state(), self._noted(hook)
+        generators, parameters = _generators(), self._noted(hook)
         with (
             nullcontext() if recomputation is None else recomputation.installed(*replicas),
             replaced(forward_ad, enter_dual_level=_refuse_levels),
         ):
             outputs, records = zip(*self._threads.run(calls, hook), strict=True)
-        has_drawn = not torch.equal(random_state, torch.get_rng_state())
+        has_drawn = _generators() != generators
         self._check_unchanged(hook, parameters)
         self._warn_of_lost_attributes(hook, attributes, vars(replicas[1]))
         self._metrics.merge()
@@ -326,7 +325,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
             self._threads,
             partial(self._travelling, "reduce", copies=len(parts) - 1),
             has_drawn=has_drawn,
-            may_draw=not has_drawn or self.root_device.type != "cpu",
         ).value()
         if not isinstance(outputs[0], Mapping):
             return loss
@@ -430,6 +428,11 @@ class DataParallelStrategy(SingleDeviceStrategy):
         output = super().optimizer_step(*args, **kwargs)
         self.meter.end_step()
         return output
+
+
+def _generators() -> tuple[Any, ...]:
+    """The states of the generators that all replicas share, to compare."""
+    return (torch.get_rng_state().numpy().tobytes(), *other_random_states())
 
 
 def _refuse_levels() -> Any:
