@@ -114,7 +114,17 @@ class SpawnLauncher(MultiProcessingLauncher):
         guardian.shows()
         ranks: _Ranks | None = None
         try:
-            ranks = _Ranks(self.run, self._start_method, task, guardian)
+            try:
+                ranks = _Ranks(self.run, self._start_method, task, guardian)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                if self._start_method == "fork":
+                    raise
+                name: str | None = getattr(self._strategy, "name_with_spawn", None)
+                popen = "start_method='popen'" if name is None else repr(name.removesuffix("_spawn"))
+                raise ValueError(
+                    f"new processes get copies of the Trainer, the module and the data, and cannot here: {error}. "
+                    f"Define functions and classes at the top of a module, or use {popen}, which runs the script again"
+                ) from error
             self.procs = ranks.processes
             ranks.await_end()
             result = ranks.result()
