@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import multiprocessing.util
 import os
 import time
 from collections import Counter
@@ -105,7 +104,8 @@ class Joining:
                 with contextlib.suppress(AddressTakenError):  # by another process of the job
                     guardian = start_guardian(run, address)
         client = GuardianClient(address, rank=run.rank, on_failure=self.watch.receive, start_timeout_s=start_timeout_s)
-        self._take(client, guardian)
+        self.watch.client = client
+        KEPT.append((client, guardian))
         # Later than the rank's own limit, whose error names the missing ranks.
         client.joining(run.join_timeout_s + run.failure_timeout_s)
 
@@ -204,15 +204,6 @@ class Joining:
             f"{own} cannot connect to {listed}. Check the routes and firewalls between the two hosts, or name another "
             "interface by GLOO_SOCKET_IFNAME"
         )
-
-    def _take(self, client: GuardianClient, guardian: Guardian | None) -> None:
-        # It is made before any worker is forked, so that workers share it: a killed worker would leave its own. That of
-        # a process whose parent made it stays: the parent's other children need it.
-        made_by_parent = multiprocessing.parent_process() and multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
-        if not made_by_parent:
-            client.uses_temporary(multiprocessing.util.get_temp_dir())
-        self.watch.client = client
-        KEPT.append((client, guardian))
 
 
 def start_guardian(run: RunContext, address: str | None = None) -> Guardian:
