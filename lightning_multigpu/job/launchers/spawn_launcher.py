@@ -57,9 +57,7 @@ _TUNED_IN_VAIN = (
     "a Tuner changes the module of the process that it runs in, and spawned ranks end with theirs; tune with "
     "start_method='popen', under 'ring_ddp' for example"
 )
-_CAN_BE_LOST = "can be lost"  # sent by a rank without which the job goes on, before its answer
 _INTERRUPTED = "interrupted"  # the answer of a rank that a SIGINT, to it or to another rank, has ended in order
-_GUARDIAN_S = 2.0  # beyond failure_timeout_s, in which it has to end the ranks
 
 
 class SpawnLauncher(MultiProcessingLauncher):
@@ -227,7 +225,6 @@ class _Task:
                 args, kwargs = disable_module_memory_sharing((args, kwargs))
         set_num_threads_if_needed(num_processes=run.ranks_per_host)
         os.environ["LOCAL_RANK"] = str(local_rank)
-        watch.on_can_be_lost = partial(answers.send_bytes, pickle.dumps(_CAN_BE_LOST))
         try:
             joining.begin(run, address=address)
             returned = watch.guarded(self.function, args, kwargs, run=run, trainer=self.trainer)
@@ -292,8 +289,6 @@ class _Ranks:
         self._first_rank = run.node_rank * run.ranks_per_host
         self._pipes: list[Connection] = []
         self._answers: dict[int, Any] = {}
-        self._can_be_lost: set[int] = set()
-        self._bad: list[int] = []
         self.processes: list[Any] = []
         context: Any = multiprocessing.get_context(start_method)
         try:
@@ -314,57 +309,47 @@ class _Ranks:
             raise
 
     def await_end(self) -> None:
-        """Reads answers until all processes have ended; after a failure they have ``failure_timeout_s`` to end."""
+        """Reads answers until all processes have ended; after a failure their guardian ends them."""
         left = dict(enumerate(self.processes))
-        deadline_s: float | None = None
         while left:
-            remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
             watched = [process.sentinel for process in left.values()]
-            wait([*watched, *(self._pipes[i] for i in left if not self._pipes[i].closed)], timeout=remaining_s)
+            wait([*watched, *(self._pipes[i] for i in left if not self._pipes[i].closed)])
             for index, process in list(left.items()):
                 has_ended = process.exitcode is not None  # checked before the pipe is read for the last time
                 self._read(index)
                 if has_ended:
                     del left[index]
-                    self._note_end(index, process.exitcode)
-            if self._bad and deadline_s is None:
-                deadline_s = time.monotonic() + self._timeout_s + _GUARDIAN_S
-                if all(self.processes[i].exitcode == 0 for i in self._bad):
-                    for process in left.values():
-                        process.terminate()  # the guardian may have seen no failure
-            if deadline_s is not None and time.monotonic() > deadline_s:
-                for process in left.values():
-                    process.kill()
+                    self._pipes[index].close()
+                    self._guardian.ended(self._first_rank + index, process.exitcode)
 
     def result(self) -> _Result:
-        """The answer of the first rank; raises if a rank has failed, or a signal has ended the ranks."""
+        """The answer of the first rank, which has come to the end of its run with all ranks that were not lost.
+
+        Raises the exception of a rank that has failed, or what the first process raises at a signal.
+        """
         codes = [process.exitcode for process in self.processes]
-        if not self._bad and _INTERRUPTED in self._answers.values():
-            raise KeyboardInterrupt
-        if not self._bad and 0 not in self._answers:  # another host's first rank was lost
-            self._bad.append(0)
         failed = [answer for answer in self._answers.values() if isinstance(answer, _Failed)]
-        if not failed and self._bad and all(codes[index] == SIGTERM_STATUS for index in self._bad):
+        if not failed and isinstance(result := self._answers.get(0), _Result):
+            return result
+        if not failed and _INTERRUPTED in self._answers.values():
+            raise KeyboardInterrupt
+        if not failed and {*codes} - {0} == {SIGTERM_STATUS}:
             raise SystemExit(SIGTERM_STATUS)
-        if not failed and self._bad:
-            index = next((index for index in self._bad if codes[index] < 0), self._bad[0])
+        if not failed:
+            index = codes.index(min(codes)) if min(codes) < 0 else codes.index(next(filter(None, codes), 0))
             when = " before its work was done" if codes[index] == 0 else ""
             what = f"{ended_text(codes[index])}{when}"
             failure = Failure(what, self._first_rank + index, host_name(), self.processes[index].pid)
             failed = [_Failed(failure)]
-        if failed:
-            first = min(failed, key=lambda each: not each.in_full)
-            error = _exception_of(first)
-            show = None if first.is_programs else self._guardian.show
-            limit = partial(limit_exit, self._timeout_s)
-            report = FailureReport(first.failure, first.in_full, show, lambda: first.checkpoint, limit)
-            print_if_uncaught(error, report)
-            self._guardian.raises()
-            weakref.finalize(report, self._guardian.stop)
-            raise error from None
-        result = self._answers[0]
-        assert isinstance(result, _Result)
-        return result
+        first = min(failed, key=lambda each: not each.in_full)
+        error = _exception_of(first)
+        show = None if first.is_programs else self._guardian.show
+        limit = partial(limit_exit, self._timeout_s)
+        report = FailureReport(first.failure, first.in_full, show, lambda: first.checkpoint, limit)
+        print_if_uncaught(error, report)
+        self._guardian.raises()
+        weakref.finalize(report, self._guardian.stop)
+        raise error from None
 
     def interrupt(self) -> None:
         """After a first Ctrl-C: lets the ranks end in order; at a second one, ends this process and them."""
@@ -398,17 +383,6 @@ class _Ranks:
         pipe = self._pipes[index]
         try:
             while not pipe.closed and pipe.poll():
-                answer = pickle.loads(pipe.recv_bytes())
-                if answer == _CAN_BE_LOST:
-                    self._can_be_lost.add(index)
-                else:
-                    self._answers[index] = answer
+                self._answers[index] = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             pipe.close()
-
-    def _note_end(self, index: int, exit_code: int) -> None:
-        self._pipes[index].close()
-        is_good = self._answers.get(index) == _INTERRUPTED or (exit_code == 0 and index in self._answers)
-        if index not in self._can_be_lost and not is_good:
-            self._bad.append(index)
-        self._guardian.ended(self._first_rank + index, exit_code)
