@@ -35,7 +35,7 @@ from lightning_multigpu.job.checkpoint_files.last_checkpoint import last_checkpo
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS, has_trained
 from lightning_multigpu.job.guardian import Failure, Guardian
 from lightning_multigpu.job.guardian.failure import host_name
-from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, SAME_INTERRUPT_S
+from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS
 from lightning_multigpu.job.guardian.proc import ended_text, note_refusal
 from lightning_multigpu.job.joining import Joining, start_guardian
 from lightning_multigpu.job.run_context import RunContext
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import ParallelStrategy
 
-_POLL_S = 0.2
-_AT_ONCE_S = 2.0
 _TUNED_IN_VAIN = (
     "a Tuner changes the module of the process that it runs in, and spawned ranks end with theirs; tune with "
     "start_method='popen', under 'ring_ddp' for example"
@@ -193,13 +191,13 @@ class _Result(NamedTuple):
 class _Failed(NamedTuple):
     """The answer of a rank whose run has failed.
 
-    ``in_full``: the failure is this rank's own. ``is_programs``: all ranks have raised it. ``checkpoint`` is the file
+    ``in_full``: the failure is this rank's own. ``all_raised``: all ranks have raised it. ``checkpoint`` is the file
     to resume from. ``pickled`` is empty if the exception is about another rank's failure, or cannot be pickled.
     """
 
     failure: Failure
     in_full: bool = False
-    is_programs: bool = False
+    all_raised: bool = False
     checkpoint: str | None = None
     pickled: bytes = b""
 
@@ -343,7 +341,7 @@ class _Ranks:
             failed = [_Failed(failure)]
         first = min(failed, key=lambda each: not each.in_full)
         error = _exception_of(first)
-        show = None if first.is_programs else self._guardian.show
+        show = None if first.all_raised else self._guardian.show
         limit = partial(limit_exit, self._timeout_s)
         report = FailureReport(first.failure, first.in_full, show, lambda: first.checkpoint, limit)
         print_if_uncaught(error, report)
@@ -352,17 +350,13 @@ class _Ranks:
         raise error from None
 
     def interrupt(self) -> None:
-        """After a first Ctrl-C: lets the ranks end in order; at a second one, ends this process and them."""
-        since_s = time.monotonic()
-        self._signal(signal.SIGINT)  # ranks that the terminal has signalled already count it once
-        try:
-            while any(process.is_alive() for process in self.processes):
-                with contextlib.suppress(*[KeyboardInterrupt] * (time.monotonic() - since_s < SAME_INTERRUPT_S)):
-                    time.sleep(_POLL_S)
-        except KeyboardInterrupt:
-            self._join(_AT_ONCE_S)  # their guardian ends them
-            self._signal(signal.SIGKILL)
-            os._exit(INTERRUPTED_STATUS)
+        """After a Ctrl-C: lets the ranks end in order; at a second one their guardian ends them.
+
+        Ranks that the terminal has signalled too count both signals as one.
+        """
+        signal.signal(signal.SIGINT, lambda *_: self._signal(signal.SIGINT))
+        self._signal(signal.SIGINT)
+        self.await_end()
 
     def end(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -375,9 +369,9 @@ class _Ranks:
                 os.kill(process.pid, number)
 
     def _join(self, timeout_s: float) -> None:
-        deadline_s = time.monotonic() + timeout_s
+        until_s = time.monotonic() + timeout_s
         for process in self.processes:
-            process.join(max(0.0, deadline_s - time.monotonic()))
+            process.join(max(0.0, until_s - time.monotonic()))
 
     def _read(self, index: int) -> None:
         pipe = self._pipes[index]
