@@ -6,18 +6,19 @@ of their meaning raises ``schema_version``; new keys do not. Times are in second
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib import import_module
+from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu.commands.early_checks import check_strategy, checked_settings
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number, strategies_of
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
+from lightning_multigpu.planning.scaling.presets import MACHINES, MODELS, seed
 
 _FORMATS = (".svg", ".png", ".pdf")
-_EXAMPLE = ["--preset", "--batch", "--nodes", "--devices", "--strategies", "--link-gbit", "--picture", "--json"]
-"""The further options with --example."""
+_EXAMPLE = ["--nodes", "--preset", "--batch", "--devices", "--strategies", "--link-gbit", "--picture", "--json"]
+"""The further options with --example; seed has the first one."""
 _DESCRIPTION = f"""\
 Predict step time, memory and scaling under every strategy, without training:
 
@@ -43,8 +44,18 @@ def run(name: str, arguments: Sequence[str]) -> int:
     options, rest = _parser(name).parse_known_args(arguments)
     flags = {f"--{option.replace('_', '-')}": value for option, value in vars(options).items()}
     given = [flag for flag, value in flags.items() if value is not None and flag != "--example"]
-    if options.example is not None and (wrong := [flag for flag in given if flag not in _EXAMPLE]):
-        raise UsageError(f"{wrong[0]} is no option with --example, which takes {', '.join(_EXAMPLE)}")
+    if (example := options.example) is not None:
+        allowed = _EXAMPLE[: 1 if example == "seed" else None]
+        if wrong := [flag for flag in given if flag not in allowed]:
+            raise UsageError(f"{wrong[0]} is no option with --example={example}, which takes {', '.join(allowed)}")
+        if rest:
+            raise UsageError(f"{rest[0]}: --example={example} takes no configuration and no options of fit")
+        if example == "seed":
+            print(*seed(options.nodes or [2, 4, 8]), sep="\n")
+            return 0
+        _by_name(example, ["seed", *MODELS], "--example")
+    if options.preset is not None or example is not None:
+        _by_name(options.preset, MACHINES, "--preset")
     check_directories(options, "json", "picture", "write")
     if options.picture is not None:
         _check_picture(options.picture)
@@ -52,9 +63,16 @@ def run(name: str, arguments: Sequence[str]) -> int:
     for strategy in options.strategies or ():
         check_strategy(strategy.partition(":")[0])
     checked_settings("fit", rest, also=[flag.removeprefix("--") for flag in flags])
-    module = "scaling_cli" if options.example is None else "example_cli"
-    status: int = import_module(f"lightning_multigpu.commands.plans.{module}").run(rest, options)
-    return status
+    from lightning_multigpu.commands.plans import scaling_cli
+
+    return scaling_cli.run(rest, options)
+
+
+def _by_name(name: str | None, known: Collection[str], option: str) -> None:
+    if name not in known:
+        is_wrong = f"{option}={name} is unknown" if name else f"--example: name a machine by {option}"
+        hint = did_you_mean(name, known) if name else ""
+        raise UsageError(f"{is_wrong}; known are {', '.join(known)}. {hint}".rstrip())
 
 
 def _check_picture(path: Path) -> None:
