@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan, plan
 from lightning_multigpu.planning.pipelines.schedule_order import LOOPED_SCHEDULES, SCHEDULES
-from lightning_multigpu.planning.pipelines.stage_costs import LinkCost, PartCost, StageCosts
+from lightning_multigpu.planning.pipelines.stage_costs import PartCost, StageCosts
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.links import Link
 from lightning_multigpu.planning.scaling.machine_model import Machine
@@ -129,7 +129,7 @@ def _pipelines(model: PresetModel, samples: int, message: int, sizes: Iterable[i
             saved = round(model.layer_activations_bytes(samples / number))
             layer = PartCost(_UNIT.forward_s * each, _UNIT.backward_s * each, message // number, saved)
             costs = StageCosts(
-                [PartCost(), *[layer] * layers, PartCost()], [sum(kinds) // layers] * layers, LinkCost(0.0, 0.0),
+                [PartCost(), *[layer] * layers, PartCost()], [sum(kinds) // layers] * layers,
                 schedule=schedule, num_ranks=size, stages_per_rank=a_rank, num_micro_batches=number,
             )  # fmt: skip
             held = [HeldBytes(*(count * kind // layers for kind in kinds)) for count in counts]
