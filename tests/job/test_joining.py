@@ -218,9 +218,8 @@ def test_a_directory_that_the_parent_has_made_is_not_given_to_the_guardian(
     """The guardian of a bench's ranks removed the directory of the bench's own process, which ended with an error."""
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object() if made_by_parent else None)
     monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", "/tmp/pymp-x")  # type: ignore[attr-defined]
-    monkeypatch.setattr(joining, "KEPT", [])
     found: list[str] = []
-    Joining(SimpleNamespace())._take(SimpleNamespace(uses_temporary=found.append), None)  # type: ignore[arg-type]
+    joining._name_temporary(SimpleNamespace(uses_temporary=found.append))  # type: ignore[arg-type]
     assert found == given
 
 

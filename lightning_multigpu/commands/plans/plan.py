@@ -6,15 +6,14 @@ of their meaning raises ``schema_version``; new keys do not. Times are in second
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning_multigpu._suggest import did_you_mean
-from lightning_multigpu.commands.early_checks import check_strategy, checked_settings
-from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number, strategies_of
+from lightning_multigpu.commands.option_parser import OptionParser, check_directories, names_of, number, strategies_of
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.planning.scaling.presets import MACHINES, MODELS, seed
+from lightning_multigpu.registry import STRATEGIES
 
 _FORMATS = (".svg", ".png", ".pdf")
 _EXAMPLE = ["--nodes", "--preset", "--batch", "--devices", "--strategies", "--link-gbit", "--picture", "--json"]
@@ -53,26 +52,21 @@ def run(name: str, arguments: Sequence[str]) -> int:
         if example == "seed":
             print(*seed(options.nodes or [2, 4, 8]), sep="\n")
             return 0
-        _by_name(example, ["seed", *MODELS], "--example")
-    if options.preset is not None or example is not None:
-        _by_name(options.preset, MACHINES, "--preset")
+        options.example = names_of("example", [example], ["seed", *MODELS])[0]
+        if options.preset is None:
+            raise UsageError(f"--example={example}: name a machine by --preset: {', '.join(MACHINES)}")
+    if options.preset is not None:
+        options.preset = names_of("preset", [options.preset], MACHINES)[0]
     check_directories(options, "json", "picture", "write")
     if options.picture is not None:
         _check_picture(options.picture)
-    options.strategies = options.strategies and strategies_of(options.strategies)
-    for strategy in options.strategies or ():
-        check_strategy(strategy.partition(":")[0])
-    checked_settings("fit", rest, also=[flag.removeprefix("--") for flag in flags])
+    if options.strategies is not None:
+        options.strategies = strategies_of(options.strategies)
+        names = [each.partition(":")[0] for each in options.strategies]
+        names_of("strategies", names, [row.name for row in STRATEGIES])
     from lightning_multigpu.commands.plans import scaling_cli
 
     return scaling_cli.run(rest, options)
-
-
-def _by_name(name: str | None, known: Collection[str], option: str) -> None:
-    if name not in known:
-        is_wrong = f"{option}={name} is unknown" if name else f"--example: name a machine by {option}"
-        hint = did_you_mean(name, known) if name else ""
-        raise UsageError(f"{is_wrong}; known are {', '.join(known)}. {hint}".rstrip())
 
 
 def _check_picture(path: Path) -> None:

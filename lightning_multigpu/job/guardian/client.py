@@ -16,7 +16,6 @@ from multiprocessing.util import Finalize
 
 from lightning_multigpu.job.guardian.failure import MAX_WHAT, Failure, closing_lines, host_name
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
-from lightning_multigpu.job.guardian.hang.stacks import answer_stack_signal
 from lightning_multigpu.job.guardian.proc import STOPPED, StoppedTime, WatchedProcess
 from lightning_multigpu.job.guardian.protocol import Connection, Message, foreign
 from lightning_multigpu.job.guardian.start import GuardianError
@@ -88,8 +87,6 @@ class GuardianClient:
             self._connection.close()
             raise
         self._set_limits(failure_timeout_s)
-        if (how := answer_stack_signal()) is not None:
-            self._send("stacks", descriptors=(how.descriptor,), number=how.number, main_thread=how.main_thread)
         self._thread = threading.Thread(target=self._listen, name="guardian-client", daemon=True)
         self._thread.start()
         # Not atexit, whose functions do not run in a forked process of multiprocessing.
@@ -258,6 +255,8 @@ class GuardianClient:
                     self._met.set()
                 elif message["kind"] == "seen":
                     self._seen.set()
+                elif message["kind"] == "look":
+                    self.flight_recorder.answer(message["number"])
                 elif message["kind"] == "shown":
                     self._is_shown = True
                     self._shown.set()
