@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
