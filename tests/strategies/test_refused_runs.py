@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
@@ -127,10 +128,18 @@ def test_batches_that_were_drawn_before_ranks_share_them(world2: World) -> None:
     assert not second, "rank 0 says it"
 
 
-def fit_accumulating() -> None:
-    fit_module(Classifier(), "ring_ddp", 2, Case(trainer={"accumulate_grad_batches": 1 + rank()}))
+def fit_accumulating(by_epoch: bool) -> None:
+    batches = 1 + rank()
+    options = {"callbacks": [GradientAccumulationScheduler({1: batches})]} if by_epoch else {}
+    fit_module(Classifier(), "ring_ddp", 2, Case(), accumulate_grad_batches=1 if by_epoch else batches, **options)
 
 
-def test_ranks_that_accumulate_differently(world2: World) -> None:
-    words = "are not set up alike: accumulate_grad_batches: 1 on rank 0; 2 on rank 1"
-    world2.run_raising(RuntimeError, words, fit_accumulating)
+@pytest.mark.parametrize(
+    ("by_epoch", "words"),
+    [
+        (False, "accumulate_grad_batches: 1 on rank 0; 2 on rank 1"),
+        (True, r"GradientAccumulationScheduler: \{0: 1, 1: 1\} on rank 0; \{0: 1, 1: 2\} on rank 1"),
+    ],
+)
+def test_ranks_that_accumulate_differently(by_epoch: bool, words: str, world2: World) -> None:
+    world2.run_raising(RuntimeError, f"are not set up alike: {words}", fit_accumulating, by_epoch)
